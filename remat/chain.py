@@ -1,0 +1,165 @@
+"""`Chain`: what each stage of a model costs, in bytes and seconds (Beaumont et al., Section 3.1)."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from remat import storage
+from remat.errors import InvalidChain, InvalidFile
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the stages of a chain lie on a model, and what input they were measured with.
+
+    Attributes:
+        modules: for each stage but the loss, how many consecutive modules of the flattened `nn.Sequential` it runs.
+        inputs: one line per tensor of the sample: its dtype, shape and device type, `float32[8, 3, 32, 32] cpu`.
+    """
+
+    modules: tuple[int, ...]
+    inputs: tuple[str, ...]
+
+    def to_fields(self) -> dict[str, Any]:
+        return {"modules": list(self.modules), "inputs": list(self.inputs)}
+
+    @classmethod
+    def from_fields(cls, content: dict[str, Any] | None) -> Layout | None:
+        return None if content is None else cls(tuple(content["modules"]), tuple(content["inputs"]))
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Bytes and seconds of the stages 1..L and of the loss, which is stage L+1.
+
+    Attributes:
+        act_bytes: L+2 sizes of the activations a_0 (the input) .. a_{L+1} (the loss).
+        saved_bytes: L+1 sizes of all that a stage keeps for its backward, its output included, its input not.
+        fwd_overhead_bytes: L+1 sizes of the scratch memory of a stage's forward beyond its input and what it leaves.
+        bwd_overhead_bytes: the same for its backward, beyond saved_l, a_{l-1}, grad_l and grad_{l-1}.
+        fwd_seconds, bwd_seconds: L+1 durations.
+        grad_bytes: L+2 sizes of the gradients of the activations, by default `act_bytes`; 0 where none flows.
+        bwd_released_bytes: L+1 sizes of what a backward has already let go of when it needs most, by default 0:
+            the other sign of `bwd_overhead_bytes` (at most one of the two is above zero where both are measured).
+        names: L+1 names for people.
+        draws_random: L+1 flags: the stage draws random numbers, so a recomputation restores their generator.
+        changes_buffers: L+1 flags: the stage changes buffers of its own (BatchNorm), which happens only once.
+        layout: how the stages lie on the model they were measured on; None for chains made by hand.
+
+    Raises:
+        InvalidChain: wrong lengths, negative or non-integer sizes, negative, infinite or NaN times.
+    """
+
+    act_bytes: tuple[int, ...]
+    saved_bytes: tuple[int, ...]
+    fwd_overhead_bytes: tuple[int, ...]
+    bwd_overhead_bytes: tuple[int, ...]
+    fwd_seconds: tuple[float, ...]
+    bwd_seconds: tuple[float, ...]
+    grad_bytes: tuple[int, ...] = field(default=(), kw_only=True)
+    bwd_released_bytes: tuple[int, ...] = field(default=(), kw_only=True)
+    names: tuple[str, ...] = field(default=(), kw_only=True)
+    draws_random: tuple[bool, ...] = field(default=(), kw_only=True)
+    changes_buffers: tuple[bool, ...] = field(default=(), kw_only=True)
+    layout: Layout | None = field(default=None, kw_only=True)
+
+    VERSION = 1
+
+    def __post_init__(self) -> None:
+        set_field = object.__setattr__  # the way a frozen dataclass normalises its own fields
+        set_field(self, "act_bytes", _sizes("act_bytes", self.act_bytes))
+        if len(self.act_bytes) < 2:
+            raise InvalidChain(
+                "act_bytes needs at least two entries, the input's and the loss's: "
+                f"a chain of L stages has L+2, found {len(self.act_bytes)}"
+            )
+        stages = len(self.act_bytes) - 1
+        for name in ("saved_bytes", "fwd_overhead_bytes", "bwd_overhead_bytes"):
+            set_field(self, name, _of_length(name, _sizes(name, getattr(self, name)), stages, "L+1"))
+        for name in ("fwd_seconds", "bwd_seconds"):
+            set_field(self, name, _of_length(name, _times(name, getattr(self, name)), stages, "L+1"))
+        grads = _sizes("grad_bytes", self.grad_bytes) or self.act_bytes
+        set_field(self, "grad_bytes", _of_length("grad_bytes", grads, stages + 1, "L+2"))
+        released = _sizes("bwd_released_bytes", self.bwd_released_bytes) or (0,) * stages
+        set_field(self, "bwd_released_bytes", _of_length("bwd_released_bytes", released, stages, "L+1"))
+        names = tuple(map(str, self.names)) or (*(f"stage {i}" for i in range(1, stages)), "loss")
+        set_field(self, "names", _of_length("names", names, stages, "L+1"))
+        for name in ("draws_random", "changes_buffers"):
+            flags = tuple(map(bool, getattr(self, name))) or (False,) * stages
+            set_field(self, name, _of_length(name, flags, stages, "L+1"))
+        if self.layout is not None:
+            _of_length("layout.modules", self.layout.modules, stages - 1, "L")
+
+    @property
+    def length(self) -> int:
+        """Number of stages, the loss included: L+1."""
+        return len(self.saved_bytes)
+
+    @property
+    def store_all_seconds(self) -> float:
+        """Makespan when everything is stored: each forward and each backward once."""
+        return math.fsum(self.fwd_seconds) + math.fsum(self.bwd_seconds)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the chain to `path` as JSON."""
+        content: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "layout"}
+        content["layout"] = None if self.layout is None else self.layout.to_fields()
+        storage.write(path, "Chain", self.VERSION, content)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Chain:
+        """Reads a chain that `save` wrote.
+
+        Raises:
+            InvalidFile: another kind of file, another version, or missing fields.
+            InvalidChain: numbers that describe no chain.
+        """
+        content = storage.read(path, "Chain", cls.VERSION)
+        try:
+            content["layout"] = Layout.from_fields(content["layout"])
+            return cls(**content)
+        except (KeyError, TypeError) as error:
+            raise InvalidFile(f"{path}: not the fields of a Chain ({error})") from error
+
+
+def _sizes(name: str, values: Iterable[Any]) -> tuple[int, ...]:
+    sizes = []
+    for index, value in enumerate(values):
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            size = operator.index(value)
+        except TypeError:
+            raise InvalidChain(
+                f"{name}[{index}] is {value!r}; sizes are whole bytes, so give an int (round up where needed)"
+            ) from None
+        if size < 0:
+            raise InvalidChain(f"{name}[{index}] is {size}; a size cannot be negative")
+        sizes.append(size)
+    return tuple(sizes)
+
+
+def _times(name: str, values: Iterable[Any]) -> tuple[float, ...]:
+    times = []
+    for index, value in enumerate(values):
+        try:
+            seconds = float(value)
+        except (TypeError, ValueError):
+            raise InvalidChain(f"{name}[{index}] is {value!r}; a time is a number of seconds") from None
+        if not math.isfinite(seconds) or seconds < 0:
+            raise InvalidChain(f"{name}[{index}] is {seconds}; a time is finite and not negative")
+        times.append(seconds)
+    return tuple(times)
+
+
+def _of_length(name: str, values: tuple[Any, ...], expected: int, formula: str) -> tuple[Any, ...]:
+    if len(values) != expected:
+        raise InvalidChain(
+            f"{name} has {len(values)} entries, expected {expected} ({formula}, where act_bytes has L+2 entries)"
+        )
+    return values

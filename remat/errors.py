@@ -1,0 +1,78 @@
+"""Every error that remat raises on purpose; `RematError` stands above them all."""
+
+from __future__ import annotations
+
+from remat.units import format_bytes
+
+
+class RematError(Exception):
+    """Base of all errors of remat."""
+
+
+class InvalidBudget(RematError, ValueError):
+    """A budget in none of the three forms: bytes, a string with a unit, a fraction of the store-all peak."""
+
+
+class InvalidChain(RematError, ValueError):
+    """Numbers that describe no chain: wrong lengths, negative or non-integer sizes, NaN times."""
+
+
+class InvalidSchedule(RematError, ValueError):
+    """A schedule breaks the rules of its operations (Beaumont et al., Table 1).
+
+    Attributes:
+        step: position of the offending operation in the schedule, counted from 0; None where
+            no single operation is to blame.
+        operation: that operation, or None.
+        missing: what was missing or wrong, as a phrase.
+    """
+
+    def __init__(self, missing: str, *, step: int | None = None, operation: object = None) -> None:
+        self.step = step
+        self.operation = operation
+        self.missing = missing
+        where = "" if step is None else f"step {step} ({operation}): "
+        super().__init__(f"invalid schedule: {where}{missing}")
+
+
+class InfeasibleBudget(RematError, ValueError):
+    """No schedule of the solver fits the budget.
+
+    Attributes:
+        budget: the budget asked for, in bytes.
+        minimum: the least budget, in bytes, under which the same solver does find a schedule.
+    """
+
+    def __init__(self, budget: int, minimum: int, solver: str = "") -> None:
+        self.budget = budget
+        self.minimum = minimum
+        self.solver = solver
+        by = f" of solver {solver!r}" if solver else ""
+        super().__init__(
+            f"no schedule{by} fits {format_bytes(budget)} ({budget} bytes); the least budget that works is "
+            f"{format_bytes(minimum)} ({minimum} bytes). Raise the budget to that, use a smaller batch or input, "
+            "or split large stages into smaller ones."
+        )
+
+    def __reduce__(self) -> tuple[type, tuple[int, int, str]]:
+        return type(self), (self.budget, self.minimum, self.solver)
+
+
+class UnsupportedModel(RematError, TypeError):
+    """The model is no chain that remat can run: not an `nn.Sequential`, empty, or with a stage it cannot handle."""
+
+
+class PlanMismatch(RematError, ValueError):
+    """A schedule meets a model or an input that it was not made for."""
+
+
+class MeasurementError(RematError, RuntimeError):
+    """A measurement could not be taken, or would not have been true."""
+
+
+class ReplayError(RematError, RuntimeError):
+    """A stage cannot be recomputed, or its recomputation did not repeat its first run."""
+
+
+class InvalidFile(RematError, ValueError):
+    """A file that holds no object of the kind asked for, or one of a version this release cannot read."""

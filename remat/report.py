@@ -1,0 +1,87 @@
+"""`Report`: what a run cost, predicted by the simulation or measured on the machine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from remat import storage
+from remat.errors import InvalidFile
+from remat.units import format_bytes, format_seconds
+
+
+class Moment(NamedTuple):
+    """One operation on the timeline of a run.
+
+    Attributes:
+        operation: its name, such as `F_ck3`.
+        start_seconds, end_seconds: when it ran, from the beginning of the step.
+        peak_bytes: the most memory in use while it ran.
+        stored_bytes: what was stored when it had ended.
+    """
+
+    operation: str
+    start_seconds: float
+    end_seconds: float
+    peak_bytes: int
+    stored_bytes: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one training step costs under one strategy.
+
+    Attributes:
+        strategy: name of the method.
+        outcome: "pass", or why there was none.
+        measured: False for predictions.
+        budget_bytes: the limit, if any.
+        peak_bytes: the most memory in use at once, the sample included; parameters, their gradients, buffers and
+            optimiser state are not.
+        seconds: duration of a step.
+        overhead: `seconds` over the duration of a step that stores everything; None where that is not known.
+        recomputations: forward runs of stages beyond the first one of each.
+        planning_seconds: how long making the plan took.
+        timeline: the operations one by one; empty for measured reports.
+    """
+
+    strategy: str
+    outcome: str
+    measured: bool
+    budget_bytes: int | None
+    peak_bytes: int
+    seconds: float
+    overhead: float | None
+    recomputations: int
+    planning_seconds: float = 0.0
+    timeline: tuple[Moment, ...] = ()
+
+    VERSION = 1
+
+    def __str__(self) -> str:
+        budget = "no budget" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)}"
+        overhead = "" if self.overhead is None else f" ({self.overhead:.3f} x store-all)"
+        return (
+            f"{self.strategy or 'schedule'} [{'measured' if self.measured else 'predicted'}, {self.outcome}]: "
+            f"{budget}, peak {format_bytes(self.peak_bytes)}, {format_seconds(self.seconds)} per step{overhead}, "
+            f"{self.recomputations} recomputations"
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report to `path` as JSON."""
+        storage.write(path, "Report", self.VERSION, {f.name: getattr(self, f.name) for f in fields(self)})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Report:
+        """Reads a report that `save` wrote.
+
+        Raises:
+            InvalidFile: another kind of file, another version, or missing fields.
+        """
+        content = storage.read(path, "Report", cls.VERSION)
+        try:
+            content["timeline"] = tuple(Moment(*moment) for moment in content["timeline"])
+            return cls(**content)
+        except (KeyError, TypeError) as error:
+            raise InvalidFile(f"{path}: not the fields of a Report ({error})") from error

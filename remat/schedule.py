@@ -1,0 +1,139 @@
+"""`Schedule`: the order in which stages run forward and backward, and what each run leaves in memory."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from remat import storage
+from remat.chain import Layout
+from remat.errors import InvalidFile, InvalidSchedule
+
+F_ALL, F_CK, F_NONE, B = KINDS = ("F_all", "F_ck", "F_none", "B")
+_TOKEN = re.compile(r"(F_all|F_ck|F_none|B)(\d+)")
+
+
+class Operation(NamedTuple):
+    """One step of a schedule (Beaumont et al., Table 1), read as:
+
+    F_all l   run stage l forward; keep its input and everything its backward needs
+    F_ck l    run stage l forward; keep its input and its output
+    F_none l  run stage l forward; keep its output and drop its input
+    B l       run stage l backward; free what it needed, leave the gradient of its input
+    """
+
+    kind: str
+    stage: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A sequence of operations on the stages 1..L+1, where L+1 is the loss.
+
+    A schedule is plain data. Whether it is valid, and what it costs on a chain, `remat.simulate` says.
+
+    Attributes:
+        operations: the steps, in order.
+        strategy: name of the method that made it, for reports.
+        budget_bytes: the budget it was made for, if any.
+        planning_seconds: how long making it took.
+        layout: how its stages lie on the model they were measured on; None if it was made by hand.
+
+    Raises:
+        InvalidSchedule: no operations, an unknown kind, or a stage below 1.
+    """
+
+    operations: tuple[Operation, ...]
+    strategy: str = field(default="", kw_only=True, compare=False)
+    budget_bytes: int | None = field(default=None, kw_only=True, compare=False)
+    planning_seconds: float = field(default=0.0, kw_only=True, compare=False)
+    layout: Layout | None = field(default=None, kw_only=True)
+
+    VERSION = 1
+
+    def __post_init__(self) -> None:
+        operations = tuple(Operation(kind, stage) for kind, stage in self.operations)
+        object.__setattr__(self, "operations", operations)
+        if not operations:
+            raise InvalidSchedule("it has no operations; the shortest one is 'F_all1 B1'")
+        for step, operation in enumerate(operations):
+            if operation.kind not in KINDS:
+                raise InvalidSchedule(f"kinds are {', '.join(KINDS)}", step=step, operation=operation)
+            if not isinstance(operation.stage, int) or operation.stage < 1:
+                raise InvalidSchedule("stages are counted from 1", step=step, operation=operation)
+
+    @property
+    def length(self) -> int:
+        """Number of stages, the loss included: L+1."""
+        return max(operation.stage for operation in self.operations)
+
+    @property
+    def recomputations(self) -> int:
+        """Forward runs beyond the first one of each stage."""
+        forwards = [operation.stage for operation in self.operations if operation.kind != B]
+        return len(forwards) - len(set(forwards))
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.operations))
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """The schedule that `str` wrote: `F_ck1 F_none2 F_all3 B3 ...`, separated by white space.
+
+        Raises:
+            InvalidSchedule: names the first word that is no operation.
+        """
+        operations = []
+        for step, word in enumerate(text.split()):
+            match = _TOKEN.fullmatch(word)
+            if match is None:
+                raise InvalidSchedule(
+                    "not an operation; write F_all, F_ck, F_none or B and the stage's number, as in F_ck3",
+                    step=step,
+                    operation=word,
+                )
+            operations.append(Operation(match[1], int(match[2])))
+        return cls(tuple(operations))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the schedule to `path` as JSON."""
+        content = {
+            "operations": str(self),
+            "strategy": self.strategy,
+            "budget_bytes": self.budget_bytes,
+            "planning_seconds": self.planning_seconds,
+            "layout": None if self.layout is None else self.layout.to_fields(),
+        }
+        storage.write(path, "Schedule", self.VERSION, content)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Schedule:
+        """Reads a schedule that `save` wrote.
+
+        Raises:
+            InvalidFile: another kind of file, another version, or missing fields.
+            InvalidSchedule: text that is no schedule.
+        """
+        content = storage.read(path, "Schedule", cls.VERSION)
+        try:
+            operations = cls.parse(content.pop("operations")).operations
+            content["layout"] = Layout.from_fields(content["layout"])
+            return cls(operations, **content)
+        except (KeyError, TypeError) as error:
+            raise InvalidFile(f"{path}: not the fields of a Schedule ({error})") from error
+
+
+def store_all_operations(length: int) -> tuple[Operation, ...]:
+    """F_all of every stage, then every B: what PyTorch does when left alone."""
+    return (*forward(F_ALL, 1, length), *(Operation(B, stage) for stage in range(length, 0, -1)))
+
+
+def forward(kind: str, first: int, last: int) -> Iterable[Operation]:
+    """Operations of one kind on the stages `first` .. `last`."""
+    return (Operation(kind, stage) for stage in range(first, last + 1))

@@ -1,0 +1,131 @@
+"""The only meaning a schedule has in memory and time: validity, peak, makespan, timeline.
+
+Every solver's answer is judged here, in exact bytes, before anyone sees it (Beaumont et al., Section 3.1 and Table 1).
+
+The state between two operations is: the activations stored on their own, the saved sets of stages, and one gradient.
+An activation a_l is at hand if it is stored on its own or lies in saved_l. grad_{L+1} is there from the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from remat.chain import Chain
+from remat.errors import InvalidSchedule
+from remat.report import Moment, Report
+from remat.schedule import F_ALL, F_NONE, B, Operation, Schedule
+
+
+def simulate(chain: Chain, schedule: Schedule) -> Report:
+    """Runs `schedule` on `chain` on paper.
+
+    Returns:
+        The predicted `Report`: peak in bytes, seconds, and a timeline with one moment per operation.
+
+    Raises:
+        InvalidSchedule: names the step, its operation and what was missing.
+    """
+    timeline = []
+    now = 0.0
+    for operation, peak, stored in _walk(chain, schedule.operations):
+        end = now + _seconds(chain, operation)
+        timeline.append(Moment(str(operation), now, end, peak, stored))
+        now = end
+    base = chain.store_all_seconds
+    return Report(
+        strategy=schedule.strategy,
+        outcome="pass",
+        measured=False,
+        budget_bytes=schedule.budget_bytes,
+        peak_bytes=max(moment.peak_bytes for moment in timeline),
+        seconds=now,
+        overhead=now / base if base > 0 else None,
+        recomputations=schedule.recomputations,
+        planning_seconds=schedule.planning_seconds,
+        timeline=tuple(timeline),
+    )
+
+
+def peak_and_makespan(chain: Chain, operations: Iterable[Operation]) -> tuple[int, float]:
+    """Peak bytes and seconds of a sequence of operations, without the timeline; for solvers that weigh candidates.
+
+    Raises:
+        InvalidSchedule: as `simulate`.
+    """
+    top, seconds = 0, 0.0
+    for operation, peak, _ in _walk(chain, operations):
+        top = max(top, peak)
+        seconds += _seconds(chain, operation)
+    return top, seconds
+
+
+def _seconds(chain: Chain, operation: Operation) -> float:
+    return (chain.bwd_seconds if operation.kind == B else chain.fwd_seconds)[operation.stage - 1]
+
+
+def _walk(chain: Chain, operations: Iterable[Operation]) -> Iterator[tuple[Operation, int, int]]:
+    """Yields each operation with the peak while it runs and what is stored after it, both in bytes."""
+    act, saved, grad = chain.act_bytes, chain.saved_bytes, chain.grad_bytes
+    own = [False] * (chain.length + 1)  # a_l is stored on its own
+    kept = [False] * (chain.length + 1)  # saved_l is stored
+    own[0] = True
+    pending = chain.length  # the stage whose backward comes next; its gradient is stored
+    stored = act[0] + grad[pending]
+    step = -1
+
+    for step, operation in enumerate(operations):
+        kind, stage = operation
+        missing = _what_is_missing(operation, own, kept, pending, chain.length)
+        if missing:
+            raise InvalidSchedule(missing, step=step, operation=operation)
+        if kind == B:
+            index = stage - 1
+            peak = stored + grad[index] + chain.bwd_overhead_bytes[index] - chain.bwd_released_bytes[index]
+            stored += grad[index] - grad[stage] - saved[index]
+            kept[stage] = False
+            if own[index]:
+                own[index] = False
+                stored -= act[index]
+            pending = index
+        else:
+            leaves = saved[stage - 1] if kind == F_ALL else act[stage]
+            peak = stored + leaves + chain.fwd_overhead_bytes[stage - 1]
+            there = kept if kind == F_ALL else own
+            if not there[stage]:
+                there[stage] = True
+                stored += leaves
+            if kind == F_NONE:
+                own[stage - 1] = False
+                stored -= act[stage - 1]
+        yield operation, peak, stored
+    if pending > 0:
+        raise InvalidSchedule(f"it ends before B{pending}", step=step + 1, operation="end")
+
+
+def _what_is_missing(operation: Operation, own: list[bool], kept: list[bool], pending: int, length: int) -> str:
+    """Why `operation` cannot run now, or an empty string."""
+    kind, stage = operation
+    if stage > length:
+        return f"the chain has {length} stages, the loss included"
+    if pending == 0:
+        return "B1 has run, nothing is left to do"
+    before = stage - 1
+    if kind == B:
+        if stage != pending:
+            return f"grad_{stage} is not there; the next backward is B{pending}"
+        if not kept[stage]:
+            return f"saved_{stage} is not in memory; run F_all{stage} first"
+        if not (own[before] or kept[before]):
+            return f"a_{before} is not in memory"
+        return ""
+    if not (own[before] or kept[before]):
+        return f"a_{before}, its input, is not in memory"
+    if kind == F_NONE and not own[before]:
+        return f"a_{before} is part of saved_{before} and cannot be dropped; use F_ck{stage}"
+    if kind == F_NONE and kept[stage]:
+        return f"saved_{stage} is in memory and holds a_{before}, which F_none would drop; use F_ck{stage}"
+    if kind == F_ALL and kept[stage]:
+        return f"saved_{stage} is in memory already"
+    return ""
+
+

@@ -1,0 +1,53 @@
+"""The planners, and the two questions most people ask of them: a schedule for a budget, and the least budget."""
+
+from __future__ import annotations
+
+from remat.chain import Chain
+from remat.errors import RematError
+from remat.schedule import Schedule
+from remat.solvers.base import Solver
+from remat.solvers.baselines import RecomputeAll, Sequential, StoreAll
+from remat.solvers.persistent import Persistent, Revolve
+
+SOLVERS: dict[str, type[Solver]] = {
+    solver.name: solver for solver in (StoreAll, RecomputeAll, Sequential, Revolve, Persistent)
+}
+
+
+def make_solver(solver: str | Solver, **options: object) -> Solver:
+    """The solver of that name, or the object itself.
+
+    Raises:
+        RematError: an unknown name, or options for a solver that has none of that name.
+    """
+    if isinstance(solver, Solver):
+        return solver
+    if solver not in SOLVERS:
+        raise RematError(f"unknown solver {solver!r}; choose one of {', '.join(SOLVERS)}, or pass a Solver object")
+    kind = SOLVERS[solver]
+    known = getattr(kind, "__dataclass_fields__", {})
+    return kind(**{name: value for name, value in options.items() if name in known})
+
+
+def solve(
+    chain: Chain, budget: int | str | float, solver: str | Solver = "persistent", slots: int = 500
+) -> Schedule:
+    """The fastest schedule that `solver` finds within `budget`.
+
+    Args:
+        chain: what the stages cost.
+        budget: int (bytes), string ("2GiB"), or float in (0, 1] of the store-all peak. It covers everything in the
+            chain, the input included; parameters, their gradients and optimiser state are outside.
+        solver: a name of `remat.solvers.SOLVERS`, or a `Solver`.
+        slots: memory units of the dynamic programs.
+
+    Raises:
+        InfeasibleBudget: nothing fits; tells the least budget that works.
+        InvalidBudget: none of the three forms.
+    """
+    return make_solver(solver, slots=slots).solve(chain, budget)
+
+
+def minimum_budget(chain: Chain, solver: str | Solver = "persistent") -> int:
+    """The least budget in bytes that `solver` can meet on `chain`: it works there and fails one byte below."""
+    return make_solver(solver).minimum_budget(chain)

@@ -1,0 +1,101 @@
+"""`Solver`: what every planner is, and the judgement every planner's answer goes through."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import ClassVar, TypeAlias, final
+
+from remat.chain import Chain
+from remat.errors import InfeasibleBudget, RematError
+from remat.schedule import Operation, Schedule, store_all_operations
+from remat.simulation import peak_and_makespan
+from remat.units import resolve_budget
+
+Operations: TypeAlias = tuple[Operation, ...]
+
+
+class Solver(ABC):
+    """A planner: makes a schedule for a chain that stays within a budget.
+
+    A subclass is a frozen dataclass whose fields are its options. It names itself and answers two questions, both in
+    bytes; everything else is done here, the same for all.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Operations | None]:
+        """For each budget (bytes) the fastest sequence this solver finds whose peak fits, None where none does.
+
+        Work that several budgets share is done once; that is why they come together.
+        """
+
+    @abstractmethod
+    def least_memory(self, chain: Chain) -> Operations:
+        """The sequence with the least peak of all that `plan` may return; its peak is the least budget that works."""
+
+    @final
+    def solve(self, chain: Chain, budget: int | str | float) -> Schedule:
+        """A schedule within `budget`: an int (bytes), a string ("2GiB"), or a float in (0, 1] of the store-all peak.
+
+        Raises:
+            InfeasibleBudget: no schedule of this solver fits; tells the least budget that works.
+            InvalidBudget: none of the three forms.
+        """
+        answer = self.solve_many(chain, [budget])[0]
+        if isinstance(answer, InfeasibleBudget):
+            raise answer
+        return answer
+
+    @final
+    def solve_many(self, chain: Chain, budgets: Sequence[int | str | float]) -> list[Schedule | InfeasibleBudget]:
+        """`solve` for many budgets at once; a budget that cannot be met answers with its error, not raised."""
+        sizes = [resolve_budget(budget, store_all_peak(chain)) for budget in budgets]
+        start = time.perf_counter()
+        plans = self.plan(chain, sizes)
+        minimum = self.minimum_budget(chain) if None in plans else 0
+        share = (time.perf_counter() - start) / max(len(sizes), 1)
+        answers: list[Schedule | InfeasibleBudget] = []
+        for size, operations in zip(sizes, plans, strict=True):
+            if operations is None:
+                answers.append(InfeasibleBudget(size, minimum, self.name))
+                continue
+            peak, _ = peak_and_makespan(chain, operations)
+            if peak > size:
+                raise RematError(
+                    f"solver {self.name!r} returned a schedule that needs {peak} bytes under a budget of {size}; "
+                    "this is a bug of the solver"
+                )
+            schedule = Schedule(operations, strategy=self.name, budget_bytes=size, layout=chain.layout)
+            answers.append(replace(schedule, planning_seconds=share))
+        return answers
+
+    @final
+    def minimum_budget(self, chain: Chain) -> int:
+        """The least budget in bytes that this solver can meet, exact: it works there and fails one byte below."""
+        return peak_and_makespan(chain, self.least_memory(chain))[0]
+
+
+def store_all_peak(chain: Chain) -> int:
+    """Peak in bytes when everything is stored."""
+    return peak_and_makespan(chain, store_all_operations(chain.length))[0]
+
+
+def fastest_within(
+    chain: Chain, candidates: Iterable[Operations], budgets: Sequence[int]
+) -> list[Operations | None]:
+    """For each budget the candidate with the least makespan whose peak fits; the first of equals."""
+    judged = [(candidate, *peak_and_makespan(chain, candidate)) for candidate in candidates]
+    chosen: list[Operations | None] = []
+    for budget in budgets:
+        fitting = [(seconds, rank) for rank, (_, peak, seconds) in enumerate(judged) if peak <= budget]
+        chosen.append(judged[min(fitting)[1]][0] if fitting else None)
+    return chosen
+
+
+def least_peak(chain: Chain, candidates: Iterable[Operations]) -> Operations:
+    """The candidate with the least peak, the fastest of equals."""
+    return min(candidates, key=lambda candidate: peak_and_makespan(chain, candidate))

@@ -1,0 +1,51 @@
+"""JSON files of remat's objects: a kind, a version, and the fields; written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from remat.errors import InvalidFile
+
+
+def write(path: str | os.PathLike[str], kind: str, version: int, fields: dict[str, Any]) -> None:
+    """Writes `fields` to `path`; an interruption leaves the old file, or none, never half of one."""
+    target = Path(path)
+    text = json.dumps({"remat": kind, "version": version, **fields}, allow_nan=False)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)  # mkstemp's 0600 would keep a shared file from colleagues
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read(path: str | os.PathLike[str], kind: str, version: int) -> dict[str, Any]:
+    """The fields that `write` stored at `path`.
+
+    Raises:
+        InvalidFile: the file is no JSON, holds another kind of object, or comes from a newer version of remat.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InvalidFile(f"{path}: not a JSON file of remat ({error})") from error
+    found = content.pop("remat", None) if isinstance(content, dict) else None
+    if found != kind:
+        raise InvalidFile(f"{path}: expected a {kind}, found {found or 'a file that remat did not write'}")
+    found_version = content.pop("version", None)
+    if found_version != version:
+        raise InvalidFile(
+            f"{path}: {kind} of format version {found_version}, this release of remat reads version {version}"
+        )
+    return content

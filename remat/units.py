@@ -1,0 +1,99 @@
+"""Amounts of memory and time: what people write into bytes, and bytes and seconds into what people read."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+
+_FACTORS = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*")
+
+
+def _refuse(budget: object, reason: str) -> ValueError:
+    from remat.errors import InvalidBudget  # errors formats bytes, hence imports this module
+
+    return InvalidBudget(
+        f"budget {budget!r}: {reason}. Write it as bytes (an int, 2147483648), as a string with a unit "
+        "('2GiB', '800MB'), or as a float in (0, 1], the fraction of the store-all peak (0.5)."
+    )
+
+
+def parse_bytes(text: str) -> int:
+    """The bytes that `text` names: a number and one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB, in any case.
+
+    Raises:
+        InvalidBudget: no number, no unit, or a unit that is not known.
+    """
+    match = _AMOUNT.fullmatch(text)
+    if match is None:
+        raise _refuse(text, "not a number followed by a unit")
+    number, unit = match.groups()
+    factor = _FACTORS.get(unit.lower())
+    if factor is None:
+        raise _refuse(text, f"unknown unit {unit!r}")
+    return math.floor(float(number) * factor)
+
+
+def resolve_budget(budget: int | str | float, store_all_bytes: int | None = None) -> int:
+    """A budget in any of its three forms, in bytes.
+
+    Args:
+        budget: int (bytes), string with a unit, or float in (0, 1] of `store_all_bytes`.
+        store_all_bytes: peak of the schedule that stores everything, where it is known.
+
+    Raises:
+        InvalidBudget: none of the three forms, zero or negative, or a fraction of a peak that is not known.
+    """
+    if isinstance(budget, str):
+        size = parse_bytes(budget)
+    elif isinstance(budget, float):
+        if not 0 < budget <= 1:
+            raise _refuse(budget, "a float must lie in (0, 1]")
+        if store_all_bytes is None:
+            raise _refuse(budget, "a fraction needs a store-all peak, which is not known here")
+        size = math.floor(budget * store_all_bytes)
+    else:
+        try:
+            if isinstance(budget, bool):
+                raise TypeError
+            size = operator.index(budget)
+        except TypeError:
+            raise _refuse(budget, f"a {type(budget).__name__} is none of the three forms") from None
+    if size <= 0:
+        raise _refuse(budget, "a budget must be above zero")
+    return size
+
+
+def format_bytes(size: float) -> str:
+    """`size` bytes for people, in binary units with three significant digits: 1610612736 -> '1.50 GiB'."""
+    magnitude = abs(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if magnitude < 1000 or (unit == "B" and magnitude < 1024):
+            return f"{size:.0f} B" if unit == "B" else f"{_digits(size)} {unit}"
+        size /= 1024
+        magnitude /= 1024
+    return f"{_digits(size)} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """`seconds` for people, with three significant digits: 0.00213 -> '2.13 ms'."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if abs(seconds) * factor >= 1:
+            return f"{_digits(seconds * factor)} {unit}"
+    return f"{_digits(seconds * 1e6)} us"
+
+
+def _digits(number: float) -> str:
+    magnitude = abs(number)
+    return f"{number:.0f}" if magnitude >= 100 else f"{number:.1f}" if magnitude >= 10 else f"{number:.2f}"
