@@ -33,59 +33,105 @@ def _need_forward(s, j, sizes):
 
 
 @njit(cache=True, nogil=True)
-def _relax_split(out, right, left, shift, start, cost):
-    for m in range(start, out.size):
-        candidate = right[m - shift] + left[m] + cost
-        out[m] = candidate if candidate < out[m] else out[m]
+def _relax(flat, out, left, right, count, cost):
+    """out = min(out, left + right + cost) on `count` entries of the flat table from these positions on.
+
+    Positions in one flat array, not slices of it: making a slice counts references, which two threads contend for.
+    Unsigned ones, and a select in place of a branch, are what lets LLVM use vector instructions.
+    """
+    o, a, b = np.uint64(out), np.uint64(left), np.uint64(right)
+    for i in range(np.uint64(count)):
+        candidate = flat[a + i] + flat[b + i] + cost
+        current = flat[o + i]
+        flat[o + i] = candidate if candidate < current else current
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _try_split(flat, first, columns, s, split, t, need, shift, cost):
+    """Relaxes cell (s, t) with one split point; `need` slots is what running s..split-1 forward takes."""
+    right, left, out = _row(split, t), _row(s, split - 1), _row(s, t)
+    start = max(need, first[left], shift + first[right])
+    if start < columns:
+        _relax(
+            flat,
+            out * columns + start,
+            left * columns + start,
+            right * columns + start - shift,
+            columns - start,
+            cost,
+        )
+        first[out] = min(first[out], start)
 
 
 @njit(cache=True, nogil=True)
-def _relax_save_all(out, rest, shift, start, cost):
-    for m in range(start, out.size):
-        candidate = rest[m - shift] + cost
-        out[m] = candidate if candidate < out[m] else out[m]
+def _slots_of_sweep(needs, row, sweep, t_low, t_high, grad, unit):
+    """Slots that a forward sweep of `sweep` bytes takes, for each t whose gradient is held meanwhile."""
+    for t in range(t_low, t_high):
+        needs[row, t - t_low] = -(-(grad[t + 1] + sweep) // unit)
 
 
 @njit(cache=True, nogil=True)
-def fill_tile(table, first, s_low, s_high, t_low, t_high, sizes, slots, times, unit, save_all):
+def _save_all(flat, first, columns, s, t, sizes, slots, times, unit, save_all):
+    """Starts cell (s, t) with "save all of stage s, then solve s+1..t"; for s = t, that is the whole cell."""
+    out = _row(s, t) * columns
+    start = max(-(-_need_save_all(s, t, sizes) // unit), 0)
+    cost = np.float32(times[1][s])
+    if s < t:
+        rest, shift = _row(s + 1, t), slots[1][s]
+        start = max(start, shift + first[rest])
+        for m in range(start if save_all else columns, columns):
+            candidate = flat[rest * columns + m - shift] + cost
+            flat[out + m] = min(candidate, flat[out + m])
+    else:
+        flat[out + start : out + columns] = cost
+    if s == t or save_all:
+        first[_row(s, t)] = min(first[_row(s, t)], start)
+
+
+@njit(cache=True, nogil=True)
+def fill_tile(flat, first, columns, s_low, s_high, t_low, t_high, sizes, slots, times, unit, save_all):
     """Fills the cells s_low <= s < s_high, t_low <= t < t_high of the persistent recurrence (Theorem 4.8).
 
-    table: float32 (n(n+1)/2, slots+1), least seconds with m slots, inf where infeasible; rows packed as above.
-    first: int64 (n(n+1)/2,), the first feasible slot of each row.
+    flat: float32 (n(n+1)/2 * columns,), rows packed as above: least seconds with 0..columns-1 slots, inf where
+        infeasible; all inf to begin with.
+    first: int64 (n(n+1)/2,), the first feasible slot of each row; all `columns` to begin with.
     sizes: int64 bytes (act[n+1], saved[n], fwd_overhead[n], bwd_overhead - bwd_released[n], grad[n+1]).
-    slots: int64 slots, rounded up (act[n+1], saved[n]); times: float64 (prefix sums of forward[n+1], forward+backward[n]).
-    Cells to the right of the tile's columns and below its rows must be filled already. The split point is the middle
-    loop and t the inner one, so that the row (s, split-1) is read from cache for every t of the tile.
+    slots: int64 slots, rounded up (act[n+1], saved[n]); times: float64 (prefix sums of forward[n+1], both[n]).
+    Tiles below it in its columns and to the left of it in its rows must be filled already.
+
+    The limit is memory traffic: a relaxation reads three rows of 2 kB and writes one. Split points between the tile's
+    rows and columns need nothing from the tile itself, so they come first, with the split outermost: its rows
+    (split, t) and (s, split-1) then serve all cells of the tile from cache.
     """
-    act_slots, saved_slots = slots
-    prefix, both = times
-    grad = sizes[4]
-    columns = table.shape[1]
-    for s in range(min(s_high, t_high) - 1, s_low - 1, -1):
-        for t in range(max(s, t_low), t_high):
-            out = table[_row(s, t)]
-            out[:] = np.inf
-            start = -(-_need_save_all(s, t, sizes) // unit)
-            if s == t:
-                out[max(start, 0) :] = np.float32(both[s])
-            elif save_all:
-                start = max(start, saved_slots[s] + first[_row(s + 1, t)])
-                _relax_save_all(out, table[_row(s + 1, t)], saved_slots[s], start, np.float32(both[s]))
-            first[_row(s, t)] = min(max(start, 0), columns) if s == t or save_all else columns
-        sweep = _need_forward(s, s, sizes)
-        for split in range(s + 1, t_high):
-            left = table[_row(s, split - 1)]
-            left_first = first[_row(s, split - 1)]
+    prefix, grad = times[0], sizes[4]
+    sweeps = np.zeros(s_high - s_low, np.int64)
+    needs = np.empty((s_high - s_low, t_high - t_low), np.int64)
+    for s in range(s_low, s_high):
+        for j in range(s, s_high):
+            sweeps[s - s_low] = max(sweeps[s - s_low], _need_forward(s, j, sizes))
+        _slots_of_sweep(needs, s - s_low, sweeps[s - s_low], t_low, t_high, grad, unit)
+    for split in range(s_high, t_low + 1):
+        shift = slots[0][split]
+        for s in range(s_low, s_high):
             cost = np.float32(prefix[split] - prefix[s])
-            for t in range(max(split, t_low), t_high):
-                start = max(-(-(grad[t + 1] + sweep) // unit), left_first)
-                start = max(start, act_slots[split] + first[_row(split, t)])
-                if start < columns:
-                    _relax_split(
-                        table[_row(s, t)], table[_row(split, t)], left, act_slots[split], start, cost
-                    )
-                    first[_row(s, t)] = min(first[_row(s, t)], start)
-            sweep = max(sweep, _need_forward(s, split, sizes))
+            for t in range(t_low, t_high):
+                need = needs[s - s_low, t - t_low]
+                _try_split(flat, first, columns, s, split, t, need, shift, cost)
+            sweep = _need_forward(s, split, sizes)
+            if sweep > sweeps[s - s_low]:
+                sweeps[s - s_low] = sweep
+                _slots_of_sweep(needs, s - s_low, sweep, t_low, t_high, grad, unit)
+    for s in range(s_high - 1, s_low - 1, -1):
+        for t in range(max(s, t_low), t_high):
+            _save_all(flat, first, columns, s, t, sizes, slots, times, unit, save_all)
+        sweep = np.int64(0)
+        for split in range(s + 1, t_high):
+            sweep = max(sweep, _need_forward(s, split - 1, sizes))
+            if split < s_high or split > t_low:
+                cost = np.float32(prefix[split] - prefix[s])
+                for t in range(max(split, t_low), t_high):
+                    need = -(-(grad[t + 1] + sweep) // unit)
+                    _try_split(flat, first, columns, s, split, t, need, slots[0][split], cost)
 
 
 @njit(cache=True, nogil=True)

@@ -135,14 +135,15 @@ class _Table:
     def _fill(self) -> np.ndarray:
         n = self.chain.length
         rows = n * (n + 1) // 2
-        table = np.empty((rows, self.columns), np.float32)
-        first = np.empty(rows, np.int64)
+        table = np.full((rows, self.columns), np.inf, np.float32)
+        flat = table.reshape(-1)
+        first = np.full(rows, self.columns, np.int64)
         blocks = [(low, min(low + _TILE, n)) for low in range(0, n, _TILE)]
 
         def fill(i: int, j: int) -> None:
-            _kernels.fill_tile(
-                table, first, *blocks[i], *blocks[j], self.sizes, self.slots, self.times, self.unit, self.save_all
-            )
+            tile = (*blocks[i], *blocks[j])
+            options = (self.sizes, self.slots, self.times, self.unit, self.save_all)
+            _kernels.fill_tile(flat, first, self.columns, *tile, *options)
 
         # A tile needs those below it in its column and left of it in its row: tiles of one diagonal are independent.
         diagonals = [[(i, i + d) for i in range(len(blocks) - d)] for d in range(len(blocks))]

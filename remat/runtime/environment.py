@@ -1,0 +1,184 @@
+"""What a stage's forward depends on beside its input, so that running it again is the same run.
+
+Random number generators, autocast, train/eval flags, buffers that the stage itself changes, parameter versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from remat.errors import ReplayError
+from remat.runtime.stages import Stage, tensors
+
+
+class RandomState:
+    """State of the CPU's generator and of the given accelerators' ones."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self.cpu = torch.get_rng_state()
+        self.others = {device: torch.get_device_module(device).get_rng_state(device) for device in devices}
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        for device, state in self.others.items():
+            torch.get_device_module(device).set_rng_state(state, device)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, RandomState)
+            and torch.equal(self.cpu, other.cpu)
+            and self.others.keys() == other.others.keys()
+            and all(torch.equal(state, other.others[device]) for device, state in self.others.items())
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # states are compared, never looked up
+
+
+def accelerators(stage: Stage, value: Any) -> set[torch.device]:
+    """The devices other than the CPU that a run of `stage` on `value` may draw random numbers on."""
+    devices = {tensor.device for tensor in tensors(value)}
+    devices.update(parameter.device for parameter in stage.parameters())
+    return {device for device in devices if device.type not in ("cpu", "meta")}
+
+
+class BufferWatch:
+    """Which buffers of a stage its forward changes, learned from its runs.
+
+    A buffer must be copied before the run that changes it. The first run in each combination of train and eval flags
+    copies all of them; later ones only those that were seen to change. Versions alone do not tell: the kernels of
+    BatchNorm write running statistics without counting one, so values are compared too, in that first run.
+    """
+
+    def __init__(self) -> None:
+        self._changing: dict[tuple[bool, ...], set[tuple[int, str]]] = {}
+
+    def before(self, stage: Stage, flags: tuple[bool, ...]) -> dict[tuple[int, str], tuple[Any, int, Any]]:
+        """Every buffer: the object, its version, and a copy where the run may change it."""
+        known = self._changing.get(flags)
+        return {
+            (position, name): (
+                buffer,
+                buffer._version,
+                buffer.clone() if known is None or (position, name) in known else None,
+            )
+            for position, part in enumerate(stage.parts)
+            for name, buffer in part._buffers.items()
+            if buffer is not None
+        }
+
+    def after(
+        self, stage: Stage, flags: tuple[bool, ...], before: dict[tuple[int, str], tuple[Any, int, Any]]
+    ) -> dict[tuple[int, str], Any]:
+        """The buffers that changed, with their copies from before (None where there is none)."""
+        changed = {
+            (position, name): copy
+            for (position, name), (buffer, version, copy) in before.items()
+            if stage.parts[position]._buffers.get(name) is not buffer
+            or buffer._version != version
+            or _is_running_statistic(stage.parts[position], flags[position])
+            or (flags not in self._changing and not torch.equal(buffer, copy))
+        }
+        self._changing.setdefault(flags, set()).update(changed)
+        return changed
+
+
+def _is_running_statistic(part: nn.Module, training: bool) -> bool:
+    # True even where a run leaves the values as they were, which the next one may not.
+    return isinstance(part, _NormBase) and training and part.track_running_stats
+
+
+class FirstRun:
+    """Records what the first forward of a stage depended on; `again` puts it back for a recomputation."""
+
+    def __init__(self, stage: Stage, value: Any, watch: BufferWatch, *, preserve_random: bool) -> None:
+        self._stage = stage
+        self._flags = tuple(part.training for part in stage.parts)
+        self._versions = [(parameter, parameter._version) for parameter in stage.parameters()]
+        self._autocast = _autocast_states({tensor.device.type for tensor in tensors(value)} | {"cpu"})
+        self._devices = accelerators(stage, value)
+        self._preserve_random = preserve_random
+        self._random: RandomState | None = RandomState(self._devices) if preserve_random else None
+        self._watch = watch
+        self._before = watch.before(stage, self._flags)
+        self._changed: dict[tuple[int, str], Any] = {}
+
+    def ended(self) -> None:
+        """To be called when the first run is over: keeps only what it really drew on and changed."""
+        self._changed = self._watch.after(self._stage, self._flags, self._before)
+        self._before = {}
+        if self._random is not None and self._random == RandomState(self._devices):
+            self._random = None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """The surroundings of the first run; afterwards everything is as before, buffers changed once included.
+
+        Raises:
+            ReplayError: a parameter was modified in place since, or a buffer changed that never did before.
+        """
+        for parameter, version in self._versions:
+            if parameter._version != version:
+                raise ReplayError(
+                    f"a parameter of stage {self._stage.name!r} with shape {tuple(parameter.shape)} was modified in "
+                    f"place since the forward (version {version} then, {parameter._version} now), so recomputing the "
+                    "stage would give another result; call optimizer.step() after backward()"
+                )
+        with ExitStack() as stack:
+            stack.enter_context(self._flags_again())
+            stack.enter_context(self._buffers_again())
+            if self._random is not None:
+                stack.callback(RandomState(self._devices).restore)
+                self._random.restore()
+            for state in self._autocast:
+                stack.enter_context(torch.autocast(**state))
+            yield
+
+    @contextmanager
+    def _flags_again(self) -> Iterator[None]:
+        now = tuple(part.training for part in self._stage.parts)
+        for part, flag in zip(self._stage.parts, self._flags, strict=True):
+            part.training = flag
+        try:
+            yield
+        finally:
+            for part, flag in zip(self._stage.parts, now, strict=True):
+                part.training = flag
+
+    @contextmanager
+    def _buffers_again(self) -> Iterator[None]:
+        """Runs on scratch copies of the old values, so that the module's own buffers are not changed a second time."""
+        originals: list[tuple[nn.Module, str, Any]] = []
+        try:
+            for (position, name), copy in self._changed.items():
+                part = self._stage.parts[position]
+                if copy is None:
+                    raise ReplayError(
+                        f"buffer {name!r} of stage {self._stage.name!r} changed in this forward but not in the ones "
+                        "before, so its old value was not kept; use the store_all schedule for such a stage"
+                    )
+                originals.append((part, name, part._buffers[name]))
+                part._buffers[name] = copy.clone()
+            yield
+        finally:
+            for part, name, buffer in originals:
+                part._buffers[name] = buffer
+
+
+def _autocast_states(device_types: set[str]) -> list[dict[str, Any]]:
+    """Arguments of `torch.autocast` that bring back the present state; a backward usually runs outside of it."""
+    return [
+        {
+            "device_type": device_type,
+            "enabled": torch.is_autocast_enabled(device_type),
+            "dtype": torch.get_autocast_dtype(device_type),
+            "cache_enabled": torch.is_autocast_cache_enabled(),
+        }
+        for device_type in sorted(device_types)
+        if torch.amp.is_autocast_available(device_type)
+    ]
