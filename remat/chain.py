@@ -44,8 +44,12 @@ class Chain:
         bwd_overhead_bytes: the same for its backward, beyond saved_l, a_{l-1}, grad_l and grad_{l-1}.
         fwd_seconds, bwd_seconds: L+1 durations.
         grad_bytes: L+2 sizes of the gradients of the activations, by default `act_bytes`; 0 where none flows.
-        bwd_released_bytes: L+1 sizes of what a backward has already let go of when it needs most, by default 0:
-            the other sign of `bwd_overhead_bytes` (at most one of the two is above zero where both are measured).
+        save_overhead_bytes: L+1 sizes of the scratch memory of F_all, by default `fwd_overhead_bytes`: what F_ck and
+            F_none hold in passing F_all often saves, so it needs less beyond.
+        bwd_released_bytes: L+1 sizes of what a backward has already let go of when it needs most, by default 0: the
+            other sign of `bwd_overhead_bytes`.
+        reserve_bytes: what the executor itself may hold beside, at any time: old values of buffers and states of
+            random number generators.
         names: L+1 names for people.
         draws_random: L+1 flags: the stage draws random numbers, so a recomputation restores their generator.
         changes_buffers: L+1 flags: the stage changes buffers of its own (BatchNorm), which happens only once.
@@ -62,7 +66,9 @@ class Chain:
     fwd_seconds: tuple[float, ...]
     bwd_seconds: tuple[float, ...]
     grad_bytes: tuple[int, ...] = field(default=(), kw_only=True)
+    save_overhead_bytes: tuple[int, ...] = field(default=(), kw_only=True)
     bwd_released_bytes: tuple[int, ...] = field(default=(), kw_only=True)
+    reserve_bytes: int = field(default=0, kw_only=True)
     names: tuple[str, ...] = field(default=(), kw_only=True)
     draws_random: tuple[bool, ...] = field(default=(), kw_only=True)
     changes_buffers: tuple[bool, ...] = field(default=(), kw_only=True)
@@ -85,6 +91,9 @@ class Chain:
             set_field(self, name, _of_length(name, _times(name, getattr(self, name)), stages, "L+1"))
         grads = _sizes("grad_bytes", self.grad_bytes) or self.act_bytes
         set_field(self, "grad_bytes", _of_length("grad_bytes", grads, stages + 1, "L+2"))
+        overheads = _sizes("save_overhead_bytes", self.save_overhead_bytes) or self.fwd_overhead_bytes
+        set_field(self, "save_overhead_bytes", _of_length("save_overhead_bytes", overheads, stages, "L+1"))
+        set_field(self, "reserve_bytes", _sizes("reserve_bytes", [self.reserve_bytes])[0])
         released = _sizes("bwd_released_bytes", self.bwd_released_bytes) or (0,) * stages
         set_field(self, "bwd_released_bytes", _of_length("bwd_released_bytes", released, stages, "L+1"))
         names = tuple(map(str, self.names)) or (*(f"stage {i}" for i in range(1, stages)), "loss")

@@ -3,7 +3,8 @@
 Every solver's answer is judged here, in exact bytes, before anyone sees it (Beaumont et al., Section 3.1 and Table 1).
 
 The state between two operations is: the activations stored on their own, the saved sets of stages, and one gradient.
-An activation a_l is at hand if it is stored on its own or lies in saved_l. grad_{L+1} is there from the start.
+An activation a_l is at hand if it is stored on its own or lies in saved_l. grad_{L+1} is there from the start, and so
+is what the executor keeps in reserve.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def _walk(chain: Chain, operations: Iterable[Operation]) -> Iterator[tuple[Opera
     kept = [False] * (chain.length + 1)  # saved_l is stored
     own[0] = True
     pending = chain.length  # the stage whose backward comes next; its gradient is stored
-    stored = act[0] + grad[pending]
+    stored = chain.reserve_bytes + act[0] + grad[pending]
     step = -1
 
     for step, operation in enumerate(operations):
@@ -89,7 +90,8 @@ def _walk(chain: Chain, operations: Iterable[Operation]) -> Iterator[tuple[Opera
             pending = index
         else:
             leaves = saved[stage - 1] if kind == F_ALL else act[stage]
-            peak = stored + leaves + chain.fwd_overhead_bytes[stage - 1]
+            overheads = chain.save_overhead_bytes if kind == F_ALL else chain.fwd_overhead_bytes
+            peak = stored + leaves + overheads[stage - 1]
             there = kept if kind == F_ALL else own
             if not there[stage]:
                 there[stage] = True

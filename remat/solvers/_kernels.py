@@ -20,14 +20,14 @@ def _row(s, t):
 @njit(cache=True, nogil=True, inline="always")
 def _need_save_all(s, t, sizes):
     """Bytes to run F_all s while grad of t is held, and later B s."""
-    act, saved, fwd_over, bwd_extra, grad = sizes
-    return max(grad[t + 1] + saved[s] + fwd_over[s], grad[s + 1] + grad[s] + saved[s] + bwd_extra[s])
+    act, saved, fwd_over, bwd_extra, grad, save_over = sizes
+    return max(grad[t + 1] + saved[s] + save_over[s], grad[s + 1] + grad[s] + saved[s] + bwd_extra[s])
 
 
 @njit(cache=True, nogil=True, inline="always")
 def _need_forward(s, j, sizes):
     """Bytes, beside activation s and the gradient, to run stage j forward in a sweep that began at s."""
-    act, saved, fwd_over, bwd_extra, grad = sizes
+    act, saved, fwd_over, bwd_extra, grad, save_over = sizes
     needed = act[j + 1] + fwd_over[j]
     return needed if j == s else needed + act[j]
 
@@ -95,7 +95,7 @@ def fill_tile(flat, first, columns, s_low, s_high, t_low, t_high, sizes, slots, 
     flat: float32 (n(n+1)/2 * columns,), rows packed as above: least seconds with 0..columns-1 slots, inf where
         infeasible; all inf to begin with.
     first: int64 (n(n+1)/2,), the first feasible slot of each row; all `columns` to begin with.
-    sizes: int64 bytes (act[n+1], saved[n], fwd_overhead[n], bwd_overhead - bwd_released[n], grad[n+1]).
+    sizes: int64 bytes (act[n+1], saved[n], fwd_overhead[n], bwd_overhead - bwd_released[n], grad[n+1], save_overhead[n]).
     slots: int64 slots, rounded up (act[n+1], saved[n]); times: float64 (prefix sums of forward[n+1], both[n]).
     Tiles below it in its columns and to the left of it in its rows must be filled already.
 
@@ -169,7 +169,7 @@ def fill_least_memory(sizes, times, save_all):
 
     Returns int64 (n, n) bytes and int64 (n, n) decisions, read as in `best_split`.
     """
-    act, saved, fwd_over, bwd_extra, grad = sizes
+    act, saved, fwd_over, bwd_extra, grad, save_over = sizes
     prefix, both = times
     n = saved.size
     least = np.zeros((n, n), np.int64)

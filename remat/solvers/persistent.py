@@ -118,7 +118,7 @@ class _Table:
         self.chain, self.budget, self.save_all = chain, budget, save_all
         self.sizes, self.times = _sizes(chain), _times(chain)
         divisor = math.gcd(*(int(size) for array in self.sizes for size in array)) or 1
-        room = max(budget - chain.act_bytes[0], 0)
+        room = max(budget - _always(chain), 0)
         # Units are a multiple of the sizes' common divisor, so that rounding loses nothing it need not.
         self.unit = divisor * max(1, math.ceil(room / (divisor * slots)))
         self.exact = self.unit == divisor
@@ -129,7 +129,7 @@ class _Table:
         self.table = self._fill()
 
     def _last_column(self, budget: int) -> int:
-        nominal = max(budget - self.chain.act_bytes[0], 0) // self.unit
+        nominal = max(budget - _always(self.chain), 0) // self.unit
         return nominal if self.exact else nominal + math.ceil(nominal * _BEYOND)
 
     def _fill(self) -> np.ndarray:
@@ -161,7 +161,7 @@ class _Table:
 
     def read(self, budget: int) -> Operations | None:
         """The fastest schedule in the table whose peak, in bytes, fits `budget`; None if the slots show none."""
-        room = budget - self.chain.act_bytes[0]
+        room = budget - _always(self.chain)
         if room < 0:
             return None
         whole = self.table[-self.chain.length]  # the cell (0, n-1): seconds of the whole chain by slots
@@ -216,6 +216,11 @@ def _read_out(
             todo.append((decision, t, m - act_slots(decision)))
 
 
+def _always(chain: Chain) -> int:
+    """Bytes that no cell counts, because they are there from the first operation to the last."""
+    return chain.reserve_bytes + chain.act_bytes[0]
+
+
 def _sizes(chain: Chain) -> tuple[np.ndarray, ...]:
     bwd_extra = np.array(chain.bwd_overhead_bytes, np.int64) - np.array(chain.bwd_released_bytes, np.int64)
     return (
@@ -224,6 +229,7 @@ def _sizes(chain: Chain) -> tuple[np.ndarray, ...]:
         np.array(chain.fwd_overhead_bytes, np.int64),
         bwd_extra,
         np.array(chain.grad_bytes, np.int64),
+        np.array(chain.save_overhead_bytes, np.int64),
     )
 
 

@@ -1,0 +1,433 @@
+"""`profile`: measures an `nn.Sequential` stage by stage and gives its `Chain`.
+
+Three passes over the model, none of which holds more than one stage's activations: a probe finds what kind of stage
+each module is and which modules belong together; one measures memory; the last measures time.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from remat.chain import Chain, Layout
+from remat.errors import UnsupportedModel
+from remat.meter import MemoryMeter, Region, elapsed, rounded
+from remat.preserving import Sink, Source, aliased_parameters, fixed_gradients, preserved
+from remat.runtime.environment import BufferWatch, RandomState, accelerators
+from remat.runtime.stages import (
+    Stage,
+    check_device,
+    describe,
+    detached,
+    flatten,
+    map_tensors,
+    single_input,
+    stage_name,
+    tensors,
+)
+
+Loss = Callable[[Any], torch.Tensor]
+Progress = Callable[[str, int, int], None]
+
+SMALL = 0.05  # share of the mean forward time under which a stage is fused with its neighbour
+
+
+def profile(
+    model: nn.Module,
+    sample: Any,
+    *,
+    repeats: int = 3,
+    loss: Loss | None = None,
+    small: float = SMALL,
+    progress: Progress | None = None,
+) -> Chain:
+    """Measures what every stage of `model` costs on `sample` (Beaumont et al., Section 5.1).
+
+    The model is measured in the mode it is in (train or eval) and left exactly as found: parameters, gradients,
+    buffers, random number generators. No hook of a parameter is called; forward hooks of modules are.
+
+    Args:
+        model: an `nn.Sequential`, nested or not.
+        sample: its input: a tensor, a tuple of positional or a dict of keyword arguments; on the model's device.
+        repeats: sweeps over the model whose median is each stage's time.
+        loss: a function of the output that returns a scalar. Without one the loss is taken as free.
+        small: modules whose forward takes less than this share of the mean are fused with their neighbour.
+        progress: called with what is being done, how many steps of it are done, and how many there are.
+
+    Returns:
+        The chain, with the layout of its stages on the model: modules that work in place on their input, return views
+        of it, or are too small to matter are fused with their neighbour.
+
+    Raises:
+        UnsupportedModel: no chain, empty, on another device than the sample, or with a stage that returns no tensor.
+        MeasurementError: a PyTorch profiler is running.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats={repeats}: at least one is needed")
+    value = single_input(sample)
+    flat = flatten(model)
+    everything = Stage([module for _, module in flat], "model")
+    device = check_device([everything], value)
+    tell = progress or (lambda what, done, total: None)
+    layout_inputs = describe(value)
+    with torch.enable_grad(), preserved(everything.modules, accelerators(everything, value)):
+        traits = list(_probe(flat, value, tell))
+        stages, marks = _fuse(flat, traits, small)
+        runs: list[Stage | Loss] = [*stages] if loss is None else [*stages, loss]
+        sizes = _measure_memory(runs, value, device, tell)
+        times = _measure_time(runs, value, device, repeats, tell)
+
+    if loss is None:
+        sizes.append(_free_loss(sizes[-1]))
+        times.append((0.0, 0.0))
+    of_loss = _Marks(False, False, 0)
+    return Chain(
+        act_bytes=(_storage_bytes(value), *(size.act for size in sizes)),
+        saved_bytes=tuple(size.saved for size in sizes),
+        fwd_overhead_bytes=tuple(size.fwd_overhead for size in sizes),
+        save_overhead_bytes=tuple(size.save_overhead for size in sizes),
+        bwd_overhead_bytes=tuple(max(size.bwd_extra, 0) for size in sizes),
+        bwd_released_bytes=tuple(max(-size.bwd_extra, 0) for size in sizes),
+        reserve_bytes=_reserve(stages, marks),
+        fwd_seconds=tuple(forward for forward, _ in times),
+        bwd_seconds=tuple(backward for _, backward in times),
+        grad_bytes=(_gradient_bytes(value), *(size.grad for size in sizes)),
+        names=(*(stage.name for stage in stages), "loss"),
+        draws_random=tuple(mark.draws_random for mark in (*marks, of_loss)),
+        changes_buffers=tuple(mark.changes_buffers for mark in (*marks, of_loss)),
+        layout=Layout(tuple(len(stage.modules) for stage in stages), layout_inputs),
+    )
+
+
+# The probe -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Marks:
+    draws_random: bool
+    changes_buffers: bool
+    changed_bytes: int
+
+
+@dataclass(frozen=True)
+class _Traits:
+    """What the probe saw of one module."""
+
+    in_place: bool
+    view: bool
+    marks: _Marks
+    seconds: float
+
+
+def _probe(flat: Sequence[tuple[str, nn.Module]], value: Any, tell: Progress) -> Iterator[_Traits]:
+    """Runs the modules one by one, saving nothing. `value` is not touched: each module gets a copy of its input."""
+    value = detached(value)
+    for index, (name, module) in enumerate(flat):
+        tell("probing stages", index, len(flat))
+        stage = Stage([module], name)
+        devices = accelerators(stage, value)
+        flags = tuple(part.training for part in stage.parts)
+        copy = map_tensors(torch.clone, value)
+        versions = [tensor._version for tensor in tensors(copy)]
+        inputs = {tensor.untyped_storage().data_ptr() for tensor in tensors(copy) if tensor.numel()}
+        watch = BufferWatch()
+        before, random = watch.before(stage, flags), RandomState(devices)
+        with _saving_nothing():
+            output = stage(copy)
+        draws, changed = random != RandomState(devices), watch.after(stage, flags, before)
+        changed_bytes = sum(copy.untyped_storage().nbytes() for copy in changed.values())
+        _check_output(stage.name, output)
+        in_place = [tensor._version for tensor in tensors(copy)] != versions
+        view = any(tensor.untyped_storage().data_ptr() in inputs for tensor in tensors(output) if tensor.numel())
+        marks = _Marks(draws, bool(changed), changed_bytes)
+        del copy, output, before
+        # A second run, for its time: the first one pays for what is set up once.
+        with _saving_nothing():
+            copy = map_tensors(torch.clone, value)
+            output = [copy]
+            seconds = elapsed(_device(value), lambda s=stage, o=output: o.append(s(o.pop())))
+        value = detached(output.pop())
+        del copy
+        yield _Traits(in_place, view, marks, seconds)
+    tell("probing stages", len(flat), len(flat))
+
+
+def _check_output(name: str, output: Any) -> None:
+    if not tensors(output):
+        raise UnsupportedModel(
+            f"stage {name!r} returned {type(output).__name__}, without a tensor in it; its forward must return the "
+            "tensors that the next stage takes"
+        )
+
+
+def _fuse(
+    flat: Sequence[tuple[str, nn.Module]], traits: Sequence[_Traits], small: float
+) -> tuple[list[Stage], list[_Marks]]:
+    """Groups modules into stages that can be recomputed on their own and are worth a decision."""
+    if traits[0].in_place:
+        raise UnsupportedModel(
+            f"module {flat[0][0]!r} works in place on the model's input, which could then not be computed from again; "
+            "construct it with inplace=False"
+        )
+    groups: list[list[int]] = []
+    glue_next = False  # the first module returned a view of the model's input, so the next one belongs to it
+    for index, trait in enumerate(traits):
+        if groups and (trait.in_place or trait.view or glue_next):
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+        glue_next = len(groups) == 1 and trait.view
+    seconds = [sum(traits[index].seconds for index in members) for members in groups]
+    threshold = small * sum(seconds) / len(groups)
+    joined: list[list[int]] = []
+    joined_seconds: list[float] = []
+    for members, spent in zip(groups, seconds, strict=True):
+        # The neighbour is the stage before, so that what it hands on stays a place to cut; the first has only the next.
+        if joined and (spent < threshold or joined_seconds[-1] < threshold):
+            joined[-1].extend(members)
+            joined_seconds[-1] += spent
+        else:
+            joined.append(list(members))
+            joined_seconds.append(spent)
+    stages = [
+        Stage([flat[index][1] for index in members], stage_name([flat[index][0] for index in members]))
+        for members in joined
+    ]
+    marks = [
+        _Marks(
+            any(traits[index].marks.draws_random for index in members),
+            any(traits[index].marks.changes_buffers for index in members),
+            sum(traits[index].marks.changed_bytes for index in members),
+        )
+        for members in joined
+    ]
+    return stages, marks
+
+
+# Memory ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    act: int
+    grad: int
+    saved: int
+    fwd_overhead: int
+    save_overhead: int
+    bwd_extra: int  # what the backward needs beyond the model's terms; below zero if it needs less
+    saves_output: bool
+
+
+class _SavedStorages:
+    """A pack hook that keeps nothing but notes whose memory would have been kept."""
+
+    def __init__(self) -> None:
+        self.pointers: set[int] = set()
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        self.pointers.add(tensor.untyped_storage().data_ptr())
+
+    def among(self, value: Any) -> bool:
+        return any(tensor.untyped_storage().data_ptr() in self.pointers for tensor in tensors(value) if tensor.numel())
+
+
+@dataclass(frozen=True)
+class _Boundary:
+    """What is known of a stage from the values at its two ends."""
+
+    act: int
+    grad: int
+    act_before: int
+    grad_before: int
+    saves_input: bool
+    saves_output: bool
+
+
+def _measure_memory(
+    runs: Sequence[Stage | Loss], value: Any, device: torch.device, tell: Progress
+) -> list[_Sizes]:
+    meter = MemoryMeter(device)
+    boundaries: list[_Boundary] = []
+    value = detached(value)
+    with meter.session():
+        for index, run in enumerate(runs):
+            tell("measuring memory", index, len(runs))
+            with _aliased(run):
+                value, boundary = _measure_stage(run, value, meter)
+            boundaries.append(boundary)
+        tell("measuring memory", len(runs), len(runs))
+    held = True  # the model's input stays with the caller
+    sizes = []
+    for position, boundary in enumerate(boundaries):
+        sizes.append(_sizes(*meter.regions[3 * position : 3 * position + 3], boundary, held))
+        held = boundary.saves_output
+    return sizes
+
+
+def _measure_stage(run: Stage | Loss, value: Any, meter: MemoryMeter) -> tuple[Any, _Boundary]:
+    """The three regions of one stage: forward without saving, forward with, backward. Returns its output too."""
+    versions = [tensor._version for tensor in tensors(value)]
+    saved = _SavedStorages()
+    with meter.region(), saved_tensors_hooks(saved, _cannot_unpack):
+        output = run(_sourced(value))
+    following = detached(output)
+    boundary = _Boundary(
+        act=_storage_bytes(output),
+        grad=_gradient_bytes(output),
+        act_before=_storage_bytes(value),
+        grad_before=_gradient_bytes(value),
+        saves_input=saved.among(value),
+        saves_output=saved.among(output),
+    )
+    del output
+    if [tensor._version for tensor in tensors(value)] != versions:
+        raise UnsupportedModel(
+            f"stage {_name(run)!r} works in place on the model's input, which could then not be computed from again; "
+            "construct its first module with inplace=False"
+        )
+    source = _sourced(value)
+    with meter.region():
+        output = run(source)
+    del source
+    differentiable = [tensor for tensor in tensors(output) if tensor.requires_grad]
+    end = Sink.apply(partial(_zeros, _metadata(differentiable)), *differentiable) if differentiable else None
+    del output, differentiable
+    with meter.region():
+        if end is not None:
+            end.backward()
+    return following, boundary
+
+
+def _sizes(without: Region, full: Region, backward: Region, at: _Boundary, input_held: bool) -> _Sizes:
+    """The terms of the model (Section 3.1) for one stage.
+
+    `input_held`: something else than this stage's backward keeps the input alive until then.
+    """
+    saved = max(full.end_bytes - full.start_bytes, at.act)
+    bwd_extra = 0
+    if at.grad:
+        bwd_extra = backward.peak_bytes - full.start_bytes - saved - at.grad - at.grad_before
+        if not (input_held or at.saves_input):
+            bwd_extra -= at.act_before  # gone by then: its last reader was this stage's forward
+    return _Sizes(
+        act=at.act,
+        grad=at.grad,
+        saved=saved,
+        fwd_overhead=max(without.peak_bytes - without.start_bytes - at.act, 0),
+        save_overhead=max(full.peak_bytes - full.start_bytes - saved, 0),
+        bwd_extra=bwd_extra,
+        saves_output=at.saves_output,
+    )
+
+
+def _free_loss(last: _Sizes) -> _Sizes:
+    """A loss that costs nothing. By its backward the output is gone, unless its stage saved it."""
+    return _Sizes(0, 0, 0, 0, 0, 0 if last.saves_output else -last.act, saves_output=False)
+
+
+def _reserve(stages: Sequence[Stage], marks: Sequence[_Marks]) -> int:
+    """What the executor keeps beside the activations: per recomputed stage the old values of the buffers it changes
+    and the state of the generators it draws from; for one stage at a time copies to work on."""
+    state = torch.get_rng_state().numel() + 16
+    kept = sum(mark.changed_bytes + state * mark.draws_random for mark in marks)
+    working = max(sum(buffer.untyped_storage().nbytes() for *_, buffer in stage.buffers()) for stage in stages)
+    return kept + 2 * working + 3 * state
+
+
+def _metadata(values: list[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
+    return [(tensor.shape, tensor.dtype, tensor.device) for tensor in values]
+
+
+def _zeros(metadata: list[tuple[torch.Size, torch.dtype, torch.device]]) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in metadata)
+
+
+def _storage_bytes(value: Any) -> int:
+    """What keeping a value keeps: whole storages, each once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors(value) if tensor.numel()}
+    return sum(rounded(tensor.untyped_storage().nbytes(), tensor.device) for tensor in storages.values())
+
+
+def _gradient_bytes(value: Any) -> int:
+    return sum(
+        rounded(tensor.numel() * tensor.element_size(), tensor.device)
+        for tensor in tensors(value)
+        if tensor.requires_grad
+    )
+
+
+# Time ------------------------------------------------------------------------------------------------------------
+
+
+def _measure_time(
+    runs: Sequence[Stage | Loss], value: Any, device: torch.device, repeats: int, tell: Progress
+) -> list[tuple[float, float]]:
+    """Median forward and backward seconds of each stage, over sweeps through the whole model."""
+    forward: list[list[float]] = [[] for _ in runs]
+    backward: list[list[float]] = [[] for _ in runs]
+    first = detached(value)
+    for sweep in range(repeats):
+        value = first
+        for index, run in enumerate(runs):
+            tell("measuring time", sweep * len(runs) + index, repeats * len(runs))
+            with _aliased(run):
+                box = [_sourced(value)]
+                forward[index].append(elapsed(device, lambda r=run, b=box: b.append(r(b.pop()))))
+                output = box.pop()
+                value = detached(output)
+                differentiable = [tensor for tensor in tensors(output) if tensor.requires_grad]
+                if not differentiable:
+                    backward[index].append(0.0)
+                    continue
+                gradients = tuple(fixed_gradients(differentiable))
+                end = Sink.apply(lambda g=gradients: g, *differentiable)
+                del output, differentiable
+                backward[index].append(elapsed(device, end.backward))
+    tell("measuring time", repeats * len(runs), repeats * len(runs))
+    return [(statistics.median(f), statistics.median(b)) for f, b in zip(forward, backward, strict=True)]
+
+
+# Shared ----------------------------------------------------------------------------------------------------------
+
+
+def _sourced(value: Any) -> Any:
+    """`value` as if it came out of an earlier stage: part of a graph where it requires a gradient."""
+    differentiable = [tensor for tensor in tensors(value) if tensor.requires_grad]
+    if not differentiable:
+        return value
+    handed_on = iter(Source.apply(*differentiable))
+    return map_tensors(lambda tensor: next(handed_on) if tensor.requires_grad else tensor, value)
+
+
+@contextmanager
+def _saving_nothing() -> Iterator[None]:
+    """Forward with gradients on, so that it is the same computation, but keeping nothing for a backward."""
+    with saved_tensors_hooks(lambda tensor: None, _cannot_unpack):
+        yield
+
+
+def _cannot_unpack(_: None) -> torch.Tensor:
+    raise RuntimeError("a forward that saved nothing was run backward")
+
+
+@contextmanager
+def _aliased(run: Stage | Loss) -> Iterator[None]:
+    modules = run.modules if isinstance(run, Stage) else [run] if isinstance(run, nn.Module) else []
+    with aliased_parameters(modules):
+        yield
+
+
+def _name(run: Stage | Loss) -> str:
+    return run.name if isinstance(run, Stage) else "loss"
+
+
+def _device(value: Any) -> torch.device:
+    return tensors(value)[0].device
