@@ -1,0 +1,87 @@
+"""remat trains a PyTorch model inside a memory limit given in bytes.
+
+    import remat
+    from remat import rotor
+
+    model = rotor.Checkpointable(model, mem_limit="2GiB")   # an nn.Sequential; trains as before, within 2 GiB
+
+or piece by piece: `profile` a model into a `Chain`, `solve` it for a budget into a `Schedule`, `simulate` that on
+paper, `apply` it to the model, `run` and measure a step.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from remat import rotor as rotor
+    from remat.chain import Chain as Chain
+    from remat.chain import Layout as Layout
+    from remat.errors import InfeasibleBudget as InfeasibleBudget
+    from remat.errors import InvalidBudget as InvalidBudget
+    from remat.errors import InvalidChain as InvalidChain
+    from remat.errors import InvalidFile as InvalidFile
+    from remat.errors import InvalidSchedule as InvalidSchedule
+    from remat.errors import MeasurementError as MeasurementError
+    from remat.errors import PlanMismatch as PlanMismatch
+    from remat.errors import RematError as RematError
+    from remat.errors import ReplayError as ReplayError
+    from remat.errors import UnsupportedModel as UnsupportedModel
+    from remat.profiling import profile as profile
+    from remat.report import Moment as Moment
+    from remat.report import Report as Report
+    from remat.running import run as run
+    from remat.runtime.wrapper import apply as apply
+    from remat.schedule import Operation as Operation
+    from remat.schedule import Schedule as Schedule
+    from remat.simulation import simulate as simulate
+    from remat.solvers import minimum_budget as minimum_budget
+    from remat.solvers import solve as solve
+    from remat.solvers.base import Solver as Solver
+
+__version__ = "0.1.0"
+
+# Where each public name lives; it is imported on first use, so that `import remat` loads neither torch nor numba.
+_HOMES = {
+    "remat.chain": ("Chain", "Layout"),
+    "remat.errors": (
+        "InfeasibleBudget",
+        "InvalidBudget",
+        "InvalidChain",
+        "InvalidFile",
+        "InvalidSchedule",
+        "MeasurementError",
+        "PlanMismatch",
+        "RematError",
+        "ReplayError",
+        "UnsupportedModel",
+    ),
+    "remat.profiling": ("profile",),
+    "remat.report": ("Moment", "Report"),
+    "remat.running": ("run",),
+    "remat.runtime.wrapper": ("apply",),
+    "remat.schedule": ("Operation", "Schedule"),
+    "remat.simulation": ("simulate",),
+    "remat.solvers": ("minimum_budget", "solve"),
+    "remat.solvers.base": ("Solver",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_SUBMODULES = ("models", "rotor", "solvers")
+
+__all__ = sorted((*_HOME_OF, "rotor"))  # noqa: PLE0605  # sorted() gives a list; ruff does not see that
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF:
+        value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    elif name in _SUBMODULES:
+        value = importlib.import_module(f"remat.{name}")
+    else:
+        raise AttributeError(f"module 'remat' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBMODULES})

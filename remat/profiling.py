@@ -78,7 +78,8 @@ def profile(
     device = check_device([everything], value)
     tell = progress or (lambda what, done, total: None)
     layout_inputs = describe(value)
-    with torch.enable_grad(), preserved(everything.modules, accelerators(everything, value)):
+    everywhere = preserved(everything.modules, accelerators(everything, value))
+    with torch.enable_grad(), everywhere, _without_autocast_cache():
         traits = list(_probe(flat, value, tell))
         stages, marks = _fuse(flat, traits, small)
         runs: list[Stage | Loss] = [*stages] if loss is None else [*stages, loss]
@@ -96,7 +97,7 @@ def profile(
         save_overhead_bytes=tuple(size.save_overhead for size in sizes),
         bwd_overhead_bytes=tuple(max(size.bwd_extra, 0) for size in sizes),
         bwd_released_bytes=tuple(max(-size.bwd_extra, 0) for size in sizes),
-        reserve_bytes=_reserve(stages, marks),
+        reserve_bytes=_reserve(stages, marks) + _cast_bytes(everything, device),
         fwd_seconds=tuple(forward for forward, _ in times),
         bwd_seconds=tuple(backward for _, backward in times),
         grad_bytes=(_gradient_bytes(value), *(size.grad for size in sizes)),
@@ -172,19 +173,19 @@ def _fuse(
     flat: Sequence[tuple[str, nn.Module]], traits: Sequence[_Traits], small: float
 ) -> tuple[list[Stage], list[_Marks]]:
     """Groups modules into stages that can be recomputed on their own and are worth a decision."""
-    if traits[0].in_place:
-        raise UnsupportedModel(
-            f"module {flat[0][0]!r} works in place on the model's input, which could then not be computed from again; "
-            "construct it with inplace=False"
-        )
     groups: list[list[int]] = []
-    glue_next = False  # the first module returned a view of the model's input, so the next one belongs to it
+    only_views = True  # so far nothing but views of the model's input
     for index, trait in enumerate(traits):
-        if groups and (trait.in_place or trait.view or glue_next):
+        if only_views and trait.in_place:
+            raise UnsupportedModel(
+                f"module {flat[index][0]!r} works in place on the model's input, which could then not be computed "
+                "from again; construct it with inplace=False"
+            )
+        if groups and (trait.in_place or trait.view or only_views):
             groups[-1].append(index)
         else:
             groups.append([index])
-        glue_next = len(groups) == 1 and trait.view
+        only_views = only_views and trait.view
     seconds = [sum(traits[index].seconds for index in members) for members in groups]
     threshold = small * sum(seconds) / len(groups)
     joined: list[list[int]] = []
@@ -274,7 +275,6 @@ def _measure_memory(
 
 def _measure_stage(run: Stage | Loss, value: Any, meter: MemoryMeter) -> tuple[Any, _Boundary]:
     """The three regions of one stage: forward without saving, forward with, backward. Returns its output too."""
-    versions = [tensor._version for tensor in tensors(value)]
     saved = _SavedStorages()
     with meter.region(), saved_tensors_hooks(saved, _cannot_unpack):
         output = run(_sourced(value))
@@ -288,11 +288,6 @@ def _measure_stage(run: Stage | Loss, value: Any, meter: MemoryMeter) -> tuple[A
         saves_output=saved.among(output),
     )
     del output
-    if [tensor._version for tensor in tensors(value)] != versions:
-        raise UnsupportedModel(
-            f"stage {_name(run)!r} works in place on the model's input, which could then not be computed from again; "
-            "construct its first module with inplace=False"
-        )
     source = _sourced(value)
     with meter.region():
         output = run(source)
@@ -348,6 +343,26 @@ def _metadata(values: list[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype,
 
 def _zeros(metadata: list[tuple[torch.Size, torch.dtype, torch.device]]) -> tuple[torch.Tensor, ...]:
     return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in metadata)
+
+
+def _cast_bytes(model: Stage, device: torch.device) -> int:
+    """What autocast's cache of cast parameters holds until the end of the forward, outside of any stage."""
+    if not (torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled()):
+        return 0
+    size = torch.get_autocast_dtype(device.type).itemsize
+    parameters = {parameter for parameter in model.parameters() if parameter.dtype == torch.float32}
+    return sum(rounded(parameter.numel() * size, device) for parameter in parameters if parameter.requires_grad)
+
+
+@contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """A parameter that the stage before has cast would otherwise seem to cost its stage nothing."""
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
 
 
 def _storage_bytes(value: Any) -> int:
@@ -423,10 +438,6 @@ def _aliased(run: Stage | Loss) -> Iterator[None]:
     modules = run.modules if isinstance(run, Stage) else [run] if isinstance(run, nn.Module) else []
     with aliased_parameters(modules):
         yield
-
-
-def _name(run: Stage | Loss) -> str:
-    return run.name if isinstance(run, Stage) else "loss"
 
 
 def _device(value: Any) -> torch.device:

@@ -143,17 +143,10 @@ class _Run:
 
     def begin_backward(self, index: int) -> None:
         """Called when the backward of stage `index` is about to begin (rule 4)."""
-        task = torch._C._current_graph_task_id()
-        if self.graph_task is None:
-            self.graph_task = task
-            self._refuse_second_order()
-        elif self.graph_task != task:
-            raise ReplayError(
-                "backward() ran a second time through a model with recomputed stages, whose activations are gone by "
-                "then; run its forward again before each backward(), or use the store_all schedule"
-            )
         if self.broken:
             raise ReplayError(self.broken)
+        if self.program.recomputes:
+            self._check_graph_task()
         try:
             while self.pending >= index:
                 for step in self.program.phases[self.pending]:
@@ -167,18 +160,27 @@ class _Run:
         if self.pending == 0:
             self._release()
 
-    def _refuse_second_order(self) -> None:
+    def _check_graph_task(self) -> None:
+        """Rule 7: one backward for one forward, of first order."""
+        task = torch._C._current_graph_task_id()
+        if self.graph_task == task:
+            return
+        if self.graph_task is not None:
+            raise ReplayError(
+                "backward() ran a second time through a model with recomputed stages, whose activations are gone by "
+                "then; run its forward again before each backward(), or use the store_all schedule"
+            )
         what = ""
         if torch.is_grad_enabled():
             what = "create_graph=True (a gradient of gradients)"
         elif torch._C._autograd._get_current_graph_task_keep_graph():
             what = "retain_graph=True"
         if what:
-            self.graph_task = None
             raise ReplayError(
                 f"backward with {what} does not work through recomputed stages: what they recompute is freed as soon "
                 "as it is used. Use the store_all schedule for this step, or the plain model"
             )
+        self.graph_task = task
 
     def _recompute(self, step: Step) -> None:
         """Runs a stage again from a stored input; F_all fills the slots of its first run (rules 3 and 5)."""

@@ -1,0 +1,37 @@
+# Each target sets up what it needs, once: the virtual environment is remade only when its inputs change.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DONE := $(VENV)/.installed
+
+.PHONY: help demo test lint bench clean
+
+help:
+	@echo "make demo   train two networks within memory limits (about three minutes once installed)"
+	@echo "make test   run the tests"
+	@echo "make lint   ruff, mypy and the import rules"
+	@echo "make bench  measure speed and memory, write benchmarks/results/"
+
+$(DONE): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $(DONE)
+
+demo: $(DONE)
+	$(BIN)/python examples/demo.py
+
+test: $(DONE)
+	$(BIN)/python -m pytest -q
+
+lint: $(DONE)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(DONE)
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,281 @@
+"""`Checkpointable`: a model that measures itself, plans and trains within a memory limit, with Rotor's interface."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from remat.chain import Chain
+from remat.errors import RematError
+from remat.profiling import Loss, profile
+from remat.report import Report
+from remat.runtime.executor import Executor
+from remat.runtime.program import compile_schedule
+from remat.runtime.stages import describe, flatten, group, single_input
+from remat.runtime.wrapper import Wrapper
+from remat.schedule import Schedule
+from remat.simulation import simulate
+from remat.solvers.base import Solver
+from remat.solvers.baselines import Sequential, StoreAll
+from remat.solvers.persistent import Persistent, Revolve
+from remat.units import format_bytes, format_seconds, resolve_budget
+
+FREE_SHARE = 0.9  # of the free memory is the limit where none is given
+
+
+class _Request(NamedTuple):
+    """How the present sequence was asked for, so that it can be asked for again for another input shape."""
+
+    solver: Solver
+    limit: int | str | float | None = None  # None: the wrapper's own, or 0.9 of the free memory
+    bounded: bool = True  # False: the solver's schedule of least memory, whatever that needs
+
+
+class _Plan(NamedTuple):
+    chain: Chain | None
+    schedule: Schedule
+    executor: Executor
+
+
+class Checkpointable(Wrapper):
+    """Wraps an `nn.Sequential` so that its training steps stay within a memory limit.
+
+    The wrapper shares parameters, buffers, children and hooks with the model: `state_dict` and parameter names are
+    the model's own. In eval mode and without gradients the model runs untouched.
+
+    The limit covers what a training step adds to what is there before it: activations, their gradients and the
+    scratch memory of operators, the sample included. Parameters, their gradients, buffers and optimiser state are
+    outside. The caller's loss is taken as free unless `loss` is given; and an output that the caller holds while
+    `backward` runs is not counted.
+
+    There are four ways to use it: sample and limit here; the sample here and `compute_sequence(limit)` later; the
+    limit here and `measure(sample)` later; or neither, and the first training forward measures and plans. An input of
+    another shape than before is measured and planned for in turn, with a warning that says so.
+
+    Args:
+        model: an `nn.Sequential`, nested or not.
+        input: a sample to measure with: a tensor, a tuple of positional or a dict of keyword arguments.
+        mem_limit: int (bytes), string ("2GiB"), or float in (0, 1] of the peak when everything is stored. None takes
+            0.9 of the memory that is free when planning.
+        mem_slots: memory units of the dynamic program; more are finer and slower.
+        verbosity: above 0, tells on stderr what was measured and planned.
+        force_python: accepted for compatibility; there is one implementation.
+        preserve_rng_state: recompute with the random numbers of the first run. Without it dropout draws anew.
+        loss: a function of the output that returns a scalar, measured as the last stage.
+
+    Raises:
+        UnsupportedModel: the model is no chain.
+        InfeasibleBudget: nothing fits the limit; tells the least one that works. The model stays usable.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        input: Any = None,
+        mem_limit: int | str | float | None = None,
+        mem_slots: int = 500,
+        verbosity: int = 0,
+        force_python: bool = False,
+        preserve_rng_state: bool = True,
+        *,
+        loss: Loss | None = None,
+    ) -> None:
+        flatten(model)  # a model that is no chain is refused here, not at the first step
+        super().__init__(model)
+        if mem_limit is not None and not isinstance(mem_limit, float):
+            resolve_budget(mem_limit)
+        self.mem_limit = mem_limit
+        self.mem_slots = mem_slots
+        self.verbosity = verbosity
+        self.preserve_rng_state = preserve_rng_state
+        self.__dict__["loss"] = loss  # a loss that is a module must not become a child
+        self.chain: Chain | None = None
+        self._request: _Request | None = None
+        self._plan: _Plan | None = None
+        self._plans: dict[tuple[str, ...], _Plan] = {}
+        if input is not None:
+            self.measure(input)
+            if mem_limit is not None:
+                self.compute_sequence(mem_limit)
+
+    # Measuring and planning --------------------------------------------------------------------------------------
+
+    def measure(self, input: Any) -> None:
+        """Measures every stage on a sample; any plan made before is dropped. The model is left as found."""
+        self.chain = profile(self.wrapped, input, loss=self.loss)
+        self._plan = None
+        self._plans.clear()
+        store_all = StoreAll().minimum_budget(self.chain)
+        least = Persistent().minimum_budget(self.chain)
+        self._say(
+            f"measured {self.chain.length - 1} stages: {format_bytes(store_all)} and "
+            f"{format_seconds(self.chain.store_all_seconds)} when everything is stored, {format_bytes(least)} at least"
+        )
+
+    def compute_sequence(
+        self,
+        mem_limit: int | str | float | None = None,
+        mem_slots: int | None = None,
+        force_python: bool | None = None,
+        floating: bool = False,
+    ) -> None:
+        """Plans the fastest memory-persistent sequence within `mem_limit`, or within 0.9 of the free memory.
+
+        Raises:
+            InfeasibleBudget: nothing fits; the sequence from before stays.
+        """
+        if floating:
+            raise RematError(
+                "this release has no floating (weakly persistent) planner; call compute_sequence(floating=False), "
+                "which plans the best persistent sequence"
+            )
+        if mem_slots is not None:
+            self.mem_slots = mem_slots
+        self._plan_with(_Request(Persistent(self.mem_slots), mem_limit))
+
+    def compute_pytorch_sequence(self) -> None:
+        """Plans to store everything, as PyTorch does when left alone."""
+        self._plan_with(_Request(StoreAll(), bounded=False))
+
+    def compute_min_sequence(self) -> None:
+        """Plans for the least memory that works."""
+        self._plan_with(_Request(Persistent(self.mem_slots), bounded=False))
+
+    def compute_seq_sequence(self, segments: int | None = None) -> None:
+        """Plans `segments` equal segments as `torch.utils.checkpoint.checkpoint_sequential` does; None: sqrt(L)."""
+        if segments is None:
+            segments = max(1, round((self._measured().length - 1) ** 0.5))
+        self._plan_with(_Request(Sequential(segments), bounded=False))
+
+    def compute_heterogeneous_sequence(
+        self, mem_limit: int | str | float | None = None, mem_slots: int | None = None
+    ) -> None:
+        """Plans with Revolve on a heterogeneous chain: only activations are kept (Griewank and Walther, 2000)."""
+        self._plan_with(_Request(Revolve(mem_slots or self.mem_slots), mem_limit))
+
+    def _plan_with(self, request: _Request) -> None:
+        chain = self._measured()
+        if request.bounded:
+            limit = request.limit if request.limit is not None else self.mem_limit
+            if limit is None:
+                limit = int(FREE_SHARE * self._free_bytes())
+            schedule = request.solver.solve(chain, limit)
+        else:
+            operations = request.solver.least_memory(chain)
+            schedule = Schedule(operations, strategy=request.solver.name, layout=chain.layout)
+        self._adopt(chain, schedule)
+        self._request = request
+        if self.verbosity > 0:
+            self.display()
+
+    def _measured(self) -> Chain:
+        if self.chain is None:
+            raise RematError("nothing has been measured yet; call measure(sample) first, or pass input=sample")
+        return self.chain
+
+    def _adopt(self, chain: Chain | None, schedule: Schedule) -> None:
+        program = compile_schedule(schedule)
+        layout = schedule.layout or (chain.layout if chain is not None else None)
+        stages = group(self.wrapped, layout, schedule.length)
+        executor = Executor(program, stages, preserve_random=self.preserve_rng_state)
+        self._plan = _Plan(chain, schedule, executor)
+        if layout is not None:
+            self._plans[layout.inputs] = self._plan
+
+    def _free_bytes(self) -> int:
+        device = next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
+        if device.type == "cuda":
+            cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            return torch.cuda.mem_get_info(device)[0] + cached
+        import psutil  # only this question needs it
+
+        return psutil.virtual_memory().available
+
+    # The plan ----------------------------------------------------------------------------------------------------
+
+    @property
+    def sequence(self) -> Schedule | None:
+        """The present schedule; any valid one for this model's stages can be assigned."""
+        return None if self._plan is None else self._plan.schedule
+
+    @sequence.setter
+    def sequence(self, schedule: Schedule) -> None:
+        self._adopt(self.chain, schedule)
+        self._request = None  # it was given, not asked for, so it serves every input
+
+    def get_expected_memory(self) -> int:
+        """Predicted peak in bytes of the present sequence."""
+        return self._prediction().peak_bytes
+
+    def get_expected_makespan(self) -> float:
+        """Predicted seconds per step of the present sequence, without the optimiser."""
+        return self._prediction().seconds
+
+    def _prediction(self) -> Report:
+        if self._plan is None:
+            raise RematError("no sequence has been computed yet; call compute_sequence(mem_limit) first")
+        return simulate(self._measured(), self._plan.schedule)
+
+    def display(self) -> None:
+        """Tells on stderr what the present sequence is expected to cost, and with verbosity above 1 the sequence."""
+        report = self._prediction()
+        self._write(str(report))
+        if self.verbosity > 1:
+            self._write(str(self.sequence))
+
+    # Running -----------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.training or not torch.is_grad_enabled():
+            return self._plainly(*args, **kwargs)
+        value = single_input(args or kwargs)
+        return self._plan_for(value).executor.forward(value)
+
+    def _plan_for(self, value: Any) -> _Plan:
+        if self._plan is not None and self._request is None:
+            return self._plan
+        shapes = describe(value)
+        measured = self.chain.layout.inputs if self.chain is not None and self.chain.layout is not None else shapes
+        if shapes == measured:
+            if self.chain is None:
+                self.measure((value,))
+            if self._plan is None:
+                self.compute_sequence()
+            assert self._plan is not None
+            return self._plan
+        if shapes not in self._plans:
+            self._plan_anew(value, shapes, measured)
+        return self._plans[shapes]
+
+    def _plan_anew(self, value: Any, shapes: tuple[str, ...], measured: tuple[str, ...]) -> None:
+        note = ""
+        before = self.chain, self._plan, self._request
+        try:
+            try:
+                self.chain = profile(self.wrapped, (value,), loss=self.loss)
+            except Exception as error:
+                if self.loss is None:
+                    raise
+                # A loss often holds the targets of the batch it was given with, which another shape does not fit.
+                note = f"; the loss does not take it ({error}) and is taken as free"
+                self.chain = profile(self.wrapped, (value,))
+            self._plan_with(self._request or _Request(Persistent(self.mem_slots)))
+        finally:
+            self.chain, self._plan, self._request = before
+        warnings.warn(
+            f"rotor.Checkpointable: the input is {', '.join(shapes)}, measured so far was {', '.join(measured)}; "
+            f"measured and planned for the new one too{note}",
+            stacklevel=5,
+        )
+
+    def _say(self, text: str) -> None:
+        if self.verbosity > 0:
+            self._write(text)
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write(f"remat: {text}\n")
+

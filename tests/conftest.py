@@ -1,0 +1,42 @@
+"""Shared by all tests: data, chains to plan for, and what a training step leaves behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from remat.chain import Chain
+
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.fixture(autouse=True)
+def _repeatable() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def oracle_chains() -> list[tuple[Chain, dict]]:
+    rows = json.loads((DATA / "chains.json").read_text())
+    names = ("act", "saved", "fwd_overhead", "bwd_overhead", "fwd_time", "bwd_time")
+    return [(Chain(*(row[name] for name in names)), row) for row in rows]
+
+
+@pytest.fixture
+def table2() -> Chain:
+    """The toy example of Beaumont et al., Table 2, in MiB and milliseconds; its row 7 is the loss."""
+
+    def size(mib: list[float]) -> list[int]:
+        return [round(value * 2**20) for value in mib]
+
+    return Chain(
+        size([7.63, 9.54, 10.68, 11.06, 10.68, 9.54, 7.63, 0]),
+        size([9.54, 10.68, 11.08, 10.66, 9.54, 7.63, 0]),
+        [0] * 7,
+        size([20.01, 27.64, 30.99, 30.99, 27.64, 19.08, 0]),
+        [value / 1e3 for value in (1.60, 2.20, 2.44, 2.51, 2.10, 1.43, 0)],
+        [value / 1e3 for value in (3.05, 4.48, 5.09, 4.93, 4.21, 3.34, 0)],
+    )

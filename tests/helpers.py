@@ -1,0 +1,88 @@
+"""What tests of the executor compare: everything that a training step leaves behind, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+from remat.chain import Chain
+from remat.profiling import profile
+from remat.runtime.stages import tensors
+from remat.runtime.wrapper import ScheduledModule, apply
+from remat.schedule import B, Operation, Schedule
+from remat.solvers.baselines import RecomputeAll, Sequential, StoreAll
+from remat.solvers.persistent import Persistent, Revolve
+
+Step = Callable[[nn.Module, Any], Any]
+
+
+def train_step(model: nn.Module, sample: Any, *, autocast: bool = False, seed: int = 7) -> list[torch.Tensor]:
+    """One forward and backward; returns output, gradients (the input's too), buffers and RNG state."""
+    torch.manual_seed(seed)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        output = model(sample)
+        loss = sum(tensor.float().square().mean() for tensor in tensors(output) if tensor.is_floating_point())
+    loss.backward()
+    return [*(tensor.detach() for tensor in tensors(output)), *traces(model, sample)]
+
+
+def traces(model: nn.Module, sample: Any) -> list[torch.Tensor]:
+    gradients = [parameter.grad for parameter in model.parameters()]
+    inputs = [tensor.grad for tensor in tensors(sample)]
+    missing = torch.tensor(float("-inf"))  # a gradient that is not there must be missing on both sides
+    found = [missing if gradient is None else gradient for gradient in (*gradients, *inputs)]
+    return [*found, *(buffer.clone() for buffer in model.buffers()), torch.get_rng_state()]
+
+
+def assert_same(expected: list[torch.Tensor], found: list[torch.Tensor], what: str = "") -> None:
+    assert len(expected) == len(found)
+    for position, (a, b) in enumerate(zip(expected, found, strict=True)):
+        assert a.dtype == b.dtype and a.shape == b.shape, f"{what}: number {position}"
+        assert torch.equal(a, b), f"{what}: number {position}, shape {tuple(a.shape)}, off by {(a - b).abs().max()}"
+
+
+def schedules(chain: Chain) -> Iterator[Schedule]:
+    """A schedule of every kind for `chain`, from storing everything to recomputing everything."""
+    solvers = [StoreAll(), Persistent(), Revolve(), RecomputeAll()]
+    if chain.length > 2:
+        solvers.insert(1, Sequential(2))
+    for solver in solvers:
+        yield Schedule(solver.least_memory(chain), strategy=solver.name, layout=chain.layout)
+
+
+def chain_of(model: nn.Module, sample: Any, **options: Any) -> Chain:
+    """A chain with the layout that `profile` finds; nothing is too small, so that tests see every stage."""
+    return profile(model, sample, repeats=1, small=0.0, **options)
+
+
+def observed(model: nn.Module, schedule: Schedule) -> tuple[ScheduledModule, list[Operation]]:
+    """The model under `schedule`, and the list that its operations are noted in."""
+    module = apply(model, schedule)
+    operations: list[Operation] = []
+    module.executor.observer = operations.append
+    return module, operations
+
+
+def recomputations_of(operations: list[Operation], stage: int) -> int:
+    return sum(operation.stage == stage and operation.kind != B for operation in operations) - 1
+
+
+def without_loss(schedule: Schedule) -> list[Operation]:
+    return [operation for operation in schedule.operations if operation.stage < schedule.length]
+
+
+@st.composite
+def chains(draw: st.DrawFn, max_stages: int = 7, largest: int = 12) -> Chain:
+    """Small random chains; saved_l holds a_l, as in real ones."""
+    stages = draw(st.integers(1, max_stages))
+
+    def some(count: int) -> list[int]:
+        return draw(st.lists(st.integers(0, largest), min_size=count, max_size=count))
+
+    act = some(stages + 1)
+    saved = [a + extra for a, extra in zip(act[1:], some(stages), strict=True)]
+    return Chain(act, saved, some(stages), some(stages), some(stages), some(stages))

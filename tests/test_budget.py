@@ -1,0 +1,95 @@
+"""The promise: from the least budget to store-all, the measured peak stays within it, and the prediction within 5 %."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.models import gpt, resnet18, resnet50
+from remat.solvers.base import store_all_peak
+
+Example = tuple[nn.Module, Any, Callable[[Any], torch.Tensor] | None]
+
+
+def linear(batch: int) -> Example:
+    draw = random.Random(3)
+    widths = [draw.randint(100, 1000) for _ in range(13)]
+    return nn.Sequential(*map(nn.Linear, widths, widths[1:])), torch.randn(batch, widths[0]), None
+
+
+def language() -> Example:
+    tokens, targets = torch.randint(0, 256, (2, 8, 64))
+    model = gpt(6, 96, 4, context=64)
+    return model, tokens, lambda logits: nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+MODELS: dict[str, Callable[[], Example]] = {
+    "resnet18": lambda: (resnet18(), torch.randn(4, 3, 64, 64), None),
+    "resnet50": lambda: (resnet50(), torch.randn(4, 3, 64, 64), None),
+    "gpt with its loss": language,
+    "linear, small batch": lambda: linear(64),
+    "linear, large batch": lambda: linear(1500),
+    "linear, input with gradient": lambda: (*linear(500)[:1], torch.randn(500, 343, requires_grad=True), None),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_measured_peak_keeps_ten_budgets(name: str) -> None:
+    model, sample, loss = MODELS[name]()
+    chain = remat.profile(model, sample, loss=loss, repeats=1)
+    least, most = remat.minimum_budget(chain), store_all_peak(chain)
+    assert least < most
+    for step in range(10):
+        budget = least + (most - least) * step // 9
+        schedule = remat.solve(chain, budget)
+        predicted = remat.simulate(chain, schedule)
+        measured = remat.run(model, sample, schedule, loss=loss, repeats=1)
+        assert measured.measured and not predicted.measured
+        assert measured.peak_bytes <= budget
+        assert measured.peak_bytes <= predicted.peak_bytes <= 1.05 * measured.peak_bytes
+        assert measured.recomputations == predicted.recomputations
+    assert predicted.recomputations == 0
+
+
+def test_the_reserve_is_small() -> None:
+    for name in ("resnet50", "gpt with its loss"):
+        model, sample, loss = MODELS[name]()
+        chain = remat.profile(model, sample, loss=loss, repeats=1)
+        assert 0 < chain.reserve_bytes < 0.02 * store_all_peak(chain)
+
+
+def test_other_strategies_keep_their_predictions() -> None:
+    model, sample, loss = language()
+    chain = remat.profile(model, sample, loss=loss, repeats=1)
+    for solver in ("store_all", "recompute_all", "sequential", "revolve"):
+        schedule = remat.solve(chain, remat.minimum_budget(chain, solver), solver)
+        predicted = remat.simulate(chain, schedule)
+        measured = remat.run(model, sample, schedule, loss=loss, repeats=1)
+        assert measured.peak_bytes <= predicted.peak_bytes <= 1.05 * measured.peak_bytes
+
+
+def test_under_autocast() -> None:
+    """Cast parameters live in autocast's cache until the forward ends; the prediction leaves room for them."""
+    model, sample, _ = linear(300)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        chain = remat.profile(model, sample, repeats=1)
+        for fraction in (0.0, 0.5, 1.0):
+            least, most = remat.minimum_budget(chain), store_all_peak(chain)
+            schedule = remat.solve(chain, round(least + (most - least) * fraction))
+            measured = remat.run(model, sample, schedule, repeats=1)
+            assert measured.peak_bytes <= remat.simulate(chain, schedule).peak_bytes
+
+
+def test_overhead_is_measured_against_plain_pytorch_on_request() -> None:
+    model, sample, _ = linear(64)
+    chain = remat.profile(model, sample, repeats=1)
+    schedule = remat.solve(chain, 1.0)
+    assert remat.run(model, sample, schedule, repeats=1).overhead is None
+    overhead = remat.run(model, sample, schedule, repeats=1, baseline=True).overhead
+    assert overhead is not None and overhead > 0

@@ -1,0 +1,252 @@
+"""What cannot be right raises, says what to do, and leaves the model usable."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from helpers import assert_same, observed, train_step
+from remat.errors import InvalidSchedule, PlanMismatch, ReplayError, UnsupportedModel
+from remat.schedule import Schedule
+
+RECOMPUTE = Schedule.parse("F_ck1 F_none2 F_all3 F_all4 B4 B3 F_all1 F_all2 B2 B1")
+
+
+def three(*, middle: nn.Module | None = None) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), middle or nn.Sigmoid(), nn.Linear(4, 2))
+
+
+def still_trains(module: nn.Module, plain: nn.Module, sample: torch.Tensor) -> None:
+    module.zero_grad()
+    plain.zero_grad()
+    assert_same(train_step(plain, sample.clone()), train_step(module, sample.clone()))
+
+
+@pytest.fixture
+def sample() -> torch.Tensor:
+    return torch.randn(5, 4)
+
+
+def test_backward_twice(sample: torch.Tensor) -> None:
+    model = three()
+    module = remat.apply(model, RECOMPUTE)
+    loss = module(sample).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match=r"second time"):
+        loss.backward()
+    still_trains(module, copy.deepcopy(model), sample)
+
+
+def test_retain_graph(sample: torch.Tensor) -> None:
+    model = three()
+    module = remat.apply(model, RECOMPUTE)
+    loss = module(sample).sum()
+    with pytest.raises(ReplayError, match=r"retain_graph=True does not work .*store_all"):
+        loss.backward(retain_graph=True)
+    model.zero_grad()
+    loss.backward()  # the error cost nothing: the step can go on without retain_graph
+    assert model[0].weight.grad is not None
+    still_trains(module, copy.deepcopy(model), sample)
+
+
+def test_second_order(sample: torch.Tensor) -> None:
+    model = three()
+    module = remat.apply(model, RECOMPUTE)
+    sample.requires_grad_()
+    with pytest.raises(ReplayError, match=r"create_graph=True .*store_all"):
+        torch.autograd.grad(module(sample).sum(), sample, create_graph=True)
+    still_trains(module, copy.deepcopy(model), sample.detach())
+
+
+def test_a_parameter_changed_before_the_backward(sample: torch.Tensor) -> None:
+    model = three()
+    module = remat.apply(model, RECOMPUTE)
+    loss = module(sample).sum()
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    with pytest.raises(ReplayError, match=r"stage '0'.*optimizer.step\(\) after backward"):
+        loss.backward()
+    still_trains(module, copy.deepcopy(model), sample)
+
+
+def test_the_input_changed_before_the_backward(sample: torch.Tensor) -> None:
+    model = three()
+    module = remat.apply(model, RECOMPUTE)
+    loss = module(sample).sum()
+    sample.add_(1)
+    with pytest.raises(ReplayError, match="the model's input was modified in place since the forward"):
+        loss.backward()
+    with pytest.raises(ReplayError, match="the backward failed before"):
+        loss.backward()
+    still_trains(module, copy.deepcopy(model), sample)
+
+
+def test_a_stage_in_place_on_its_input(sample: torch.Tensor) -> None:
+    model = three(middle=nn.ReLU(inplace=True))
+    module = remat.apply(model, RECOMPUTE)
+    with pytest.raises(ReplayError, match=r"stage '1' changes its input in place.*inplace=False"):
+        module(sample)
+    model[1].inplace = False
+    still_trains(module, copy.deepcopy(model), sample)
+
+
+class Moody(nn.Module):
+    """Does something else each time it runs."""
+
+    def __init__(self, *variants: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.variants = variants
+        self.runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        return self.variants[(self.runs - 1) % len(self.variants)](x)
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (lambda x: x.sigmoid() * x.tanh(), r"saved 4 tensors for the backward, its first run 1|saved a|saved \d"),
+        (lambda x: x * 1, "saved 0 tensors for the backward, its first run 1"),
+        (lambda x: torch.cat([x, x]).sigmoid()[:5], r"of shape \(10, 4\) as number 1, the first run .*\(5, 4\)"),
+    ],
+)
+def test_a_stage_that_differs_when_it_runs_again(
+    sample: torch.Tensor, second: Callable[[torch.Tensor], torch.Tensor], message: str
+) -> None:
+    model = three(middle=Moody(torch.sigmoid, second))
+    module = remat.apply(model, RECOMPUTE)
+    with pytest.raises(ReplayError, match=message) as caught:
+        module(sample).sum().backward()
+    assert "stage '1'" in str(caught.value) and "must do the same each time" in str(caught.value)
+    model[1].variants = (torch.sigmoid,)
+    still_trains(module, copy.deepcopy(model), sample)
+
+
+def test_a_stage_that_returns_no_tensor(sample: torch.Tensor) -> None:
+    model = three(middle=Moody(lambda x: None))  # type: ignore[arg-type, return-value]
+    with pytest.raises(UnsupportedModel, match=r"stage '1' returned NoneType"):
+        remat.profile(model, sample)
+    module = remat.apply(model, RECOMPUTE)
+    with pytest.raises(UnsupportedModel, match=r"stage '1' returned NoneType"):
+        module(sample)
+    model[1].variants = (torch.sigmoid,)
+    still_trains(module, copy.deepcopy(model), sample)
+
+
+def test_memory_comes_back_after_an_error(sample: torch.Tensor) -> None:
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("on purpose")
+
+    model = three(middle=Moody(torch.sigmoid, fail))
+    module = remat.apply(model, RECOMPUTE)
+    output = module(sample)
+    stored = weakref.ref(next(iter(_runs())).stored[0].value)
+    with pytest.raises(ValueError, match="on purpose"):
+        output.sum().backward()
+    gc.collect()
+    assert stored() is None
+    model[1].variants = (torch.sigmoid,)
+    still_trains(module, copy.deepcopy(model), sample)
+
+
+def _runs() -> list:
+    from remat.runtime.executor import _Run
+
+    return [found for found in gc.get_objects() if type(found) is _Run]
+
+
+def test_nothing_is_held_after_a_step(sample: torch.Tensor) -> None:
+    """A run dies with its graph, whether a backward followed or not, and without waiting for the garbage collector."""
+    module = remat.apply(three(), RECOMPUTE)
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(_runs())
+        module(sample)
+        loss = module(sample).sum()
+        loss.backward()
+        del loss
+        assert len(_runs()) == before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("F_all1 F_all2 F_all3 F_all4 B4 B2 B3 B1", r"step 5 \(B2\)"),
+        ("F_all1 F_all2 F_all3 F_ck4 F_all4 B4 B3 B2 B1", "stage 4 is the loss, which runs once, outside the model"),
+    ],
+)
+def test_an_invalid_schedule_is_refused(text: str, message: str) -> None:
+    with pytest.raises(InvalidSchedule, match=message):
+        remat.apply(three(), Schedule.parse(text))
+
+
+def test_a_plan_for_another_model_or_input(sample: torch.Tensor) -> None:
+    with pytest.raises(PlanMismatch, match=r"3 modules in 3 stages.*flattens to 2 modules"):
+        remat.apply(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), RECOMPUTE)
+    model = three()
+    chain = remat.profile(model, sample)
+    module = remat.apply(model, remat.solve(chain, 1.0))
+    with pytest.raises(PlanMismatch, match=r"float32\[5, 4\] cpu, this one is float32\[6, 4\] cpu.*Profile with such"):
+        module(torch.randn(6, 4))
+    with torch.no_grad():
+        assert module(torch.randn(6, 4)).shape == (6, 2)  # without gradients any shape will do
+    still_trains(module, copy.deepcopy(model), sample)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Linear(4, 4), "Linear is not a chain: remat plans an nn.Sequential"),
+        (nn.Sequential(), "the nn.Sequential is empty"),
+        (nn.Sequential(nn.Sequential(), nn.Sequential()), "the nn.Sequential is empty"),
+    ],
+)
+def test_a_model_that_is_no_chain(model: nn.Module, message: str, sample: torch.Tensor) -> None:
+    for use in (
+        lambda: remat.profile(model, sample),
+        lambda: remat.apply(model, RECOMPUTE),
+        lambda: remat.rotor.Checkpointable(model),
+    ):
+        with pytest.raises(UnsupportedModel, match=message):
+            use()
+
+
+def test_the_sample_on_another_device(sample: torch.Tensor) -> None:
+    model = three().to("meta")
+    with pytest.raises(UnsupportedModel, match=r"the sample is on cpu, but stage .* has parameters on meta"):
+        remat.profile(model, sample)
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ((torch.ones(2), torch.ones(2)), r"the sample has 2 arguments.*sample=\(\(a, b\),\)"),
+        ({}, "the sample has 0 arguments"),
+        ("text", "the sample holds no tensor, found str"),
+    ],
+)
+def test_samples_that_are_no_single_input(sample: object, message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        remat.profile(three(), sample)
+
+
+def test_without_the_random_state(sample: torch.Tensor) -> None:
+    """preserve_rng_state=False draws anew, so dropout's gradient belongs to another mask; it must make a difference."""
+    model = three(middle=nn.Dropout(0.5))
+    kept, _ = observed(copy.deepcopy(model), RECOMPUTE)
+    dropped = remat.apply(copy.deepcopy(model), RECOMPUTE, preserve_rng_state=False)
+    expected = train_step(model, sample)
+    assert_same(expected, train_step(kept, sample))
+    found = train_step(dropped, sample)
+    assert not all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))

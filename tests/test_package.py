@@ -1,0 +1,123 @@
+"""The package as a user meets it: names, import, command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import remat
+
+ROOT = Path(__file__).parent.parent
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+def test_import_loads_neither_torch_nor_numba() -> None:
+    code = "import remat, sys; assert not {'torch', 'numba', 'numpy'} & set(sys.modules); print(remat.__version__)"
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == remat.__version__
+
+
+def test_planning_needs_no_torch() -> None:
+    code = (
+        "import remat, sys; "
+        "c = remat.Chain((1,) * 5, (2,) * 4, (0,) * 4, (0,) * 4, (1,) * 4, (1,) * 4); "
+        "s = remat.solve(c, remat.minimum_budget(c)); remat.simulate(c, s); assert 'torch' not in sys.modules"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_public_name_is_there() -> None:
+    for name in remat.__all__:
+        assert getattr(remat, name) is not None
+        assert name in dir(remat)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        remat.nonsense  # noqa: B018  # the access is the test
+    for name in ("profile", "solve", "simulate", "minimum_budget", "apply", "run"):
+        assert callable(getattr(remat, name)) and getattr(remat, name).__doc__
+
+
+def test_a_second_process_compiles_nothing() -> None:
+    """Kernels come from the cache on disk: numba counts a hit for each and no miss."""
+    code = (
+        "import remat; from remat.solvers import _kernels as k; "
+        "c = remat.Chain((7,) * 5, (20,) * 4, (0,) * 4, (0,) * 4, (1,) * 4, (1,) * 4); "
+        "remat.solve(c, remat.minimum_budget(c) + 3); "
+        "print([(sum(f.stats.cache_hits.values()), sum(f.stats.cache_misses.values())) "
+        "for f in (k.fill_tile, k.best_split, k.fill_least_memory)])"
+    )
+    python("-c", code)
+    done = python("-c", code)
+    assert done.stdout.strip() == "[(1, 0), (1, 0), (1, 0)]", done.stderr
+
+
+EXAMPLE = """
+import torch
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Linear(30, 90), nn.Tanh(), nn.Linear(90, 90), nn.Linear(90, 5)), torch.randn(64, 30)
+
+def wrong():
+    return 3
+"""
+
+
+@pytest.fixture
+def cli(tmp_path: Path):
+    (tmp_path / "my_models.py").write_text(EXAMPLE)
+
+    def call(*arguments: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, "-m", "remat", *arguments],
+            capture_output=True, text=True, cwd=tmp_path, check=False, env={**_environment(), "COLUMNS": "160"},
+        )  # fmt: skip
+
+    return call
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def test_command_line(cli, tmp_path: Path) -> None:
+    done = cli("--help")
+    assert done.returncode == 0 and "profile" in done.stdout and "plan" in done.stdout
+    done = cli("profile", "my_models:make", "--out", "results")
+    assert done.returncode == 0, done.stderr
+    assert "loss" in done.stdout
+    chain = remat.Chain.load(tmp_path / "results" / "chain.json")
+    assert sum(chain.layout.modules) == 4
+    done = cli("plan", "my_models:make", "--budgets", "0.9,1GiB,100", "--out", "results")
+    assert done.returncode == 0, done.stderr
+    assert "infeasible" in done.stdout and "overhead" in done.stdout
+    schedule = remat.Schedule.load(tmp_path / "results" / "schedule_0.9.json")
+    remat.simulate(remat.Chain.load(tmp_path / "results" / "chain.json"), schedule)
+    assert json.loads((tmp_path / "results" / "schedule_1GiB.json").read_text())["budget_bytes"] == 2**30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("profile", "nonsense"), "unknown model 'nonsense'; choose one of"),
+        (("profile", "my_models:nonsense"), "cannot load 'my_models:nonsense'"),
+        (("profile", "my_models:wrong"), "must return a pair (model, sample), it returned int"),
+        (("plan", "my_models:make", "--budgets", "lots"), "budget 'lots'"),
+        (("plan", "my_models:make", "--budgets", "0.5", "--solver", "best"), "unknown solver 'best'"),
+        (("plan", "my_models:make", "--budgets", "1.5"), "must lie in (0, 1]"),
+    ],
+)
+def test_wrong_arguments_are_one_line_and_status_2(cli, arguments: tuple[str, ...], message: str) -> None:
+    done = cli(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr.replace("\n", " ") and "Traceback" not in done.stderr

@@ -1,0 +1,228 @@
+"""What `profile` finds, that it leaves no trace, and that it never holds the whole model's activations."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from helpers import assert_same
+from remat.errors import MeasurementError, UnsupportedModel
+from remat.meter import MemoryMeter
+from remat.preserving import aliased_parameters
+from remat.simulation import simulate
+from remat.solvers.base import store_all_peak
+
+CPU = torch.device("cpu")
+
+
+def test_the_meter_sees_temporaries_and_what_stays() -> None:
+    meter = MemoryMeter(CPU)
+    with meter.session():
+        with meter.region():
+            kept = torch.empty(1000, dtype=torch.uint8)
+            temporary = torch.empty(5000, dtype=torch.uint8)
+            del temporary
+        with meter.region():
+            more = torch.empty(300, dtype=torch.uint8)
+            del kept, more
+    first, second = meter.regions
+    assert (first.start_bytes, first.peak_bytes, first.end_bytes) == (0, 6000, 1000)
+    assert (second.start_bytes, second.peak_bytes, second.end_bytes) == (1000, 1300, 0)
+
+
+def test_the_meter_refuses_to_lie() -> None:
+    meter = MemoryMeter(CPU)
+    with torch.profiler.profile(profile_memory=True), pytest.raises(MeasurementError, match="profiler is running"):
+        with meter.session():
+            pass
+    with meter.session(), meter.region():
+        with pytest.raises(MeasurementError, match="not inside another region"), meter.region():
+            pass
+        torch.empty(10)
+    with pytest.raises(MeasurementError, match="no allocation at all"), meter.session(), meter.region():
+        pass
+    with pytest.raises(MeasurementError, match="lies inside a session"), meter.region():
+        pass
+
+
+def wide() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(30, 200), nn.Linear(200, 100), nn.Linear(100, 300))
+
+
+def test_sizes_of_linear_layers_by_hand() -> None:
+    batch = 1000
+    chain = remat.profile(wide(), torch.randn(batch, 30), small=0.0)
+    sizes = [batch * width * 4 for width in (30, 200, 100, 300)]
+    assert chain.act_bytes == (*sizes, 0)
+    assert chain.grad_bytes == (0, *sizes[1:], 0)
+    assert chain.saved_bytes == (*sizes[1:], 0)
+    assert chain.fwd_overhead_bytes == chain.save_overhead_bytes == (0, 0, 0, 0)
+    weights = [30 * 200 * 4, 200 * 100 * 4, 100 * 300 * 4]
+    for index in (1, 2):
+        # By the backward the output is gone (no backward needs it) and the weight's gradient is there.
+        extra = chain.bwd_overhead_bytes[index] - chain.bwd_released_bytes[index]
+        assert 0 <= extra - (weights[index] - sizes[index + 1]) <= 4 * 300 + 64
+    assert chain.names == ("0", "1", "2", "loss") and chain.layout is not None
+    assert chain.layout.modules == (1, 1, 1) and chain.layout.inputs == ("float32[1000, 30] cpu",)
+
+
+class AddOne(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.add_(1)
+
+
+def test_what_cannot_stand_alone_is_fused() -> None:
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(12, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Unflatten(1, (2, 4)), AddOne(),
+        nn.Conv1d(2, 2, 1), nn.Identity(), nn.Linear(4, 4),
+    )  # fmt: skip
+    chain = remat.profile(model, torch.randn(3, 3, 4), small=0.0)
+    assert chain.layout is not None and chain.layout.modules == (3, 3, 2, 1)
+    assert chain.names == ("0..2", "3..5", "6..7", "8", "loss")
+
+
+def test_stages_too_small_to_matter_are_fused() -> None:
+    model = nn.Sequential(nn.Tanh(), nn.Linear(1500, 1500), nn.Linear(1500, 1), nn.Tanh(), nn.Linear(1, 1500), nn.Linear(1500, 1500))
+    sample = torch.randn(2000, 1500)
+    chain = remat.profile(model, sample, small=0.3)
+    assert chain.layout is not None
+    assert sum(chain.layout.modules) == len(model) and len(chain.layout.modules) < len(model)
+    assert len(remat.profile(model, sample, small=0.0).layout.modules) == len(model)  # type: ignore[union-attr]
+
+
+def test_marks() -> None:
+    model = nn.Sequential(
+        nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 4)
+    )
+    chain = remat.profile(model, torch.randn(6, 4), small=0.0)
+    assert chain.draws_random == (False, False, True, False, False, False)
+    assert chain.changes_buffers == (False, False, False, True, False, False)
+    assert [size == 0 for size in chain.grad_bytes] == [True, True, False, False, False, False, True]
+    assert chain.bwd_seconds[0] == 0 and chain.bwd_seconds[1] > 0
+    assert chain.reserve_bytes > 0
+    chain = remat.profile(model.eval(), torch.randn(6, 4), small=0.0)
+    assert not any(chain.draws_random) and not any(chain.changes_buffers)
+
+
+def test_the_loss_is_the_last_stage() -> None:
+    model, sample, target = wide(), torch.randn(50, 30), torch.randint(0, 300, (50,))
+    chain = remat.profile(model, sample, loss=lambda out: nn.functional.cross_entropy(out, target), small=0.0)
+    assert chain.act_bytes[-1] == 4 and chain.saved_bytes[-1] >= 50 * 300 * 4
+    assert chain.fwd_seconds[-1] > 0 and chain.bwd_seconds[-1] > 0
+    free = remat.profile(model, sample, small=0.0)
+    assert (free.act_bytes[-1], free.saved_bytes[-1], free.fwd_seconds[-1], free.bwd_seconds[-1]) == (0, 0, 0, 0)
+
+
+def test_the_model_is_left_as_found() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.LSTM(8, 8), First(), nn.Linear(8, 2))
+    model[1].eval()
+    sample = torch.randn(6, 8)
+    model(sample).sum().backward()
+    calls = []
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: calls.append(grad))
+        parameter.register_post_accumulate_grad_hook(lambda p: calls.append(p))
+    before = copy.deepcopy(model.state_dict())
+    gradients = [parameter.grad for parameter in model.parameters()]
+    values = [gradient.clone() for gradient in gradients]
+    parameters, buffers = list(model.parameters()), list(model.buffers())
+    flags = [part.training for part in model.modules()]
+    state, copied = torch.get_rng_state(), sample.clone()
+
+    chain = remat.profile(model, sample)
+    remat.run(model, sample, remat.solve(chain, remat.minimum_budget(chain)), baseline=True)
+
+    assert_same(list(before.values()), list(model.state_dict().values()))
+    assert all(a is b for a, b in zip(gradients, (p.grad for p in model.parameters()), strict=True))
+    assert_same(values, gradients)
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert all(a is b for a, b in zip(buffers, model.buffers(), strict=True))
+    assert flags == [part.training for part in model.modules()]
+    assert torch.equal(torch.get_rng_state(), state) and torch.equal(sample, copied)
+    assert calls == []
+    assert [id(weight) for weight in model[3]._flat_weights] == [id(p) for p in model[3].parameters()]
+
+
+class First(nn.Module):
+    def forward(self, pair: tuple) -> torch.Tensor:
+        return pair[0]
+
+
+def test_an_error_in_a_stage_leaves_the_model_as_found() -> None:
+    class Broken(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("broken")
+
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), Broken())
+    sample = torch.randn(3, 4)
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    parameters = list(model.parameters())
+    with pytest.raises(ValueError, match="broken"):
+        remat.profile(model, sample)
+    assert_same(list(before.values()), list(model.state_dict().values()))
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert torch.equal(torch.get_rng_state(), state) and not torch.autograd._profiler_enabled()
+
+
+def test_tied_parameters_stay_tied_under_aliases() -> None:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    with aliased_parameters([first, second]):
+        assert first.weight is second.weight
+        assert first.weight.data_ptr() == second.weight.data_ptr()
+    assert first.weight is second.weight
+
+
+def test_a_first_module_in_place_on_the_models_input() -> None:
+    sample = torch.randn(3, 4)
+    copied = sample.clone()
+    with pytest.raises(UnsupportedModel, match=r"module '0' works in place on the model's input.*inplace=False"):
+        remat.profile(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)), sample)
+    flat = nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(4, 4))
+    with pytest.raises(UnsupportedModel, match="works in place on the model's input"):
+        remat.profile(flat, sample)
+    assert torch.equal(sample, copied)
+
+
+def test_profiling_never_holds_the_whole_models_activations() -> None:
+    """Thirty layers: a step that stores everything peaks several times higher than the whole of `profile`."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(30)))
+    sample = torch.randn(4000, 64)
+    # The profiler cannot be nested, so allocations are watched from outside it: as live tensors at each module.
+    most = [0]
+
+    def watch(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        import gc
+
+        live = {
+            found.untyped_storage().data_ptr(): found.untyped_storage().nbytes()
+            for found in gc.get_objects()
+            if type(found) is torch.Tensor and found.device.type == "cpu"
+        }
+        most[0] = max(most[0], sum(live.values()))
+
+    chain = remat.profile(model, sample)
+    model[15].register_forward_hook(watch)
+    model[29].register_forward_hook(watch)
+    remat.profile(model, sample)
+    assert 0 < most[0] < store_all_peak(chain) / 3
+
+
+def test_a_single_stage() -> None:
+    model, sample = nn.Sequential(nn.Linear(5, 5)), torch.randn(2, 5)
+    chain = remat.profile(model, sample)
+    assert chain.length == 2
+    schedule = remat.solve(chain, remat.minimum_budget(chain))
+    assert str(schedule) == "F_all1 F_all2 B2 B1"
+    assert remat.run(model, sample, schedule).peak_bytes <= simulate(chain, schedule).peak_bytes
+
+
+def test_progress_is_told() -> None:
+    told = []
+    remat.profile(wide(), torch.randn(5, 30), progress=lambda what, done, total: told.append((what, done, total)))
+    assert {what for what, _, _ in told} == {"probing stages", "measuring memory", "measuring time"}
+    assert all(0 <= done <= total for _, done, total in told) and told[-1][1] == told[-1][2]
