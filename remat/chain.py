@@ -79,12 +79,12 @@ class Chain:
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # the way a frozen dataclass normalises its own fields
         set_field(self, "act_bytes", _sizes("act_bytes", self.act_bytes))
-        if len(self.act_bytes) < 2:
+        stages = len(self.act_bytes) - 1
+        if stages < 1:
             raise InvalidChain(
                 "act_bytes needs at least two entries, the input's and the loss's: "
                 f"a chain of L stages has L+2, found {len(self.act_bytes)}"
             )
-        stages = len(self.act_bytes) - 1
         for name in ("saved_bytes", "fwd_overhead_bytes", "bwd_overhead_bytes"):
             set_field(self, name, _of_length(name, _sizes(name, getattr(self, name)), stages, "L+1"))
         for name in ("fwd_seconds", "bwd_seconds"):

@@ -25,9 +25,7 @@ app = typer.Typer(
 )
 console = Console()
 
-Model = Annotated[
-    str, typer.Argument(help="A model of remat.models (gpt, resnet50, ...) or package.module:function.")
-]
+Model = Annotated[str, typer.Argument(help="A model of remat.models (gpt, resnet50, ...) or package.module:function.")]
 Batch = Annotated[int, typer.Option(help="Batch size of the sample, for the models of remat.models.", min=1)]
 Out = Annotated[Path | None, typer.Option(help="Folder for the results as JSON; made if it is not there.")]
 
@@ -80,9 +78,7 @@ def plan(
         report = simulate(chain, answer)
         overhead = "" if report.overhead is None else f"{report.overhead:.3f}"
         cells = (format_bytes(report.peak_bytes), format_seconds(report.seconds), overhead)
-        table.add_row(
-            f"{text} = {format_bytes(answer.budget_bytes or 0)}", *cells, str(report.recomputations)
-        )
+        table.add_row(f"{text} = {format_bytes(answer.budget_bytes or 0)}", *cells, str(report.recomputations))
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
             answer.save(out / f"schedule_{text.strip()}.json")

@@ -27,7 +27,7 @@ def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> 
         with torch.no_grad():
             for part, name, buffer, copy in buffers:
                 part._buffers[name] = buffer
-                if copy is not None:
+                if buffer is not None and copy is not None:
                     buffer.copy_(copy)
         random.restore()
 

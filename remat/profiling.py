@@ -144,7 +144,7 @@ def _probe(flat: Sequence[tuple[str, nn.Module]], value: Any, tell: Progress) ->
         with _saving_nothing():
             output = stage(copy)
         draws, changed = random != RandomState(devices), watch.after(stage, flags, before)
-        changed_bytes = sum(copy.untyped_storage().nbytes() for copy in changed.values())
+        changed_bytes = sum(copy.untyped_storage().nbytes() for copy in changed.values() if copy is not None)
         _check_output(stage.name, output)
         in_place = [tensor._version for tensor in tensors(copy)] != versions
         view = any(tensor.untyped_storage().data_ptr() in inputs for tensor in tensors(output) if tensor.numel())
@@ -153,10 +153,10 @@ def _probe(flat: Sequence[tuple[str, nn.Module]], value: Any, tell: Progress) ->
         # A second run, for its time: the first one pays for what is set up once.
         with _saving_nothing():
             copy = map_tensors(torch.clone, value)
-            output = [copy]
-            seconds = elapsed(_device(value), lambda s=stage, o=output: o.append(s(o.pop())))
-        value = detached(output.pop())
-        del copy
+            box = [copy]
+            del copy
+            seconds = elapsed(_device(value), partial(_run_in, stage, box))
+        value = detached(box.pop())
         yield _Traits(in_place, view, marks, seconds)
     tell("probing stages", len(flat), len(flat))
 
@@ -252,9 +252,7 @@ class _Boundary:
     saves_output: bool
 
 
-def _measure_memory(
-    runs: Sequence[Stage | Loss], value: Any, device: torch.device, tell: Progress
-) -> list[_Sizes]:
+def _measure_memory(runs: Sequence[Stage | Loss], value: Any, device: torch.device, tell: Progress) -> list[_Sizes]:
     meter = MemoryMeter(device)
     boundaries: list[_Boundary] = []
     value = detached(value)
@@ -268,7 +266,8 @@ def _measure_memory(
     held = True  # the model's input stays with the caller
     sizes = []
     for position, boundary in enumerate(boundaries):
-        sizes.append(_sizes(*meter.regions[3 * position : 3 * position + 3], boundary, held))
+        without, full, backward = meter.regions[3 * position : 3 * position + 3]
+        sizes.append(_sizes(without, full, backward, boundary, held))
         held = boundary.saves_output
     return sizes
 
@@ -395,15 +394,15 @@ def _measure_time(
             tell("measuring time", sweep * len(runs) + index, repeats * len(runs))
             with _aliased(run):
                 box = [_sourced(value)]
-                forward[index].append(elapsed(device, lambda r=run, b=box: b.append(r(b.pop()))))
+                forward[index].append(elapsed(device, partial(_run_in, run, box)))
                 output = box.pop()
                 value = detached(output)
                 differentiable = [tensor for tensor in tensors(output) if tensor.requires_grad]
                 if not differentiable:
                     backward[index].append(0.0)
                     continue
-                gradients = tuple(fixed_gradients(differentiable))
-                end = Sink.apply(lambda g=gradients: g, *differentiable)
+                gradients = fixed_gradients(differentiable)
+                end = Sink.apply(partial(tuple, gradients), *differentiable)
                 del output, differentiable
                 backward[index].append(elapsed(device, end.backward))
     tell("measuring time", repeats * len(runs), repeats * len(runs))
@@ -411,6 +410,11 @@ def _measure_time(
 
 
 # Shared ----------------------------------------------------------------------------------------------------------
+
+
+def _run_in(run: Stage | Loss, box: list[Any]) -> None:
+    """Replaces the one value in `box` by the run's output; nobody else holds the value meanwhile."""
+    box.append(run(box.pop()))
 
 
 def _sourced(value: Any) -> Any:

@@ -278,4 +278,3 @@ class Checkpointable(Wrapper):
 
     def _write(self, text: str) -> None:
         sys.stderr.write(f"remat: {text}\n")
-

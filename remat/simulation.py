@@ -104,7 +104,9 @@ def _walk(chain: Chain, operations: Iterable[Operation]) -> Iterator[tuple[Opera
         raise InvalidSchedule(f"it ends before B{pending}", step=step + 1, operation="end")
 
 
-def _what_is_missing(operation: Operation, own: list[bool], kept: list[bool], pending: int, length: int) -> str:
+def _what_is_missing(  # noqa: PLR0911  # a table of rules, one return each
+    operation: Operation, own: list[bool], kept: list[bool], pending: int, length: int
+) -> str:
     """Why `operation` cannot run now, or an empty string."""
     kind, stage = operation
     if stage > length:
@@ -129,5 +131,3 @@ def _what_is_missing(operation: Operation, own: list[bool], kept: list[bool], pe
     if kind == F_ALL and kept[stage]:
         return f"saved_{stage} is in memory already"
     return ""
-
-

@@ -77,13 +77,13 @@ def resolve_budget(budget: int | str | float, store_all_bytes: int | None = None
 
 def format_bytes(size: float) -> str:
     """`size` bytes for people, in binary units with three significant digits: 1610612736 -> '1.50 GiB'."""
-    magnitude = abs(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if magnitude < 1000 or (unit == "B" and magnitude < 1024):
-            return f"{size:.0f} B" if unit == "B" else f"{_digits(size)} {unit}"
-        size /= 1024
-        magnitude /= 1024
-    return f"{_digits(size)} TiB"
+    if abs(size) < _FACTORS["kib"]:
+        return f"{size:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        amount = size / _FACTORS[unit.lower()]
+        if abs(round(amount)) < 1000:  # noqa: PLR2004  # four digits would not be three significant ones
+            return f"{_digits(amount)} {unit}"
+    return f"{_digits(size / _FACTORS['tib'])} TiB"
 
 
 def format_seconds(seconds: float) -> str:
@@ -95,5 +95,4 @@ def format_seconds(seconds: float) -> str:
 
 
 def _digits(number: float) -> str:
-    magnitude = abs(number)
-    return f"{number:.0f}" if magnitude >= 100 else f"{number:.1f}" if magnitude >= 10 else f"{number:.2f}"
+    return f"{number:#.3g}".rstrip(".") if number else "0"

@@ -9,10 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import nn
-
 from helpers import (
     assert_same,
     chain_of,
@@ -23,6 +19,10 @@ from helpers import (
     train_step,
     without_loss,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
 from remat.chain import Chain, Layout
 from remat.models import gpt, resnet18, resnet1001
 from remat.runtime.stages import flatten
@@ -90,8 +90,8 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "linear": Case(lambda: ends()),
-    "input with gradient": Case(lambda: ends(), lambda: floats(True)),
+    "linear": Case(ends),
+    "input with gradient": Case(ends, lambda: floats(True)),
     "dropout": Case(lambda: ends(nn.Dropout(0.4), nn.Linear(12, 12), nn.Dropout(0.1))),
     "batch norm": Case(lambda: ends(nn.BatchNorm1d(12), nn.Linear(12, 12), nn.BatchNorm1d(12, momentum=None))),
     "spectral norm": Case(lambda: ends(spectral())),

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers import assert_same, observed, train_step
 from torch import nn
 
 import remat
-from helpers import assert_same, observed, train_step
 from remat.errors import InvalidSchedule, PlanMismatch, ReplayError, UnsupportedModel
 from remat.schedule import Schedule
 

@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
+from helpers import assert_same
 from torch import nn
 
 import remat
-from helpers import assert_same
 from remat.errors import MeasurementError, UnsupportedModel
 from remat.meter import MemoryMeter
 from remat.preserving import aliased_parameters
@@ -86,7 +86,9 @@ def test_what_cannot_stand_alone_is_fused() -> None:
 
 
 def test_stages_too_small_to_matter_are_fused() -> None:
-    model = nn.Sequential(nn.Tanh(), nn.Linear(1500, 1500), nn.Linear(1500, 1), nn.Tanh(), nn.Linear(1, 1500), nn.Linear(1500, 1500))
+    model = nn.Sequential(
+        nn.Tanh(), nn.Linear(1500, 1500), nn.Linear(1500, 1), nn.Tanh(), nn.Linear(1, 1500), nn.Linear(1500, 1500)
+    )
     sample = torch.randn(2000, 1500)
     chain = remat.profile(model, sample, small=0.3)
     assert chain.layout is not None
@@ -124,8 +126,8 @@ def test_the_model_is_left_as_found() -> None:
     model(sample).sum().backward()
     calls = []
     for parameter in model.parameters():
-        parameter.register_hook(lambda grad: calls.append(grad))
-        parameter.register_post_accumulate_grad_hook(lambda p: calls.append(p))
+        parameter.register_hook(calls.append)
+        parameter.register_post_accumulate_grad_hook(calls.append)
     before = copy.deepcopy(model.state_dict())
     gradients = [parameter.grad for parameter in model.parameters()]
     values = [gradient.clone() for gradient in gradients]

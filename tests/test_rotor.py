@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from helpers import assert_same, train_step
 from torch import nn
 
 import remat
-from helpers import assert_same, train_step
 from remat import rotor
 from remat.errors import InfeasibleBudget, InvalidBudget, InvalidSchedule, PlanMismatch, RematError
 from remat.models import gpt

@@ -1,3 +1,5 @@
+import pytest
+from helpers import chains
 from hypothesis import given
 
 from remat.chain import Chain
@@ -6,13 +8,7 @@ from remat.schedule import Operation, Schedule
 from remat.simulation import peak_and_makespan, simulate
 from remat.solvers.baselines import RecomputeAll, Sequential, StoreAll
 
-import pytest
-
-from helpers import chains
-
-PAPER_M90 = (
-    "F_ck1 F_none2 F_none3 F_all4 F_all5 F_all6 F_all7 B7 B6 B5 B4 F_ck1 F_none2 F_all3 B3 F_all1 F_all2 B2 B1"
-)
+PAPER_M90 = "F_ck1 F_none2 F_none3 F_all4 F_all5 F_all6 F_all7 B7 B6 B5 B4 F_ck1 F_none2 F_all3 B3 F_all1 F_all2 B2 B1"
 
 
 def unit_chain(length: int) -> Chain:

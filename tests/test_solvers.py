@@ -1,14 +1,15 @@
 import json
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import pytest
+from conftest import DATA
+from helpers import chains
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import remat
-from conftest import DATA
-from helpers import chains
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget, InvalidBudget, RematError
 from remat.simulation import peak_and_makespan, simulate
@@ -140,7 +141,7 @@ def test_makespan_falls_as_the_budget_grows(chain: Chain) -> None:
     spans = [simulate(chain, answer).seconds for answer in Persistent().solve_many(chain, budgets)]
     # Read out of different tables, neighbours may be off by what rounding to slots loses; the ends are exact.
     assert spans[-1] == pytest.approx(chain.store_all_seconds)
-    assert all(after <= before * 1.25 + 1e-9 for before, after in zip(spans, spans[1:], strict=False))
+    assert all(after <= before * 1.25 + 1e-9 for before, after in pairwise(spans))
 
 
 def test_one_call_for_many_budgets_answers_as_single_ones(table2: Chain) -> None:
@@ -156,13 +157,17 @@ def test_one_call_for_many_budgets_answers_as_single_ones(table2: Chain) -> None
 
 def test_small_budgets_are_exact() -> None:
     """Fewer bytes than slots: a unit is a byte, however many slots are asked for."""
-    chain = Chain((3, 4, 5, 2, 6, 1), (9, 7, 5, 8, 2), (1, 0, 2, 0, 0), (2, 3, 1, 0, 0), (3, 1, 4, 1, 5), (2, 7, 1, 8, 2))
+    chain = Chain(
+        (3, 4, 5, 2, 6, 1), (9, 7, 5, 8, 2), (1, 0, 2, 0, 0), (2, 3, 1, 0, 0), (3, 1, 4, 1, 5), (2, 7, 1, 8, 2)
+    )
     for budget in range(minimum_budget(chain), store_all_peak(chain) + 1):
         assert makespan(chain, budget, Persistent(slots=500)) == literal_persistent(chain, budget)
 
 
 def test_common_divisors_cost_no_slots() -> None:
-    small = Chain((3, 4, 5, 2, 6, 1), (9, 7, 5, 8, 2), (1, 0, 2, 0, 0), (2, 3, 1, 0, 0), (3, 1, 4, 1, 5), (2, 7, 1, 8, 2))
+    small = Chain(
+        (3, 4, 5, 2, 6, 1), (9, 7, 5, 8, 2), (1, 0, 2, 0, 0), (2, 3, 1, 0, 0), (3, 1, 4, 1, 5), (2, 7, 1, 8, 2)
+    )
 
     def times(values: tuple[int, ...]) -> list[int]:
         return [value * 2**20 for value in values]

@@ -44,7 +44,7 @@ def test_for_people() -> None:
     assert format_bytes(0) == "0 B"
     assert format_bytes(1023) == "1023 B"
     assert format_bytes(1536) == "1.50 KiB"
-    assert format_bytes(1000 * 2**20) == "0.98 GiB"
+    assert format_bytes(1000 * 2**20) == "0.977 GiB"
     assert format_bytes(3 * 2**30) == "3.00 GiB"
     assert format_bytes(5 * 2**42) == "20.0 TiB"
     assert format_seconds(0.00213) == "2.13 ms"

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from remat.errors import RematError
-from remat.models import gpt as gpt_module
 from remat.models import resnet
+from remat.models.gpt import gpt
 
 Example = tuple[nn.Module, Any]
 
@@ -21,7 +21,7 @@ def _images(make: Callable[[], nn.Module], size: int) -> Callable[[int], Example
 
 
 def _gpt(batch: int) -> Example:
-    return gpt_module.gpt(), torch.randint(0, 256, (batch, 256))
+    return gpt(), torch.randint(0, 256, (batch, 256))
 
 
 EXAMPLES: dict[str, Callable[[int], Example]] = {

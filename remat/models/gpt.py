@@ -45,9 +45,10 @@ class Block(nn.Module):
 
     def _attend(self, x: torch.Tensor) -> torch.Tensor:
         batch, time, width = x.shape
-        parts = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        split = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
-        mixed = functional.scaled_dot_product_attention(*parts, dropout_p=dropout, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
         return mixed.transpose(1, 2).reshape(batch, time, width)
 
 

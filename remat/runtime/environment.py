@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -47,6 +47,17 @@ def accelerators(stage: Stage, value: Any) -> set[torch.device]:
     return {device for device in devices if device.type not in ("cpu", "meta")}
 
 
+_Key: TypeAlias = tuple[int, str]  # a buffer: position of its module among the stage's parts, and its name
+
+
+class _Before(NamedTuple):
+    """A buffer before a run: the object, its version, and a copy of it where the run may change it."""
+
+    buffer: torch.Tensor
+    version: int
+    copy: torch.Tensor | None
+
+
 class BufferWatch:
     """Which buffers of a stage its forward changes, learned from its runs.
 
@@ -56,16 +67,14 @@ class BufferWatch:
     """
 
     def __init__(self) -> None:
-        self._changing: dict[tuple[bool, ...], set[tuple[int, str]]] = {}
+        self._changing: dict[tuple[bool, ...], set[_Key]] = {}
 
-    def before(self, stage: Stage, flags: tuple[bool, ...]) -> dict[tuple[int, str], tuple[Any, int, Any]]:
-        """Every buffer: the object, its version, and a copy where the run may change it."""
+    def before(self, stage: Stage, flags: tuple[bool, ...]) -> dict[_Key, _Before]:
+        """Every buffer as it is now."""
         known = self._changing.get(flags)
         return {
-            (position, name): (
-                buffer,
-                buffer._version,
-                buffer.clone() if known is None or (position, name) in known else None,
+            (position, name): _Before(
+                buffer, buffer._version, buffer.clone() if known is None or (position, name) in known else None
             )
             for position, part in enumerate(stage.parts)
             for name, buffer in part._buffers.items()
@@ -73,8 +82,8 @@ class BufferWatch:
         }
 
     def after(
-        self, stage: Stage, flags: tuple[bool, ...], before: dict[tuple[int, str], tuple[Any, int, Any]]
-    ) -> dict[tuple[int, str], Any]:
+        self, stage: Stage, flags: tuple[bool, ...], before: dict[_Key, _Before]
+    ) -> dict[_Key, torch.Tensor | None]:
         """The buffers that changed, with their copies from before (None where there is none)."""
         changed = {
             (position, name): copy
@@ -82,7 +91,7 @@ class BufferWatch:
             if stage.parts[position]._buffers.get(name) is not buffer
             or buffer._version != version
             or _is_running_statistic(stage.parts[position], flags[position])
-            or (flags not in self._changing and not torch.equal(buffer, copy))
+            or (flags not in self._changing and copy is not None and not torch.equal(buffer, copy))
         }
         self._changing.setdefault(flags, set()).update(changed)
         return changed
@@ -106,7 +115,7 @@ class FirstRun:
         self._random: RandomState | None = RandomState(self._devices) if preserve_random else None
         self._watch = watch
         self._before = watch.before(stage, self._flags)
-        self._changed: dict[tuple[int, str], Any] = {}
+        self._changed: dict[_Key, torch.Tensor | None] = {}
 
     def ended(self) -> None:
         """To be called when the first run is over: keeps only what it really drew on and changed."""

@@ -217,7 +217,9 @@ class _Run:
         value, versions = self.stored[index]
         now = _versions(value)
         if now != versions:
-            what = "the model's input" if index == 0 else f"the output of stage {self.executor.stages[index - 1].name!r}"
+            what = (
+                "the model's input" if index == 0 else f"the output of stage {self.executor.stages[index - 1].name!r}"
+            )
             raise ReplayError(
                 f"{what} was modified in place since the forward (versions {versions} then, {now} now), and a "
                 "recomputation starts from it; modify a copy"

@@ -88,7 +88,12 @@ def compile_schedule(schedule: Schedule) -> Program:
 
 def _recomputations(forwards: Sequence[Operation]) -> list[Operation]:
     seen: set[int] = set()
-    return [operation for operation in forwards if operation.stage in seen or seen.add(operation.stage)]
+    again = []
+    for operation in forwards:
+        if operation.stage in seen:
+            again.append(operation)
+        seen.add(operation.stage)
+    return again
 
 
 def _annotate(forwards: Sequence[Operation]) -> list[Step]:

@@ -78,9 +78,7 @@ def _flatten(prefix: str, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return any(
-        (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    )
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
 def group(model: nn.Module, layout: Layout | None, length: int) -> list[Stage]:

@@ -35,13 +35,13 @@ class Wrapper(nn.Module):
             return getattr(self.wrapped, name)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.wrapped[index]  # type: ignore[index]
+        return self.wrapped[index]
 
     def __len__(self) -> int:
-        return len(self.wrapped)  # type: ignore[arg-type]
+        return len(self.wrapped)
 
     def __iter__(self) -> Any:
-        return iter(self.wrapped)  # type: ignore[call-overload]
+        return iter(self.wrapped)
 
     def train(self, mode: bool = True) -> Any:
         self.wrapped.train(mode)

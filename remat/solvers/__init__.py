@@ -29,9 +29,7 @@ def make_solver(solver: str | Solver, **options: object) -> Solver:
     return kind(**{name: value for name, value in options.items() if name in known})
 
 
-def solve(
-    chain: Chain, budget: int | str | float, solver: str | Solver = "persistent", slots: int = 500
-) -> Schedule:
+def solve(chain: Chain, budget: int | str | float, solver: str | Solver = "persistent", slots: int = 500) -> Schedule:
     """The fastest schedule that `solver` finds within `budget`.
 
     Args:

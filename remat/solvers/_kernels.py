@@ -93,9 +93,10 @@ def fill_tile(flat, first, columns, s_low, s_high, t_low, t_high, sizes, slots, 
     """Fills the cells s_low <= s < s_high, t_low <= t < t_high of the persistent recurrence (Theorem 4.8).
 
     flat: float32 (n(n+1)/2 * columns,), rows packed as above: least seconds with 0..columns-1 slots, inf where
-        infeasible; all inf to begin with.
-    first: int64 (n(n+1)/2,), the first feasible slot of each row; all `columns` to begin with.
-    sizes: int64 bytes (act[n+1], saved[n], fwd_overhead[n], bwd_overhead - bwd_released[n], grad[n+1], save_overhead[n]).
+        infeasible.
+    first: int64 (n(n+1)/2,), the first feasible slot of each row; `columns` where there is none.
+    sizes: int64 bytes (act[n+1], saved[n], fwd_overhead[n], bwd_overhead - bwd_released[n], grad[n+1],
+        save_overhead[n]).
     slots: int64 slots, rounded up (act[n+1], saved[n]); times: float64 (prefix sums of forward[n+1], both[n]).
     Tiles below it in its columns and to the left of it in its rows must be filled already.
 
@@ -107,6 +108,11 @@ def fill_tile(flat, first, columns, s_low, s_high, t_low, t_high, sizes, slots, 
     sweeps = np.zeros(s_high - s_low, np.int64)
     needs = np.empty((s_high - s_low, t_high - t_low), np.int64)
     for s in range(s_low, s_high):
+        for t in range(max(s, t_low), t_high):
+            cell = _row(s, t)
+            first[cell] = columns
+            for m in range(columns):
+                flat[cell * columns + m] = np.inf
         for j in range(s, s_high):
             sweeps[s - s_low] = max(sweeps[s - s_low], _need_forward(s, j, sizes))
         _slots_of_sweep(needs, s - s_low, sweeps[s - s_low], t_low, t_high, grad, unit)

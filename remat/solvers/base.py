@@ -84,9 +84,7 @@ def store_all_peak(chain: Chain) -> int:
     return peak_and_makespan(chain, store_all_operations(chain.length))[0]
 
 
-def fastest_within(
-    chain: Chain, candidates: Iterable[Operations], budgets: Sequence[int]
-) -> list[Operations | None]:
+def fastest_within(chain: Chain, candidates: Iterable[Operations], budgets: Sequence[int]) -> list[Operations | None]:
     """For each budget the candidate with the least makespan whose peak fits; the first of equals."""
     judged = [(candidate, *peak_and_makespan(chain, candidate)) for candidate in candidates]
     chosen: list[Operations | None] = []

@@ -74,9 +74,7 @@ class Revolve(Solver):
         return least_memory_operations(chain, save_all=False)
 
 
-def plan_with_tables(
-    chain: Chain, budgets: Sequence[int], slots: int, *, save_all: bool
-) -> list[Operations | None]:
+def plan_with_tables(chain: Chain, budgets: Sequence[int], slots: int, *, save_all: bool) -> list[Operations | None]:
     """The fastest schedule for each budget, from one table per factor of two between them.
 
     A table read at a tenth of the budget it was made for would be ten times as coarse.
@@ -135,9 +133,9 @@ class _Table:
     def _fill(self) -> np.ndarray:
         n = self.chain.length
         rows = n * (n + 1) // 2
-        table = np.full((rows, self.columns), np.inf, np.float32)
+        table = np.empty((rows, self.columns), np.float32)
         flat = table.reshape(-1)
-        first = np.full(rows, self.columns, np.int64)
+        first = np.empty(rows, np.int64)
         blocks = [(low, min(low + _TILE, n)) for low in range(0, n, _TILE)]
 
         def fill(i: int, j: int) -> None:
@@ -178,9 +176,7 @@ class _Table:
         return None
 
     def _decide(self, s: int, t: int, m: int) -> int:
-        return _kernels.best_split(
-            self.table, s, t, m, self.sizes, self.slots, self.times, self.unit, self.save_all
-        )
+        return _kernels.best_split(self.table, s, t, m, self.sizes, self.slots, self.times, self.unit, self.save_all)
 
     def _act_slots(self, s: int) -> int:
         return int(self.slots[0][s])

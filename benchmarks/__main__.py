@@ -1,0 +1,32 @@
+"""`python -m benchmarks [NAME ...]`: runs all benchmarks, or those named, and writes `benchmarks/results/`."""
+
+from __future__ import annotations
+
+import argparse
+
+from benchmarks.frontier import frontier
+from benchmarks.planner import planner
+from benchmarks.speed import prediction, sequential, store_all
+
+BENCHMARKS = {
+    "planner": lambda: planner(5),
+    "store_all": lambda: store_all(40),
+    "sequential": lambda: sequential(16),
+    "prediction": lambda: prediction(7),
+    "frontier": lambda: frontier(7),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; all by default")
+    names = parser.parse_args().names or list(BENCHMARKS)
+    unknown = [name for name in names if name not in BENCHMARKS]
+    if unknown:
+        parser.error(f"unknown benchmark {unknown[0]!r}; choose from {', '.join(BENCHMARKS)}")
+    for name in names:
+        BENCHMARKS[name]()
+
+
+if __name__ == "__main__":
+    main()
