@@ -52,12 +52,14 @@ def one_process() -> dict[str, float]:
 def planner(processes: int) -> list[dict[str, object]]:
     found = []
     for _ in range(processes):
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.planner"], capture_output=True, text=True, check=True
-        )
+        done = subprocess.run([sys.executable, "-m", "benchmarks.planner"], capture_output=True, text=True, check=True)
         found.append(json.loads(done.stdout))
     rows: list[dict[str, object]] = [
-        {"stages": STAGES, "slots": SLOTS, **{key: median_with_interval([row[key] for row in found]) for key in found[0]}}
+        {
+            "stages": STAGES,
+            "slots": SLOTS,
+            **{key: median_with_interval([row[key] for row in found]) for key in found[0]},
+        }
     ]
     print(f"planner, {STAGES} stages, {SLOTS} slots: " + ", ".join(f"{k} {v}" for k, v in rows[0].items()), flush=True)
     write("planner", rows, "seconds to plan one budget in fresh processes; MB are 10^6 bytes")

@@ -6,7 +6,7 @@ import statistics
 import time
 
 import remat
-from benchmarks.pairing import paired, write
+from benchmarks.pairing import median_with_interval, paired, write
 from benchmarks.workloads import checkpointed, small, step
 from remat.solvers.baselines import Sequential, StoreAll
 
@@ -75,8 +75,6 @@ def prediction(rounds: int) -> list[dict[str, object]]:
                     times.append(time.perf_counter() - start)
                 if chain.layout == first.layout:
                     ratios.append(remat.simulate(chain, schedule).seconds / statistics.median(times))
-            from benchmarks.pairing import median_with_interval
-
             ratio = median_with_interval(ratios)
             rows.append({"model": workload.name, "share": share, "ratio": ratio})
             print(f"predicted / measured seconds, {workload.name}, at {share:.0%}: {ratio}", flush=True)

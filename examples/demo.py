@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -139,13 +140,16 @@ def show(task: Task, progress: Progress, row: TaskID) -> tuple[Table, bool]:
     most, least = store_all_peak(chain), remat.minimum_budget(chain)
     progress.update(row, description=f"{task.name}: plain PyTorch")
     plain = train(task, None, tick)
-    table = Table(title=f"{task.name}\nleast budget {format_bytes(least)}, storing everything {format_bytes(most)}")
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"{task.name}\nleast budget {format_bytes(least)}, storing everything {format_bytes(most)}",
+    )
     columns = (
         *("budget", "predicted\npeak", "measured\npeak", "seconds\nper step", "over-\nhead", "predicted\noverhead"),
         *("recom-\nputed", "losses\nidentical"),
     )
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     table.add_row("none", format_bytes(most), format_bytes(plain.peak_bytes), format_seconds(plain.seconds))
     kept = True
     for share in SHARES:

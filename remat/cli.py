@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -65,12 +66,11 @@ def plan(
     planner = make_solver(solver, slots=slots)
     wanted = [_budget(text) for text in budgets.split(",")]
     chain = _profile(model, batch)
-    table = Table(
-        title=f"{model}: {format_bytes(store_all_peak(chain))} when everything is stored, "
-        f"{format_bytes(planner.minimum_budget(chain))} at least with {solver}"
+    table = _table(
+        f"{model}: {format_bytes(store_all_peak(chain))} when everything is stored, "
+        f"{format_bytes(planner.minimum_budget(chain))} at least with {solver}",
+        *("budget", "predicted\npeak", "seconds\nper step", "overhead", "recom-\nputed"),
     )
-    for column in ("budget", "predicted peak", "seconds per step", "overhead", "recomputations"):
-        table.add_column(column, justify="right")
     for text, answer in zip(budgets.split(","), planner.solve_many(chain, wanted), strict=True):
         if isinstance(answer, InfeasibleBudget):
             table.add_row(f"{text} = {format_bytes(answer.budget)}", "infeasible", "", "", "")
@@ -114,10 +114,20 @@ def _profile(name: str, batch: int) -> Chain:
         return profile_model(model, sample, progress=tell)
 
 
+def _table(title: str, *columns: str) -> Table:
+    """Numbers in columns that do not wrap, narrow enough for a terminal of 80 columns."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for position, column in enumerate(columns):
+        is_text = column in ("stage", "")
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=position > 0)
+    return table
+
+
 def _stage_table(name: str, chain: Chain) -> Table:
-    table = Table(title=f"{name}: {chain.length - 1} stages and the loss")
-    for column in ("stage", "forward", "backward", "output", "saved", "overhead fwd", "overhead bwd", ""):
-        table.add_column(column, justify="left" if column in ("stage", "") else "right")
+    table = _table(
+        f"{name}: {chain.length - 1} stages and the loss",
+        *("stage", "forward", "backward", "output", "saved", "forward\noverhead", "backward\noverhead", ""),
+    )
     for index, stage in enumerate(chain.names):
         marks = [
             mark

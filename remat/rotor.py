@@ -86,8 +86,8 @@ class Checkpointable(Wrapper):
     ) -> None:
         flatten(model)  # a model that is no chain is refused here, not at the first step
         super().__init__(model)
-        if mem_limit is not None and not isinstance(mem_limit, float):
-            resolve_budget(mem_limit)
+        if mem_limit is not None:
+            resolve_budget(mem_limit, store_all_bytes=sys.maxsize)  # its form; the peak is not known yet
         self.mem_limit = mem_limit
         self.mem_slots = mem_slots
         self.verbosity = verbosity

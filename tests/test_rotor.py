@@ -218,7 +218,7 @@ def test_errors_leave_the_model_usable(sample: torch.Tensor) -> None:
     with pytest.raises(InfeasibleBudget):
         wrapped.compute_sequence(caught.value.minimum - 1)
     assert wrapped.sequence is before
-    for limit in (0, -3, "lots", "5 apples", True):
+    for limit in (0, -3, "lots", "5 apples", True, 1.5):
         with pytest.raises(InvalidBudget):
             rotor.Checkpointable(network(), mem_limit=limit)
         with pytest.raises(InvalidBudget):

@@ -71,6 +71,13 @@ def _slots_of_sweep(needs, row, sweep, t_low, t_high, grad, unit):
 
 
 @njit(cache=True, nogil=True)
+def _begin_cell(flat, first, columns, cell):
+    first[cell] = columns
+    for i in range(cell * columns, (cell + 1) * columns):
+        flat[i] = np.inf
+
+
+@njit(cache=True, nogil=True)
 def _save_all(flat, first, columns, s, t, sizes, slots, times, unit, save_all):
     """Starts cell (s, t) with "save all of stage s, then solve s+1..t"; for s = t, that is the whole cell."""
     out = _row(s, t) * columns
@@ -109,10 +116,7 @@ def fill_tile(flat, first, columns, s_low, s_high, t_low, t_high, sizes, slots, 
     needs = np.empty((s_high - s_low, t_high - t_low), np.int64)
     for s in range(s_low, s_high):
         for t in range(max(s, t_low), t_high):
-            cell = _row(s, t)
-            first[cell] = columns
-            for m in range(columns):
-                flat[cell * columns + m] = np.inf
+            _begin_cell(flat, first, columns, _row(s, t))
         for j in range(s, s_high):
             sweeps[s - s_low] = max(sweeps[s - s_low], _need_forward(s, j, sizes))
         _slots_of_sweep(needs, s - s_low, sweeps[s - s_low], t_low, t_high, grad, unit)
