@@ -9,11 +9,11 @@ from benchmarks.planner import planner
 from benchmarks.speed import prediction, sequential, store_all
 
 BENCHMARKS = {
-    "planner": lambda: planner(5),
-    "store_all": lambda: store_all(40),
-    "sequential": lambda: sequential(16),
-    "prediction": lambda: prediction(7),
-    "frontier": lambda: frontier(7),
+    "planner": lambda: planner(7),
+    "store_all": lambda: store_all(30),
+    "sequential": lambda: sequential(10),
+    "prediction": lambda: prediction(6),
+    "frontier": lambda: frontier(6),
 }
 
 

@@ -47,20 +47,55 @@ def _relax(flat, out, left, right, count, cost):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _try_split(flat, first, columns, s, split, t, need, shift, cost):
+def _try_split(flat, ranges, columns, s, split, t, need, shift, cost):
     """Relaxes cell (s, t) with one split point; `need` slots is what running s..split-1 forward takes."""
+    first, full = ranges
     right, left, out = _row(split, t), _row(s, split - 1), _row(s, t)
     start = max(need, first[left], shift + first[right])
-    if start < columns:
+    if start < full[out]:
         _relax(
             flat,
             out * columns + start,
             left * columns + start,
             right * columns + start - shift,
-            columns - start,
+            full[out] - start,
             cost,
         )
         first[out] = min(first[out], start)
+
+
+@njit(cache=True, nogil=True)
+def _relax_two(flat, out, left_a, right_a, cost_a, left_b, right_b, cost_b, count):
+    """`_relax` with two split points at once, which reads and writes `out` once for both."""
+    o = np.uint64(out)
+    p, q, r, s = np.uint64(left_a), np.uint64(right_a), np.uint64(left_b), np.uint64(right_b)
+    for i in range(np.uint64(count)):
+        a = flat[p + i] + flat[q + i] + cost_a
+        b = flat[r + i] + flat[s + i] + cost_b
+        a = a if a < b else b
+        current = flat[o + i]
+        flat[o + i] = a if a < current else current
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _try_two_splits(flat, ranges, columns, s, split, t, need_a, need_b, shifts, costs):
+    """Relaxes cell (s, t) with `split` and `split + 1`: each alone up to where both can start, then together."""
+    first, full = ranges
+    right_a, left_a, out = _row(split, t), _row(s, split - 1), _row(s, t)
+    right_b, left_b = right_a + 1, left_a + split  # the rows of cells (split+1, t) and (s, split)
+    start_a = max(need_a, first[left_a], shifts[0] + first[right_a])
+    start_b = max(need_b, first[left_b], shifts[1] + first[right_b])
+    end = full[out]
+    both = min(max(start_a, start_b), end)
+    o, p, r = out * columns, left_a * columns, left_b * columns
+    q, s_ = right_a * columns - shifts[0], right_b * columns - shifts[1]
+    if start_a < both:
+        _relax(flat, o + start_a, p + start_a, q + start_a, both - start_a, costs[0])
+    if start_b < both:
+        _relax(flat, o + start_b, r + start_b, s_ + start_b, both - start_b, costs[1])
+    if both < end:
+        _relax_two(flat, o + both, p + both, q + both, costs[0], r + both, s_ + both, costs[1], end - both)
+    first[out] = min(first[out], start_a, start_b)
 
 
 @njit(cache=True, nogil=True)
@@ -71,37 +106,49 @@ def _slots_of_sweep(needs, row, sweep, t_low, t_high, grad, unit):
 
 
 @njit(cache=True, nogil=True)
-def _begin_cell(flat, first, columns, cell):
-    first[cell] = columns
-    for i in range(cell * columns, (cell + 1) * columns):
-        flat[i] = np.inf
+def _begin_cell(flat, ranges, columns, s, t, sizes, slots, times, unit, save_all):
+    """Sets cell (s, t) to what it is without a choice: inf, and from where everything can be stored, that cost.
 
-
-@njit(cache=True, nogil=True)
-def _save_all(flat, first, columns, s, t, sizes, slots, times, unit, save_all):
-    """Starts cell (s, t) with "save all of stage s, then solve s+1..t"; for s = t, that is the whole cell."""
-    out = _row(s, t) * columns
+    ranges: see `fill_tile`. Beyond its second entry no split can be better, so only the slots between the two are
+    worked on.
+    """
+    first, full = ranges
+    cell = _row(s, t)
     start = max(-(-_need_save_all(s, t, sizes) // unit), 0)
-    cost = np.float32(times[1][s])
     if s < t:
-        rest, shift = _row(s + 1, t), slots[1][s]
-        start = max(start, shift + first[rest])
-        for m in range(start if save_all else columns, columns):
-            candidate = flat[rest * columns + m - shift] + cost
-            flat[out + m] = min(candidate, flat[out + m])
-    else:
-        flat[out + start : out + columns] = cost
-    if s == t or save_all:
-        first[_row(s, t)] = min(first[_row(s, t)], start)
+        start = max(start, slots[1][s] + full[_row(s + 1, t)])
+    start = min(start, columns) if s == t or save_all else columns
+    cost = np.float32(0)
+    for stage in range(s, t + 1):
+        cost += np.float32(times[1][stage])
+    flat[cell * columns : cell * columns + start] = np.inf
+    flat[cell * columns + start : (cell + 1) * columns] = cost
+    first[cell] = full[cell] = start
 
 
 @njit(cache=True, nogil=True)
-def fill_tile(flat, first, columns, s_low, s_high, t_low, t_high, sizes, slots, times, unit, save_all):
+def _save_all(flat, ranges, columns, s, t, sizes, slots, times, unit):
+    """Relaxes cell (s, t), s < t, with "save all of stage s, then solve s+1..t"."""
+    first, full = ranges
+    cell, rest, shift = _row(s, t), _row(s + 1, t), slots[1][s]
+    start = max(-(-_need_save_all(s, t, sizes) // unit), shift + first[rest], 0)
+    cost = np.float32(times[1][s])
+    for m in range(start, full[cell]):
+        candidate = flat[rest * columns + m - shift] + cost
+        flat[cell * columns + m] = min(candidate, flat[cell * columns + m])
+    first[cell] = min(first[cell], start)
+
+
+@njit(cache=True, nogil=True)
+def fill_tile(  # noqa: PLR0912  # one loop nest; functions in it would hide the order that matters
+    flat, ranges, columns, s_low, s_high, t_low, t_high, sizes, slots, times, unit, save_all
+):
     """Fills the cells s_low <= s < s_high, t_low <= t < t_high of the persistent recurrence (Theorem 4.8).
 
     flat: float32 (n(n+1)/2 * columns,), rows packed as above: least seconds with 0..columns-1 slots, inf where
         infeasible.
-    first: int64 (n(n+1)/2,), the first feasible slot of each row; `columns` where there is none.
+    ranges: two int64 (n(n+1)/2,): the first feasible slot of each row, and the first at which everything is stored;
+        `columns` where there is none.
     sizes: int64 bytes (act[n+1], saved[n], fwd_overhead[n], bwd_overhead - bwd_released[n], grad[n+1],
         save_overhead[n]).
     slots: int64 slots, rounded up (act[n+1], saved[n]); times: float64 (prefix sums of forward[n+1], both[n]).
@@ -113,35 +160,42 @@ def fill_tile(flat, first, columns, s_low, s_high, t_low, t_high, sizes, slots, 
     """
     prefix, grad = times[0], sizes[4]
     sweeps = np.zeros(s_high - s_low, np.int64)
-    needs = np.empty((s_high - s_low, t_high - t_low), np.int64)
-    for s in range(s_low, s_high):
-        for t in range(max(s, t_low), t_high):
-            _begin_cell(flat, first, columns, _row(s, t))
-        for j in range(s, s_high):
-            sweeps[s - s_low] = max(sweeps[s - s_low], _need_forward(s, j, sizes))
-        _slots_of_sweep(needs, s - s_low, sweeps[s - s_low], t_low, t_high, grad, unit)
-    for split in range(s_high, t_low + 1):
-        shift = slots[0][split]
-        for s in range(s_low, s_high):
-            cost = np.float32(prefix[split] - prefix[s])
-            for t in range(t_low, t_high):
-                need = needs[s - s_low, t - t_low]
-                _try_split(flat, first, columns, s, split, t, need, shift, cost)
-            sweep = _need_forward(s, split, sizes)
-            if sweep > sweeps[s - s_low]:
-                sweeps[s - s_low] = sweep
-                _slots_of_sweep(needs, s - s_low, sweep, t_low, t_high, grad, unit)
+    needs = np.empty((2, s_high - s_low, t_high - t_low), np.int64)  # of the present split and of the next
     for s in range(s_high - 1, s_low - 1, -1):
         for t in range(max(s, t_low), t_high):
-            _save_all(flat, first, columns, s, t, sizes, slots, times, unit, save_all)
+            _begin_cell(flat, ranges, columns, s, t, sizes, slots, times, unit, save_all)
+        for j in range(s, s_high):
+            sweeps[s - s_low] = max(sweeps[s - s_low], _need_forward(s, j, sizes))
+        _slots_of_sweep(needs[0], s - s_low, sweeps[s - s_low], t_low, t_high, grad, unit)
+        needs[1, s - s_low] = needs[0, s - s_low]
+    paired = max(t_low + 1 - s_high, 0) // 2 * 2
+    for split in range(s_high, s_high + paired, 2):
+        shifts = (slots[0][split], slots[0][split + 1])
+        for s in range(s_low, s_high):
+            row = s - s_low
+            costs = (np.float32(prefix[split] - prefix[s]), np.float32(prefix[split + 1] - prefix[s]))
+            sweep = max(sweeps[row], _need_forward(s, split, sizes))
+            if sweep > sweeps[row]:
+                _slots_of_sweep(needs[1], row, sweep, t_low, t_high, grad, unit)
+            for t in range(t_low, t_high):
+                need, then = needs[0, row, t - t_low], needs[1, row, t - t_low]
+                _try_two_splits(flat, ranges, columns, s, split, t, need, then, shifts, costs)
+            after = max(sweep, _need_forward(s, split + 1, sizes))
+            if after > sweeps[row]:
+                _slots_of_sweep(needs[0], row, after, t_low, t_high, grad, unit)
+                needs[1, row] = needs[0, row]
+                sweeps[row] = after
+    for s in range(s_high - 1, s_low - 1, -1):
+        for t in range(max(s + 1, t_low), t_high if save_all else t_low):
+            _save_all(flat, ranges, columns, s, t, sizes, slots, times, unit)
         sweep = np.int64(0)
         for split in range(s + 1, t_high):
             sweep = max(sweep, _need_forward(s, split - 1, sizes))
-            if split < s_high or split > t_low:
+            if split < s_high or split >= s_high + paired:
                 cost = np.float32(prefix[split] - prefix[s])
                 for t in range(max(split, t_low), t_high):
                     need = -(-(grad[t + 1] + sweep) // unit)
-                    _try_split(flat, first, columns, s, split, t, need, slots[0][split], cost)
+                    _try_split(flat, ranges, columns, s, split, t, need, slots[0][split], cost)
 
 
 @njit(cache=True, nogil=True)

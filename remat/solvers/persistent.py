@@ -30,7 +30,7 @@ from remat.solvers import _kernels
 from remat.solvers.base import Operations, Solver, store_all_peak
 
 _BEYOND = 1 / 8  # how far past the budget's slot schedules are read out; what rounding loses is rarely more
-_TILE = 8  # cells of a tile's side: one row is reused for this many ends from cache
+_TILE = 12  # cells of a tile's side: one row is reused for this many ends from cache
 _THREADED_FROM = 64  # stages; below, filling takes less than starting threads
 
 
@@ -135,13 +135,13 @@ class _Table:
         rows = n * (n + 1) // 2
         table = np.empty((rows, self.columns), np.float32)
         flat = table.reshape(-1)
-        first = np.empty(rows, np.int64)
+        ranges = (np.empty(rows, np.int64), np.empty(rows, np.int64))
         blocks = [(low, min(low + _TILE, n)) for low in range(0, n, _TILE)]
 
         def fill(i: int, j: int) -> None:
             tile = (*blocks[i], *blocks[j])
             options = (self.sizes, self.slots, self.times, self.unit, self.save_all)
-            _kernels.fill_tile(flat, first, self.columns, *tile, *options)
+            _kernels.fill_tile(flat, ranges, self.columns, *tile, *options)
 
         # A tile needs those below it in its column and left of it in its row: tiles of one diagonal are independent.
         diagonals = [[(i, i + d) for i in range(len(blocks) - d)] for d in range(len(blocks))]
