@@ -6,6 +6,7 @@ each module is and which modules belong together; one measures memory; the last 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +38,7 @@ from remat.runtime.stages import (
 Loss = Callable[[Any], torch.Tensor]
 Progress = Callable[[str, int, int], None]
 
-SMALL = 0.05  # share of the mean forward time under which a stage is fused with its neighbour
+SMALL = 0.05  # share of the upper quartile of forward times under which a stage is fused with its neighbour
 
 
 def profile(
@@ -59,7 +60,7 @@ def profile(
         sample: its input: a tensor, a tuple of positional or a dict of keyword arguments; on the model's device.
         repeats: sweeps over the model whose median is each stage's time.
         loss: a function of the output that returns a scalar. Without one the loss is taken as free.
-        small: modules whose forward takes less than this share of the mean are fused with their neighbour.
+        small: modules whose forward takes less than this share of the upper quartile are fused with their neighbour.
         progress: called with what is being done, how many steps of it are done, and how many there are.
 
     Returns:
@@ -150,12 +151,12 @@ def _probe(flat: Sequence[tuple[str, nn.Module]], value: Any, tell: Progress) ->
         view = any(tensor.untyped_storage().data_ptr() in inputs for tensor in tensors(output) if tensor.numel())
         marks = _Marks(draws, bool(changed), changed_bytes)
         del copy, output, before
-        # A second run, for its time: the first one pays for what is set up once.
-        with _saving_nothing():
-            copy = map_tensors(torch.clone, value)
-            box = [copy]
-            del copy
-            seconds = elapsed(_device(value), partial(_run_in, stage, box))
+        # Further runs, for its time: the first one pays for what is set up once.
+        seconds = math.inf
+        for _ in range(2):
+            box = [map_tensors(torch.clone, value)]
+            with _saving_nothing():
+                seconds = min(seconds, elapsed(_device(value), partial(_run_in, stage, box)))
         value = detached(box.pop())
         yield _Traits(in_place, view, marks, seconds)
     tell("probing stages", len(flat), len(flat))
@@ -187,7 +188,8 @@ def _fuse(
             groups.append([index])
         only_views = only_views and trait.view
     seconds = [sum(traits[index].seconds for index in members) for members in groups]
-    threshold = small * sum(seconds) / len(groups)
+    # Not the mean, which one stage that was disturbed while it was timed would raise above all others.
+    threshold = small * sorted(seconds)[3 * len(seconds) // 4]
     joined: list[list[int]] = []
     joined_seconds: list[float] = []
     for members, spent in zip(groups, seconds, strict=True):

@@ -175,6 +175,13 @@ def test_nothing_is_held_after_a_step(sample: torch.Tensor) -> None:
         loss.backward()
         del loss
         assert len(_runs()) == before
+        front = remat.apply(nn.Sequential(nn.Linear(4, 4).requires_grad_(False), *three()[1:]), RECOMPUTE)
+        loss = front(sample).sum()
+        loss.backward()
+        (run,) = (run for run in _runs() if run.executor is front.executor)
+        assert not run.stored and not run.first_runs  # although the loss and its graph are still held
+        del loss, run
+        assert len(_runs()) == before
     finally:
         gc.enable()
 

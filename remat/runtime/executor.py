@@ -90,6 +90,7 @@ class _Run:
         self.first_runs: dict[int, FirstRun] = {}
         self.expected: dict[int, list[_Expected]] = {}
         self.pending = executor.program.stages  # the stage whose backward comes next
+        self.lowest = executor.program.stages + 1  # the first stage with a backward; those before are frozen
         self.graph_task: int | None = None
         self.broken = ""
 
@@ -137,6 +138,7 @@ class _Run:
             self._store(index, output)
         for node in dict.fromkeys(tensor.grad_fn for tensor in tensors(output) if tensor.grad_fn is not None):
             node.register_prehook(_Trigger(self, index))
+            self.lowest = min(self.lowest, index)
         return output
 
     # Backward ----------------------------------------------------------------------------------------------------
@@ -157,7 +159,7 @@ class _Run:
             self.broken = f"the backward failed before: {error}; run the forward again"
             self._release()
             raise
-        if self.pending == 0:
+        if self.pending < self.lowest:
             self._release()
 
     def _check_graph_task(self) -> None:
