@@ -16,28 +16,27 @@ from remat.runtime.environment import RandomState
 def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> Iterator[None]:
     """Afterwards buffers and the state of the random number generators are what they were before."""
     random = RandomState(devices)
-    buffers = [
-        (part, name, buffer, None if buffer is None else buffer.clone())
-        for part in dict.fromkeys(part for module in modules for part in module.modules())
-        for name, buffer in part._buffers.items()
-    ]
+    parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
+    buffers = [(part, name, buffer) for part in parts for name, buffer in part._buffers.items()]
+    # Copies are worked on, so that not even the versions of the originals move: a pending backward may need them.
+    copies = {id(buffer): buffer.clone() for _, _, buffer in buffers if buffer is not None}
     try:
+        for part, name, buffer in buffers:
+            part._buffers[name] = None if buffer is None else copies[id(buffer)]
         yield
     finally:
-        with torch.no_grad():
-            for part, name, buffer, copy in buffers:
-                part._buffers[name] = buffer
-                if buffer is not None and copy is not None:
-                    buffer.copy_(copy)
+        for part, name, buffer in buffers:
+            part._buffers[name] = buffer
         random.restore()
 
 
 @contextmanager
-def aliased_parameters(modules: Iterable[nn.Module]) -> Iterator[None]:
+def aliased_parameters(modules: Iterable[nn.Module]) -> Iterator[ForeignGradients]:
     """Replaces every parameter by an alias of the same memory, with a gradient of zeros allocated beforehand.
 
     A backward inside then accumulates into the aliases: it touches no `.grad` and calls no hook of a parameter, be it
-    a user's, an optimiser's or DDP's.
+    a user's, an optimiser's or DDP's. Leaves that are no parameters of `modules` (a loss's own, a parameter that a
+    module keeps in a list) cannot be replaced; what is yielded keeps their gradients.
     """
     parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
     originals: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -55,13 +54,48 @@ def aliased_parameters(modules: Iterable[nn.Module]) -> Iterator[None]:
                 originals.append((part, name, parameter))
         for part, name, parameter in originals:
             part._parameters[name] = aliases[parameter]
-        yield
+        foreign = ForeignGradients(aliases.values())
+        try:
+            yield foreign
+        finally:
+            foreign.restore()
     finally:
         for part, name, parameter in originals:
             part._parameters[name] = parameter
         for part in parts:
             if isinstance(part, nn.RNNBase):
                 part._init_flat_weights()  # it keeps references to its parameters in a list of its own
+
+
+class ForeignGradients:
+    """The `.grad` of leaves that a measured backward reaches although they are not replaced by aliases."""
+
+    def __init__(self, aliases: Iterable[torch.Tensor]) -> None:
+        self._aliases = {id(alias) for alias in aliases}
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def keep(self, root: torch.Tensor, *, beside: Iterable[torch.Tensor] = ()) -> None:
+        """Sets aside the gradients of the leaves that the backward of `root` reaches; zeros take their place.
+
+        `beside`: leaves to leave alone, because no gradient gets to them.
+        """
+        alone = self._aliases | {id(leaf) for leaf in beside}
+        todo, seen = [root.grad_fn], set()
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            todo.extend(before for before, _ in node.next_functions)
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and id(leaf) not in alone and id(leaf) not in self._kept:
+                self._kept[id(leaf)] = (leaf, leaf.grad)
+                leaf.grad = torch.zeros_like(leaf)
+
+    def restore(self) -> None:
+        for leaf, gradient in self._kept.values():
+            leaf.grad = gradient
+        self._kept.clear()
 
 
 class Source(torch.autograd.Function):
@@ -96,12 +130,28 @@ class Sink(torch.autograd.Function):
         return (None, *ctx.make_gradients())
 
 
-def fixed_gradients(tensors: Iterable[torch.Tensor], seed: int = 0) -> list[torch.Tensor]:
-    """Random gradients of the given tensors' shapes, the same ones every time."""
+def fixed_gradients(like: Iterable[torch.Tensor], seed: int = 0) -> list[torch.Tensor]:
+    """Random gradients for the given tensors, in their memory format, the same ones every time."""
     generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor.dtype).to(tensor.device)
-        if not tensor.dtype.is_complex
-        else torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)
-        for tensor in tensors
-    ]
+    gradients = []
+    for tensor in like:
+        values = torch.randn(tensor.shape, generator=generator, dtype=_random_dtype(tensor.dtype))
+        gradients.append(torch.empty_like(tensor).copy_(values))
+    return gradients
+
+
+def _random_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype.is_complex else torch.float32
+
+
+class RandomGradients:
+    """Makes random gradients for given tensors when called, in their memory format; holds no memory until then.
+
+    Random, not zeros: some kernels take another way for zeros, and for another layout.
+    """
+
+    def __init__(self, like: Iterable[torch.Tensor]) -> None:
+        self._like = [(torch.empty_like(tensor, device="meta"), tensor.device) for tensor in like]
+
+    def __call__(self) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.empty_like(meta, device=device).normal_() for meta, device in self._like)

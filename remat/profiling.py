@@ -21,7 +21,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from remat.chain import Chain, Layout
 from remat.errors import UnsupportedModel
 from remat.meter import MemoryMeter, Region, elapsed, rounded
-from remat.preserving import Sink, Source, aliased_parameters, fixed_gradients, preserved
+from remat.preserving import (
+    ForeignGradients,
+    RandomGradients,
+    Sink,
+    Source,
+    aliased_parameters,
+    fixed_gradients,
+    preserved,
+)
 from remat.runtime.environment import BufferWatch, RandomState, accelerators
 from remat.runtime.stages import (
     Stage,
@@ -80,11 +88,13 @@ def profile(
     tell = progress or (lambda what, done, total: None)
     layout_inputs = describe(value)
     everywhere = preserved(everything.modules, accelerators(everything, value))
-    with torch.enable_grad(), everywhere, _without_autocast_cache():
+    # A loss that is a module may have parameters too.
+    aliased = aliased_parameters([model, loss] if isinstance(loss, nn.Module) else [model])
+    with torch.enable_grad(), everywhere, aliased as foreign, _without_autocast_cache():
         traits = list(_probe(flat, value, tell))
         stages, marks = _fuse(flat, traits, small)
         runs: list[Stage | Loss] = [*stages] if loss is None else [*stages, loss]
-        sizes = _measure_memory(runs, value, device, tell)
+        sizes = _measure_memory(runs, value, device, foreign, tell)
         times = _measure_time(runs, value, device, repeats, tell)
 
     if loss is None:
@@ -98,7 +108,7 @@ def profile(
         save_overhead_bytes=tuple(size.save_overhead for size in sizes),
         bwd_overhead_bytes=tuple(max(size.bwd_extra, 0) for size in sizes),
         bwd_released_bytes=tuple(max(-size.bwd_extra, 0) for size in sizes),
-        reserve_bytes=_reserve(stages, marks) + _cast_bytes(everything, device),
+        reserve_bytes=_reserve(stages, marks, sizes) + _cast_bytes(everything, device),
         fwd_seconds=tuple(forward for forward, _ in times),
         bwd_seconds=tuple(backward for _, backward in times),
         grad_bytes=(_gradient_bytes(value), *(size.grad for size in sizes)),
@@ -125,6 +135,8 @@ class _Traits:
 
     in_place: bool
     view: bool
+    saves_input: bool
+    saves_output: bool
     marks: _Marks
     seconds: float
 
@@ -142,11 +154,15 @@ def _probe(flat: Sequence[tuple[str, nn.Module]], value: Any, tell: Progress) ->
         inputs = {tensor.untyped_storage().data_ptr() for tensor in tensors(copy) if tensor.numel()}
         watch = BufferWatch()
         before, random = watch.before(stage, flags), RandomState(devices)
-        with _saving_nothing():
+        saved = _SavedStorages()
+        with saved_tensors_hooks(saved, _cannot_unpack):
             output = stage(copy)
         draws, changed = random != RandomState(devices), watch.after(stage, flags, before)
-        changed_bytes = sum(copy.untyped_storage().nbytes() for copy in changed.values() if copy is not None)
+        changed_bytes = sum(
+            was.copy.numel() * was.copy.element_size() for was in changed.values() if was.copy is not None
+        )
         _check_output(stage.name, output)
+        saves = saved.among(copy), saved.among(output)
         in_place = [tensor._version for tensor in tensors(copy)] != versions
         view = any(tensor.untyped_storage().data_ptr() in inputs for tensor in tensors(output) if tensor.numel())
         marks = _Marks(draws, bool(changed), changed_bytes)
@@ -158,11 +174,13 @@ def _probe(flat: Sequence[tuple[str, nn.Module]], value: Any, tell: Progress) ->
             with _saving_nothing():
                 seconds = min(seconds, elapsed(_device(value), partial(_run_in, stage, box)))
         value = detached(box.pop())
-        yield _Traits(in_place, view, marks, seconds)
+        yield _Traits(in_place, view, *saves, marks, seconds)
     tell("probing stages", len(flat), len(flat))
 
 
 def _check_output(name: str, output: Any) -> None:
+    if any(tensor.layout != torch.strided for tensor in tensors(output)):
+        raise UnsupportedModel(f"stage {name!r} returns a sparse tensor; keep it inside of a stage")
     if not tensors(output):
         raise UnsupportedModel(
             f"stage {name!r} returned {type(output).__name__}, without a tensor in it; its forward must return the "
@@ -182,7 +200,9 @@ def _fuse(
                 f"module {flat[index][0]!r} works in place on the model's input, which could then not be computed "
                 "from again; construct it with inplace=False"
             )
-        if groups and (trait.in_place or trait.view or only_views):
+        # An activation that no backward needs is not kept by autograd; a stage boundary there would count it.
+        unsaved = not (trait.saves_input or (index > 0 and traits[index - 1].saves_output))
+        if groups and (trait.in_place or trait.view or only_views or unsaved):
             groups[-1].append(index)
         else:
             groups.append([index])
@@ -226,6 +246,7 @@ class _Sizes:
     fwd_overhead: int
     save_overhead: int
     bwd_extra: int  # what the backward needs beyond the model's terms; below zero if it needs less
+    undeferred: int  # what stays in memory although nothing was to be saved, as attributes of a Function's ctx do
     saves_output: bool
 
 
@@ -254,15 +275,16 @@ class _Boundary:
     saves_output: bool
 
 
-def _measure_memory(runs: Sequence[Stage | Loss], value: Any, device: torch.device, tell: Progress) -> list[_Sizes]:
+def _measure_memory(
+    runs: Sequence[Stage | Loss], value: Any, device: torch.device, foreign: ForeignGradients, tell: Progress
+) -> list[_Sizes]:
     meter = MemoryMeter(device)
     boundaries: list[_Boundary] = []
     value = detached(value)
     with meter.session():
         for index, run in enumerate(runs):
             tell("measuring memory", index, len(runs))
-            with _aliased(run):
-                value, boundary = _measure_stage(run, value, meter)
+            value, boundary = _measure_stage(run, value, meter, foreign)
             boundaries.append(boundary)
         tell("measuring memory", len(runs), len(runs))
     held = True  # the model's input stays with the caller
@@ -274,7 +296,9 @@ def _measure_memory(runs: Sequence[Stage | Loss], value: Any, device: torch.devi
     return sizes
 
 
-def _measure_stage(run: Stage | Loss, value: Any, meter: MemoryMeter) -> tuple[Any, _Boundary]:
+def _measure_stage(
+    run: Stage | Loss, value: Any, meter: MemoryMeter, foreign: ForeignGradients
+) -> tuple[Any, _Boundary]:
     """The three regions of one stage: forward without saving, forward with, backward. Returns its output too."""
     saved = _SavedStorages()
     with meter.region(), saved_tensors_hooks(saved, _cannot_unpack):
@@ -294,8 +318,10 @@ def _measure_stage(run: Stage | Loss, value: Any, meter: MemoryMeter) -> tuple[A
         output = run(source)
     del source
     differentiable = [tensor for tensor in tensors(output) if tensor.requires_grad]
-    end = Sink.apply(partial(_zeros, _metadata(differentiable)), *differentiable) if differentiable else None
+    end = Sink.apply(RandomGradients(differentiable), *differentiable) if differentiable else None
     del output, differentiable
+    if end is not None:
+        foreign.keep(end, beside=tensors(value))
     with meter.region():
         if end is not None:
             end.backward()
@@ -320,30 +346,23 @@ def _sizes(without: Region, full: Region, backward: Region, at: _Boundary, input
         fwd_overhead=max(without.peak_bytes - without.start_bytes - at.act, 0),
         save_overhead=max(full.peak_bytes - full.start_bytes - saved, 0),
         bwd_extra=bwd_extra,
+        undeferred=max(without.end_bytes - without.start_bytes - at.act, 0),
         saves_output=at.saves_output,
     )
 
 
 def _free_loss(last: _Sizes) -> _Sizes:
     """A loss that costs nothing. By its backward the output is gone, unless its stage saved it."""
-    return _Sizes(0, 0, 0, 0, 0, 0 if last.saves_output else -last.act, saves_output=False)
+    return _Sizes(0, 0, 0, 0, 0, 0 if last.saves_output else -last.act, undeferred=0, saves_output=False)
 
 
-def _reserve(stages: Sequence[Stage], marks: Sequence[_Marks]) -> int:
+def _reserve(stages: Sequence[Stage], marks: Sequence[_Marks], sizes: Sequence[_Sizes]) -> int:
     """What the executor keeps beside the activations: per recomputed stage the old values of the buffers it changes
     and the state of the generators it draws from; for one stage at a time copies to work on."""
     state = torch.get_rng_state().numel() + 16
     kept = sum(mark.changed_bytes + state * mark.draws_random for mark in marks)
-    working = max(sum(buffer.untyped_storage().nbytes() for *_, buffer in stage.buffers()) for stage in stages)
-    return kept + 2 * working + 3 * state
-
-
-def _metadata(values: list[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
-    return [(tensor.shape, tensor.dtype, tensor.device) for tensor in values]
-
-
-def _zeros(metadata: list[tuple[torch.Size, torch.dtype, torch.device]]) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in metadata)
+    working = max(sum(buffer.numel() * buffer.element_size() for *_, buffer in stage.buffers()) for stage in stages)
+    return kept + 2 * working + 3 * state + sum(size.undeferred for size in sizes)
 
 
 def _cast_bytes(model: Stage, device: torch.device) -> int:
@@ -394,19 +413,18 @@ def _measure_time(
         value = first
         for index, run in enumerate(runs):
             tell("measuring time", sweep * len(runs) + index, repeats * len(runs))
-            with _aliased(run):
-                box = [_sourced(value)]
-                forward[index].append(elapsed(device, partial(_run_in, run, box)))
-                output = box.pop()
-                value = detached(output)
-                differentiable = [tensor for tensor in tensors(output) if tensor.requires_grad]
-                if not differentiable:
-                    backward[index].append(0.0)
-                    continue
-                gradients = fixed_gradients(differentiable)
-                end = Sink.apply(partial(tuple, gradients), *differentiable)
-                del output, differentiable
-                backward[index].append(elapsed(device, end.backward))
+            box = [_sourced(value)]
+            forward[index].append(elapsed(device, partial(_run_in, run, box)))
+            output = box.pop()
+            value = detached(output)
+            differentiable = [tensor for tensor in tensors(output) if tensor.requires_grad]
+            if not differentiable:
+                backward[index].append(0.0)
+                continue
+            gradients = fixed_gradients(differentiable)
+            end = Sink.apply(partial(tuple, gradients), *differentiable)
+            del output, differentiable
+            backward[index].append(elapsed(device, end.backward))
     tell("measuring time", repeats * len(runs), repeats * len(runs))
     return [(statistics.median(f), statistics.median(b)) for f, b in zip(forward, backward, strict=True)]
 
@@ -436,14 +454,9 @@ def _saving_nothing() -> Iterator[None]:
 
 
 def _cannot_unpack(_: None) -> torch.Tensor:
-    raise RuntimeError("a forward that saved nothing was run backward")
-
-
-@contextmanager
-def _aliased(run: Stage | Loss) -> Iterator[None]:
-    modules = run.modules if isinstance(run, Stage) else [run] if isinstance(run, nn.Module) else []
-    with aliased_parameters(modules):
-        yield
+    raise UnsupportedModel(
+        "a stage hands on a tensor with its graph inside an object that is no tuple, list or dict; return its tensors"
+    )
 
 
 def _device(value: Any) -> torch.device:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from remat.chain import Chain
-from remat.errors import RematError
+from remat.errors import PlanMismatch, RematError
 from remat.profiling import Loss, profile
 from remat.report import Report
 from remat.runtime.executor import Executor
 from remat.runtime.program import compile_schedule
-from remat.runtime.stages import describe, flatten, group, single_input
+from remat.runtime.stages import describe, flatten, group, is_current, single_input, tensors
 from remat.runtime.wrapper import Wrapper
 from remat.schedule import Schedule
 from remat.simulation import simulate
@@ -39,6 +41,15 @@ class _Plan(NamedTuple):
     chain: Chain | None
     schedule: Schedule
     executor: Executor
+
+
+class _State(NamedTuple):
+    """What a measurement holds for."""
+
+    inputs: tuple[str, ...]
+    training: tuple[bool, ...]
+    requires_grad: tuple[bool, ...]
+    autocast: bool
 
 
 class Checkpointable(Wrapper):
@@ -96,7 +107,8 @@ class Checkpointable(Wrapper):
         self.chain: Chain | None = None
         self._request: _Request | None = None
         self._plan: _Plan | None = None
-        self._plans: dict[tuple[str, ...], _Plan] = {}
+        self._plans: dict[_State, _Plan] = {}
+        self._measured_state: _State | None = None
         if input is not None:
             self.measure(input)
             if mem_limit is not None:
@@ -105,8 +117,10 @@ class Checkpointable(Wrapper):
     # Measuring and planning --------------------------------------------------------------------------------------
 
     def measure(self, input: Any) -> None:
-        """Measures every stage on a sample; any plan made before is dropped. The model is left as found."""
-        self.chain = profile(self.wrapped, input, loss=self.loss)
+        """Measures every stage on a sample, in train mode; plans made before are dropped. Leaves the model as found."""
+        with self._in_train_mode():
+            self.chain = profile(self.wrapped, input, loss=self.loss)
+            self._measured_state = self._state(single_input(input))
         self._plan = None
         self._plans.clear()
         store_all = StoreAll().minimum_budget(self.chain)
@@ -183,8 +197,6 @@ class Checkpointable(Wrapper):
         stages = group(self.wrapped, layout, schedule.length)
         executor = Executor(program, stages, preserve_random=self.preserve_rng_state)
         self._plan = _Plan(chain, schedule, executor)
-        if layout is not None:
-            self._plans[layout.inputs] = self._plan
 
     def _free_bytes(self) -> int:
         device = next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
@@ -236,22 +248,46 @@ class Checkpointable(Wrapper):
         return self._plan_for(value).executor.forward(value)
 
     def _plan_for(self, value: Any) -> _Plan:
+        if self._plan is not None and not is_current(self.wrapped, self._plan.executor.stages):
+            self._forget()
         if self._plan is not None and self._request is None:
             return self._plan
-        shapes = describe(value)
-        measured = self.chain.layout.inputs if self.chain is not None and self.chain.layout is not None else shapes
-        if shapes == measured:
-            if self.chain is None:
-                self.measure((value,))
+        state = self._state(value)
+        if self.chain is None:
+            self.measure((value,))
+        if state == self._measured_state:
             if self._plan is None:
-                self.compute_sequence()
+                self._plan_with(self._request or _Request(Persistent(self.mem_slots)))
             assert self._plan is not None
             return self._plan
-        if shapes not in self._plans:
-            self._plan_anew(value, shapes, measured)
-        return self._plans[shapes]
+        if state not in self._plans:
+            self._plans[state] = self._plan_anew(value, state)
+        return self._plans[state]
 
-    def _plan_anew(self, value: Any, shapes: tuple[str, ...], measured: tuple[str, ...]) -> None:
+    def _state(self, value: Any) -> _State:
+        """What a measurement holds for: input, flags of modules, what needs gradients, autocast."""
+        device_type = tensors(value)[0].device.type
+        return _State(
+            describe(value),
+            tuple(module.training for module in self.wrapped.modules()),
+            tuple(found.requires_grad for found in (*self.wrapped.parameters(), *tensors(value))),
+            torch.is_autocast_enabled(device_type),
+        )
+
+    def _forget(self) -> None:
+        if self._request is None:
+            raise PlanMismatch(
+                "modules of the model were replaced, added or removed since its sequence was assigned; assign one that "
+                "fits, or call measure(sample) and compute_sequence()"
+            )
+        warnings.warn(
+            "rotor.Checkpointable: modules of the model were replaced, added or removed; measuring and planning again",
+            stacklevel=5,
+        )
+        self.chain = self._plan = self._measured_state = None
+        self._plans.clear()
+
+    def _plan_anew(self, value: Any, state: _State) -> _Plan:
         note = ""
         before = self.chain, self._plan, self._request
         try:
@@ -264,13 +300,31 @@ class Checkpointable(Wrapper):
                 note = f"; the loss does not take it ({error}) and is taken as free"
                 self.chain = profile(self.wrapped, (value,))
             self._plan_with(self._request or _Request(Persistent(self.mem_slots)))
+            assert self._plan is not None
+            plan = self._plan
         finally:
             self.chain, self._plan, self._request = before
-        warnings.warn(
-            f"rotor.Checkpointable: the input is {', '.join(shapes)}, measured so far was {', '.join(measured)}; "
-            f"measured and planned for the new one too{note}",
-            stacklevel=5,
+        assert self._measured_state is not None
+        what = (
+            f"the input is {', '.join(state.inputs)}, measured so far was {', '.join(self._measured_state.inputs)}"
+            if state.inputs != self._measured_state.inputs
+            else "train flags, frozen parameters or autocast are not as they were when it was measured"
         )
+        warnings.warn(f"rotor.Checkpointable: {what}; measured and planned for that too{note}", stacklevel=5)
+        return plan
+
+    @contextmanager
+    def _in_train_mode(self) -> Iterator[None]:
+        """A model that comes in eval mode, as pretrained ones do, is measured as it will be trained."""
+        flags = [(module, module.training) for module in self.modules()]
+        if not self.training:
+            self.train()
+        try:
+            yield
+        finally:
+            for module, flag in flags:
+                module.training = flag
+            self.wrapped.training = self.training
 
     def _say(self, text: str) -> None:
         if self.verbosity > 0:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from remat.errors import UnsupportedModel
 from remat.meter import MemoryMeter, elapsed, rounded
-from remat.preserving import Sink, aliased_parameters, fixed_gradients, preserved
+from remat.preserving import ForeignGradients, Sink, aliased_parameters, fixed_gradients, preserved
 from remat.report import Report
 from remat.runtime.environment import accelerators
-from remat.runtime.stages import Stage, check_device, single_input, tensors
+from remat.runtime.stages import Stage, check_device, flatten, single_input, tensors
 from remat.runtime.wrapper import apply
 from remat.schedule import Schedule
 
@@ -52,12 +53,13 @@ def run(
     """
     value = single_input(sample)
     module = apply(model, schedule)
-    whole = Stage(list(model.children()), "model")
+    whole = Stage([module for _, module in flatten(model)], "model")
     device = check_device([whole], value)
     step = _Step(module, value, loss)
     plain = _Step(model, value, loss) if baseline else None
-    with torch.enable_grad(), preserved([model], accelerators(whole, value)), aliased_parameters([model]):
-        step()
+    aliased = aliased_parameters([model, loss] if isinstance(loss, nn.Module) else [model])
+    with torch.enable_grad(), preserved([model], accelerators(whole, value)), aliased as foreign:
+        step(foreign)
         meter = MemoryMeter(device)
         with meter.session(), meter.region():
             step()
@@ -91,15 +93,20 @@ class _Step:
         self.module, self.value, self.loss = module, value, loss
         self.gradients: list[torch.Tensor] | None = None
 
-    def __call__(self) -> None:
+    def __call__(self, foreign: ForeignGradients | None = None) -> None:
+        end = self._forward()
+        if foreign is not None:
+            foreign.keep(end)
+        end.backward()
+
+    def _forward(self) -> torch.Tensor:
         if self.loss is not None:
-            self.loss(self.module(self.value)).backward()
-            return
+            return self.loss(self.module(self.value))
         output = self.module(self.value)
         differentiable = [tensor for tensor in tensors(output) if tensor.requires_grad]
+        if not differentiable:
+            raise UnsupportedModel("nothing in the model's output requires a gradient, so there is no step to run")
         if self.gradients is None:
             self.gradients = fixed_gradients(differentiable)
         # Copies, made when the backward begins, are part of the step; the originals are not.
-        end = Sink.apply(lambda: tuple(gradient.clone() for gradient in self.gradients or ()), *differentiable)
-        del output, differentiable
-        end.backward()
+        return Sink.apply(lambda: tuple(gradient.clone() for gradient in self.gradients or ()), *differentiable)

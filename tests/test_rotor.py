@@ -172,7 +172,7 @@ def test_another_input_shape_is_planned_for_in_turn(sample: torch.Tensor) -> Non
             assert_same(train_step(plain, candidate), train_step(wrapped, candidate))
         notes = [str(note.message) for note in caught if "Checkpointable" in str(note.message)]
         if candidate is half and not any("planned" in note for note in notes):
-            assert len(wrapped._plans) == 2  # the second time the plan is there
+            assert len(wrapped._plans) == 1  # the second time the plan is there
         else:
             assert (len(notes) == 1) == (candidate is half)
             assert candidate is sample or "float32[90, 20] cpu, measured so far was float32[200, 20] cpu" in notes[0]
@@ -182,7 +182,7 @@ def test_another_input_shape_is_planned_for_in_turn(sample: torch.Tensor) -> Non
 def test_a_loss_that_only_takes_the_first_shape(sample: torch.Tensor) -> None:
     target = torch.randint(0, 10, (200,))
     wrapped = rotor.Checkpointable(
-        network(), sample, mem_limit=0.9, loss=lambda out: nn.functional.cross_entropy(out, target)
+        network(), sample, mem_limit=1.0, loss=lambda out: nn.functional.cross_entropy(out, target)
     )
     assert wrapped.chain.act_bytes[-1] == 4
     with pytest.warns(UserWarning, match=r"the loss does not take it \(.*is taken as free"):

@@ -51,9 +51,9 @@ _Key: TypeAlias = tuple[int, str]  # a buffer: position of its module among the 
 
 
 class _Before(NamedTuple):
-    """A buffer before a run: the object, its version, and a copy of it where the run may change it."""
+    """A buffer before a run: the object (or None), its version, and a copy of it where the run may change it."""
 
-    buffer: torch.Tensor
+    buffer: torch.Tensor | None
     version: int
     copy: torch.Tensor | None
 
@@ -73,28 +73,35 @@ class BufferWatch:
         """Every buffer as it is now."""
         known = self._changing.get(flags)
         return {
-            (position, name): _Before(
+            (position, name): _Before(None, 0, None)
+            if buffer is None
+            else _Before(
                 buffer, buffer._version, buffer.clone() if known is None or (position, name) in known else None
             )
             for position, part in enumerate(stage.parts)
             for name, buffer in part._buffers.items()
-            if buffer is not None
         }
 
-    def after(
-        self, stage: Stage, flags: tuple[bool, ...], before: dict[_Key, _Before]
-    ) -> dict[_Key, torch.Tensor | None]:
-        """The buffers that changed, with their copies from before (None where there is none)."""
+    def after(self, stage: Stage, flags: tuple[bool, ...], before: dict[_Key, _Before]) -> dict[_Key, _Before]:
+        """The buffers that changed, or did so in an earlier run, as they were before this one."""
+        known = self._changing.get(flags)
         changed = {
-            (position, name): copy
-            for (position, name), (buffer, version, copy) in before.items()
-            if stage.parts[position]._buffers.get(name) is not buffer
-            or buffer._version != version
-            or _is_running_statistic(stage.parts[position], flags[position])
-            or (flags not in self._changing and copy is not None and not torch.equal(buffer, copy))
+            key: was
+            for key, was in before.items()
+            if (known is not None and key in known)
+            or stage.parts[key[0]]._buffers.get(key[1]) is not was.buffer
+            or (was.buffer is not None and was.buffer._version != was.version)
+            or _is_running_statistic(stage.parts[key[0]], flags[key[0]])
+            or (known is None and _differ(was.buffer, was.copy))
         }
         self._changing.setdefault(flags, set()).update(changed)
         return changed
+
+
+def _differ(buffer: torch.Tensor | None, copy: torch.Tensor | None) -> bool:
+    if buffer is None or copy is None or buffer.layout != torch.strided:
+        return False  # sparse tensors have no `equal`; their versions must do
+    return not torch.equal(buffer, copy)
 
 
 def _is_running_statistic(part: nn.Module, training: bool) -> bool:
@@ -115,10 +122,12 @@ class FirstRun:
         self._random: RandomState | None = RandomState(self._devices) if preserve_random else None
         self._watch = watch
         self._before = watch.before(stage, self._flags)
-        self._changed: dict[_Key, torch.Tensor | None] = {}
+        self._changed: dict[_Key, _Before] = {}
 
     def ended(self) -> None:
         """To be called when the first run is over: keeps only what it really drew on and changed."""
+        # A stage may change a parameter itself (Embedding's max_norm); only what comes after its run is an error.
+        self._versions = [(parameter, parameter._version) for parameter in self._stage.parameters()]
         self._changed = self._watch.after(self._stage, self._flags, self._before)
         self._before = {}
         if self._random is not None and self._random == RandomState(self._devices):
@@ -131,6 +140,13 @@ class FirstRun:
         Raises:
             ReplayError: a parameter was modified in place since, or a buffer changed that never did before.
         """
+        now = list(self._stage.parameters())
+        if len(now) != len(self._versions) or any(a is not b for a, (b, _) in zip(now, self._versions, strict=True)):
+            raise ReplayError(
+                f"the parameters of stage {self._stage.name!r} are not those that its forward ran with, so recomputing "
+                "it would give another result; run backward() before they are replaced (and inside of "
+                "torch.func.functional_call), or use the store_all schedule"
+            )
         for parameter, version in self._versions:
             if parameter._version != version:
                 raise ReplayError(
@@ -141,12 +157,16 @@ class FirstRun:
         with ExitStack() as stack:
             stack.enter_context(self._flags_again())
             stack.enter_context(self._buffers_again())
+            stack.callback(self._note_versions)
             if self._random is not None:
                 stack.callback(RandomState(self._devices).restore)
                 self._random.restore()
             for state in self._autocast:
                 stack.enter_context(torch.autocast(**state))
             yield
+
+    def _note_versions(self) -> None:
+        self._versions = [(parameter, parameter._version) for parameter, _ in self._versions]
 
     @contextmanager
     def _flags_again(self) -> Iterator[None]:
@@ -164,15 +184,15 @@ class FirstRun:
         """Runs on scratch copies of the old values, so that the module's own buffers are not changed a second time."""
         originals: list[tuple[nn.Module, str, Any]] = []
         try:
-            for (position, name), copy in self._changed.items():
+            for (position, name), was in self._changed.items():
                 part = self._stage.parts[position]
-                if copy is None:
+                if was.buffer is not None and was.copy is None:
                     raise ReplayError(
                         f"buffer {name!r} of stage {self._stage.name!r} changed in this forward but not in the ones "
                         "before, so its old value was not kept; use the store_all schedule for such a stage"
                     )
                 originals.append((part, name, part._buffers[name]))
-                part._buffers[name] = copy.clone()
+                part._buffers[name] = None if was.copy is None else was.copy.clone()
             yield
         finally:
             for part, name, buffer in originals:

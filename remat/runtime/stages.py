@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 
 from remat.chain import Layout
@@ -70,7 +71,10 @@ def _is_sequential(module: nn.Module) -> bool:
 
 
 def _flatten(prefix: str, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in model.named_children():
+    # Not named_children(), which leaves out a module's second place in the chain.
+    for name, child in model._modules.items():
+        if child is None:
+            continue
         if _is_sequential(child) and not _has_hooks(child):
             yield from _flatten(f"{prefix}{name}.", child)
         else:
@@ -103,6 +107,12 @@ def group(model: nn.Module, layout: Layout | None, length: int) -> list[Stage]:
         stages.append(Stage([module for _, module in part], stage_name([name for name, _ in part])))
         position += count
     return stages
+
+
+def is_current(model: nn.Module, stages: Sequence[Stage]) -> bool:
+    """Whether `stages` still are the modules of `model`: none replaced, added or removed since."""
+    planned = [id(module) for stage in stages for module in stage.modules]
+    return planned == [id(module) for _, module in _flatten("", model)]
 
 
 def stage_name(names: Sequence[str]) -> str:
@@ -165,6 +175,10 @@ def check_device(stages: Sequence[Stage], value: Any) -> torch.device:
     device = tensors(value)[0].device
     for stage in stages:
         for parameter in stage.parameters():
+            if isinstance(parameter, UninitializedParameter):
+                raise UnsupportedModel(
+                    f"stage {stage.name!r} has parameters without a shape yet; run one batch through the model first"
+                )
             if parameter.device != device:
                 raise UnsupportedModel(
                     f"the sample is on {device}, but stage {stage.name!r} has parameters on {parameter.device}; "

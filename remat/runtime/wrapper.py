@@ -10,7 +10,7 @@ from torch import nn
 from remat.errors import PlanMismatch
 from remat.runtime.executor import Executor
 from remat.runtime.program import compile_schedule
-from remat.runtime.stages import describe, group
+from remat.runtime.stages import describe, group, is_current
 from remat.schedule import Schedule
 
 
@@ -73,6 +73,11 @@ class ScheduledModule(Wrapper):
     def forward(self, input: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._plainly(input)
+        if not is_current(self.wrapped, self.executor.stages):
+            raise PlanMismatch(
+                "modules of the model were replaced, added or removed since the schedule was applied; apply it again, "
+                "or profile the model as it is now and solve again"
+            )
         layout = self.schedule.layout
         if layout is not None:
             found = describe(input)
