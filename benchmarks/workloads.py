@@ -73,7 +73,7 @@ def checkpointed(
     functions = [nn.Sequential(*stage.modules) for stage in stages]
 
     def forward(sample: torch.Tensor) -> torch.Tensor:
-        if reentrant and sample.is_floating_point():
+        if reentrant:
             sample = sample.detach().requires_grad_()
         return checkpoint_sequential(functions, segments, sample, use_reentrant=reentrant)
 
