@@ -98,10 +98,10 @@ def test_command_line(cli, tmp_path: Path) -> None:
     assert "loss" in done.stdout
     chain = remat.Chain.load(tmp_path / "results" / "chain.json")
     assert sum(chain.layout.modules) == 4
-    done = cli("plan", "my_models:make", "--budgets", "0.9,1GiB,100", "--out", "results")
+    done = cli("plan", "my_models:make", "--budgets", "1.0,1GiB,100", "--out", "results")
     assert done.returncode == 0, done.stderr
     assert "infeasible" in done.stdout and "overhead" in done.stdout
-    schedule = remat.Schedule.load(tmp_path / "results" / "schedule_0.9.json")
+    schedule = remat.Schedule.load(tmp_path / "results" / "schedule_1.0.json")
     remat.simulate(remat.Chain.load(tmp_path / "results" / "chain.json"), schedule)
     assert json.loads((tmp_path / "results" / "schedule_1GiB.json").read_text())["budget_bytes"] == 2**30
 
