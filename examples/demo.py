@@ -145,8 +145,8 @@ def show(task: Task, progress: Progress, row: TaskID) -> tuple[Table, bool]:
         title=f"{task.name}\nleast budget {format_bytes(least)}, storing everything {format_bytes(most)}",
     )
     columns = (
-        *("budget", "predicted\npeak", "measured\npeak", "seconds\nper step", "over-\nhead", "predicted\noverhead"),
-        *("recom-\nputed", "losses\nidentical"),
+        *("budget", "planned\npeak", "measured\npeak", "a step\ntakes", "over-\nhead", "planned\noverhead"),
+        *("recom-\nputed", "same\nlosses"),
     )
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
