@@ -115,10 +115,9 @@ class FirstRun:
     def __init__(self, stage: Stage, value: Any, watch: BufferWatch, *, preserve_random: bool) -> None:
         self._stage = stage
         self._flags = tuple(part.training for part in stage.parts)
-        self._versions = [(parameter, parameter._version) for parameter in stage.parameters()]
+        self._versions: list[tuple[torch.Tensor, int]] = []
         self._autocast = _autocast_states({tensor.device.type for tensor in tensors(value)} | {"cpu"})
         self._devices = accelerators(stage, value)
-        self._preserve_random = preserve_random
         self._random: RandomState | None = RandomState(self._devices) if preserve_random else None
         self._watch = watch
         self._before = watch.before(stage, self._flags)
