@@ -8,7 +8,8 @@ import time
 import remat
 from benchmarks.pairing import median_with_interval, paired, write
 from benchmarks.workloads import checkpointed, small, step
-from remat.solvers.baselines import Sequential, StoreAll
+from remat.solvers.sequential import Sequential
+from remat.solvers.store_all import StoreAll
 
 
 def store_all(pairs: int) -> list[dict[str, object]]:

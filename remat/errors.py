@@ -58,6 +58,10 @@ class InfeasibleBudget(RematError, ValueError):
         return type(self), (self.budget, self.minimum, self.solver)
 
 
+class SolverStopped(RematError, TimeoutError):
+    """A solver reached its time limit before it had found a schedule, or proved that there is none."""
+
+
 class UnsupportedModel(RematError, TypeError):
     """The model is no chain that remat can run: not an `nn.Sequential`, empty, or with a stage it cannot handle."""
 

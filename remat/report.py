@@ -34,7 +34,7 @@ class Report:
 
     Attributes:
         strategy: name of the method.
-        outcome: "pass", or why there was none.
+        outcome: "pass"; "over" where the peak exceeds the budget; or why there was no run.
         measured: False for predictions.
         budget_bytes: the limit, if any.
         peak_bytes: the most memory in use at once, the sample included; parameters, their gradients, buffers and
@@ -43,6 +43,8 @@ class Report:
         overhead: `seconds` over the duration of a step that stores everything; None where that is not known.
         recomputations: forward runs of stages beyond the first one of each.
         planning_seconds: how long making the plan took.
+        bound_seconds: a makespan that no schedule within the budget can beat, where one is known.
+        note: what the maker of the schedule has to say about it.
         timeline: the operations one by one; empty for measured reports.
     """
 
@@ -55,9 +57,18 @@ class Report:
     overhead: float | None
     recomputations: int
     planning_seconds: float = 0.0
+    bound_seconds: float | None = None
+    note: str = ""
     timeline: tuple[Moment, ...] = ()
 
     VERSION = 1
+
+    @property
+    def gap(self) -> float | None:
+        """By what share of the bound `seconds` may at most exceed the optimum; None where no bound is known."""
+        if self.bound_seconds is None:
+            return None
+        return max(self.seconds / self.bound_seconds - 1, 0.0) if self.bound_seconds > 0 else 0.0
 
     def __str__(self) -> str:
         budget = "no budget" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)}"
@@ -66,6 +77,8 @@ class Report:
             f"{self.strategy or 'schedule'} [{'measured' if self.measured else 'predicted'}, {self.outcome}]: "
             f"{budget}, peak {format_bytes(self.peak_bytes)}, {format_seconds(self.seconds)} per step{overhead}, "
             f"{self.recomputations} recomputations"
+            f"{'' if self.gap is None else f', at most {self.gap:.1%} from optimal'}"
+            f"{self.note and f' ({self.note})'}"
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -22,8 +22,10 @@ from remat.runtime.wrapper import Wrapper
 from remat.schedule import Schedule
 from remat.simulation import simulate
 from remat.solvers.base import Solver
-from remat.solvers.baselines import Sequential, StoreAll
-from remat.solvers.persistent import Persistent, Revolve
+from remat.solvers.persistent import Persistent
+from remat.solvers.revolve import Revolve
+from remat.solvers.sequential import Sequential
+from remat.solvers.store_all import StoreAll
 from remat.units import format_bytes, format_seconds, resolve_budget
 
 FREE_SHARE = 0.9  # of the free memory is the limit where none is given
@@ -137,19 +139,19 @@ class Checkpointable(Wrapper):
         force_python: bool | None = None,
         floating: bool = False,
     ) -> None:
-        """Plans the fastest memory-persistent sequence within `mem_limit`, or within 0.9 of the free memory.
+        """Plans the fastest sequence within `mem_limit`, or within 0.9 of the free memory.
+
+        Args:
+            floating: over all sequences, instead of over memory-persistent ones. Rarely faster, and its planning takes
+                time and memory that grow with the fourth and the third power of the number of stages.
 
         Raises:
             InfeasibleBudget: nothing fits; the sequence from before stays.
+            RematError: the floating planner's table would not fit.
         """
-        if floating:
-            raise RematError(
-                "this release has no floating (weakly persistent) planner; call compute_sequence(floating=False), "
-                "which plans the best persistent sequence"
-            )
         if mem_slots is not None:
             self.mem_slots = mem_slots
-        self._plan_with(_Request(Persistent(self.mem_slots), mem_limit))
+        self._plan_with(_Request((Floating if floating else Persistent)(self.mem_slots), mem_limit))
 
     def compute_pytorch_sequence(self) -> None:
         """Plans to store everything, as PyTorch does when left alone."""

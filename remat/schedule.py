@@ -43,6 +43,8 @@ class Schedule:
         strategy: name of the method that made it, for reports.
         budget_bytes: the budget it was made for, if any.
         planning_seconds: how long making it took.
+        bound_seconds: a makespan that no schedule within the budget can beat, where its maker knows one.
+        note: what its maker has to say about it, such as a time limit that was reached.
         layout: how its stages lie on the model they were measured on; None if it was made by hand.
 
     Raises:
@@ -53,6 +55,8 @@ class Schedule:
     strategy: str = field(default="", kw_only=True, compare=False)
     budget_bytes: int | None = field(default=None, kw_only=True, compare=False)
     planning_seconds: float = field(default=0.0, kw_only=True, compare=False)
+    bound_seconds: float | None = field(default=None, kw_only=True, compare=False)
+    note: str = field(default="", kw_only=True, compare=False)
     layout: Layout | None = field(default=None, kw_only=True)
 
     VERSION = 1
@@ -108,6 +112,8 @@ class Schedule:
             "strategy": self.strategy,
             "budget_bytes": self.budget_bytes,
             "planning_seconds": self.planning_seconds,
+            "bound_seconds": self.bound_seconds,
+            "note": self.note,
             "layout": None if self.layout is None else self.layout.to_fields(),
         }
         storage.write(path, "Schedule", self.VERSION, content)

@@ -33,16 +33,20 @@ def simulate(chain: Chain, schedule: Schedule) -> Report:
         timeline.append(Moment(str(operation), now, end, peak, stored))
         now = end
     base = chain.store_all_seconds
+    peak_bytes = max(moment.peak_bytes for moment in timeline)
+    fits = schedule.budget_bytes is None or peak_bytes <= schedule.budget_bytes
     return Report(
         strategy=schedule.strategy,
-        outcome="pass",
+        outcome="pass" if fits else "over",
         measured=False,
         budget_bytes=schedule.budget_bytes,
-        peak_bytes=max(moment.peak_bytes for moment in timeline),
+        peak_bytes=peak_bytes,
         seconds=now,
         overhead=now / base if base > 0 else None,
         recomputations=schedule.recomputations,
         planning_seconds=schedule.planning_seconds,
+        bound_seconds=schedule.bound_seconds,
+        note=schedule.note,
         timeline=tuple(timeline),
     )
 

@@ -14,8 +14,11 @@ from remat.profiling import profile
 from remat.runtime.stages import tensors
 from remat.runtime.wrapper import ScheduledModule, apply
 from remat.schedule import B, Operation, Schedule
-from remat.solvers.baselines import RecomputeAll, Sequential, StoreAll
-from remat.solvers.persistent import Persistent, Revolve
+from remat.solvers.persistent import Persistent
+from remat.solvers.recompute_all import RecomputeAll
+from remat.solvers.revolve import Revolve
+from remat.solvers.sequential import Sequential
+from remat.solvers.store_all import StoreAll
 
 Step = Callable[[nn.Module, Any], Any]
 

@@ -27,7 +27,9 @@ from remat.chain import Chain, Layout
 from remat.models import gpt, resnet18, resnet1001
 from remat.runtime.stages import flatten
 from remat.schedule import F_ALL, F_CK, F_NONE, B, Operation, Schedule
-from remat.solvers.baselines import RecomputeAll, StoreAll, sequential_operations
+from remat.solvers.recompute_all import RecomputeAll
+from remat.solvers.sequential import sequential_operations
+from remat.solvers.store_all import StoreAll
 
 
 class Recurrent(nn.Module):

@@ -52,7 +52,7 @@ def test_a_second_process_compiles_nothing() -> None:
         "c = remat.Chain((7,) * 5, (20,) * 4, (0,) * 4, (0,) * 4, (1,) * 4, (1,) * 4); "
         "remat.solve(c, remat.minimum_budget(c) + 3); "
         "print([(sum(f.stats.cache_hits.values()), sum(f.stats.cache_misses.values())) "
-        "for f in (k.fill_tile, k.best_split, k.fill_least_memory)])"
+        "for f in (k.fill_persistent, k.read_persistent, k.fill_least_persistent)])"
     )
     python("-c", code)
     done = python("-c", code)

@@ -6,7 +6,9 @@ from remat.chain import Chain
 from remat.errors import InvalidSchedule
 from remat.schedule import Operation, Schedule
 from remat.simulation import peak_and_makespan, simulate
-from remat.solvers.baselines import RecomputeAll, Sequential, StoreAll
+from remat.solvers.recompute_all import RecomputeAll
+from remat.solvers.sequential import Sequential
+from remat.solvers.store_all import StoreAll
 
 PAPER_M90 = "F_ck1 F_none2 F_none3 F_all4 F_all5 F_all6 F_all7 B7 B6 B5 B4 F_ck1 F_none2 F_all3 B3 F_all1 F_all2 B2 B1"
 

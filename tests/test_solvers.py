@@ -1,7 +1,6 @@
 import json
 import math
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import pytest
 from conftest import DATA
@@ -14,9 +13,11 @@ from remat.chain import Chain
 from remat.errors import InfeasibleBudget, InvalidBudget, RematError
 from remat.simulation import peak_and_makespan, simulate
 from remat.solvers import SOLVERS, make_solver, minimum_budget, solve
-from remat.solvers.base import Solver, store_all_peak
-from remat.solvers.baselines import Sequential, StoreAll, sequential_operations
-from remat.solvers.persistent import Persistent, Revolve
+from remat.solvers.base import Plan, Solver, store_all_peak
+from remat.solvers.persistent import Persistent
+from remat.solvers.revolve import Revolve
+from remat.solvers.sequential import Sequential, sequential_operations
+from remat.solvers.store_all import StoreAll
 
 
 def makespan(chain: Chain, budget: int, solver: Solver) -> float | None:
@@ -35,14 +36,17 @@ def test_persistent_equals_exhaustive_search_on_every_oracle_chain(oracle_chains
         assert makespan(chain, row["budget"], Persistent()) == row["persistent"]
 
 
-@pytest.mark.parametrize("name", sorted(SOLVERS))
+STRICT = sorted(name for name, solver in SOLVERS.items() if not solver.may_exceed)
+
+
+@pytest.mark.parametrize("name", STRICT)
 def test_no_solver_beats_the_optimum_over_all_sequences(oracle_chains: list, name: str) -> None:
     for chain, row in oracle_chains:
         found = makespan(chain, row["budget"], make_solver(name))
         assert found is None or (row["optimum"] is not None and found >= row["optimum"])
 
 
-@pytest.mark.parametrize("name", sorted(SOLVERS))
+@pytest.mark.parametrize("name", STRICT)
 @settings(max_examples=60, deadline=None)
 @given(chain=chains())
 def test_minimum_budget_is_exact_to_the_byte(name: str, chain: Chain) -> None:
@@ -120,7 +124,7 @@ def test_tiles_and_threads_change_nothing(chain: Chain, tile: int, save_all: boo
         for size, threaded_from in ((1, 1000), (tile, 1000), (tile, 0)):
             patch.setattr(persistent, "_TILE", size)
             patch.setattr(persistent, "_THREADED_FROM", threaded_from)
-            tables.append(persistent._Table(chain, budget, 60, save_all=save_all).table)
+            tables.append(persistent.PersistentTable(chain, budget, 60, save_all=save_all).flat)
     assert (tables[0] == tables[1]).all() and (tables[0] == tables[2]).all()
 
 
@@ -131,17 +135,6 @@ def test_table_2_at_90_is_the_papers_sequence(table2: Chain) -> None:
     )
     assert schedule.strategy == "persistent" and schedule.budget_bytes == 90 * 2**20
     assert simulate(table2, solve(table2, round(86.74 * 2**20))).seconds * 1e3 == pytest.approx(56.17)
-
-
-@settings(max_examples=40, deadline=None)
-@given(chains(max_stages=8, largest=10**6))
-def test_makespan_falls_as_the_budget_grows(chain: Chain) -> None:
-    least, most = minimum_budget(chain), store_all_peak(chain)
-    budgets = sorted({max(least + (most - least) * k // 6, 1) for k in range(7)})
-    spans = [simulate(chain, answer).seconds for answer in Persistent().solve_many(chain, budgets)]
-    # Read out of different tables, neighbours may be off by what rounding to slots loses; the ends are exact.
-    assert spans[-1] == pytest.approx(chain.store_all_seconds)
-    assert all(after <= before * 1.25 + 1e-9 for before, after in pairwise(spans))
 
 
 def test_one_call_for_many_budgets_answers_as_single_ones(table2: Chain) -> None:
@@ -242,7 +235,7 @@ def test_a_users_solver_is_judged_like_the_others(table2: Chain) -> None:
         name = "liar"
 
         def plan(self, chain, budgets):
-            return [self.least_memory(chain) for _ in budgets]
+            return [Plan(self.least_memory(chain)) for _ in budgets]
 
         def least_memory(self, chain):
             return StoreAll().least_memory(chain)

@@ -6,19 +6,30 @@ from remat.chain import Chain
 from remat.errors import RematError
 from remat.schedule import Schedule
 from remat.solvers.base import Solver
-from remat.solvers.baselines import RecomputeAll, Sequential, StoreAll
-from remat.solvers.persistent import Persistent, Revolve
+from remat.solvers.bounds import lower_bound
+from remat.solvers.checkmate import Checkmate
+from remat.solvers.chen import Chen
+from remat.solvers.floating import Floating
+from remat.solvers.ilp import Ilp
+from remat.solvers.persistent import Persistent
+from remat.solvers.recompute_all import RecomputeAll
+from remat.solvers.revolve import Revolve
+from remat.solvers.sequential import Sequential
+from remat.solvers.store_all import StoreAll
+
+__all__ = ["SOLVERS", "Solver", "lower_bound", "make_solver", "minimum_budget", "solve"]
 
 SOLVERS: dict[str, type[Solver]] = {
-    solver.name: solver for solver in (StoreAll, RecomputeAll, Sequential, Revolve, Persistent)
+    solver.name: solver
+    for solver in (StoreAll, RecomputeAll, Sequential, Chen, Revolve, Persistent, Floating, Ilp, Checkmate)
 }
 
 
 def make_solver(solver: str | Solver, **options: object) -> Solver:
-    """The solver of that name, or the object itself.
+    """The solver of that name with those of the options that it has, or the object itself.
 
     Raises:
-        RematError: an unknown name, or options for a solver that has none of that name.
+        RematError: an unknown name.
     """
     if isinstance(solver, Solver):
         return solver

@@ -1,9 +1,25 @@
 """The compiled inner loops of the solvers. Arrays in, arrays out; compiled once, then cached on disk.
 
 Stages are counted from 0 here: stage s reads activation s and writes activation s+1; n stages, the loss included.
-A cell (s, t) stands for running stages s..t forward and all of their backwards, when activation s and the gradient
-of activation t+1 are in memory. Memory of a cell counts neither activation s nor what other cells hold.
-Rows of a table belong to cells and are packed column by column: cell (s, t) is row t(t+1)/2 + s.
+Rows of a table belong to cells, that is, to sub-chains.
+
+Persistent (`docs/planners.md`): a cell (s, t) stands for running stages s..t forward and all of their backwards, when
+activation s and the gradient of activation t+1 are in memory. Its memory counts neither activation s nor what other
+cells hold. Rows are packed column by column: cell (s, t) is row t(t+1)/2 + s.
+
+Floating: a cell (s, t, l) stands for the backwards of stages l..t, when activation s and the gradient of activation
+l+1 are in memory. Its memory counts activation s too. Rows are packed by s descending, then by l, then by t.
+
+Arguments with the same name are the same everywhere:
+    flat: float32 (rows * columns,): least seconds of each cell with 0..columns-1 slots, inf where infeasible.
+    ranges: two int64 (rows,): the first feasible slot of each row, and the first at which nothing is recomputed;
+        `columns` where there is none.
+    sizes: int64 bytes (act[n+1], saved[n], fwd_overhead[n], bwd_overhead - bwd_released[n], grad[n+1],
+        save_overhead[n]).
+    slots: int64 (act[n+1], saved[n]) in slots; for the floating recurrence, what keeping activation s takes from what
+        comes behind, and what storing all of stage s takes.
+    times: float64 (prefix sums of forward[n+1], both directions[n]).
+    unit: bytes of a slot.
 """
 
 from __future__ import annotations
@@ -33,40 +49,23 @@ def _need_forward(s, j, sizes):
 
 
 @njit(cache=True, nogil=True)
-def _relax(flat, out, left, right, count, cost):
+def _relax(flat, out, left, right, cost, count):
     """out = min(out, left + right + cost) on `count` entries of the flat table from these positions on.
 
     Positions in one flat array, not slices of it: making a slice counts references, which two threads contend for.
-    Unsigned ones, and a select in place of a branch, are what lets LLVM use vector instructions.
+    Unsigned ones, and a select in place of a branch, are what lets LLVM use vector instructions. Adding zero keeps it
+    from taking the select for a conditional store, for which AVX2 has only a slow masked one: four times as fast.
     """
     o, a, b = np.uint64(out), np.uint64(left), np.uint64(right)
     for i in range(np.uint64(count)):
         candidate = flat[a + i] + flat[b + i] + cost
         current = flat[o + i]
-        flat[o + i] = candidate if candidate < current else current
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _try_split(flat, ranges, columns, s, split, t, need, shift, cost):
-    """Relaxes cell (s, t) with one split point; `need` slots is what running s..split-1 forward takes."""
-    first, full = ranges
-    right, left, out = _row(split, t), _row(s, split - 1), _row(s, t)
-    start = max(need, first[left], shift + first[right])
-    if start < full[out]:
-        _relax(
-            flat,
-            out * columns + start,
-            left * columns + start,
-            right * columns + start - shift,
-            full[out] - start,
-            cost,
-        )
-        first[out] = min(first[out], start)
+        flat[o + i] = (candidate if candidate < current else current) + np.float32(0)
 
 
 @njit(cache=True, nogil=True)
 def _relax_two(flat, out, left_a, right_a, cost_a, left_b, right_b, cost_b, count):
-    """`_relax` with two split points at once, which reads and writes `out` once for both."""
+    """`_relax` with two candidates at once, which reads and writes `out` once for both."""
     o = np.uint64(out)
     p, q, r, s = np.uint64(left_a), np.uint64(right_a), np.uint64(left_b), np.uint64(right_b)
     for i in range(np.uint64(count)):
@@ -74,27 +73,43 @@ def _relax_two(flat, out, left_a, right_a, cost_a, left_b, right_b, cost_b, coun
         b = flat[r + i] + flat[s + i] + cost_b
         a = a if a < b else b
         current = flat[o + i]
-        flat[o + i] = a if a < current else current
+        flat[o + i] = (a if a < current else current) + np.float32(0)
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _try_two_splits(flat, ranges, columns, s, split, t, need_a, need_b, shifts, costs):
-    """Relaxes cell (s, t) with `split` and `split + 1`: each alone up to where both can start, then together."""
+def _start_of(ranges, left, right, need, shift):
+    """First slot at which both parts of a split and what comes before them fit."""
+    first = ranges[0]
+    return max(need, first[left], shift + first[right])
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _split(flat, ranges, columns, out, left, right, need, shift, cost):
+    """Relaxes row `out` with row `left` at the same slots plus row `right` at `shift` slots fewer."""
     first, full = ranges
-    right_a, left_a, out = _row(split, t), _row(s, split - 1), _row(s, t)
-    right_b, left_b = right_a + 1, left_a + split  # the rows of cells (split+1, t) and (s, split)
-    start_a = max(need_a, first[left_a], shifts[0] + first[right_a])
-    start_b = max(need_b, first[left_b], shifts[1] + first[right_b])
+    start = _start_of(ranges, left, right, need, shift)
+    if start < full[out]:
+        at, count = out * columns + start, full[out] - start
+        _relax(flat, at, left * columns + start, right * columns + start - shift, cost, count)
+        first[out] = min(first[out], start)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _two_splits(flat, ranges, columns, out, lefts, rights, needs, shifts, costs):
+    """`_split` twice: each alone up to where both can start, then together."""
+    first, full = ranges
+    start_a = _start_of(ranges, lefts[0], rights[0], needs[0], shifts[0])
+    start_b = _start_of(ranges, lefts[1], rights[1], needs[1], shifts[1])
     end = full[out]
     both = min(max(start_a, start_b), end)
-    o, p, r = out * columns, left_a * columns, left_b * columns
-    q, s_ = right_a * columns - shifts[0], right_b * columns - shifts[1]
+    o, p, r = out * columns, lefts[0] * columns, lefts[1] * columns
+    q, s = rights[0] * columns - shifts[0], rights[1] * columns - shifts[1]
     if start_a < both:
-        _relax(flat, o + start_a, p + start_a, q + start_a, both - start_a, costs[0])
+        _relax(flat, o + start_a, p + start_a, q + start_a, costs[0], both - start_a)
     if start_b < both:
-        _relax(flat, o + start_b, r + start_b, s_ + start_b, both - start_b, costs[1])
+        _relax(flat, o + start_b, r + start_b, s + start_b, costs[1], both - start_b)
     if both < end:
-        _relax_two(flat, o + both, p + both, q + both, costs[0], r + both, s_ + both, costs[1], end - both)
+        _relax_two(flat, o + both, p + both, q + both, costs[0], r + both, s + both, costs[1], end - both)
     first[out] = min(first[out], start_a, start_b)
 
 
@@ -109,8 +124,7 @@ def _slots_of_sweep(needs, row, sweep, t_low, t_high, grad, unit):
 def _begin_cell(flat, ranges, columns, s, t, sizes, slots, times, unit, save_all):
     """Sets cell (s, t) to what it is without a choice: inf, and from where everything can be stored, that cost.
 
-    ranges: see `fill_tile`. Beyond its second entry no split can be better, so only the slots between the two are
-    worked on.
+    Beyond the second entry of its range no split can be better, so only the slots between the two are worked on.
     """
     first, full = ranges
     cell = _row(s, t)
@@ -140,18 +154,11 @@ def _save_all(flat, ranges, columns, s, t, sizes, slots, times, unit):
 
 
 @njit(cache=True, nogil=True)
-def fill_tile(  # noqa: PLR0912  # one loop nest; functions in it would hide the order that matters
+def fill_persistent(  # noqa: PLR0912  # one loop nest; functions in it would hide the order that matters
     flat, ranges, columns, s_low, s_high, t_low, t_high, sizes, slots, times, unit, save_all
 ):
     """Fills the cells s_low <= s < s_high, t_low <= t < t_high of the persistent recurrence (Theorem 4.8).
 
-    flat: float32 (n(n+1)/2 * columns,), rows packed as above: least seconds with 0..columns-1 slots, inf where
-        infeasible.
-    ranges: two int64 (n(n+1)/2,): the first feasible slot of each row, and the first at which everything is stored;
-        `columns` where there is none.
-    sizes: int64 bytes (act[n+1], saved[n], fwd_overhead[n], bwd_overhead - bwd_released[n], grad[n+1],
-        save_overhead[n]).
-    slots: int64 slots, rounded up (act[n+1], saved[n]); times: float64 (prefix sums of forward[n+1], both[n]).
     Tiles below it in its columns and to the left of it in its rows must be filled already.
 
     The limit is memory traffic: a relaxation reads three rows of 2 kB and writes one. Split points between the tile's
@@ -179,7 +186,9 @@ def fill_tile(  # noqa: PLR0912  # one loop nest; functions in it would hide the
                 _slots_of_sweep(needs[1], row, sweep, t_low, t_high, grad, unit)
             for t in range(t_low, t_high):
                 need, then = needs[0, row, t - t_low], needs[1, row, t - t_low]
-                _try_two_splits(flat, ranges, columns, s, split, t, need, then, shifts, costs)
+                lefts = (_row(s, split - 1), _row(s, split))
+                rights = (_row(split, t), _row(split + 1, t))
+                _two_splits(flat, ranges, columns, _row(s, t), lefts, rights, (need, then), shifts, costs)
             after = max(sweep, _need_forward(s, split + 1, sizes))
             if after > sweeps[row]:
                 _slots_of_sweep(needs[0], row, after, t_low, t_high, grad, unit)
@@ -195,11 +204,12 @@ def fill_tile(  # noqa: PLR0912  # one loop nest; functions in it would hide the
                 cost = np.float32(prefix[split] - prefix[s])
                 for t in range(max(split, t_low), t_high):
                     need = -(-(grad[t + 1] + sweep) // unit)
-                    _try_split(flat, ranges, columns, s, split, t, need, slots[0][split], cost)
+                    rows = (_row(s, t), _row(s, split - 1), _row(split, t))
+                    _split(flat, ranges, columns, rows[0], rows[1], rows[2], need, slots[0][split], cost)
 
 
 @njit(cache=True, nogil=True)
-def best_split(table, s, t, m, sizes, slots, times, unit, save_all):
+def _best_split(flat, columns, s, t, m, sizes, slots, times, unit, save_all):
     """The decision behind cell (s, t) at m slots: s for "save all of s", else the split point; -1 if infeasible.
 
     Decisions are not kept in the table: reading a schedule out visits few cells.
@@ -211,7 +221,7 @@ def best_split(table, s, t, m, sizes, slots, times, unit, save_all):
     if m * unit >= _need_save_all(s, t, sizes) and (s == t or save_all):
         rest = np.float32(0)
         if s < t:
-            rest = table[_row(s + 1, t), m - saved_slots[s]] if m >= saved_slots[s] else np.float32(np.inf)
+            rest = flat[_row(s + 1, t) * columns + m - saved_slots[s]] if m >= saved_slots[s] else np.float32(np.inf)
         if rest < np.inf:
             best, decision = rest + np.float32(both[s]), s
     sweep = _need_forward(s, s, sizes)
@@ -219,8 +229,8 @@ def best_split(table, s, t, m, sizes, slots, times, unit, save_all):
         if m * unit < grad[t + 1] + sweep:
             break
         if m >= act_slots[split]:
-            right = table[_row(split, t), m - act_slots[split]]
-            candidate = right + table[_row(s, split - 1), m] + np.float32(prefix[split] - prefix[s])
+            right = flat[_row(split, t) * columns + m - act_slots[split]]
+            candidate = right + flat[_row(s, split - 1) * columns + m] + np.float32(prefix[split] - prefix[s])
             if candidate < best:
                 best, decision = candidate, split
         sweep = max(sweep, _need_forward(s, split, sizes))
@@ -228,10 +238,55 @@ def best_split(table, s, t, m, sizes, slots, times, unit, save_all):
 
 
 @njit(cache=True, nogil=True)
-def fill_least_memory(sizes, times, save_all):
+def read_persistent(flat, columns, m, decisions, sizes, slots, times, unit, save_all, kinds, stages):
+    """Algorithm 4 (OptRecP) without recursion: writes the operations of the whole chain at m slots.
+
+    decisions: int64 (n, n) to follow, read as in `_best_split`; of shape (0, 0) they are found from the table.
+    kinds, stages: int64, long enough; 0 F_all, 1 F_ck, 2 F_none, 3 B, and the stage, counted from 1.
+    Returns how many operations there are, the peak (bytes beyond activation 0, by the recurrence without rounding),
+    and their seconds.
+    """
+    n = sizes[1].size
+    todo = np.empty((2 * n + 2, 4), np.int64)  # s, t, m, bytes held beyond what the cell counts; t = -1: B s
+    todo[0] = (0, n - 1, m, 0)
+    depth, count, peak, seconds = 1, 0, 0, 0.0
+    while depth > 0:
+        depth -= 1
+        s, t, m, held = todo[depth]
+        if t < 0:
+            kinds[count], stages[count] = 3, s + 1
+            count += 1
+            continue
+        decision = decisions[s, t] if decisions.size else -1
+        if not decisions.size:
+            decision = _best_split(flat, columns, s, t, m, sizes, slots, times, unit, save_all)
+        if decision == s:
+            kinds[count], stages[count] = 0, s + 1
+            count += 1
+            peak = max(peak, held + _need_save_all(s, t, sizes))
+            seconds += times[1][s]
+            todo[depth] = (s, -1, 0, 0)
+            depth += 1
+            if s < t:
+                todo[depth] = (s + 1, t, m - slots[1][s], held + sizes[1][s])
+                depth += 1
+        else:
+            for stage in range(s, decision):
+                kinds[count], stages[count] = 1 if stage == s else 2, stage + 1
+                count += 1
+                peak = max(peak, held + sizes[4][t + 1] + _need_forward(s, stage, sizes))
+            seconds += times[0][decision] - times[0][s]
+            todo[depth] = (s, decision - 1, m, held)
+            todo[depth + 1] = (decision, t, m - slots[0][decision], held + sizes[0][decision])
+            depth += 2
+    return count, peak, seconds
+
+
+@njit(cache=True, nogil=True)
+def fill_least_persistent(sizes, times, save_all):
     """Least memory of every cell, exact in bytes, by the same recurrence with max in place of sum; ties by time.
 
-    Returns int64 (n, n) bytes and int64 (n, n) decisions, read as in `best_split`.
+    Returns int64 (n, n) decisions, read as in `_best_split`.
     """
     act, saved, fwd_over, bwd_extra, grad, save_over = sizes
     prefix, both = times
@@ -256,4 +311,189 @@ def fill_least_memory(sizes, times, save_all):
                     top, time, decision = needed, spent, split
                 sweep = max(sweep, _need_forward(s, split, sizes))
             least[s, t], seconds[s, t], decisions[s, t] = top, time, decision
-    return least, decisions
+    return decisions
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _cell(s, t, l, n):
+    """Row of floating cell (s, t, l)."""
+    behind = n - s - 1  # stages behind s: the rows of all cells that begin there come first
+    return behind * (behind + 1) * (behind + 2) // 6 + _row(t - s, l - s)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _need_step(s, l, sizes):
+    """Bytes to run stage s forward, input and output kept, while the gradient of l is held."""
+    return sizes[0][s] + sizes[0][s + 1] + sizes[2][s] + sizes[4][l + 1]
+
+
+@njit(cache=True, nogil=True)
+def _begin_floating(flat, ranges, columns, s, t, l, n, sizes, slots, times, unit):
+    """Sets cell (s, t, l) to "save all" (s = t) or "move on" (s < t), and to inf where that does not fit."""
+    first, full = ranges
+    prefix, both = times
+    cell = _cell(s, t, l, n)
+    if s == t:
+        need = -(-(sizes[0][s] + _need_save_all(s, l, sizes)) // unit)
+        cost, shift, rest = np.float32(both[s]), slots[1][s], _cell(s + 1, s + 1, l, n)
+    else:
+        need = -(-_need_step(s, l, sizes) // unit)
+        cost, shift, rest = np.float32(prefix[s + 1] - prefix[s]), 0, _cell(s + 1, t, l, n)
+    need = min(max(need, 0), columns)
+    out = flat[cell * columns : (cell + 1) * columns]
+    if s == l:
+        out[:need] = np.inf
+        out[need:] = cost
+        first[cell] = full[cell] = need
+        return
+    start = min(max(need, first[rest] + shift), columns)
+    # A shift below zero reads beyond the row's end, where it no longer changes once nothing is recomputed.
+    stop = max(min(columns, columns + shift), start)
+    out[:start] = np.inf
+    for m in range(start, stop):
+        out[m] = flat[rest * columns + m - shift] + cost
+    for m in range(stop, columns):
+        out[m] = flat[rest * columns + columns - 1] + cost
+    first[cell] = start
+    full[cell] = min(max(need, full[rest] + shift), columns) if full[rest] < columns else columns
+
+
+@njit(cache=True, nogil=True)
+def fill_floating(flat, ranges, columns, s, t_low, t_high, sizes, slots, times, unit):
+    """Fills the cells (s, t, l), t_low <= t < t_high, t <= l < n, of the floating recurrence; those of s+1 come first.
+
+    For one s the cells of different t need nothing of each other. Those of a block share the rows (s+1, t', l), which
+    stay in cache while the block is relaxed with them.
+    """
+    n = sizes[1].size
+    cost, shift = np.float32(times[0][s + 1] - times[0][s]), slots[0][s]
+    for l in range(t_low, n):
+        need = max(-(-_need_step(s, l, sizes) // unit), 0)
+        for t in range(t_low, min(t_high, l + 1)):
+            _begin_floating(flat, ranges, columns, s, t, l, n, sizes, slots, times, unit)
+            for other in range(t + 1, min(t_high, l + 1)):
+                rows = (_cell(s, t, l, n), _cell(s, t, other - 1, n), _cell(s + 1, other, l, n))
+                _split(flat, ranges, columns, rows[0], rows[1], rows[2], need, shift, cost)
+        paired = max(l + 1 - t_high, 0) // 2 * 2
+        for other in range(t_high, t_high + paired, 2):
+            rights = (_cell(s + 1, other, l, n), _cell(s + 1, other + 1, l, n))
+            for t in range(t_low, t_high):
+                lefts = (_cell(s, t, other - 1, n), _cell(s, t, other, n))
+                out = _cell(s, t, l, n)
+                _two_splits(flat, ranges, columns, out, lefts, rights, (need, need), (shift, shift), (cost, cost))
+        if t_high + paired == l:
+            for t in range(t_low, t_high):
+                rows = (_cell(s, t, l, n), _cell(s, t, l - 1, n), _cell(s + 1, l, l, n))
+                _split(flat, ranges, columns, rows[0], rows[1], rows[2], need, shift, cost)
+
+
+@njit(cache=True, nogil=True)
+def _best_floating(flat, columns, s, t, l, m, n, sizes, slots, times, unit):
+    """The decision behind floating cell (s, t, l) at m slots: t itself for the way without keeping activation s on
+    its own ("save all" if s = t, else "move on"), above t the backward until which it is kept; -1 if infeasible.
+    """
+    prefix, both = times
+    best, decision = np.inf, -1
+    need = sizes[0][s] + _need_save_all(s, l, sizes) if s == t else _need_step(s, l, sizes)
+    shift = slots[1][s] if s == t else 0
+    if m * unit >= need and m >= shift:
+        rest = np.float32(0)
+        if s < l:
+            after = _cell(s + 1, max(t, s + 1), l, n)
+            rest = flat[after * columns + min(m - shift, columns - 1)]
+        if rest < np.inf:
+            best = rest + np.float32(both[s] if s == t else prefix[s + 1] - prefix[s])
+            decision = t
+    if m * unit >= _need_step(s, l, sizes) and m >= slots[0][s]:
+        cost = np.float32(prefix[s + 1] - prefix[s])
+        for other in range(t + 1, l + 1):
+            right = flat[_cell(s + 1, other, l, n) * columns + m - slots[0][s]]
+            candidate = right + flat[_cell(s, t, other - 1, n) * columns + m] + cost
+            if candidate < best:
+                best, decision = candidate, other
+    return decision
+
+
+@njit(cache=True, nogil=True)
+def read_floating(flat, columns, m, decisions, sizes, slots, times, unit, kinds, stages):
+    """Writes the operations of the floating solution of the whole chain at m slots; see `read_persistent`.
+
+    decisions: int16 (cells,) to follow, read as in `_best_floating`; of shape (0,) they are found from the table.
+    """
+    act, saved = sizes[0], sizes[1]
+    n = saved.size
+    todo = np.empty((2 * n + 2, 5), np.int64)  # s, t, l, m, bytes held beyond what the cell counts; t = -1: B s
+    todo[0] = (0, 0, n - 1, m, 0)
+    depth, count, peak, seconds = 1, 0, 0, 0.0
+    while depth > 0:
+        depth -= 1
+        s, t, l, m, held = todo[depth]
+        if t < 0:
+            kinds[count], stages[count] = 3, s + 1
+            count += 1
+            continue
+        if decisions.size:
+            decision = np.int64(decisions[_cell(s, t, l, n)])
+        else:
+            decision = _best_floating(flat, columns, s, t, l, m, n, sizes, slots, times, unit)
+        stages[count] = s + 1
+        if decision == t == s:
+            kinds[count] = 0
+            peak = max(peak, held + act[s] + _need_save_all(s, l, sizes))
+            seconds += times[1][s]
+            todo[depth] = (s, -1, 0, 0, 0)
+            depth += 1
+            if s < l:
+                rest = min(m - slots[1][s], columns - 1)
+                todo[depth] = (s + 1, s + 1, l, rest, held + act[s] + saved[s] - act[s + 1])
+                depth += 1
+        else:
+            kinds[count] = 2 if decision == t else 1
+            peak = max(peak, held + _need_step(s, l, sizes))
+            seconds += times[0][s + 1] - times[0][s]
+            if decision == t:
+                todo[depth] = (s + 1, t, l, m, held)
+            else:
+                todo[depth] = (s, t, decision - 1, m, held)
+                depth += 1
+                todo[depth] = (s + 1, decision, l, m - slots[0][s], held + act[s])
+            depth += 1
+        count += 1
+    return count, peak, seconds
+
+
+@njit(cache=True, nogil=True)
+def fill_least_floating(sizes, times):
+    """Least memory of every floating cell, exact in bytes, by the same recurrence as a minimax; ties by time.
+
+    Returns int16 (cells,) decisions, read as in `_best_floating`.
+    """
+    act, saved = sizes[0], sizes[1]
+    prefix, both = times
+    n = saved.size
+    cells = n * (n + 1) * (n + 2) // 6
+    least, seconds = np.empty(cells, np.int64), np.empty(cells, np.float64)
+    decisions = np.empty(cells, np.int16)
+    for s in range(n - 1, -1, -1):
+        forward = prefix[s + 1] - prefix[s]
+        for l in range(s, n):
+            step = _need_step(s, l, sizes)
+            for t in range(s, l + 1):
+                if s == t:
+                    top, time = act[s] + _need_save_all(s, l, sizes), both[s]
+                    held = act[s] + saved[s] - act[s + 1]
+                else:
+                    top, time, held = step, forward, np.int64(0)
+                if s < l:
+                    rest = _cell(s + 1, max(t, s + 1), l, n)
+                    top, time = max(top, held + least[rest]), time + seconds[rest]
+                decision = t
+                for other in range(t + 1, l + 1):
+                    right, left = _cell(s + 1, other, l, n), _cell(s, t, other - 1, n)
+                    needed = max(step, act[s] + least[right], least[left])
+                    spent = forward + seconds[right] + seconds[left]
+                    if needed < top or (needed == top and spent < time):
+                        top, time, decision = needed, spent, other
+                cell = _cell(s, t, l, n)
+                least[cell], seconds[cell], decisions[cell] = top, time, decision
+    return decisions

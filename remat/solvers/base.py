@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import ClassVar, TypeAlias, final
+from typing import ClassVar, NamedTuple, TypeAlias, final
 
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget, RematError
@@ -17,17 +16,37 @@ from remat.units import resolve_budget
 Operations: TypeAlias = tuple[Operation, ...]
 
 
+class Plan(NamedTuple):
+    """What a solver answers for one budget.
+
+    Attributes:
+        operations: the sequence.
+        bound_seconds: a makespan that no schedule within the budget can beat, where the solver knows one.
+        note: what people should know about this answer, such as "stopped at its time limit of 60 s".
+    """
+
+    operations: Operations
+    bound_seconds: float | None = None
+    note: str = ""
+
+
 class Solver(ABC):
-    """A planner: makes a schedule for a chain that stays within a budget.
+    """A planner: makes a schedule for a chain that stays within a budget (`docs/writing-a-solver.md`).
 
     A subclass is a frozen dataclass whose fields are its options. It names itself and answers two questions, both in
     bytes; everything else is done here, the same for all.
+
+    Attributes:
+        name: what people call it, in `solve`, reports and the command line.
+        may_exceed: True for baselines with a model of memory of their own, whose schedules may need more than the
+            budget. The outcome of their reports is then "over".
     """
 
     name: ClassVar[str]
+    may_exceed: ClassVar[bool] = False
 
     @abstractmethod
-    def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Operations | None]:
+    def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:
         """For each budget (bytes) the fastest sequence this solver finds whose peak fits, None where none does.
 
         Work that several budgets share is done once; that is why they come together.
@@ -52,26 +71,51 @@ class Solver(ABC):
 
     @final
     def solve_many(self, chain: Chain, budgets: Sequence[int | str | float]) -> list[Schedule | InfeasibleBudget]:
-        """`solve` for many budgets at once; a budget that cannot be met answers with its error, not raised."""
+        """`solve` for many budgets at once; a budget that cannot be met answers with its error, not raised.
+
+        No budget gets a slower schedule than a smaller one asked for in the same call.
+        """
         sizes = [resolve_budget(budget, store_all_peak(chain)) for budget in budgets]
         start = time.perf_counter()
-        plans = self.plan(chain, sizes)
+        plans = self._checked(chain, sizes, self.plan(chain, sizes))
         minimum = self.minimum_budget(chain) if None in plans else 0
         share = (time.perf_counter() - start) / max(len(sizes), 1)
         answers: list[Schedule | InfeasibleBudget] = []
-        for size, operations in zip(sizes, plans, strict=True):
-            if operations is None:
+        for size, plan in zip(sizes, plans, strict=True):
+            if plan is None:
                 answers.append(InfeasibleBudget(size, minimum, self.name))
                 continue
-            peak, _ = peak_and_makespan(chain, operations)
-            if peak > size:
-                raise RematError(
-                    f"solver {self.name!r} returned a schedule that needs {peak} bytes under a budget of {size}; "
-                    "this is a bug of the solver"
-                )
-            schedule = Schedule(operations, strategy=self.name, budget_bytes=size, layout=chain.layout)
-            answers.append(replace(schedule, planning_seconds=share))
+            schedule = Schedule(
+                plan.operations,
+                strategy=self.name,
+                budget_bytes=size,
+                planning_seconds=share,
+                bound_seconds=plan.bound_seconds,
+                note=plan.note,
+                layout=chain.layout,
+            )
+            answers.append(schedule)
         return answers
+
+    def _checked(self, chain: Chain, sizes: Sequence[int], plans: Sequence[Plan | None]) -> list[Plan | None]:
+        """The plans, judged in bytes, each as fast as those of smaller budgets."""
+        checked = list(plans)
+        fastest: tuple[float, Plan] | None = None
+        for index in sorted(range(len(sizes)), key=sizes.__getitem__):
+            plan = checked[index]
+            if plan is not None:
+                peak, seconds = peak_and_makespan(chain, plan.operations)
+                if peak > sizes[index] and not self.may_exceed:
+                    raise RematError(
+                        f"solver {self.name!r} returned a schedule that needs {peak} bytes under a budget of "
+                        f"{sizes[index]}; this is a bug of the solver"
+                    )
+                if fastest is None or seconds < fastest[0]:
+                    fastest = seconds, plan
+            if fastest is not None and plan is not fastest[1] and not self.may_exceed:
+                # What fits a smaller budget fits this one; bound and note are this one's.
+                checked[index] = (plan or Plan(()))._replace(operations=fastest[1].operations)
+        return checked
 
     @final
     def minimum_budget(self, chain: Chain) -> int:
@@ -84,13 +128,13 @@ def store_all_peak(chain: Chain) -> int:
     return peak_and_makespan(chain, store_all_operations(chain.length))[0]
 
 
-def fastest_within(chain: Chain, candidates: Iterable[Operations], budgets: Sequence[int]) -> list[Operations | None]:
+def fastest_within(chain: Chain, candidates: Iterable[Operations], budgets: Sequence[int]) -> list[Plan | None]:
     """For each budget the candidate with the least makespan whose peak fits; the first of equals."""
     judged = [(candidate, *peak_and_makespan(chain, candidate)) for candidate in candidates]
-    chosen: list[Operations | None] = []
+    chosen: list[Plan | None] = []
     for budget in budgets:
         fitting = [(seconds, rank) for rank, (_, peak, seconds) in enumerate(judged) if peak <= budget]
-        chosen.append(judged[min(fitting)[1]][0] if fitting else None)
+        chosen.append(Plan(judged[min(fitting)[1]][0]) if fitting else None)
     return chosen
 
 

@@ -1,0 +1,277 @@
+"""What the dynamic programs share: a table filled once, in slots, and schedules read out of it for many budgets.
+
+Sizes are rounded to the nearest slot, not up: over many stages the errors cancel, while rounding up makes a long chain
+look larger than it is. So the slot at which a schedule is read out only tells about how much memory it takes. In bytes
+that is known once it has been read, and the largest slot whose schedule fits the budget is searched for. Where sizes
+have a common divisor, or the budget fewer bytes than there are slots, nothing is rounded and the answer is exact.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from remat.chain import Chain
+from remat.errors import RematError
+from remat.schedule import F_ALL, F_CK, F_NONE, B, Operation, store_all_operations
+from remat.simulation import peak_and_makespan
+from remat.solvers.base import Operations, Plan, store_all_peak
+from remat.units import format_bytes
+
+_KINDS = (F_ALL, F_CK, F_NONE, B)  # by the numbers that the kernels write
+_BEYOND = 1 / 25  # how far past the budget's slot schedules are read out; what rounding errors add up to
+_AROUND = 3  # slots tried above the largest one found to fit: peaks need not rise from slot to slot
+_FEWEST_SLOTS = 16  # with fewer, a table that must stay under a limit is not worth filling
+_ENTRY = np.dtype(np.float32).itemsize
+
+
+class Reading(NamedTuple):
+    """A schedule in a table: its peak, by the recurrence without rounding, and its seconds."""
+
+    peak_bytes: int
+    seconds: float
+
+
+class Room:
+    """Where a kernel writes the operations of one schedule."""
+
+    def __init__(self, stages: int) -> None:
+        most = stages * (stages + 1) // 2 + 2 * stages  # as many as recomputing everything takes, and the backwards
+        self.kinds, self.stages = np.empty(most, np.int64), np.empty(most, np.int64)
+
+    def operations(self, count: int) -> Operations:
+        kinds, stages = self.kinds[:count].tolist(), self.stages[:count].tolist()
+        return tuple(Operation(_KINDS[kind], stage) for kind, stage in zip(kinds, stages, strict=True))
+
+
+class Table(ABC):
+    """Least seconds of every sub-chain at every number of slots, for budgets up to `budget` bytes.
+
+    Args:
+        slots: into how many units the budget is divided.
+        limit: bytes that the table may take; fewer slots are used where it would take more. None: an error where it
+            would take more than the memory that is free.
+        optimistic: round sizes down and the budget up, so that no schedule that fits is missed, for lower bounds.
+
+    Attributes:
+        unit: bytes of a slot.
+        exact: nothing was rounded.
+        columns: a row has the slots 0 .. columns-1.
+        flat: float32 (rows * columns,), filled.
+    """
+
+    method: ClassVar[str]
+
+    def __init__(
+        self, chain: Chain, budget: int, slots: int, *, limit: int | None = None, optimistic: bool = False
+    ) -> None:
+        if slots < 1:
+            raise RematError(f"slots={slots}: at least one is needed; 500 is the usual number")
+        self.chain, self.budget = chain, budget
+        self.sizes, self.times = sizes_of(chain), times_of(chain)
+        divisor = math.gcd(*(int(size) for array in self.sizes for size in array)) or 1
+        room = max(budget - always(chain), 0)
+        slots = self._slots_within(limit, slots, room // divisor, optimistic)
+        # Units are a multiple of the sizes' common divisor, so that rounding loses nothing it need not.
+        self.unit = divisor * max(1, math.ceil(room / (divisor * slots)))
+        self.exact = self.unit == divisor
+        if optimistic:
+            self.slots = tuple(kept // self.unit for kept in self._kept_bytes())
+            self.columns = -(-room // self.unit) + 1
+        else:
+            self.slots = tuple((kept + self.unit // 2) // self.unit for kept in self._kept_bytes())
+            self.columns = self._last_slot(room) + 1
+        self._room = Room(chain.length)
+        self._readings: dict[int, Reading] = {}
+        self.flat = np.empty(self.rows(chain.length) * self.columns, np.float32)
+        self._fill()
+
+    @staticmethod
+    @abstractmethod
+    def rows(stages: int) -> int:
+        """Number of sub-chains of a chain."""
+
+    @staticmethod
+    @abstractmethod
+    def whole_row(stages: int) -> int:
+        """Row of the whole chain."""
+
+    @abstractmethod
+    def _kept_bytes(self) -> tuple[np.ndarray, np.ndarray]:
+        """What keeping activation s, and what saving all of stage s, takes from the memory of what comes behind."""
+
+    @abstractmethod
+    def _fill(self) -> None:
+        """Fills `flat`."""
+
+    @abstractmethod
+    def _walk(self, slot: int) -> tuple[int, int, float]:
+        """Writes the operations at `slot` into `_room`; returns their number, peak beyond `always`, and seconds."""
+
+    def _slots_within(self, limit: int | None, slots: int, distinct: int, optimistic: bool) -> int:
+        """`slots`, or as many as fit the limit; `distinct` slots are enough to be exact."""
+        rows = self.rows(self.chain.length)
+        beyond = 0 if optimistic else _BEYOND
+
+        def needed(slots: int) -> int:
+            return math.ceil(min(slots, distinct) * (1 + beyond) + 1) * rows * _ENTRY
+
+        allowed = available_bytes() if limit is None else limit
+        if needed(slots) <= allowed:
+            return slots
+        fitting = int((allowed / (rows * _ENTRY) - 2) / (1 + beyond))
+        if limit is not None and fitting >= _FEWEST_SLOTS:
+            return fitting
+        advice = "Free memory" if limit is None else "Raise table_limit"
+        if fitting >= _FEWEST_SLOTS:
+            advice = f"Take slots={fitting}"
+        raise RematError(
+            f"the {self.method} planner needs a table of {format_bytes(needed(slots))} for {self.chain.length} stages "
+            f"with {min(slots, distinct)} slots, and {format_bytes(allowed)} may be used. {advice}, fuse stages, or "
+            "take the solver 'persistent', whose table grows with the square of the stages only."
+        )
+
+    def _last_slot(self, room: int) -> int:
+        nominal = room // self.unit
+        return nominal if self.exact else nominal + math.ceil(nominal * _BEYOND)
+
+    @property
+    def whole(self) -> np.ndarray:
+        """Least seconds of the whole chain by slots."""
+        begin = self.whole_row(self.chain.length) * self.columns
+        return self.flat[begin : begin + self.columns]
+
+    def read(self, budget: int) -> Operations | None:
+        """The fastest schedule found in the table whose peak, in bytes, fits `budget`; None if none does."""
+        room = budget - always(self.chain)
+        if room < 0:
+            return None
+        finite = np.flatnonzero(np.isfinite(self.whole))
+        if finite.size == 0:
+            return None
+        first, last = int(finite[0]), min(self._last_slot(room), self.columns - 1)
+        nominal = room // self.unit
+        if self.exact:
+            return self._operations(min(nominal, last)) if first <= nominal else None
+        if first > last:
+            return None
+        self._search(room, first, min(max(nominal, first), last), last)
+        fitting = [(reading.seconds, slot) for slot, reading in self._readings.items() if reading.peak_bytes <= room]
+        return self._operations(min(fitting)[1]) if fitting else None
+
+    def _search(self, room: int, first: int, start: int, last: int) -> None:
+        """Reads slots around the largest one that fits: in growing steps from `start`, then by bisection."""
+
+        def fits(slot: int) -> bool:
+            return self._reading(slot).peak_bytes <= room
+
+        step = 1
+        low, high = first - 1, last + 1  # low fits or is outside, high does not fit or is outside
+        if fits(start):
+            low = start
+            while low < last and fits(min(low + step, last)):
+                low, step = min(low + step, last), 2 * step
+            high = min(low + step, high)
+        else:
+            high = start
+            while high > first and not fits(max(high - step, first)):
+                high, step = max(high - step, first), 2 * step
+            low = max(high - step, low)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        for slot in range(high, min(high + _AROUND, last + 1)):
+            self._reading(slot)
+
+    def _reading(self, slot: int) -> Reading:
+        if slot not in self._readings:
+            _, peak, seconds = self._walk(slot)
+            self._readings[slot] = Reading(int(peak), float(seconds))
+        return self._readings[slot]
+
+    def _operations(self, slot: int) -> Operations:
+        return self._room.operations(self._walk(slot)[0])
+
+
+def plan_with_tables(
+    chain: Chain,
+    budgets: Sequence[int],
+    make_table: Callable[[int], Table],
+    least: Callable[[], Operations],
+    *,
+    save_all: bool = True,
+) -> list[Plan | None]:
+    """The fastest schedule for each budget, from one table per factor of two between them.
+
+    A table read at a tenth of the budget it was made for would be ten times as coarse. Where no slot shows a schedule,
+    the one of least memory is what is left. Where everything can be stored (and may: `save_all`), no table is needed.
+    """
+    plans: dict[int, Plan | None] = {}
+    table: Table | None = None
+    store_all_bytes = store_all_peak(chain)
+    for budget in sorted(set(budgets), reverse=True):
+        if save_all and budget >= store_all_bytes:
+            plans[budget] = Plan(store_all_operations(chain.length))
+            continue
+        if table is None or 2 * budget < table.budget:
+            table = make_table(budget)
+        operations = table.read(budget)
+        if operations is None and peak_and_makespan(chain, least())[0] <= budget:
+            operations = least()
+        plans[budget] = None if operations is None else Plan(operations)
+    return [plans[budget] for budget in budgets]
+
+
+def always(chain: Chain) -> int:
+    """Bytes that no cell counts, because they are there from the first operation to the last."""
+    return chain.reserve_bytes + chain.act_bytes[0]
+
+
+def sizes_of(chain: Chain) -> tuple[np.ndarray, ...]:
+    """The chain's bytes as the kernels take them; the input, which is in `always`, counts as nothing."""
+    bwd_extra = np.array(chain.bwd_overhead_bytes, np.int64) - np.array(chain.bwd_released_bytes, np.int64)
+    return (
+        np.array((0, *chain.act_bytes[1:]), np.int64),
+        np.array(chain.saved_bytes, np.int64),
+        np.array(chain.fwd_overhead_bytes, np.int64),
+        bwd_extra,
+        np.array(chain.grad_bytes, np.int64),
+        np.array(chain.save_overhead_bytes, np.int64),
+    )
+
+
+def times_of(chain: Chain) -> tuple[np.ndarray, np.ndarray]:
+    """The chain's seconds as the kernels take them: prefix sums of the forwards, and both directions of each stage."""
+    fwd = np.array(chain.fwd_seconds, np.float64)
+    return np.concatenate(([0.0], np.cumsum(fwd))), fwd + np.array(chain.bwd_seconds, np.float64)
+
+
+def in_parallel(work: Callable[..., None], waves: Iterable[Sequence[tuple[int, ...]]], *, threads: bool) -> None:
+    """Calls `work` with the arguments of each wave, on all cores; a wave begins when the one before has ended."""
+    workers = usable_cores() if threads else 1
+    if workers == 1:
+        for wave in waves:
+            for arguments in wave:
+                work(*arguments)
+        return
+    with ThreadPoolExecutor(workers) as pool:
+        for wave in waves:
+            for done in [pool.submit(work, *arguments) for arguments in wave]:
+                done.result()
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def available_bytes() -> int:
+    """Memory that is free on this machine."""
+    import psutil  # only this question needs it
+
+    return int(psutil.virtual_memory().available)

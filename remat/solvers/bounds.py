@@ -1,0 +1,45 @@
+"""A makespan that no schedule within a budget can beat, to say how far from the optimum a schedule may be."""
+
+from __future__ import annotations
+
+from remat.chain import Chain
+from remat.errors import InfeasibleBudget
+from remat.solvers._tables import always
+from remat.solvers.base import store_all_peak
+from remat.solvers.floating import Floating, FloatingTable
+from remat.units import resolve_budget
+
+_HALF_ULP = 2.0**-24  # relative error of one float32 addition
+
+
+def lower_bound(
+    chain: Chain, budget: int | str | float, slots: int = 2000, table_limit: int | str | None = None
+) -> float:
+    """Seconds that every valid schedule of `chain` within `budget` takes at least.
+
+    The floating recurrence (`remat.solvers.floating`), which is exact over all sequences, with sizes rounded down to
+    slots and the budget rounded up: every schedule that fits the bytes fits the slots too. More slots bring it nearer
+    to the optimum.
+
+    Args:
+        chain: what the stages cost.
+        budget: int (bytes), string ("2GiB"), or float in (0, 1] of the store-all peak.
+        slots: into how many units the budget is divided.
+        table_limit: bytes that the table may take; see `Floating`.
+
+    Raises:
+        InfeasibleBudget: no schedule at all fits the budget.
+        RematError: the table would not fit.
+    """
+    size = resolve_budget(budget, store_all_peak(chain))
+    if size >= store_all_peak(chain):
+        return chain.store_all_seconds
+    least = Floating().minimum_budget(chain)
+    if size < least:
+        raise InfeasibleBudget(size, least, "floating")
+    limit = None if table_limit is None else resolve_budget(table_limit)
+    table = FloatingTable(chain, size, slots, limit=limit, optimistic=True)
+    last = -(-(size - always(chain)) // table.unit)
+    # A cell is two additions of smaller ones, at most 2n deep: what float32 may have added on the way is taken off.
+    seconds = float(table.whole[last]) * (1 - (4 * chain.length + 2) * _HALF_ULP)
+    return max(seconds, chain.store_all_seconds)

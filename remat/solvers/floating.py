@@ -1,0 +1,105 @@
+"""The optimal weakly persistent (floating) schedule by dynamic programming (Beaumont et al., Section 4.3).
+
+An activation that was kept may be moved forward later: dropped, for one further on. Over all valid sequences some
+optimum is of this kind (their Theorem 4.6), so this is the fastest schedule that there is, up to slots.
+
+The published recurrence takes O(S n^6). The one here takes O(S n^4) and memory 2/3 n^3 S bytes for n stages and S
+slots; `docs/planners.md` derives it and says what the published form misses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from remat.chain import Chain
+from remat.simulation import peak_and_makespan
+from remat.solvers import _kernels
+from remat.solvers._tables import Room, Table, in_parallel, plan_with_tables, sizes_of, times_of
+from remat.solvers.base import Operations, Plan, Solver
+from remat.solvers.persistent import Persistent, PersistentTable
+from remat.units import resolve_budget
+
+_BLOCK = 8  # values of t that share rows from cache
+_THREADED_FROM = 24  # stages; below, filling takes less than starting threads
+
+
+@dataclass(frozen=True)
+class Floating(Solver):
+    """The fastest schedule; never slower than `Persistent` with as many slots, whose schedule it weighs too.
+
+    Attributes:
+        slots: into how many units the budget is divided; more are finer, slower and larger.
+        table_limit: bytes that the table may take (an int or "2GiB"); fewer slots are used where it would take more.
+            None: as many slots as asked for, and an error where the table would not fit the free memory.
+    """
+
+    slots: int = 500
+    table_limit: int | str | None = None
+
+    name: ClassVar[str] = "floating"
+
+    def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:
+        limit = None if self.table_limit is None else resolve_budget(self.table_limit)
+
+        def table(budget: int) -> FloatingTable:
+            return FloatingTable(chain, budget, self.slots, limit=limit)
+
+        floating = plan_with_tables(chain, budgets, table, lambda: self.least_memory(chain))
+        persistent = Persistent(self.slots).plan(chain, budgets)
+        return [_faster(chain, plans) for plans in zip(floating, persistent, strict=True)]
+
+    def least_memory(self, chain: Chain) -> Operations:
+        sizes, times = sizes_of(chain), times_of(chain)
+        decisions = _kernels.fill_least_floating(sizes, times)
+        room = Room(chain.length)
+        nothing, slots = np.empty(0, np.float32), (np.zeros_like(sizes[0]), np.zeros_like(sizes[1]))
+        options = (sizes, slots, times, 1, room.kinds, room.stages)
+        return room.operations(_kernels.read_floating(nothing, 1, 0, decisions, *options)[0])
+
+
+class FloatingTable(Table):
+    """Cells (s, t, l): the backwards of stages l..t, from activation s and the gradient of l."""
+
+    method: ClassVar[str] = "floating"
+
+    @staticmethod
+    def rows(stages: int) -> int:
+        return stages * (stages + 1) * (stages + 2) // 6
+
+    @staticmethod
+    def whole_row(stages: int) -> int:
+        return FloatingTable.rows(stages - 1) + PersistentTable.rows(stages - 1)  # cell (0, 0, n-1)
+
+    def _kept_bytes(self) -> tuple[np.ndarray, np.ndarray]:
+        act, saved = self.sizes[0], self.sizes[1]
+        # A cell counts its input, which after "save all" lies in what was saved.
+        return act, act[:-1] + saved - act[1:]
+
+    def _fill(self) -> None:
+        n = self.chain.length
+        rows = self.rows(n)
+        ranges = (np.empty(rows, np.int64), np.empty(rows, np.int64))
+
+        def fill(s: int, t: int) -> None:
+            options = (self.sizes, self.slots, self.times, self.unit)
+            _kernels.fill_floating(self.flat, ranges, self.columns, s, t, min(t + _BLOCK, n), *options)
+
+        def waves() -> Iterator[list[tuple[int, int]]]:
+            for s in range(n - 1, -1, -1):  # for one s, cells of different t need nothing of each other
+                yield [(s, t) for t in range(s, n, _BLOCK)]
+
+        in_parallel(fill, waves(), threads=n >= _THREADED_FROM)
+
+    def _walk(self, slot: int) -> tuple[int, int, float]:
+        none, room = np.empty(0, np.int16), self._room
+        options = (self.sizes, self.slots, self.times, self.unit, room.kinds, room.stages)
+        return _kernels.read_floating(self.flat, self.columns, slot, none, *options)
+
+
+def _faster(chain: Chain, plans: tuple[Plan | None, Plan | None]) -> Plan | None:
+    found = [plan for plan in plans if plan is not None]
+    return min(found, key=lambda plan: peak_and_makespan(chain, plan.operations)[1]) if found else None

@@ -1,0 +1,238 @@
+"""The rematerialisation problem as an integer linear program, solved by HiGHS or CBC through PuLP.
+
+It is there to check the dynamic programs and to be compared with, so it takes nothing from them: it knows the four
+operations, their rules and their memory, as `remat.simulation` states them, and one restriction that loses nothing:
+between two backwards (a phase) every stage runs forward at most once, in the order of the chain.
+
+Phase k ends with B_k. Binary variables say for each phase k and stage j <= k whether F_all, F_ck or F_none of j runs
+there; own[k, j] and kept[k, j] say whether a_j is stored on its own and whether saved_j is, when phase k begins;
+used[k, j] is the memory that is stored before stage j's turn. Sizes are in units of the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from remat.chain import Chain
+from remat.errors import SolverStopped
+from remat.schedule import F_ALL, F_CK, F_NONE, B, Operation
+from remat.simulation import peak_and_makespan
+from remat.solvers._pulp import Answer, choose_backend, run
+from remat.solvers.base import Operations, Plan, Solver
+from remat.solvers.recompute_all import RecomputeAll
+from remat.units import format_bytes
+
+_SCALE = 1000.0  # of the budget in the program: backends let a constraint be exceeded by a millionth
+_RETRIES = 20  # solutions that are over by that tolerance are excluded one by one
+
+
+@dataclass(frozen=True)
+class Ilp(Solver):
+    """The fastest schedule, by integer linear programming.
+
+    Attributes:
+        time_limit: seconds that one budget may take. The best schedule found by then is returned, with its gap.
+        gap: how far, as a share of the store-all makespan, from proven optimality a schedule may be.
+        backend: "highs" (`pip install remat[ilp]`), "cbc" (comes with PuLP), or None: HiGHS where it is installed.
+
+    Raises:
+        SolverStopped: the time limit was reached before any schedule was found.
+    """
+
+    time_limit: float = 60.0
+    gap: float = 0.001
+    backend: str | None = None
+
+    name: ClassVar[str] = "ilp"
+
+    def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:
+        known = {budget: self._plan_one(chain, budget) for budget in sorted(set(budgets))}
+        return [known[budget] for budget in budgets]
+
+    def least_memory(self, chain: Chain) -> Operations:
+        """The sequence of least peak: exact where the solver proves it within its time limit, else the best found."""
+        backend = choose_backend(self.backend)
+        best = RecomputeAll().least_memory(chain)
+        peak = peak_and_makespan(chain, best)[0]
+        for _ in range(_RETRIES):
+            model = _Model(chain, peak, minimise_memory=True)
+            if not run(model.problem, backend, self.time_limit, 0.0).found:
+                break
+            operations = model.operations()
+            found = peak_and_makespan(chain, operations)[0]
+            if found >= peak:
+                break
+            best, peak = operations, found
+        return best
+
+    def _plan_one(self, chain: Chain, budget: int) -> Plan | None:
+        backend = choose_backend(self.backend)
+        model = _Model(chain, budget)
+        for _ in range(_RETRIES):
+            answer = run(model.problem, backend, self.time_limit, self.gap)
+            if answer.infeasible:
+                return None
+            if not answer.found:
+                raise SolverStopped(
+                    f"the ILP solver ({backend}) found no schedule within {format_bytes(budget)} in "
+                    f"{self.time_limit:g} s, and no proof that there is none; raise time_limit, or take the solver "
+                    "'floating', which is exact and faster"
+                )
+            operations = model.operations()
+            if peak_and_makespan(chain, operations)[0] <= budget:
+                note = "" if answer.proved else f"stopped at its time limit of {self.time_limit:g} s"
+                return Plan(operations, bound_seconds=model.bound_seconds(answer), note=note)
+            model.exclude_solution()
+        raise SolverStopped(
+            f"the ILP solver ({backend}) returned {_RETRIES} schedules that are over {format_bytes(budget)} by its "
+            "tolerance; take the solver 'floating'"
+        )
+
+
+@dataclass
+class _Model:
+    """The integer program of a chain under a limit in bytes."""
+
+    chain: Chain
+    limit: int
+    minimise_memory: bool = False
+    problem: Any = field(init=False)
+    runs: dict[tuple[str, int, int], Any] = field(init=False, default_factory=dict)  # (kind, phase, stage)
+
+    def __post_init__(self) -> None:
+        import pulp
+
+        self.problem = pulp.LpProblem("rematerialisation", pulp.LpMinimize)
+        self._scale = _SCALE / max(self.limit, 1)
+        self._seconds = self.chain.store_all_seconds or 1.0
+        top: Any = self.problem.add_variable("peak", 0, _SCALE) if self.minimise_memory else _SCALE
+        self._declare_runs()
+        own, kept = self._states()
+        self._rules(own, kept)
+        self._memory(own, kept, top)
+        forward = pulp.lpSum(
+            self.chain.fwd_seconds[stage - 1] / self._seconds * run for (_, _, stage), run in self.runs.items()
+        )
+        self.problem.setObjective(top if self.minimise_memory else forward)
+
+    def _run(self, phase: int, stage: int, *kinds: str) -> Any:
+        """The sum of the variables of these kinds, of all three by default."""
+        import pulp
+
+        keys = [(kind, phase, stage) for kind in kinds or (F_ALL, F_CK, F_NONE)]
+        return pulp.lpSum(self.runs[key] for key in keys if key in self.runs)
+
+    def _declare_runs(self) -> None:
+        """A variable for each operation that may be of use and can fit.
+
+        a_0 stays until B_1, so F_none 1 is out; and phase k needs no more of stage k than F_all.
+        """
+
+        chain = self.chain
+        floor = chain.reserve_bytes + chain.act_bytes[0]
+        for phase in range(1, chain.length + 1):
+            for stage in range(1, phase + 1):
+                before = floor + chain.grad_bytes[phase] + (chain.act_bytes[stage - 1] if stage > 1 else 0)
+                saving = chain.saved_bytes[stage - 1] + chain.save_overhead_bytes[stage - 1]
+                passing = chain.act_bytes[stage] + chain.fwd_overhead_bytes[stage - 1]
+                for kind, needed in ((F_ALL, saving), (F_CK, passing), (F_NONE, passing)):
+                    useful = kind == F_ALL or (stage < phase and (kind == F_CK or stage > 1))
+                    if useful and before + needed <= self.limit:
+                        name = f"{kind}_{phase}_{stage}"
+                        self.runs[kind, phase, stage] = self.problem.add_variable(name, cat="Binary")
+
+    def _states(self) -> tuple[dict[tuple[int, int], Any], dict[tuple[int, int], Any]]:
+        """What is stored when a phase begins, as a consequence of what ran: own[k, j] for j < k, kept[k, j], j <= k."""
+
+        last = self.chain.length
+        own: dict[tuple[int, int], Any] = {}
+        kept: dict[tuple[int, int], Any] = {}
+        for phase in range(last, 0, -1):
+            own[phase, 0] = 1
+            for stage in range(1, phase + 1):
+                first = phase == last
+                kept[phase, stage] = 0 if first else self.problem.add_variable(f"kept_{phase}_{stage}", 0, 1)
+                if stage < phase:
+                    own[phase, stage] = 0 if first else self.problem.add_variable(f"own_{phase}_{stage}", 0, 1)
+                if not first:
+                    before = phase + 1
+                    self.problem += kept[phase, stage] == kept[before, stage] + self._run(before, stage, F_ALL)
+                    if stage < phase:
+                        self.problem += own[phase, stage] == self._own_after(own, before, stage)
+        return own, kept
+
+    def _own_after(self, own: dict[tuple[int, int], Any], phase: int, stage: int) -> Any:
+        """Whether a_stage is stored on its own when the forwards of `phase` have run."""
+        passed = self._run(phase, stage, F_CK, F_NONE)
+        return own[phase, stage] + passed - self._run(phase, stage + 1, F_NONE)
+
+    def _rules(self, own: dict[tuple[int, int], Any], kept: dict[tuple[int, int], Any]) -> None:
+        """What each operation needs (Table 1 of Beaumont et al.)."""
+        for phase in range(1, self.chain.length + 1):
+            # saved_k is there when B_k runs, and is made once: nothing but B_k frees it.
+            self.problem += kept[phase, phase] + self._run(phase, phase, F_ALL) == 1
+            for stage in range(1, phase + 1):
+                run = self._run(phase, stage)
+                self.problem += run + kept[phase, stage] <= 1
+                if stage < phase:  # running a stage whose output is there anyway is of no use
+                    self.problem += own[phase, stage] + self._run(phase, stage, F_CK, F_NONE) <= 1
+                if stage == 1:
+                    continue
+                before = stage - 1
+                passed = own[phase, before] + self._run(phase, before, F_CK, F_NONE)
+                self.problem += run <= passed + kept[phase, before] + self._run(phase, before, F_ALL)
+                self.problem += self._run(phase, stage, F_NONE) <= passed
+            if phase > 1:
+                at_hand = kept[phase, phase - 1] + self._run(phase, phase - 1, F_ALL)
+                self.problem += self._own_after(own, phase, phase - 1) + at_hand >= 1
+
+    def _memory(self, own: dict[tuple[int, int], Any], kept: dict[tuple[int, int], Any], top: Any) -> None:
+        """The memory while each operation runs, which is what is stored before it and what it adds."""
+        import pulp
+
+        chain, scale = self.chain, self._scale
+        act, saved = chain.act_bytes, chain.saved_bytes
+        for phase in range(1, chain.length + 1):
+            stored = scale * (chain.reserve_bytes + act[0] + chain.grad_bytes[phase])
+            stored += pulp.lpSum(scale * act[stage] * own[phase, stage] for stage in range(1, phase))
+            stored += pulp.lpSum(scale * saved[stage - 1] * kept[phase, stage] for stage in range(1, phase + 1))
+            for stage in range(1, phase + 1):
+                used = self.problem.add_variable(f"used_{phase}_{stage}", 0, _SCALE)
+                self.problem += used == stored
+                saves = self._run(phase, stage, F_ALL)
+                passes = self._run(phase, stage, F_CK, F_NONE)
+                saving = saved[stage - 1] + chain.save_overhead_bytes[stage - 1]
+                passing = act[stage] + chain.fwd_overhead_bytes[stage - 1]
+                self.problem += used + scale * saving * saves + scale * passing * passes <= top
+                stored = used + scale * saved[stage - 1] * saves + scale * act[stage] * passes
+                stored = stored - scale * act[stage - 1] * self._run(phase, stage, F_NONE)
+            backward = chain.bwd_overhead_bytes[phase - 1] - chain.bwd_released_bytes[phase - 1]
+            self.problem += stored + scale * (chain.grad_bytes[phase - 1] + backward) <= top
+
+    def bound_seconds(self, answer: Answer) -> float | None:
+        """The makespan that no schedule can beat, from the bound on the objective, which has no backwards."""
+        if answer.bound is None:
+            return None
+        return max(answer.bound * self._seconds + sum(self.chain.bwd_seconds), self.chain.store_all_seconds)
+
+    def exclude_solution(self) -> None:
+        """Adds that at least one variable differs from the present solution."""
+        import pulp
+
+        variables = list(self.runs.values())
+        differing = pulp.lpSum(1 - v if round(v.varValue or 0) else v for v in variables)
+        self.problem += differing >= 1
+
+    def operations(self) -> Operations:
+        """The solution, rounded, in the order in which it runs."""
+        found: list[Operation] = []
+        for phase in range(self.chain.length, 0, -1):
+            for stage in range(1, phase + 1):
+                for kind in (F_ALL, F_CK, F_NONE):
+                    run = self.runs.get((kind, phase, stage))
+                    if run is not None and round(run.varValue or 0):
+                        found.append(Operation(kind, stage))
+            found.append(Operation(B, phase))
+        return tuple(found)

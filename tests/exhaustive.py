@@ -1,0 +1,53 @@
+"""The optimum over all valid sequences, by Dijkstra's algorithm over what is stored; written apart from the solvers."""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+from remat.chain import Chain
+
+
+def optimum(chain: Chain, budget: int) -> float:
+    """Least seconds of any valid sequence within `budget` bytes; inf where there is none.
+
+    A state is the activations stored on their own, the saved sets, and the next backward.
+    """
+    n, act, saved, grad = chain.length, chain.act_bytes, chain.saved_bytes, chain.grad_bytes
+    start = (frozenset([0]), frozenset(), n)
+    known, queue, number = {start: 0.0}, [(0.0, 0, start)], 0
+    while queue:
+        seconds, _, state = heapq.heappop(queue)
+        own, kept, pending = state
+        if seconds > known[state]:
+            continue
+        if pending == 0:
+            return seconds
+        stored = chain.reserve_bytes + grad[pending] + sum(act[i] for i in own) + sum(saved[i - 1] for i in kept)
+        for cost, peak, after in _next(chain, own, kept, pending, stored):
+            if peak <= budget and seconds + cost < known.get(after, math.inf):
+                known[after] = seconds + cost
+                number += 1  # states have no order of their own
+                heapq.heappush(queue, (seconds + cost, number, after))
+    return math.inf
+
+
+def _next(chain: Chain, own: frozenset, kept: frozenset, pending: int, stored: int):
+    """Every operation that may follow: its seconds, the peak while it runs, and the state that it leaves."""
+    act, saved, grad = chain.act_bytes, chain.saved_bytes, chain.grad_bytes
+    if pending in kept and (pending - 1 in own or pending - 1 in kept):
+        extra = chain.bwd_overhead_bytes[pending - 1] - chain.bwd_released_bytes[pending - 1]
+        after = (own - {pending - 1}, kept - {pending}, pending - 1)
+        yield chain.bwd_seconds[pending - 1], stored + grad[pending - 1] + extra, after
+    for stage in range(1, pending + 1):
+        before = stage - 1
+        if before not in own and before not in kept:
+            continue
+        cost = chain.fwd_seconds[before]
+        passing = stored + act[stage] + chain.fwd_overhead_bytes[before]
+        if stage not in kept:
+            saving = stored + saved[before] + chain.save_overhead_bytes[before]
+            yield cost, saving, (own, kept | {stage}, pending)
+            if before in own:
+                yield cost, passing, ((own - {before}) | {stage}, kept, pending)
+        yield cost, passing, (own | {stage}, kept, pending)
