@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 
 from benchmarks.frontier import frontier
-from benchmarks.planner import planner
+from benchmarks.planners import planners
 from benchmarks.speed import prediction, sequential, store_all
 
 BENCHMARKS = {
-    "planner": lambda: planner(7),
+    "planners": planners,
     "store_all": lambda: store_all(30),
     "sequential": lambda: sequential(10),
     "prediction": lambda: prediction(6),

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from remat.errors import PlanMismatch as PlanMismatch
     from remat.errors import RematError as RematError
     from remat.errors import ReplayError as ReplayError
+    from remat.errors import SolverStopped as SolverStopped
     from remat.errors import UnsupportedModel as UnsupportedModel
     from remat.profiling import profile as profile
     from remat.report import Moment as Moment
@@ -36,8 +37,10 @@ if TYPE_CHECKING:
     from remat.schedule import Operation as Operation
     from remat.schedule import Schedule as Schedule
     from remat.simulation import simulate as simulate
+    from remat.solvers import lower_bound as lower_bound
     from remat.solvers import minimum_budget as minimum_budget
     from remat.solvers import solve as solve
+    from remat.solvers.base import Plan as Plan
     from remat.solvers.base import Solver as Solver
 
 __version__ = "0.1.0"
@@ -55,6 +58,7 @@ _HOMES = {
         "PlanMismatch",
         "RematError",
         "ReplayError",
+        "SolverStopped",
         "UnsupportedModel",
     ),
     "remat.profiling": ("profile",),
@@ -63,8 +67,8 @@ _HOMES = {
     "remat.runtime.wrapper": ("apply",),
     "remat.schedule": ("Operation", "Schedule"),
     "remat.simulation": ("simulate",),
-    "remat.solvers": ("minimum_budget", "solve"),
-    "remat.solvers.base": ("Solver",),
+    "remat.solvers": ("lower_bound", "minimum_budget", "solve"),
+    "remat.solvers.base": ("Plan", "Solver"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _SUBMODULES = ("models", "rotor", "solvers")

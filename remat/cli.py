@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from remat.errors import InfeasibleBudget, RematError
-from remat.units import format_bytes, format_seconds
+from remat.units import format_bytes, format_seconds, resolve_budget
 
 if TYPE_CHECKING:
     from remat.chain import Chain
+    from remat.schedule import Schedule
+    from remat.solvers.base import Solver
 
 app = typer.Typer(
     help="Train PyTorch models inside a memory limit: measure a model, plan for budgets.",
@@ -27,6 +32,9 @@ app = typer.Typer(
 console = Console()
 
 Model = Annotated[str, typer.Argument(help="A model of remat.models (gpt, resnet50, ...) or package.module:function.")]
+ModelOrChain = Annotated[
+    str, typer.Argument(help="A model as for `remat profile`, or a chain.json that it wrote, which measures nothing.")
+]
 Batch = Annotated[int, typer.Option(help="Batch size of the sample, for the models of remat.models.", min=1)]
 Out = Annotated[Path | None, typer.Option(help="Folder for the results as JSON; made if it is not there.")]
 
@@ -49,43 +57,146 @@ def profile(model: Model, batch: Batch = 8, out: Out = None) -> None:
 
 @app.command()
 def plan(
-    model: Model,
+    model: ModelOrChain,
     budgets: Annotated[
         str, typer.Option(help="Comma-separated: fractions of the store-all peak, bytes, or amounts with a unit.")
     ] = "0.3,0.5,0.8",
-    solver: Annotated[str, typer.Option(help="Name of the planner.")] = "persistent",
-    slots: Annotated[int, typer.Option(help="Memory units of the dynamic program.", min=1)] = 500,
+    solver: Annotated[str, typer.Option(help="The planner whose plans are drawn and written.")] = "persistent",
+    also: Annotated[str, typer.Option(help="Comma-separated planners to compare too: ilp, checkmate, floating.")] = "",
+    slots: Annotated[int, typer.Option(help="Memory units of the dynamic programs.", min=1)] = 500,
+    pictures: Annotated[bool, typer.Option(help="Draw each plan and its memory over time.")] = True,
     batch: Batch = 8,
     out: Out = None,
 ) -> None:
-    """Plan for several budgets and show what each is predicted to cost."""
-    from remat.simulation import simulate
+    """Plan for several budgets: what every planner's plans cost, and what those of one look like."""
     from remat.solvers import make_solver
     from remat.solvers.base import store_all_peak
 
     planner = make_solver(solver, slots=slots)
-    wanted = [_budget(text) for text in budgets.split(",")]
-    chain = _profile(model, batch)
-    table = _table(
-        f"{model}: {format_bytes(store_all_peak(chain))} when everything is stored, "
-        f"{format_bytes(planner.minimum_budget(chain))} at least with {solver}",
-        *("budget", "predicted\npeak", "seconds\nper step", "overhead", "recom-\nputed"),
-    )
-    for text, answer in zip(budgets.split(","), planner.solve_many(chain, wanted), strict=True):
+    asked = [make_solver(name.strip(), slots=slots) for name in also.split(",") if name.strip()]
+    texts = [text.strip() for text in budgets.split(",")]
+    wanted = [_budget(text) for text in texts]
+    for budget in wanted:
+        resolve_budget(budget, store_all_bytes=sys.maxsize)  # its form, before anything is measured
+    chain = _chain(model, batch)
+    sizes = [resolve_budget(budget, store_all_peak(chain)) for budget in wanted]
+    headings = [f"{text} =\n{format_bytes(size)}" for text, size in zip(texts, sizes, strict=True)]
+    table, answers = _comparison(model, chain, sizes, headings, planner, asked, slots)
+    console.print(table)
+    for text, answer in zip(texts, answers, strict=True):
         if isinstance(answer, InfeasibleBudget):
-            table.add_row(f"{text} = {format_bytes(answer.budget)}", "infeasible", "", "", "")
+            console.print(f"[bold]{text}[/bold]: {escape(str(answer))}\n", highlight=False, soft_wrap=True)
             continue
-        report = simulate(chain, answer)
-        overhead = "" if report.overhead is None else f"{report.overhead:.3f}"
-        cells = (format_bytes(report.peak_bytes), format_seconds(report.seconds), overhead)
-        table.add_row(f"{text} = {format_bytes(answer.budget_bytes or 0)}", *cells, str(report.recomputations))
+        if pictures:
+            _draw(text, chain, answer)
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
-            answer.save(out / f"schedule_{text.strip()}.json")
-    console.print(table)
+            answer.save(out / f"schedule_{text}.json")
     if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
         chain.save(out / "chain.json")
         console.print(f"wrote the chain and the schedules to {out}")
+
+
+_COMPARED = ("store_all", "recompute_all", "sequential", "chen", "revolve", "persistent", "floating")
+_MOST_WORK = 3e9  # entries that the floating recurrence fills in a second or two
+
+
+def _comparison(
+    model: str,
+    chain: Chain,
+    sizes: Sequence[int],
+    headings: Sequence[str],
+    planner: Solver,
+    asked: Sequence[Solver],
+    slots: int,
+) -> tuple[Table, list[Schedule | InfeasibleBudget]]:
+    """The plans of every planner in a table, a row each, and the answers of `planner`."""
+    from remat.solvers import make_solver
+    from remat.solvers.base import store_all_peak
+
+    console.print(
+        f"{model}: {chain.length - 1} stages and the loss, {format_bytes(store_all_peak(chain))} and "
+        f"{format_seconds(chain.store_all_seconds)} when everything is stored.\n"
+        "Predicted seconds of a step over those of storing everything:",
+        highlight=False,
+        markup=False,
+    )
+    table = _table("", "planner", "least\nbudget", *headings, "planned\nin")
+    chosen = {solver.name: solver for solver in (*asked, planner)}
+    answers: list[Schedule | InfeasibleBudget] = []
+    for name in dict.fromkeys((*_COMPARED, *chosen)):
+        solver = chosen.get(name) or make_solver(name, slots=slots)
+        if name == "floating" and name not in chosen and _work(chain) * slots > _MOST_WORK:
+            console.print("(floating is left out: it takes long here; `--also floating --slots 50` tries it)")
+            continue
+        with console.status(f"planning with {name}"):
+            start = time.perf_counter()
+            found = solver.solve_many(chain, sizes)
+            seconds = time.perf_counter() - start
+            least = solver.minimum_budget(chain)
+        style = "bold" if solver is planner else ""
+        cells = [_overhead(chain, answer) for answer in found]
+        table.add_row(name, format_bytes(least), *cells, format_seconds(seconds), style=style)
+        if solver is planner:
+            answers = found
+    bounds = _bounds(chain, sizes)
+    if bounds:
+        table.add_row("lower bound", "", *bounds, "")
+    return table, answers
+
+
+def _work(chain: Chain) -> float:
+    """Entries that the floating recurrence fills per slot."""
+    return chain.length**4 / 24
+
+
+def _overhead(chain: Chain, answer: Schedule | InfeasibleBudget) -> str:
+    from remat.simulation import simulate
+
+    if isinstance(answer, InfeasibleBudget):
+        return "-"
+    report = simulate(chain, answer)
+    return f"{1.0 if report.overhead is None else report.overhead:.3f}{' over' if report.outcome == 'over' else ''}"
+
+
+def _bounds(chain: Chain, sizes: Sequence[int]) -> list[str]:
+    """What no planner can beat, by budget; nothing where that would take long to tell or be too coarse to help."""
+    from remat.solvers import lower_bound
+
+    slots = int(min(_MOST_WORK / _work(chain), 2000))
+    if slots < 100 or chain.store_all_seconds <= 0:  # noqa: PLR2004  # see above
+        return []
+    cells = []
+    for size in sizes:
+        try:
+            cells.append(f"{lower_bound(chain, size, slots) / chain.store_all_seconds:.3f}")
+        except InfeasibleBudget:
+            cells.append("-")
+    return cells
+
+
+def _draw(text: str, chain: Chain, schedule: Schedule) -> None:
+    from remat.pictures import draw_memory, draw_plan, symbols_for
+    from remat.simulation import simulate
+
+    width = min(console.width, 120)
+    report = simulate(chain, schedule)
+    symbols = symbols_for(console.encoding)
+    console.print(f"[bold]{text}[/bold]: {escape(str(report))}", highlight=False, soft_wrap=True)
+    console.print(draw_plan(chain, schedule, width, symbols), highlight=False, markup=False)
+    console.print(draw_memory(report, width, symbols=symbols) + "\n", highlight=False, markup=False)
+
+
+def _chain(model: str, batch: int) -> Chain:
+    """A chain that was written before, or that of a model, measured now."""
+    from remat.chain import Chain
+
+    if not model.endswith(".json"):
+        return _profile(model, batch)
+    if not Path(model).is_file():
+        raise RematError(f"{model}: no such file; `remat profile MODEL --out DIR` writes DIR/chain.json")
+    return Chain.load(model)
 
 
 def _budget(text: str) -> int | str | float:
@@ -116,10 +227,11 @@ def _profile(name: str, batch: int) -> Chain:
 
 def _table(title: str, *columns: str) -> Table:
     """Numbers in columns that do not wrap, narrow enough for a terminal of 80 columns."""
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=title or None, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for position, column in enumerate(columns):
-        is_text = column in ("stage", "")
-        table.add_column(column, justify="left" if is_text else "right", no_wrap=position > 0)
+        is_text = column in ("stage", "planner", "")
+        wraps = position == 0 and column == "stage"  # names of stages can be long
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=not wraps)
     return table
 
 
@@ -156,5 +268,5 @@ def main() -> None:
     try:
         app()
     except RematError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
+        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
         sys.exit(2)

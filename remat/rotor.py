@@ -22,6 +22,7 @@ from remat.runtime.wrapper import Wrapper
 from remat.schedule import Schedule
 from remat.simulation import simulate
 from remat.solvers.base import Solver
+from remat.solvers.floating import Floating
 from remat.solvers.persistent import Persistent
 from remat.solvers.revolve import Revolve
 from remat.solvers.sequential import Sequential

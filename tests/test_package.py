@@ -100,10 +100,17 @@ def test_command_line(cli, tmp_path: Path) -> None:
     assert sum(chain.layout.modules) == 4
     done = cli("plan", "my_models:make", "--budgets", "1.0,1GiB,100", "--out", "results")
     assert done.returncode == 0, done.stderr
-    assert "infeasible" in done.stdout and "overhead" in done.stdout
+    assert "no schedule of solver 'persistent' fits 100 B" in done.stdout
+    assert "lower bound" in done.stdout and "kept at first" in done.stdout and "█" in done.stdout
     schedule = remat.Schedule.load(tmp_path / "results" / "schedule_1.0.json")
     remat.simulate(remat.Chain.load(tmp_path / "results" / "chain.json"), schedule)
     assert json.loads((tmp_path / "results" / "schedule_1GiB.json").read_text())["budget_bytes"] == 2**30
+    done = cli("plan", "results/chain.json", "--budgets", "1.0", "--solver", "floating", "--also", "ilp,checkmate")
+    assert done.returncode == 0, done.stderr
+    for name in ("store_all", "chen", "revolve", "floating", "ilp", "checkmate"):
+        assert f" {name} " in done.stdout
+    assert "1.0: floating [predicted, pass]" in done.stdout
+    assert "█" not in cli("plan", "results/chain.json", "--budgets", "1.0", "--no-pictures").stdout
 
 
 @pytest.mark.parametrize(
@@ -115,6 +122,7 @@ def test_command_line(cli, tmp_path: Path) -> None:
         (("plan", "my_models:make", "--budgets", "lots"), "budget 'lots'"),
         (("plan", "my_models:make", "--budgets", "0.5", "--solver", "best"), "unknown solver 'best'"),
         (("plan", "my_models:make", "--budgets", "1.5"), "must lie in (0, 1]"),
+        (("plan", "missing.json"), "missing.json: no such file"),
     ],
 )
 def test_wrong_arguments_are_one_line_and_status_2(cli, arguments: tuple[str, ...], message: str) -> None:

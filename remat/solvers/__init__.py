@@ -17,7 +17,23 @@ from remat.solvers.revolve import Revolve
 from remat.solvers.sequential import Sequential
 from remat.solvers.store_all import StoreAll
 
-__all__ = ["SOLVERS", "Solver", "lower_bound", "make_solver", "minimum_budget", "solve"]
+__all__ = [
+    "SOLVERS",
+    "Checkmate",
+    "Chen",
+    "Floating",
+    "Ilp",
+    "Persistent",
+    "RecomputeAll",
+    "Revolve",
+    "Sequential",
+    "Solver",
+    "StoreAll",
+    "lower_bound",
+    "make_solver",
+    "minimum_budget",
+    "solve",
+]
 
 SOLVERS: dict[str, type[Solver]] = {
     solver.name: solver

@@ -100,7 +100,21 @@ def _two_splits(flat, ranges, columns, out, lefts, rights, needs, shifts, costs)
     first, full = ranges
     start_a = _start_of(ranges, lefts[0], rights[0], needs[0], shifts[0])
     start_b = _start_of(ranges, lefts[1], rights[1], needs[1], shifts[1])
+    first[out] = min(first[out], start_a, start_b)
     end = full[out]
+    # Where neither part gets any faster, a split costs the same at all slots: mostly more than what is there.
+    flat_a = max(full[lefts[0]], full[rights[0]] + shifts[0], start_a)
+    flat_b = max(full[lefts[1]], full[rights[1]] + shifts[1], start_b)
+    level = max(flat_a, flat_b)
+    if level < end:
+        a = flat[lefts[0] * columns + level] + flat[rights[0] * columns + level - shifts[0]] + costs[0]
+        b = flat[lefts[1] * columns + level] + flat[rights[1] * columns + level - shifts[1]] + costs[1]
+        least = min(a, b)
+        for i in range(out * columns + level, out * columns + end):
+            if flat[i] <= least:
+                break
+            flat[i] = least
+        end = level
     both = min(max(start_a, start_b), end)
     o, p, r = out * columns, lefts[0] * columns, lefts[1] * columns
     q, s = rights[0] * columns - shifts[0], rights[1] * columns - shifts[1]
@@ -110,7 +124,6 @@ def _two_splits(flat, ranges, columns, out, lefts, rights, needs, shifts, costs)
         _relax(flat, o + start_b, r + start_b, s + start_b, costs[1], both - start_b)
     if both < end:
         _relax_two(flat, o + both, p + both, q + both, costs[0], r + both, s + both, costs[1], end - both)
-    first[out] = min(first[out], start_a, start_b)
 
 
 @njit(cache=True, nogil=True)
@@ -212,12 +225,17 @@ def fill_persistent(  # noqa: PLR0912  # one loop nest; functions in it would hi
 def _best_split(flat, columns, s, t, m, sizes, slots, times, unit, save_all):
     """The decision behind cell (s, t) at m slots: s for "save all of s", else the split point; -1 if infeasible.
 
-    Decisions are not kept in the table: reading a schedule out visits few cells.
+    Decisions are not kept in the table: reading a schedule out visits few cells. The cell says what its decision costs,
+    so the search ends where that is found, or where running forward alone would cost more.
     """
     act_slots, saved_slots = slots
     prefix, both = times
     grad = sizes[4]
     best, decision = np.inf, -1
+    target = flat[_row(s, t) * columns + m]
+    most = target * (1 + 1e-5)  # seconds left for running forward, and some for rounding
+    for stage in range(s, t + 1):
+        most -= both[stage]
     if m * unit >= _need_save_all(s, t, sizes) and (s == t or save_all):
         rest = np.float32(0)
         if s < t:
@@ -226,7 +244,7 @@ def _best_split(flat, columns, s, t, m, sizes, slots, times, unit, save_all):
             best, decision = rest + np.float32(both[s]), s
     sweep = _need_forward(s, s, sizes)
     for split in range(s + 1, t + 1):
-        if m * unit < grad[t + 1] + sweep:
+        if best <= target or m * unit < grad[t + 1] + sweep or prefix[split] - prefix[s] > most:
             break
         if m >= act_slots[split]:
             right = flat[_row(split, t) * columns + m - act_slots[split]]
@@ -406,7 +424,10 @@ def _best_floating(flat, columns, s, t, l, m, n, sizes, slots, times, unit):
             decision = t
     if m * unit >= _need_step(s, l, sizes) and m >= slots[0][s]:
         cost = np.float32(prefix[s + 1] - prefix[s])
+        target = flat[_cell(s, t, l, n) * columns + m]
         for other in range(t + 1, l + 1):
+            if best <= target:
+                break
             right = flat[_cell(s + 1, other, l, n) * columns + m - slots[0][s]]
             candidate = right + flat[_cell(s, t, other - 1, n) * columns + m] + cost
             if candidate < best:

@@ -25,7 +25,7 @@ from remat.solvers.base import Operations, Plan, store_all_peak
 from remat.units import format_bytes
 
 _KINDS = (F_ALL, F_CK, F_NONE, B)  # by the numbers that the kernels write
-_BEYOND = 1 / 25  # how far past the budget's slot schedules are read out; what rounding errors add up to
+_BEYOND = 1 / 32  # how far past the budget's slot schedules are read out; what rounding errors add up to
 _AROUND = 3  # slots tried above the largest one found to fit: peaks need not rise from slot to slot
 _FEWEST_SLOTS = 16  # with fewer, a table that must stay under a limit is not worth filling
 _ENTRY = np.dtype(np.float32).itemsize
@@ -173,6 +173,9 @@ class Table(ABC):
 
         step = 1
         low, high = first - 1, last + 1  # low fits or is outside, high does not fit or is outside
+        for _ in range(2):  # a slot more is about a unit more of memory
+            spare = (room - self._reading(start).peak_bytes) // self.unit
+            start = min(max(start + spare, first), last)
         if fits(start):
             low = start
             while low < last and fits(min(low + step, last)):

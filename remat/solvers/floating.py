@@ -1,7 +1,7 @@
 """The optimal weakly persistent (floating) schedule by dynamic programming (Beaumont et al., Section 4.3).
 
 An activation that was kept may be moved forward later: dropped, for one further on. Over all valid sequences some
-optimum is of this kind (their Theorem 4.6), so this is the fastest schedule that there is, up to slots.
+optimum is of this kind (their Lemma 4.4), so this is the fastest schedule that there is, up to slots.
 
 The published recurrence takes O(S n^6). The one here takes O(S n^4) and memory 2/3 n^3 S bytes for n stages and S
 slots; `docs/planners.md` derives it and says what the published form misses.
