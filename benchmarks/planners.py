@@ -15,7 +15,8 @@ import time
 
 from benchmarks.pairing import write
 
-ROUNDS = 5
+ROUNDS, MANY_ROUNDS = 5, 25
+FEW_ENTRIES, MANY_ENTRIES = 2 * 10**7, 5 * 10**8  # of a table
 # (planner, stages without the loss, slots)
 SIZES = [
     *(("persistent", stages, 500) for stages in (50, 100, 200, 339, 1000)),
@@ -51,7 +52,8 @@ def one_size(planner: str, stages: int, slots: int) -> dict[str, object]:
     make(random_chain(3, 0), 10**7, 10).read(10**7)  # loads the kernels
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     filling, reading = [], []
-    for _ in range(1 if make.rows(stages) * slots > 5 * 10**8 else ROUNDS):
+    entries = make.rows(stages) * slots
+    for _ in range(MANY_ROUNDS if entries < FEW_ENTRIES else ROUNDS if entries < MANY_ENTRIES else 1):
         start = time.perf_counter()
         table = make(chain, budget, slots)
         table.read(budget)
@@ -63,14 +65,14 @@ def one_size(planner: str, stages: int, slots: int) -> dict[str, object]:
         megabytes = table.flat.nbytes / 1e6
         del table
     n, power = chain.length, {"persistent": 3, "floating": 4}[planner]
-    entries = n**power / {"persistent": 6, "floating": 24}[planner] * slots
+    steps = n**power / {"persistent": 6, "floating": 24}[planner] * slots
     return {
         "planner": planner,
         "stages": stages,
         "slots": slots,
         "seconds": statistics.median(filling),
         "least_seconds": min(filling),
-        "nanoseconds_per_entry": min(filling) / entries * 1e9,  # of the formula n^3 S / 6 or n^4 S / 24
+        "nanoseconds_per_step": min(filling) / steps * 1e9,  # of the formula n^3 S / 6 or n^4 S / 24
         "further_budget_milliseconds": statistics.median(reading) * 1e3,
         "table_mb": megabytes,
         "process_mb_beyond": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -141,9 +142,17 @@ def _comparison(
         if solver is planner:
             answers = found
     bounds = _bounds(chain, sizes)
-    if bounds:
-        table.add_row("lower bound", "", *bounds, "")
-    return table, answers
+    if any(bounds):
+        cells = ["-" if bound is None else f"{bound / chain.store_all_seconds:.3f}" for bound in bounds]
+        table.add_row("lower bound", "", *cells, "")
+    return table, [_bounded(answer, bound) for answer, bound in zip(answers, bounds, strict=True)]
+
+
+def _bounded(answer: Schedule | InfeasibleBudget, bound: float | None) -> Schedule | InfeasibleBudget:
+    """The answer with what no schedule can beat, so that its report can say how far from optimal it may be."""
+    if isinstance(answer, InfeasibleBudget) or bound is None:
+        return answer
+    return replace(answer, bound_seconds=max(bound, answer.bound_seconds or 0.0))
 
 
 def _work(chain: Chain) -> float:
@@ -160,20 +169,19 @@ def _overhead(chain: Chain, answer: Schedule | InfeasibleBudget) -> str:
     return f"{1.0 if report.overhead is None else report.overhead:.3f}{' over' if report.outcome == 'over' else ''}"
 
 
-def _bounds(chain: Chain, sizes: Sequence[int]) -> list[str]:
-    """What no planner can beat, by budget; nothing where that would take long to tell or be too coarse to help."""
+def _bounds(chain: Chain, sizes: Sequence[int]) -> list[float | None]:
+    """What no plan can beat, by budget; None below the least, or where telling takes long or is too coarse to help."""
     from remat.solvers import lower_bound
 
     slots = int(min(_MOST_WORK / _work(chain), 2000))
-    if slots < 100 or chain.store_all_seconds <= 0:  # noqa: PLR2004  # see above
-        return []
-    cells = []
+    bounds: list[float | None] = []
     for size in sizes:
         try:
-            cells.append(f"{lower_bound(chain, size, slots) / chain.store_all_seconds:.3f}")
+            useful = slots >= 100 and chain.store_all_seconds > 0  # noqa: PLR2004  # see above
+            bounds.append(lower_bound(chain, size, slots) if useful else None)
         except InfeasibleBudget:
-            cells.append("-")
-    return cells
+            bounds.append(None)
+    return bounds
 
 
 def _draw(text: str, chain: Chain, schedule: Schedule) -> None:

@@ -20,8 +20,8 @@ def _images(make: Callable[[], nn.Module], size: int) -> Callable[[int], Example
     return lambda batch: (make(), torch.randn(batch, 3, size, size))
 
 
-def _gpt(batch: int) -> Example:
-    return gpt(), torch.randint(0, 256, (batch, 256))
+def _language(depth: int) -> Callable[[int], Example]:
+    return lambda batch: (gpt(depth), torch.randint(0, 256, (batch, 256)))
 
 
 EXAMPLES: dict[str, Callable[[int], Example]] = {
@@ -32,7 +32,8 @@ EXAMPLES: dict[str, Callable[[int], Example]] = {
     "resnet152": _images(resnet.resnet152, 128),
     "resnet200": _images(resnet.resnet200, 128),
     "resnet1001": _images(resnet.resnet1001, 32),
-    "gpt": _gpt,
+    "gpt": _language(12),
+    "gpt96": _language(96),
 }
 
 

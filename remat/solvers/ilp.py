@@ -82,7 +82,8 @@ class Ilp(Solver):
                 )
             operations = model.operations()
             if peak_and_makespan(chain, operations)[0] <= budget:
-                note = "" if answer.proved else f"stopped at its time limit of {self.time_limit:g} s"
+                proved = f"{backend} proved it optimal within {self.gap:.2%}"
+                note = proved if answer.proved else f"{backend} stopped at its time limit of {self.time_limit:g} s"
                 return Plan(operations, bound_seconds=model.bound_seconds(answer), note=note)
             model.exclude_solution()
         raise SolverStopped(
