@@ -77,17 +77,10 @@ def _relax_two(flat, out, left_a, right_a, cost_a, left_b, right_b, cost_b, coun
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _start_of(ranges, left, right, need, shift):
-    """First slot at which both parts of a split and what comes before them fit."""
-    first = ranges[0]
-    return max(need, first[left], shift + first[right])
-
-
-@njit(cache=True, nogil=True, inline="always")
 def _split(flat, ranges, columns, out, left, right, need, shift, cost):
-    """Relaxes row `out` with row `left` at the same slots plus row `right` at `shift` slots fewer."""
+    """Relaxes row `out` with row `left` at the same slots plus row `right` at `shift` slots fewer, from `need` on."""
     first, full = ranges
-    start = _start_of(ranges, left, right, need, shift)
+    start = max(need, first[left], shift + first[right])
     if start < full[out]:
         at, count = out * columns + start, full[out] - start
         _relax(flat, at, left * columns + start, right * columns + start - shift, cost, count)
@@ -98,8 +91,8 @@ def _split(flat, ranges, columns, out, left, right, need, shift, cost):
 def _two_splits(flat, ranges, columns, out, lefts, rights, needs, shifts, costs):
     """`_split` twice: each alone up to where both can start, then together."""
     first, full = ranges
-    start_a = _start_of(ranges, lefts[0], rights[0], needs[0], shifts[0])
-    start_b = _start_of(ranges, lefts[1], rights[1], needs[1], shifts[1])
+    start_a = max(needs[0], first[lefts[0]], shifts[0] + first[rights[0]])
+    start_b = max(needs[1], first[lefts[1]], shifts[1] + first[rights[1]])
     first[out] = min(first[out], start_a, start_b)
     end = full[out]
     # Where neither part gets any faster, a split costs the same at all slots: mostly more than what is there.
@@ -275,8 +268,9 @@ def read_persistent(flat, columns, m, decisions, sizes, slots, times, unit, save
             kinds[count], stages[count] = 3, s + 1
             count += 1
             continue
-        decision = decisions[s, t] if decisions.size else -1
-        if not decisions.size:
+        if decisions.size:
+            decision = decisions[s, t]
+        else:
             decision = _best_split(flat, columns, s, t, m, sizes, slots, times, unit, save_all)
         if decision == s:
             kinds[count], stages[count] = 0, s + 1
@@ -360,8 +354,7 @@ def _begin_floating(flat, ranges, columns, s, t, l, n, sizes, slots, times, unit
     need = min(max(need, 0), columns)
     out = flat[cell * columns : (cell + 1) * columns]
     if s == l:
-        out[:need] = np.inf
-        out[need:] = cost
+        out[:need], out[need:] = np.inf, cost
         first[cell] = full[cell] = need
         return
     start = min(max(need, first[rest] + shift), columns)
