@@ -78,5 +78,17 @@ class ReplayError(RematError, RuntimeError):
     """A stage cannot be recomputed, or its recomputation did not repeat its first run."""
 
 
+class InvalidTrace(RematError, ValueError):
+    """A log that cannot be read as a trace, or a trace that uses a name before it is there.
+
+    Attributes:
+        line: number of the offending line, counted from 1; None where the trace did not come from a log.
+    """
+
+    def __init__(self, message: str, *, line: int | None = None) -> None:
+        self.line = line
+        super().__init__(message)
+
+
 class InvalidFile(RematError, ValueError):
     """A file that holds no object of the kind asked for, or one of a version this release cannot read."""

@@ -12,13 +12,18 @@ from remat.errors import InvalidFile
 
 
 def write(path: str | os.PathLike[str], kind: str, version: int, fields: dict[str, Any]) -> None:
-    """Writes `fields` to `path`; an interruption leaves the old file, or none, never half of one."""
-    target = Path(path)
+    """Writes `fields` to `path`, whole or not at all."""
     text = json.dumps({"remat": kind, "version": version, **fields}, allow_nan=False)
+    write_whole(path, (text + "\n").encode())
+
+
+def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
+    """Writes `content` to `path`; an interruption leaves the old file, or none, never half of one."""
+    target = Path(path)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text + "\n")
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         umask = os.umask(0)

@@ -1,0 +1,221 @@
+"""What a trace computes, as rows for the policy core: operators, tensors, storages, and instructions (Appendix C.6)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from remat.errors import InvalidTrace
+from remat.runtime.dtr import _kernels as k
+from remat.runtime.dtr.trace import Annotate, Call, Constant, Copy, CopyFrom, Mutate, Release, Trace
+
+
+class Rows(NamedTuple):
+    """A graph as int64 arrays, `users` being the operator of each edge; and the most inputs and outputs of any."""
+
+    sizes: np.ndarray
+    tensors: np.ndarray
+    operators: np.ndarray
+    edges: np.ndarray
+    users: np.ndarray
+    most_inputs: int
+    most_outputs: int
+
+
+@dataclass
+class Graph:
+    """Operators in the order in which they are called, with their tensors and storages.
+
+    Attributes:
+        sizes: bytes of each storage.
+        tensors: for each tensor its storage and operator.
+        operators: for each its nanoseconds, edges from and to, tensors from and to, bytes of outputs, scratch bytes.
+        edges: the tensors that operators use.
+        labels: for each operator what people call it.
+    """
+
+    sizes: list[int] = field(default_factory=list)
+    tensors: list[tuple[int, int]] = field(default_factory=list)
+    operators: list[tuple[int, int, int, int, int, int, int]] = field(default_factory=list)
+    edges: list[int] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+    _rows: Rows | None = field(default=None, init=False, repr=False, compare=False)
+
+    def add(
+        self,
+        label: str,
+        nanoseconds: int,
+        inputs: Sequence[int],
+        outputs: Sequence[tuple[int, int]],
+        scratch_bytes: int = 0,
+    ) -> range:
+        """Adds an operator and returns its tensors.
+
+        Args:
+            inputs: tensors.
+            outputs: for each its bytes and the input that it is a view of, -1 for none; a view's bytes do not count.
+        """
+        operator, first, edge = len(self.operators), len(self.tensors), len(self.edges)
+        total = 0
+        for size, alias in outputs:
+            if alias < 0:
+                self.sizes.append(size)
+                total += size
+            storage = len(self.sizes) - 1 if alias < 0 else self.tensors[inputs[alias]][0]
+            self.tensors.append((storage, operator))
+        self.edges.extend(inputs)
+        ends = (edge, len(self.edges), first, len(self.tensors), total, scratch_bytes)
+        self.operators.append((nanoseconds, *ends))
+        self.labels.append(label)
+        return range(first, len(self.tensors))
+
+    def storage_of(self, tensor: int) -> int:
+        """The storage that a tensor views."""
+        return self.tensors[tensor][0]
+
+    def rows(self) -> Rows:
+        """The graph as arrays; made once, as long as nothing is added."""
+        if self._rows is None or len(self._rows.operators) != len(self.operators):
+            operators = np.array(self.operators, np.int64).reshape(-1, k.OP_COLUMNS)
+            inputs = operators[:, k.IN_END] - operators[:, k.IN]
+            outputs = operators[:, k.OUT_END] - operators[:, k.OUT]
+            self._rows = Rows(
+                np.array(self.sizes, np.int64),
+                np.array(self.tensors, np.int64).reshape(-1, 2),
+                operators,
+                np.array(self.edges, np.int64),
+                np.repeat(np.arange(len(operators)), inputs),
+                int(inputs.max(initial=1)),
+                int(outputs.max(initial=1)),
+            )
+        return self._rows
+
+
+@dataclass(frozen=True)
+class Program:
+    """A trace made ready to be replayed.
+
+    Attributes:
+        graph: all that it computes.
+        instructions: int64 (n, 2): kind, and operator or tensor.
+        names: for each tensor the name it had first.
+        constant_bytes: size of all constants.
+    """
+
+    graph: Graph
+    instructions: np.ndarray
+    names: tuple[str, ...]
+    constant_bytes: int
+
+
+def compile_trace(trace: Trace, *, releases: bool = True) -> Program:
+    """Reads a trace as the paper's simulator does (Appendix C.6): names to tensors, mutation as copy-on-write.
+
+    What is alive at the end is an output, which is recomputed if need be and stays.
+
+    Args:
+        releases: False leaves out all releases, to see what ignoring deallocations costs.
+
+    Raises:
+        InvalidTrace: a name is used that is not there.
+    """
+    compiler = _Compiler(releases)
+    begun = not any(isinstance(instruction, Annotate) and instruction.text == "START" for instruction in trace.instructions)
+    for number, instruction in enumerate(trace.instructions, start=1):
+        if not begun:  # what comes before the mark START belongs to no step
+            begun = isinstance(instruction, Annotate) and instruction.text == "START"
+            continue
+        try:
+            compiler.take(instruction)
+        except KeyError as error:
+            raise InvalidTrace(
+                f"instruction {number} ({type(instruction).__name__}) uses {error.args[0]!r}, which no instruction before "
+                "it has made"
+            ) from None
+    return compiler.finish()
+
+
+class _Compiler:
+    def __init__(self, releases: bool) -> None:
+        self.releases = releases
+        self.graph = Graph()
+        self.program: list[tuple[int, int]] = []
+        self.names: list[str] = []
+        self.tensor_of: dict[str, int] = {}
+        self.references: dict[int, int] = {}
+        self.constant_bytes = 0
+
+    def take(self, instruction: object) -> None:
+        match instruction:
+            case Constant(name, size):
+                self.constant_bytes += size
+                (tensor,) = self._call(f"constant {name}", 0, [], [(size, -1)], [name])
+                self.program.append((k.PIN, tensor))
+            case Call(operator, arguments, results, nanoseconds, sizes, aliases):
+                inputs = [self.tensor_of[name] for name in arguments]
+                self._call(operator, nanoseconds, inputs, list(zip(sizes, aliases, strict=True)), results)
+            case Mutate(operator, arguments, nanoseconds, mutated):
+                self._mutate(operator, arguments, nanoseconds, mutated)
+            case Copy(target, source):
+                tensor = self.tensor_of[target] = self.tensor_of[source]
+                self._keep(tensor)
+            case CopyFrom(target, source):
+                old, new = self.tensor_of[target], self.tensor_of[source]
+                self.tensor_of[target] = new
+                self._release(old)
+                self._keep(new)
+            case Release(name):
+                if name in self.tensor_of:  # the paper's logs may release what came before START
+                    self._release(self.tensor_of[name])
+            case Annotate(text):
+                mark, _, name = text.partition(" ")
+                if mark in ("LOCK", "UNLOCK"):
+                    self.program.append((k.LOCK if mark == "LOCK" else k.UNLOCK, self.tensor_of[name]))
+
+    def _call(
+        self,
+        label: str,
+        nanoseconds: int,
+        inputs: Sequence[int],
+        outputs: Sequence[tuple[int, int]],
+        names: Sequence[str],
+    ) -> range:
+        nothing = not outputs  # an operator for its effect: something has to stand for it, gone as soon as it is there
+        tensors = self.graph.add(label, nanoseconds, inputs, outputs or [(0, -1)])
+        self.program.append((k.COMPUTE, len(self.graph.operators) - 1))
+        self.names.extend(names or [label])
+        if nothing:
+            self.program.append((k.RELEASE, tensors[0]))
+        for name, tensor in zip(names, tensors, strict=False):
+            self.tensor_of[name] = tensor
+            self.references[tensor] = 1
+        return tensors
+
+    def _mutate(self, operator: str, arguments: Sequence[str], nanoseconds: int, mutated: Sequence[int]) -> None:
+        inputs = [self.tensor_of[name] for name in arguments]
+        changed = [inputs[index] for index in mutated]
+        outputs = [(self.graph.sizes[self.graph.storage_of(tensor)], -1) for tensor in changed]
+        tensors = self._call(operator, nanoseconds, inputs, outputs, [f"{self.names[tensor]}$" for tensor in changed])
+        for index, old, new in zip(mutated, changed, tensors, strict=False):
+            self.tensor_of.pop(f"{self.names[old]}$", None)
+            self.tensor_of[arguments[index]] = new
+            self._release(old)
+
+    def _keep(self, tensor: int) -> None:
+        self.references[tensor] += 1
+        self.program.append((k.KEEP, tensor))
+
+    def _release(self, tensor: int) -> None:
+        self.references[tensor] -= 1
+        if self.releases:
+            self.program.append((k.RELEASE, tensor))
+
+    def finish(self) -> Program:
+        for tensor in self.tensor_of.values():
+            if self.references[tensor] > 0:
+                self.program.append((k.PIN, tensor))
+        instructions = np.array(self.program, np.int64).reshape(-1, 2)
+        return Program(self.graph, instructions, tuple(self.names), self.constant_bytes)
