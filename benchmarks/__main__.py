@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 
+from benchmarks.dtr import dtr
 from benchmarks.frontier import frontier
 from benchmarks.planners import planners
 from benchmarks.speed import prediction, sequential, store_all
 
 BENCHMARKS = {
     "planners": planners,
+    "dtr": dtr,
     "store_all": lambda: store_all(30),
     "sequential": lambda: sequential(10),
     "prediction": lambda: prediction(6),

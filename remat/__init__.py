@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from remat.errors import InvalidChain as InvalidChain
     from remat.errors import InvalidFile as InvalidFile
     from remat.errors import InvalidSchedule as InvalidSchedule
+    from remat.errors import InvalidTrace as InvalidTrace
     from remat.errors import MeasurementError as MeasurementError
     from remat.errors import PlanMismatch as PlanMismatch
     from remat.errors import RematError as RematError
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from remat.report import Moment as Moment
     from remat.report import Report as Report
     from remat.running import run as run
+    from remat.runtime.dtr.freezing import freeze as freeze
+    from remat.runtime.dtr.simulator import simulate_dtr as simulate_dtr
+    from remat.runtime.dtr.trace import Trace as Trace
     from remat.runtime.wrapper import apply as apply
     from remat.schedule import Operation as Operation
     from remat.schedule import Schedule as Schedule
@@ -54,6 +58,7 @@ _HOMES = {
         "InvalidChain",
         "InvalidFile",
         "InvalidSchedule",
+        "InvalidTrace",
         "MeasurementError",
         "PlanMismatch",
         "RematError",
@@ -64,6 +69,9 @@ _HOMES = {
     "remat.profiling": ("profile",),
     "remat.report": ("Moment", "Report"),
     "remat.running": ("run",),
+    "remat.runtime.dtr.freezing": ("freeze",),
+    "remat.runtime.dtr.simulator": ("simulate_dtr",),
+    "remat.runtime.dtr.trace": ("Trace",),
     "remat.runtime.wrapper": ("apply",),
     "remat.schedule": ("Operation", "Schedule"),
     "remat.simulation": ("simulate",),

@@ -1,4 +1,4 @@
-"""The command line: `remat profile` and `remat plan`, also as `python -m remat`."""
+"""The command line: `remat profile`, `remat plan` and `remat simulate`, also as `python -m remat`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from remat.units import format_bytes, format_seconds, resolve_budget
 
 if TYPE_CHECKING:
     from remat.chain import Chain
+    from remat.runtime.dtr.simulator import Baseline, Cell
+    from remat.runtime.dtr.trace import Trace
     from remat.schedule import Schedule
     from remat.solvers.base import Solver
 
@@ -207,6 +209,116 @@ def _chain(model: str, batch: int) -> Chain:
     return Chain.load(model)
 
 
+@app.command()
+def simulate(
+    traces: Annotated[
+        list[str], typer.Argument(help="Logs: files, .gz files, members of a zip (logs.zip/unet.log), or a chain.json.")
+    ],
+    budgets: Annotated[
+        str, typer.Option(help="Comma-separated: fractions of the unconstrained peak, bytes, or amounts with a unit.")
+    ] = "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9,1.0",
+    heuristics: Annotated[str, typer.Option(help="Comma-separated names.")] = "h_dtr,h_dtr_eq,h_dtr_local,h_lru",
+    deallocation: Annotated[str, typer.Option(help="eager, banish or ignore.")] = "eager",
+    thrash_limit: Annotated[float, typer.Option(help="Overhead above which a run ends.")] = 2.0,
+    figures: Annotated[
+        str, typer.Option(help="Comma-separated experiments of the paper: overhead, ablation, deallocation, accesses.")
+    ] = "",
+    out: Annotated[Path | None, typer.Option(help="Folder for the table as JSON and CSV and the figures.")] = None,
+) -> None:
+    """Replay traces under budgets as dynamic tensor rematerialisation (DTR) would run them."""
+    from remat.experiments import WITH_TRACES
+    from remat.runtime.dtr.heuristics import make_heuristic
+    from remat.runtime.dtr.simulator import Replay, sweep
+
+    names = [name.strip() for name in heuristics.split(",")]
+    for name in names:
+        make_heuristic(name)
+    wanted = [name.strip() for name in figures.split(",") if name.strip()]
+    for name in wanted:
+        if name not in WITH_TRACES:
+            raise RematError(f"unknown experiment {name!r}; choose from {', '.join(WITH_TRACES)}")
+    if wanted and out is None:
+        raise RematError("--figures needs a folder to write to: --out DIR")
+    sizes = [_budget(text) for text in budgets.split(",")]
+    loaded = {Path(path).stem if len(traces) > 1 else path: _trace(path) for path in traces}
+    replays = {name: Replay(trace) for name, trace in loaded.items()}
+    with _progress() as progress:
+        task = progress.add_task("simulating")
+
+        def tell(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+
+        chosen = {name: name for name in names}
+        cells = sweep(replays, sizes, chosen, [deallocation], thrash_limit=thrash_limit, progress=tell)
+        made = {name: WITH_TRACES[name](loaded, progress=tell) for name in wanted}
+    for model, replay in replays.items():
+        shown = [cell for cell in cells if cell.model == model]
+        console.print(_sweep_table(model, replay.baseline, shown, names))
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        _write_cells(out, cells)
+        for experiment in made.values():
+            experiment.save(out)
+        console.print(f"wrote the table{' and the figures' if made else ''} to {out}")
+
+
+def _trace(path: str) -> Trace:
+    from remat.runtime.dtr.trace import Trace
+
+    if path.endswith(".json"):
+        return Trace.from_chain(_chain(path, 1))
+    try:
+        return Trace.load(path)
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise RematError(f"cannot read {path}: {error}") from error
+
+
+def _sweep_table(model: str, baseline: Baseline, cells: Sequence[Cell], names: Sequence[str]) -> Table:
+    """Overhead, or why there is none, by budget and heuristic."""
+    peak, constants = format_bytes(baseline.peak_bytes), format_bytes(baseline.constant_bytes)
+    console.print(f"{model}: peak {peak}, of which constants {constants}; overhead by heuristic:", highlight=False)
+    table = _table("", "budget", *names)
+    by_budget: dict[int, dict[str, str]] = {}
+    for cell in cells:
+        report = cell.report
+        shown = f"{report.overhead:.3f}" if report.outcome == "pass" else report.outcome
+        by_budget.setdefault(report.budget_bytes or 0, {})[cell.heuristic] = shown
+    for size, row in sorted(by_budget.items()):
+        table.add_row(format_bytes(size), *(row[name] for name in names))
+    return table
+
+
+def _write_cells(out: Path, cells: Sequence[Cell]) -> None:
+    """One row a simulation, as JSON and as CSV."""
+    import csv
+    import io
+    import json
+
+    from remat.storage import write_whole
+
+    keep = ("outcome", "budget_bytes", "peak_bytes", "overhead", "evictions", "recomputations", "accesses")
+    rows = [
+        {
+            "model": cell.model,
+            "heuristic": cell.heuristic,
+            "deallocation": cell.deallocation,
+            **{name: getattr(cell.report, name) for name in keep},
+        }
+        for cell in cells
+    ]
+    write_whole(out / "simulations.json", (json.dumps(rows, indent=1) + "\n").encode())
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_whole(out / "simulations.csv", text.getvalue().encode())
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
 def _budget(text: str) -> int | str | float:
     """A budget as typed: a number with a point is a fraction, one without is bytes, anything else has a unit."""
     text = text.strip()
@@ -223,8 +335,7 @@ def _profile(name: str, batch: int) -> Chain:
     from remat.profiling import profile as profile_model
 
     model, sample = load_example(name, batch)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with _progress() as progress:
         task = progress.add_task("starting")
 
         def tell(what: str, done: int, total: int) -> None:

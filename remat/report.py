@@ -43,6 +43,9 @@ class Report:
         overhead: `seconds` over the duration of a step that stores everything; None where that is not known.
         recomputations: forward runs of stages beyond the first one of each.
         planning_seconds: how long making the plan took.
+        evictions: of DTR: storages evicted for room.
+        accesses: of DTR: storages looked at to score and to keep track of evicted neighbourhoods (Kirisame et al.,
+            Appendix D.3).
         bound_seconds: a makespan that no schedule within the budget can beat, where one is known.
         note: what the maker of the schedule has to say about it.
         timeline: the operations one by one; empty for measured reports.
@@ -57,6 +60,8 @@ class Report:
     overhead: float | None
     recomputations: int
     planning_seconds: float = 0.0
+    evictions: int = 0
+    accesses: int = 0
     bound_seconds: float | None = None
     note: str = ""
     timeline: tuple[Moment, ...] = ()

@@ -11,6 +11,9 @@ import torch
 from remat.chain import Chain
 
 DATA = Path(__file__).parent / "data"
+SHARED = Path(__file__).parents[2] / "shared"  # beside the project: data of others, which users do not have
+DTR_LOGS = SHARED / "data" / "dtr_logs.zip"
+needs_dtr_logs = pytest.mark.skipif(not DTR_LOGS.is_file(), reason="the DTR paper's logs are not beside the project")
 
 
 @pytest.fixture(autouse=True)

@@ -1,1 +1,1 @@
-"""Dynamic tensor rematerialisation (Kirisame et al., ICLR 2021): the policy core, its heuristics, traces, the simulator."""
+"""Dynamic tensor rematerialisation (Kirisame et al., ICLR 2021): policy core, heuristics, traces, simulator."""

@@ -20,9 +20,11 @@ import numpy as np
 from numba import njit
 
 # Columns of storages; those that are looked at most share a cache line.
-SIZE, ACCESS, COST, RESIDENT, MARK, HEAD, NODE, BANISHED, ABOVE, BELOW, STALE, REFS, LOCKS, PINNED, TAIL, SLOT = range(16)
+SIZE, ACCESS, COST, RESIDENT, MARK, HEAD, NODE, BANISHED, ABOVE, BELOW, STALE, REFS, LOCKS, PINNED, TAIL, SLOT = range(
+    16
+)
 STORAGE_COLUMNS = 16
-# Columns of tensors: its storage, operator, whether defined, next view of the storage, first and last edge that uses it.
+# Columns of tensors: storage, operator, whether defined, next view of the storage, first and last edge that uses it.
 STORAGE, OP, DEFINED, NEXT_VIEW, FIRST_USE, LAST_USE = range(6)
 TENSOR_COLUMNS = 6
 # Columns of operators: inputs are edges IN..IN_END, outputs tensors OUT..OUT_END; bytes of all outputs; scratch memory.
@@ -39,7 +41,7 @@ TENSOR, STEP, FIRST_MISSING, MISSING, MISSING_END, AGAIN = range(6)
 FRAME_COLUMNS = 6
 # Columns of the log: what was decided, the clock, the storage or tensor, its bytes or cost.
 LOG_COLUMNS = 4
-EVICTED, RELEASED, RECOMPUTED, BANISH = range(4)
+EVICTED, RELEASED, RECOMPUTED, BANISH, COMPUTED = range(5)
 
 # Scalars.
 (
@@ -461,7 +463,7 @@ def _evict(storage, kind, state):
 @njit(cache=True)
 def _try_banish(storage, state):
     """Frees a storage for good if nothing refers to it and nothing evicted needs it (Appendix C.5)."""
-    s, tensors, ops, edges, _, scalars = state[:6]
+    s, tensors, ops, edges = state[:4]
     if s[storage, BANISHED] or s[storage, REFS] > 0:
         return
     for pins in (False, True):
@@ -687,6 +689,7 @@ def _run(tensor, again, state):
         _note(RECOMPUTED, tensor, ops[op, PRICE], state)
     else:
         scalars[MODEL_COST] += ops[op, PRICE]
+        _note(COMPUTED, tensor, ops[op, PRICE], state)
 
 
 @njit(cache=True, inline="always")
@@ -770,7 +773,7 @@ def _materialise(state):
     return DONE
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def advance(instructions, state):
     """Carries out instructions (rows of kind and operator or tensor) from where the last call stopped.
 

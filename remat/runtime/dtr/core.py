@@ -11,9 +11,10 @@ from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.graph import Graph
 from remat.runtime.dtr.heuristics import Columns, Heuristic, codes
 
-_GROWING = (4, 8, 9, 10)  # nodes, frames, missing and log grow with the run
+_GROWING = (4, 8, 9, 10)  # nodes, frames, missing and log, which grow with the run
+_BY_STORAGES = (6, 7, 11)  # the pool, storages to walk to, and storages whose eviction nobody was told of
 DEALLOCATIONS = {"eager": k.EAGER, "banish": k.BANISHING, "ignore": k.IGNORING}
-_DECISIONS = ("evict", "release", "recompute", "banish")
+_DECISIONS = ("evict", "release", "recompute", "banish", "compute")
 NO_LIMIT = 2**62
 
 
@@ -21,10 +22,11 @@ class Decision(NamedTuple):
     """One entry of the log.
 
     Attributes:
-        kind: "evict" (for room), "release" (the last reference was dropped), "recompute", or "banish".
-        clock: nanoseconds of operators run until then, that of a recomputation included.
-        what: the storage, or the tensor that was wanted again.
-        amount: bytes, or nanoseconds of a recomputation.
+        kind: "evict" (for room), "release" (the last reference was dropped), "banish", "recompute", or "compute", which
+            is no decision but says where in the order an operator was called.
+        clock: nanoseconds of operators run until then, that of the present one included.
+        what: the storage, or the tensor that was wanted.
+        amount: bytes, or nanoseconds of the operator.
     """
 
     kind: str
@@ -33,11 +35,20 @@ class Decision(NamedTuple):
     amount: int
 
 
+class _Known(NamedTuple):
+    """How many rows of a graph the kernels' arrays hold."""
+
+    storages: int
+    tensors: int
+    operators: int
+    edges: int
+
+
 class Core:
     """Keeps the memory of a graph's tensors within a budget.
 
     Args:
-        graph: all operators that will be called.
+        graph: the operators that will be called; more may be added to it before they are.
         budget: bytes, constants included.
         heuristic: what to evict, as of `heuristics`.
         deallocation: "eager", "banish" or "ignore": what happens when the last reference to a storage is dropped.
@@ -64,7 +75,10 @@ class Core:
         if deallocation not in DEALLOCATIONS:
             raise RematError(f"unknown deallocation {deallocation!r}; choose one of {', '.join(DEALLOCATIONS)}")
         self.heuristic = heuristic
-        self._state = _state_of(graph)
+        self.graph = graph
+        self._known = _Known(0, 0, 0, 0)
+        self._state = _empty_state()
+        self._take_new_rows()
         scalars = self._state[5]
         scalars[k.BUDGET], scalars[k.AGAIN_LIMIT] = budget, most_again
         scalars[k.CLOCK], scalars[k.CHOSEN] = 1, -1  # the paper's simulator starts at 1
@@ -75,6 +89,8 @@ class Core:
 
     def run(self, instructions: np.ndarray) -> int:
         """Carries out instructions; returns the kernels' DONE, OUT_OF_MEMORY or THRASHING."""
+        self._take_new_rows()
+        self._state[5][k.POSITION] = 0
         while True:
             answer = int(k.advance(instructions, self._state))
             if answer == k.GROW:
@@ -109,10 +125,13 @@ class Core:
         scores = np.asarray(self.heuristic(Columns(self._column)), np.float64)
         if scores.shape != pool.shape:
             raise RematError(
-                f"the heuristic returned scores of shape {scores.shape} for {len(pool)} storages; it must return one each"
+                f"the heuristic returned scores of shape {scores.shape} for {len(pool)} storages; it must return one "
+                "for each"
             )
         if np.isnan(scores).any():
-            raise RematError("the heuristic returned NaN; divide where the denominator is not zero, as numpy.divide can")
+            raise RematError(
+                "the heuristic returned NaN; divide where the denominator is not zero, as numpy.divide can"
+            )
         return int(pool[len(scores) - 1 - int(np.argmin(scores[::-1]))])
 
     def _column(self, name: str) -> np.ndarray:
@@ -132,37 +151,68 @@ class Core:
         raise AttributeError(f"columns have no {name!r}")
 
     def _grow(self) -> None:
-        state: list[np.ndarray] = list(self._state)
+        state = list(self._state)
         for position in _GROWING:
-            old = state[position]
-            state[position] = np.zeros((2 * old.shape[0], *old.shape[1:]), np.int64)
-            state[position][: old.shape[0]] = old
+            state[position] = _with_room(state[position], 2 * state[position].shape[0])
         self._state = tuple(state)
 
+    def _take_new_rows(self) -> None:
+        graph = self.graph
+        if len(graph.operators) > self._known.operators:
+            self._state = _extended(self._state, graph, self._known)
+            self._known = _Known(len(graph.sizes), len(graph.tensors), len(graph.operators), len(graph.edges))
 
-def _state_of(graph: Graph) -> tuple[np.ndarray, ...]:
-    """The kernels' arrays for a graph none of whose operators has been called."""
-    rows = graph.rows()
-    count = len(rows.sizes)
-    storages = np.zeros((count, k.STORAGE_COLUMNS), np.int64)
-    storages[:, k.SIZE] = rows.sizes
-    storages[:, [k.HEAD, k.TAIL, k.SLOT, k.NODE]] = -1
-    tensors = np.full((len(rows.tensors), k.TENSOR_COLUMNS), -1, np.int64)
-    tensors[:, [k.STORAGE, k.OP]] = rows.tensors
-    tensors[:, k.DEFINED] = 0
-    edges = np.full((len(rows.edges), k.EDGE_COLUMNS), -1, np.int64)
-    edges[:, k.USED], edges[:, k.USER] = rows.edges, rows.users
+
+def _extended(state: tuple[np.ndarray, ...], graph: Graph, known: _Known) -> tuple[np.ndarray, ...]:
+    """The kernels' arrays with the rows that `graph` has beyond `known`; none of its new operators has been called."""
+    rows = graph.rows(known.operators, known.storages)
+    arrays = list(state)
+    counts = (known.storages, known.tensors, known.operators, known.edges)
+    added = (len(rows.sizes), len(rows.tensors), len(rows.operators), len(rows.edges))
+    for position, (count, more) in enumerate(zip(counts, added, strict=True)):
+        arrays[position] = _with_room(arrays[position], count + more)
+    storages, tensors, operators, edges = arrays[:4]
+    storages[counts[0] : counts[0] + added[0]] = _FRESH_STORAGE
+    storages[counts[0] : counts[0] + added[0], k.SIZE] = rows.sizes
+    tensors[counts[1] : counts[1] + added[1]] = _FRESH_TENSOR
+    tensors[counts[1] : counts[1] + added[1], [k.STORAGE, k.OP]] = rows.tensors
+    operators[counts[2] : counts[2] + added[2]] = rows.operators
+    edges[counts[3] : counts[3] + added[3], k.USED] = rows.edges
+    edges[counts[3] : counts[3] + added[3], k.USER] = rows.users
+    edges[counts[3] : counts[3] + added[3], k.NEXT_USE] = -1
+    for position in _BY_STORAGES:
+        arrays[position] = _with_room(arrays[position], counts[0] + added[0] + 1)
+    most = rows.most_inputs + rows.most_outputs
+    for position, needed in zip(_GROWING, (2 * added[0] + most, 64, 64 + 2 * most, 256 + 2 * most), strict=True):
+        arrays[position] = _with_room(arrays[position], needed)
+    return tuple(arrays)
+
+
+def _with_room(array: np.ndarray, rows: int) -> np.ndarray:
+    """`array` itself if it has that many rows, else one twice as long, at least, that begins with it."""
+    if array.shape[0] >= rows:
+        return array
+    longer = np.zeros((max(rows, 2 * array.shape[0]), *array.shape[1:]), np.int64)
+    longer[: array.shape[0]] = array
+    return longer
+
+
+_FRESH_STORAGE = np.zeros(k.STORAGE_COLUMNS, np.int64)
+_FRESH_STORAGE[[k.HEAD, k.TAIL, k.SLOT, k.NODE]] = -1
+_FRESH_TENSOR = np.full(k.TENSOR_COLUMNS, -1, np.int64)
+_FRESH_TENSOR[k.DEFINED] = 0
+
+
+def _empty_state() -> tuple[np.ndarray, ...]:
+    """Storages, tensors, operators, edges, nodes, scalars, pool, storages to walk to, frames, missing, log, grown."""
+    tables = (k.STORAGE_COLUMNS, k.TENSOR_COLUMNS, k.OP_COLUMNS, k.EDGE_COLUMNS, k.NODE_COLUMNS)
     return (
-        storages,
-        tensors,
-        rows.operators,
-        edges,
-        np.zeros((2 * count + rows.most_outputs + 8, k.NODE_COLUMNS), np.int64),
+        *(np.zeros((0, columns), np.int64) for columns in tables),
         np.zeros(k.SCALARS, np.int64),
-        np.empty(count + 1, np.int64),  # the pool
-        np.empty(count + 1, np.int64),  # storages to walk to
-        np.zeros((64, k.FRAME_COLUMNS), np.int64),
-        np.zeros(64 + 2 * rows.most_inputs, np.int64),  # missing inputs
-        np.zeros((256 + 2 * (rows.most_inputs + rows.most_outputs), k.LOG_COLUMNS), np.int64),
-        np.empty(count + 1, np.int64),  # storages whose eviction nobody was told of
+        np.zeros(0, np.int64),
+        np.zeros(0, np.int64),
+        np.zeros((0, k.FRAME_COLUMNS), np.int64),
+        np.zeros(0, np.int64),
+        np.zeros((0, k.LOG_COLUMNS), np.int64),
+        np.zeros(0, np.int64),
     )

@@ -42,7 +42,7 @@ class Graph:
     operators: list[tuple[int, int, int, int, int, int, int]] = field(default_factory=list)
     edges: list[int] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
-    _rows: Rows | None = field(default=None, init=False, repr=False, compare=False)
+    _whole: Rows | None = field(default=None, init=False, repr=False, compare=False)
 
     def add(
         self,
@@ -76,22 +76,44 @@ class Graph:
         """The storage that a tensor views."""
         return self.tensors[tensor][0]
 
-    def rows(self) -> Rows:
-        """The graph as arrays; made once, as long as nothing is added."""
-        if self._rows is None or len(self._rows.operators) != len(self.operators):
-            operators = np.array(self.operators, np.int64).reshape(-1, k.OP_COLUMNS)
-            inputs = operators[:, k.IN_END] - operators[:, k.IN]
-            outputs = operators[:, k.OUT_END] - operators[:, k.OUT]
-            self._rows = Rows(
-                np.array(self.sizes, np.int64),
-                np.array(self.tensors, np.int64).reshape(-1, 2),
-                operators,
-                np.array(self.edges, np.int64),
-                np.repeat(np.arange(len(operators)), inputs),
-                int(inputs.max(initial=1)),
-                int(outputs.max(initial=1)),
-            )
-        return self._rows
+    def bottleneck_bytes(self) -> int:
+        """The most that one operator needs: its outputs and its inputs, views counting nothing."""
+        made: set[int] = set()  # storages; the first tensor of each is the one that is not a view
+        size_of = []
+        for storage, _ in self.tensors:
+            size_of.append(0 if storage in made else self.sizes[storage])
+            made.add(storage)
+        return max(
+            (
+                total + sum(size_of[used] for used in self.edges[begin:end])
+                for _, begin, end, _, _, total, _ in self.operators
+            ),
+            default=0,
+        )
+
+    def rows(self, operators: int = 0, storages: int = 0) -> Rows:
+        """What came after the first so many operators and storages. The whole graph's rows are made once and kept."""
+        if operators:
+            return self._rows_from(operators, storages)
+        if self._whole is None or len(self._whole.operators) != len(self.operators):
+            self._whole = self._rows_from(0, 0)
+        return self._whole
+
+    def _rows_from(self, known: int, first_storage: int) -> Rows:
+        operators = np.array(self.operators[known:], np.int64).reshape(-1, k.OP_COLUMNS)
+        first_edge, first_tensor = operators[0, [k.IN, k.OUT]].tolist() if len(operators) else (0, 0)
+        tensors = np.array(self.tensors[first_tensor:], np.int64).reshape(-1, 2)
+        inputs = operators[:, k.IN_END] - operators[:, k.IN]
+        outputs = operators[:, k.OUT_END] - operators[:, k.OUT]
+        return Rows(
+            np.array(self.sizes[first_storage:], np.int64),
+            tensors,
+            operators,
+            np.array(self.edges[first_edge:], np.int64),
+            known + np.repeat(np.arange(len(operators)), inputs),
+            int(inputs.max(initial=1)),
+            int(outputs.max(initial=1)),
+        )
 
 
 @dataclass(frozen=True)
@@ -123,7 +145,9 @@ def compile_trace(trace: Trace, *, releases: bool = True) -> Program:
         InvalidTrace: a name is used that is not there.
     """
     compiler = _Compiler(releases)
-    begun = not any(isinstance(instruction, Annotate) and instruction.text == "START" for instruction in trace.instructions)
+    begun = not any(
+        isinstance(instruction, Annotate) and instruction.text == "START" for instruction in trace.instructions
+    )
     for number, instruction in enumerate(trace.instructions, start=1):
         if not begun:  # what comes before the mark START belongs to no step
             begun = isinstance(instruction, Annotate) and instruction.text == "START"
@@ -132,8 +156,8 @@ def compile_trace(trace: Trace, *, releases: bool = True) -> Program:
             compiler.take(instruction)
         except KeyError as error:
             raise InvalidTrace(
-                f"instruction {number} ({type(instruction).__name__}) uses {error.args[0]!r}, which no instruction before "
-                "it has made"
+                f"instruction {number} ({type(instruction).__name__}) uses {error.args[0]!r}, which none before it has "
+                "made"
             ) from None
     return compiler.finish()
 

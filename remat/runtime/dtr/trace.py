@@ -201,7 +201,9 @@ class _Reader:
             arguments = self.names(fields, "ARGS")
             mutated = fields.get("MUTATE")
             if not isinstance(mutated, list) or not all(_is_index(index, len(arguments)) for index in mutated):
-                raise self.wrong(f'"MUTATE" must be a list of indices into the {len(arguments)} ARGS, found {mutated!r}')
+                raise self.wrong(
+                    f'"MUTATE" must be a list of indices into the {len(arguments)} ARGS, found {mutated!r}'
+                )
             return Mutate(self.text(fields, "NAME"), arguments, self.count(fields, "TIME"), tuple(map(int, mutated)))
         if kind in ("COPY", "COPY_FROM"):
             names = self.text(fields, "DST"), self.text(fields, "SRC")

@@ -1,0 +1,160 @@
+"""Figures, with matplotlib: DTR's overhead against budget, its memory over time, its theorems.
+
+Every figure is readable without colour: lines differ in marker and dash as well. Colours are Okabe and Ito's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
+from typing import TYPE_CHECKING, Any
+
+from remat.runtime.dtr.simulator import Baseline, Cell
+from remat.runtime.dtr.theory import AdversaryRun, LinearRun
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+DASHES = ("-", "--", "-.", ":")
+
+
+def _styles() -> Iterable[dict[str, Any]]:
+    for colour, marker, dash in zip(cycle(COLOURS), cycle(MARKERS), cycle(DASHES), strict=False):
+        yield {"color": colour, "marker": marker, "linestyle": dash, "markersize": 4}
+
+
+def _axes(count: int, height: float = 2.9) -> tuple[Figure, list[Any]]:
+    from matplotlib.figure import Figure
+
+    columns = min(count, 3)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(3.9 * columns, height * rows + 0.6), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
+    for unused in axes[count:]:
+        unused.set_axis_off()
+    return figure, axes[:count]
+
+
+def plot_overhead(
+    cells: Sequence[Cell], baselines: Mapping[str, Baseline], *, limit: float = 2.0, title: str = ""
+) -> Figure:
+    """Overhead against budget, a panel for each model and a line for each heuristic (Kirisame et al., Figure 2).
+
+    Budgets are fractions of the peak when nothing is evicted. At the last budget that passes a vertical line says why
+    the next did not: dashed, it thrashed; dotted, memory ran out. Black: what the constants take. Grey: what the
+    largest operator takes with its inputs and outputs.
+    """
+    models = list(dict.fromkeys(cell.model for cell in cells))
+    names = list(dict.fromkeys(_line_name(cell, cells) for cell in cells))
+    figure, axes = _axes(len(models))
+    for model, ax in zip(models, axes, strict=True):
+        for name, style in zip(names, _styles(), strict=False):
+            chosen = [cell for cell in cells if cell.model == model and _line_name(cell, cells) == name]
+            points = sorted((_share(cell, baselines[model]), cell.report.overhead) for cell in _passing(chosen))
+            ax.plot(*zip(*points, strict=True) if points else ([], []), label=name, linewidth=1.2, **style)
+            failing = max((cell for cell in chosen if cell.report.outcome != "pass"), key=_budget, default=None)
+            if points and failing is not None:
+                dash = "--" if failing.report.outcome == "thrash" else ":"
+                (share, overhead) = points[0]
+                ax.plot([share, share], [overhead, limit], color=style["color"], linestyle=dash, linewidth=0.8)
+        baseline = baselines[model]
+        ax.axvspan(0, baseline.bottleneck_bytes / baseline.peak_bytes, color="0.85", linewidth=0)
+        ax.axvspan(0, baseline.constant_bytes / baseline.peak_bytes, color="black", linewidth=0)
+        ax.set(title=model, xlim=(0, 1.02), ylim=(0.95, limit + 0.06), xlabel="budget / peak", ylabel="overhead")
+        ax.grid(alpha=0.3)
+    _legend(figure, axes, title)
+    return figure
+
+
+def plot_accesses(cells: Sequence[Cell], baselines: Mapping[str, Baseline], title: str = "") -> Figure:
+    """Storages looked at, against budget (Kirisame et al., Figure 12); runs that did not pass are left out."""
+    models = list(dict.fromkeys(cell.model for cell in cells))
+    names = list(dict.fromkeys(cell.heuristic for cell in cells))
+    figure, axes = _axes(len(models))
+    for model, ax in zip(models, axes, strict=True):
+        for name, style in zip(names, _styles(), strict=False):
+            chosen = [cell for cell in cells if (cell.model, cell.heuristic) == (model, name)]
+            points = sorted((_share(cell, baselines[model]), cell.report.accesses) for cell in _passing(chosen))
+            points = [(share, accesses) for share, accesses in points if accesses > 0]
+            ax.plot(*zip(*points, strict=True) if points else ([], []), label=name, linewidth=1.2, **style)
+        ax.set(title=model, yscale="log", xlim=(0, 1.02), xlabel="budget / peak", ylabel="storage accesses")
+        ax.grid(alpha=0.3)
+    _legend(figure, axes, title)
+    return figure
+
+
+def plot_linear_states(run: LinearRun, title: str = "") -> Figure:
+    """What is in memory after each operator of the linear network's program (Kirisame et al., Figure 5)."""
+    from matplotlib.colors import ListedColormap
+
+    figure, (ax,) = _axes(1, height=3.6)
+    figure.set_size_inches(7.5, 4.2)
+    ax.imshow(
+        run.states.T,
+        aspect="auto",
+        interpolation="nearest",
+        cmap=ListedColormap(["black", "#D55E00", "white"]),
+        vmin=0,
+        vmax=2,
+        origin="lower",
+        extent=(0, len(run.states), 0.5, run.nodes + 0.5),
+    )
+    ax.axvline(run.nodes, color="#56B4E9", linewidth=1)
+    ax.set(xlabel="operator of the program (the backward begins at the line)", ylabel="tensor", title=title)
+    return figure
+
+
+def plot_linear_growth(runs: Mapping[str, Sequence[LinearRun]], optimum: Sequence[tuple[int, int]]) -> Figure:
+    """Operators per node of the linear network against its length, and the fewest possible (Theorem 3.1)."""
+    figure, (ax,) = _axes(1, height=3.2)
+    figure.set_size_inches(5.2, 3.8)
+    for (name, lengths), style in zip(runs.items(), _styles(), strict=False):
+        points = [(run.nodes, run.operators / run.nodes) for run in lengths]
+        ax.plot(*zip(*points, strict=True), label=name, linewidth=1.2, **style)
+    points = [(nodes, operators / nodes) for nodes, operators in optimum]
+    ax.plot(*zip(*points, strict=True), label="optimum", color="black", linewidth=1.2)
+    ax.set(xscale="log", xlabel="nodes N, memory for 2 ceil(sqrt N) tensors", ylabel="operators / N", ylim=(0, None))
+    ax.set_xscale("log", base=2)
+    ax.grid(alpha=0.3)
+    ax.legend(frameon=False)
+    return figure
+
+
+def plot_adversary(runs: Sequence[AdversaryRun]) -> Figure:
+    """DTR against the adversary: operators over those of the best static order, against N / B (Theorem 3.2)."""
+    figure, (ax,) = _axes(1, height=3.2)
+    figure.set_size_inches(5.2, 3.8)
+    for budget, style in zip(sorted({run.budget for run in runs}), _styles(), strict=False):
+        points = sorted((run.nodes / budget, run.operators / run.nodes) for run in runs if run.budget == budget)
+        ax.plot(*zip(*points, strict=True), label=f"B = {budget}", linewidth=1.2, **style)
+    ax.set(xlabel="N / B", ylabel="operators / N", xlim=(0, None), ylim=(0, None))
+    ax.grid(alpha=0.3)
+    ax.legend(frameon=False)
+    return figure
+
+
+def _passing(cells: Iterable[Cell]) -> list[Cell]:
+    return [cell for cell in cells if cell.report.outcome == "pass"]
+
+
+def _budget(cell: Cell) -> int:
+    return cell.report.budget_bytes or 0
+
+
+def _share(cell: Cell, baseline: Baseline) -> float:
+    return _budget(cell) / baseline.peak_bytes
+
+
+def _line_name(cell: Cell, cells: Sequence[Cell]) -> str:
+    """The heuristic; with the deallocation policy where several are compared."""
+    several = len({other.deallocation for other in cells}) > 1
+    return f"{cell.heuristic}, {cell.deallocation}" if several else cell.heuristic
+
+
+def _legend(figure: Figure, axes: Sequence[Any], title: str) -> None:
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), frameon=False)
+    if title:
+        figure.suptitle(title)

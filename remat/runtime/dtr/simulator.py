@@ -1,0 +1,213 @@
+"""`simulate_dtr`: a trace replayed on paper under a budget, and sweeps over budgets and heuristics (Appendix C)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from remat.errors import RematError
+from remat.report import Report
+from remat.runtime.dtr import _kernels as k
+from remat.runtime.dtr.core import DEALLOCATIONS, NO_LIMIT, Core
+from remat.runtime.dtr.graph import Program, compile_trace
+from remat.runtime.dtr.heuristics import Heuristic, make_heuristic
+from remat.runtime.dtr.trace import Trace
+from remat.units import resolve_budget
+
+_OUTCOMES = {k.DONE: "pass", k.OUT_OF_MEMORY: "oom", k.THRASHING: "thrash"}
+
+
+class Baseline(NamedTuple):
+    """What a trace takes when nothing is evicted.
+
+    Attributes:
+        peak_bytes: the most memory at once, constants included, what is dropped freed at once.
+        constant_bytes: of which constants.
+        bottleneck_bytes: the most that one operator needs with its inputs and outputs.
+        nanoseconds: of all operators.
+    """
+
+    peak_bytes: int
+    constant_bytes: int
+    bottleneck_bytes: int
+    nanoseconds: int
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A trace made ready to be simulated many times."""
+
+    trace: Trace
+
+    @cached_property
+    def _programs(self) -> dict[bool, Program]:
+        return {True: compile_trace(self.trace)}
+
+    def program(self, deallocation: str) -> Program:
+        releases = deallocation != "ignore"
+        if releases not in self._programs:
+            self._programs[releases] = compile_trace(self.trace, releases=releases)
+        return self._programs[releases]
+
+    @cached_property
+    def baseline(self) -> Baseline:
+        program = self.program("banish")
+        core = Core(program.graph, NO_LIMIT, make_heuristic("h_lru"), deallocation="banish")
+        core.run(program.instructions)
+        bottleneck = program.graph.bottleneck_bytes()
+        return Baseline(core.scalar(k.PEAK), program.constant_bytes, bottleneck, core.scalar(k.MODEL_COST))
+
+    def run(
+        self,
+        budget: int | str | float,
+        heuristic: str | Heuristic = "h_dtr",
+        *,
+        deallocation: str = "eager",
+        thrash_limit: float = 2.0,
+        sampling: bool = False,
+        skip_small: bool = False,
+        seed: int = 0,
+        log: bool = False,
+    ) -> tuple[Report, Core]:
+        """The report of a replay, and the core as it was left, with its decisions where `log` is set."""
+        if not thrash_limit > 1:
+            raise RematError(f"thrash_limit={thrash_limit}: it is a multiple of the trace's own time, so above 1")
+        if deallocation not in DEALLOCATIONS:
+            raise RematError(f"unknown deallocation {deallocation!r}; choose one of {', '.join(DEALLOCATIONS)}")
+        size = resolve_budget(budget, self.baseline.peak_bytes)
+        program = self.program(deallocation)
+        most_again = min(int(self.baseline.nanoseconds * (thrash_limit - 1)), NO_LIMIT)
+        chosen = make_heuristic(heuristic)
+        core = Core(
+            program.graph,
+            size,
+            chosen,
+            deallocation=deallocation,
+            most_again=most_again,
+            log=log,
+            sampling=sampling,
+            skip_small=skip_small,
+            seed=seed,
+        )
+        outcome = _OUTCOMES[core.run(program.instructions)]
+        clock = core.scalar(k.CLOCK)
+        report = Report(
+            strategy=heuristic if isinstance(heuristic, str) else getattr(heuristic, "__name__", str(heuristic)),
+            outcome=outcome,
+            measured=False,
+            budget_bytes=size,
+            peak_bytes=core.scalar(k.PEAK),
+            seconds=clock * 1e-9,
+            overhead=clock / self.baseline.nanoseconds if self.baseline.nanoseconds else None,
+            recomputations=core.scalar(k.RECOMPUTATIONS),
+            evictions=core.scalar(k.EVICTIONS),
+            accesses=core.scalar(k.ACCESSES),
+        )
+        return report, core
+
+
+def simulate_dtr(
+    trace: Trace,
+    budget: int | str | float,
+    heuristic: str | Heuristic = "h_dtr",
+    deallocation: str = "eager",
+    thrash_limit: float = 2.0,
+    *,
+    sampling: bool = False,
+    skip_small: bool = False,
+    seed: int = 0,
+) -> Report:
+    """Replays `trace` under a budget as dynamic tensor rematerialisation would run it (Kirisame et al., Appendix C).
+
+    Args:
+        trace: what a program did; see `Trace.load` and `Trace.from_chain`.
+        budget: int (bytes), string ("2GiB"), or float in (0, 1] of the peak when nothing is evicted. It covers all
+            that the trace holds, constants included.
+        heuristic: a name of `remat.runtime.dtr.heuristics.HEURISTICS`, a `Ratio`, or a function of columns.
+        deallocation: what happens when the last reference to a storage is dropped: "eager" evicts it, "banish" frees
+            it for good once nothing evicted needs it, "ignore" does nothing.
+        thrash_limit: the run ends as "thrash" when its operators took this multiple of the trace's own time.
+        sampling: look at sqrt(n) random storages when evicting; skip_small: at none under 1 % of the mean size
+            (Appendix E.2).
+        seed: of random choices.
+
+    Returns:
+        A predicted `Report`: outcome "pass", "oom" or "thrash"; overhead, peak, evictions, recomputations, accesses.
+        Of a run that did not pass, they tell how far it came.
+
+    Raises:
+        InvalidTrace: a name is used that is not there.
+        RematError: an unknown heuristic or deallocation, or scores that cannot be used.
+    """
+    report, _ = Replay(trace).run(
+        budget,
+        heuristic,
+        deallocation=deallocation,
+        thrash_limit=thrash_limit,
+        sampling=sampling,
+        skip_small=skip_small,
+        seed=seed,
+    )
+    return report
+
+
+class Cell(NamedTuple):
+    """One simulation of a sweep: what was simulated, and what came out."""
+
+    model: str
+    heuristic: str
+    deallocation: str
+    budget: int | str | float
+    report: Report
+
+
+def sweep(
+    replays: Mapping[str, Replay],
+    budgets: Sequence[int | str | float],
+    heuristics: Mapping[str, str | Heuristic],
+    deallocations: Sequence[str] = ("eager",),
+    *,
+    thrash_limit: float = 2.0,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Cell]:
+    """Simulates every trace under every budget, heuristic and deallocation, on all cores.
+
+    Args:
+        replays: by name of the model.
+        heuristics: by the name to report them under.
+        progress: called with how many are done and how many there are.
+    """
+    wanted = [
+        (model, name, deallocation, budget)
+        for model in replays
+        for deallocation in deallocations
+        for name in heuristics
+        for budget in budgets
+    ]
+    for replay in replays.values():  # what all of them share, before they start
+        _ = replay.baseline
+        for deallocation in deallocations:
+            replay.program(deallocation).graph.rows()
+    cells = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        waiting = [
+            pool.submit(
+                replays[model].run,
+                budget,
+                heuristics[name],
+                deallocation=deallocation,
+                thrash_limit=thrash_limit,
+                seed=seed,
+            )
+            for model, name, deallocation, budget in wanted
+        ]
+        for what, done in zip(wanted, waiting, strict=True):
+            cells.append(Cell(*what, done.result()[0]))
+            if progress is not None:
+                progress(len(cells), len(wanted))
+    return cells
