@@ -1,4 +1,4 @@
-"""The command line: `remat profile`, `remat plan` and `remat simulate`, also as `python -m remat`."""
+"""The command line: `remat profile`, `plan`, `simulate` and `experiment`, also as `python -m remat`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from remat.errors import InfeasibleBudget, RematError
@@ -220,28 +220,17 @@ def simulate(
     heuristics: Annotated[str, typer.Option(help="Comma-separated names.")] = "h_dtr,h_dtr_eq,h_dtr_local,h_lru",
     deallocation: Annotated[str, typer.Option(help="eager, banish or ignore.")] = "eager",
     thrash_limit: Annotated[float, typer.Option(help="Overhead above which a run ends.")] = 2.0,
-    figures: Annotated[
-        str, typer.Option(help="Comma-separated experiments of the paper: overhead, ablation, deallocation, accesses.")
-    ] = "",
-    out: Annotated[Path | None, typer.Option(help="Folder for the table as JSON and CSV and the figures.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the table as JSON and CSV.")] = None,
 ) -> None:
     """Replay traces under budgets as dynamic tensor rematerialisation (DTR) would run them."""
-    from remat.experiments import WITH_TRACES
     from remat.runtime.dtr.heuristics import make_heuristic
     from remat.runtime.dtr.simulator import Replay, sweep
 
     names = [name.strip() for name in heuristics.split(",")]
     for name in names:
         make_heuristic(name)
-    wanted = [name.strip() for name in figures.split(",") if name.strip()]
-    for name in wanted:
-        if name not in WITH_TRACES:
-            raise RematError(f"unknown experiment {name!r}; choose from {', '.join(WITH_TRACES)}")
-    if wanted and out is None:
-        raise RematError("--figures needs a folder to write to: --out DIR")
     sizes = [_budget(text) for text in budgets.split(",")]
-    loaded = {Path(path).stem if len(traces) > 1 else path: _trace(path) for path in traces}
-    replays = {name: Replay(trace) for name, trace in loaded.items()}
+    replays = {name: Replay(trace) for name, trace in _traces(traces).items()}
     with _progress() as progress:
         task = progress.add_task("simulating")
 
@@ -250,16 +239,55 @@ def simulate(
 
         chosen = {name: name for name in names}
         cells = sweep(replays, sizes, chosen, [deallocation], thrash_limit=thrash_limit, progress=tell)
-        made = {name: WITH_TRACES[name](loaded, progress=tell) for name in wanted}
     for model, replay in replays.items():
         shown = [cell for cell in cells if cell.model == model]
         console.print(_sweep_table(model, replay.baseline, shown, names))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         _write_cells(out, cells)
-        for experiment in made.values():
-            experiment.save(out)
-        console.print(f"wrote the table{' and the figures' if made else ''} to {out}")
+        console.print(f"wrote the table to {out}")
+
+
+@app.command()
+def experiment(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            help="Of the DTR paper: overhead (Figure 2), ablation (7-10), deallocation (11) and accesses (12), which "
+            "take --traces; linear (5), adversary (6) and static (3)."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the figures, as PNG, and the simulations, as JSON and CSV.")],
+    traces: Annotated[list[str] | None, typer.Option(help="A log, as for `remat simulate`; may be repeated.")] = None,
+) -> None:
+    """Make the simulated experiments of the DTR paper again, with their figures."""
+    from remat.experiments import WITH_TRACES, WITHOUT_TRACES
+
+    for name in names:
+        if name not in WITH_TRACES and name not in WITHOUT_TRACES:
+            raise RematError(f"unknown experiment {name!r}; choose from {', '.join((*WITH_TRACES, *WITHOUT_TRACES))}")
+        if name in WITH_TRACES and not traces:
+            raise RematError(f"experiment {name!r} replays logs; name them with --traces")
+    loaded = _traces(traces or [])
+    for name in names:
+        with _progress() as progress:
+            task = progress.add_task(name, total=None)
+
+            def tell(done: int, total: int, progress: Progress = progress, task: TaskID = task) -> None:
+                progress.update(task, completed=done, total=total)
+
+            made = WITH_TRACES[name](loaded, progress=tell) if name in WITH_TRACES else WITHOUT_TRACES[name]()
+        for path in made.save(out):
+            console.print(f"wrote {path}")
+        if made.cells:
+            (out / name).mkdir(exist_ok=True)
+            _write_cells(out / name, made.cells)
+
+
+def _traces(paths: Sequence[str]) -> dict[str, Trace]:
+    """Traces by name: of the file, or of the path where several files have the same name."""
+    stems = [Path(path).stem for path in paths]
+    return {stem if stems.count(stem) == 1 else path: _trace(path) for stem, path in zip(stems, paths, strict=True)}
 
 
 def _trace(path: str) -> Trace:

@@ -1,7 +1,7 @@
 """The simulated experiments of the DTR paper (Kirisame et al., Sections 3 and 4.2, Appendix D), with their figures.
 
 Each function takes traces by name of the model (`remat.Trace.load`) where it needs any, and returns an `Experiment`:
-the simulations, and the figures made of them. `remat simulate --figures` runs them from the command line.
+the simulations, and the figures made of them. `remat experiment` runs them from the command line.
 """
 
 from __future__ import annotations
@@ -11,13 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from remat.graphs import checkmate, classic
+from remat.graphs.networks import mobilenet, unet, vgg16
+from remat.graphs.training import Cost, TrainingGraph, replay
 from remat.plotting import (
     plot_accesses,
     plot_adversary,
     plot_linear_growth,
     plot_linear_states,
     plot_overhead,
+    plot_static,
 )
+from remat.report import Report
 from remat.runtime.dtr.heuristics import Heuristic, ablations
 from remat.runtime.dtr.simulator import Cell, Replay, sweep
 from remat.runtime.dtr.theory import optimal_linear_operators, run_adversary, run_linear
@@ -126,10 +131,79 @@ def adversary(
     return Experiment((), {"theorem32_adversary": plot_adversary(runs)})
 
 
+def static_methods(
+    networks: Mapping[str, TrainingGraph] | None = None,
+    ratios: Sequence[float] = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
+    time_limit: float = 60.0,
+    progress: Progress | None = None,
+) -> Experiment:
+    """Figure 3: DTR beside static methods on training graphs: Checkmate, its rounding, Chen's, treeverse.
+
+    All are replayed by the same accounting of memory; budgets are fractions of the peak when nothing is recomputed.
+
+    Args:
+        time_limit: seconds of the integer program, for each budget.
+    """
+    graphs = networks or {"VGG-16": vgg16(), "MobileNet": mobilenet(), "U-Net": unet()}
+    cells: list[Cell] = []
+    baselines = {}
+    for number, (name, graph) in enumerate(graphs.items()):
+        baselines[name] = Replay(graph.trace()).baseline
+        for done, ratio in enumerate(ratios):
+            if progress is not None:
+                progress(number * len(ratios) + done, len(graphs) * len(ratios))
+            cells += methods_at(name, graph, ratio, time_limit)
+    return Experiment(tuple(cells), {"figure3_static": plot_static(cells, baselines)})
+
+
+def methods_at(name: str, graph: TrainingGraph, ratio: float, time_limit: float) -> list[Cell]:
+    """Every method under one budget; a method with settings takes the fastest that fits."""
+    replay_of = Replay(graph.trace())
+    budget = int(ratio * replay_of.baseline.peak_bytes)
+    least = replay_of.baseline.nanoseconds
+
+    def cell(method: str, outcome: str, cost: Cost | None, bound: float | None = None, note: str = "") -> Cell:
+        report = Report(
+            strategy=method,
+            outcome=outcome,
+            measured=False,
+            budget_bytes=budget,
+            peak_bytes=cost.peak_bytes if cost else 0,
+            seconds=cost.nanoseconds * 1e-9 if cost else 0.0,
+            overhead=cost.nanoseconds / least if cost else None,
+            recomputations=0,
+            bound_seconds=None if bound is None else bound * 1e-9,
+            note=note,
+        )
+        return Cell(name, method, "eager", ratio, report)
+
+    solved = checkmate.optimal(graph, budget, time_limit=time_limit)
+    note = "" if solved.proved else f"stopped at its time limit of {time_limit:g} s"
+    outcome = "pass" if solved.cost else "oom" if solved.proved else "timeout"
+    cells = [cell("checkmate", outcome, solved.cost, solved.bound_nanoseconds, note)]
+    rounded = checkmate.rounded(graph, budget, time_limit=time_limit)
+    cells.append(cell("checkmate, rounded", "pass" if rounded.cost else "oom", rounded.cost))
+    for method, orders in (
+        ("chen, sqrt(n)", classic.chen_sqrt),
+        ("chen, greedy", classic.chen_greedy),
+        ("treeverse", classic.treeverse),
+    ):
+        costs = [cost for cost in (replay(graph, steps) for steps in orders(graph)) if cost.peak_bytes <= budget]
+        best = min(costs, key=lambda cost: cost.nanoseconds, default=None)
+        cells.append(cell(method, "pass" if best else "oom", best))
+    for heuristic in ("h_dtr", "h_dtr_eq", "h_lru"):
+        cells.append(Cell(name, heuristic, "eager", ratio, replay_of.run(budget, heuristic)[0]))
+    return cells
+
+
 WITH_TRACES: Mapping[str, Callable[..., Experiment]] = {
     "overhead": overhead_by_heuristic,
     "ablation": ablation,
     "deallocation": deallocation_policies,
     "accesses": storage_accesses,
 }
-WITHOUT_TRACES: Mapping[str, Callable[[], Experiment]] = {"linear": linear_network, "adversary": adversary}
+WITHOUT_TRACES: Mapping[str, Callable[[], Experiment]] = {
+    "linear": linear_network,
+    "adversary": adversary,
+    "static": static_methods,
+}

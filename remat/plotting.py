@@ -68,6 +68,28 @@ def plot_overhead(
     return figure
 
 
+def plot_static(cells: Sequence[Cell], baselines: Mapping[str, Baseline]) -> Figure:
+    """DTR beside static methods (Kirisame et al., Figure 3).
+
+    Where Checkmate's integer program was stopped by its time limit, a bar goes from its bound to what it had found, or
+    an arrow upwards from the bound where that was nothing.
+    """
+    figure = plot_overhead(cells, baselines)
+    models = list(dict.fromkeys(cell.model for cell in cells))
+    for model, ax in zip(models, figure.axes, strict=False):
+        for cell in cells:
+            report = cell.report
+            if cell.model != model or report.bound_seconds is None or not report.note:
+                continue
+            share = _share(cell, baselines[model])
+            bound = report.bound_seconds * 1e9 / baselines[model].nanoseconds
+            if report.overhead is not None:
+                ax.plot([share, share], [bound, report.overhead], color="black", linewidth=2.5, alpha=0.5)
+            else:
+                ax.annotate("", (share, bound + 0.12), (share, bound), arrowprops={"arrowstyle": "->"})
+    return figure
+
+
 def plot_accesses(cells: Sequence[Cell], baselines: Mapping[str, Baseline], title: str = "") -> Figure:
     """Storages looked at, against budget (Kirisame et al., Figure 12); runs that did not pass are left out."""
     models = list(dict.fromkeys(cell.model for cell in cells))

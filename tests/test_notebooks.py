@@ -14,5 +14,7 @@ def test_notebook_runs_from_a_clean_kernel(path: Path, monkeypatch: pytest.Monke
     monkeypatch.delenv("REMAT_DTR_LOGS", raising=False)
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    pictures = sum("image/png" in output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", []))
+    pictures = sum(
+        "image/png" in output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])
+    )
     assert pictures > 0

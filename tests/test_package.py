@@ -113,9 +113,31 @@ def test_command_line(cli, tmp_path: Path) -> None:
     assert "█" not in cli("plan", "results/chain.json", "--budgets", "1.0", "--no-pictures").stdout
 
 
+def test_command_line_simulates_and_makes_experiments(cli, tmp_path: Path) -> None:
+    chain = remat.Chain([9] * 21, [20] * 20, [0] * 20, [0] * 20, [1.0] * 20, [2.0] * 20)
+    remat.Trace.from_chain(chain).save(tmp_path / "a.log.gz")
+    chain.save(tmp_path / "b.json")
+    done = cli("simulate", "a.log.gz", "b.json", "--budgets", "0.5,1.0", "--heuristics", "h_dtr_eq", "--out", "out")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("overhead by heuristic") == 2
+    rows = json.loads((tmp_path / "out" / "simulations.json").read_text())
+    assert [(row["model"], row["outcome"]) for row in rows] == [("a.log", "pass")] * 2 + [("b", "pass")] * 2
+    assert rows[0]["overhead"] == rows[2]["overhead"] > rows[1]["overhead"] == pytest.approx(1.0)
+    assert (tmp_path / "out" / "simulations.csv").read_text().count("\n") == 5
+    done = cli("experiment", "accesses", "adversary", "--traces", "a.log.gz", "--out", "figures")
+    assert done.returncode == 0, done.stderr
+    pictures = sorted(path.name for path in (tmp_path / "figures").glob("*.png"))
+    assert pictures == ["figure12_accesses.png", "theorem32_adversary.png"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("simulate", "nothing.log"), "cannot read nothing.log"),
+        (("simulate", "my_models.py"), "my_models.py, line 2: no JSON object"),
+        (("simulate", "nothing.log", "--heuristics", "h_best"), "unknown heuristic 'h_best'"),
+        (("experiment", "figure9", "--out", "x"), "unknown experiment 'figure9'"),
+        (("experiment", "overhead", "--out", "x"), "name them with --traces"),
         (("profile", "nonsense"), "unknown model 'nonsense'; choose one of"),
         (("profile", "my_models:nonsense"), "cannot load 'my_models:nonsense'"),
         (("profile", "my_models:wrong"), "must return a pair (model, sample), it returned int"),
