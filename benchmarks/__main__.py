@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks.dtr import dtr
+from benchmarks.dtr import dtr, static
 from benchmarks.frontier import frontier
 from benchmarks.planners import planners
 from benchmarks.speed import prediction, sequential, store_all
@@ -12,6 +12,7 @@ from benchmarks.speed import prediction, sequential, store_all
 BENCHMARKS = {
     "planners": planners,
     "dtr": dtr,
+    "static": static,
     "store_all": lambda: store_all(30),
     "sequential": lambda: sequential(10),
     "prediction": lambda: prediction(6),
