@@ -110,7 +110,7 @@ def storage_accesses(
     return Experiment(tuple(cells), {"figure12_accesses": plot_accesses(cells, baselines)})
 
 
-def linear_network(nodes: int = 200, lengths: Sequence[int] = (64, 128, 256, 512, 1024, 2048, 4096)) -> Experiment:
+def linear_network(nodes: int = 200, lengths: Sequence[int] = (64, 128, 256, 512, 1024, 2048)) -> Experiment:
     """Figure 5 and Theorem 3.1: memory over time of the linear network, and operators against its length."""
     picture = run_linear(nodes, "h_e_star", states=True)
     runs = {name: [run_linear(length, name) for length in lengths] for name in ("h_dtr", "h_e_star")}

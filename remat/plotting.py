@@ -136,7 +136,7 @@ def plot_linear_growth(runs: Mapping[str, Sequence[LinearRun]], optimum: Sequenc
         points = [(run.nodes, run.operators / run.nodes) for run in lengths]
         ax.plot(*zip(*points, strict=True), label=name, linewidth=1.2, **style)
     points = [(nodes, operators / nodes) for nodes, operators in optimum]
-    ax.plot(*zip(*points, strict=True), label="optimum", color="black", linewidth=1.2)
+    ax.plot(*zip(*points, strict=True), label="optimum", color="black", linewidth=1.2, marker="_")
     ax.set(xscale="log", xlabel="nodes N, memory for 2 ceil(sqrt N) tensors", ylabel="operators / N", ylim=(0, None))
     ax.set_xscale("log", base=2)
     ax.grid(alpha=0.3)

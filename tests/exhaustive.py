@@ -1,4 +1,4 @@
-"""The optimum over all valid sequences, by Dijkstra's algorithm over what is stored; written apart from the solvers."""
+"""Optima of chains and training graphs by Dijkstra's algorithm over what is stored; written apart from the solvers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import heapq
 import math
 
 from remat.chain import Chain
+from remat.graphs.training import TrainingGraph
 
 
 def optimum(chain: Chain, budget: int) -> float:
@@ -51,3 +52,27 @@ def _next(chain: Chain, own: frozenset, kept: frozenset, pending: int, stored: i
             if before in own:
                 yield cost, passing, ((own - {before}) | {stage}, kept, pending)
         yield cost, passing, (own | {stage}, kept, pending)
+
+
+def fastest(graph: TrainingGraph, budget: int) -> float:
+    """Dijkstra over what is in memory and how far the order has come; every node in its own stage first."""
+    queue, number, known = [(0, 0, frozenset(), 0)], 0, {}
+    while queue:
+        time, _, resident, stage = heapq.heappop(queue)
+        if stage == len(graph):
+            return time
+        if known.setdefault((resident, stage), time) < time:
+            continue
+        following = [(time, resident - {node}, stage) for node in resident]
+        memory = sum(graph.sizes_bytes[node] for node in resident)
+        for node in range(stage + 1):
+            if node not in resident and set(graph.inputs[node]) <= resident:
+                if memory + graph.sizes_bytes[node] <= budget:
+                    after = time + graph.nanoseconds[node]
+                    following.append((after, resident | {node}, stage + (node == stage)))
+        for after, state, at in following:
+            if after < known.get((state, at), float("inf")):
+                number += 1
+                known[state, at] = after
+                heapq.heappush(queue, (after, number, state, at))
+    return float("inf")

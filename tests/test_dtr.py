@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from conftest import DATA, DTR_LOGS, needs_dtr_logs
+from exhaustive import fastest
 from helpers import chains
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from plain_dtr import SCORES, OutOfMemory, PlainDtr
 import remat
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget, RematError
+from remat.graphs.training import TrainingGraph
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.core import Core
 from remat.runtime.dtr.freezing import freeze
@@ -329,24 +331,27 @@ def test_states_of_the_linear_network_are_what_figure_5_shows() -> None:
     assert ((run.states > 0).sum(axis=1) <= run.budget).all()
 
 
-def test_griewanks_closed_form_is_the_optimum_by_search() -> None:
-    """Dynamic programming over where to put the next checkpoint, on short chains."""
+def linear_graph(nodes: int) -> TrainingGraph:
+    """The linear network as a graph: forward tensors, then the gradients from the last."""
+    names = [f"t{i}" for i in range(1, nodes + 1)] + [f"g{i}" for i in range(nodes, 0, -1)]
+    inputs = [(i - 1,) if i else () for i in range(nodes)]
+    for i in range(nodes, 0, -1):
+        before = (i - 2,) if i > 1 else ()
+        behind = (2 * nodes - i - 1,) if i < nodes else ()
+        inputs.append(before + behind)
+    ones = (1,) * (2 * nodes)
+    return TrainingGraph(tuple(names), ones, ones, tuple(inputs), nodes, tuple(range(nodes - 1, -1, -1)))
 
-    def search(length: int, checkpoints: int, known: dict) -> int:
-        if length == 1:
-            return 0
-        if (length, checkpoints) not in known:
-            options = [length * (length - 1) // 2] if checkpoints == 1 else []
-            for advance in range(1, length) if checkpoints > 1 else ():
-                rest = search(length - advance, checkpoints - 1, known) + search(advance, checkpoints, known)
-                options.append(advance + rest)
-            known[length, checkpoints] = min(options)
-        return known[length, checkpoints]
 
-    for nodes in range(2, 24):
-        for budget in range(3, 10):
-            forward = search(nodes, budget - 2, {})
-            assert optimal_linear_operators(nodes, budget) == forward + 1 + nodes
+@pytest.mark.parametrize("nodes", [2, 3, 4, 5, 6])
+def test_the_optimum_of_the_linear_network_is_that_of_a_search(nodes: int) -> None:
+    for budget in range(2, 7):
+        expected = fastest(linear_graph(nodes), budget)
+        if expected == math.inf:
+            with pytest.raises(MemoryError):
+                optimal_linear_operators(nodes, budget)
+        else:
+            assert optimal_linear_operators(nodes, budget) == expected
 
 
 def test_theorem_3_2_the_adversary_wins_by_n_over_b() -> None:

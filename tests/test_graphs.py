@@ -1,9 +1,9 @@
 """Static methods on training graphs: valid orders, the accounting of DTR, Checkmate against exhaustive search."""
 
-import heapq
 import itertools
 
 import pytest
+from exhaustive import fastest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,30 +39,6 @@ def test_whatever_is_kept_the_order_is_valid(graph: TrainingGraph, random) -> No
     for method in (classic.chen_sqrt, classic.chen_greedy, classic.treeverse):
         for steps in method(graph):
             replay(graph, steps)
-
-
-def fastest(graph: TrainingGraph, budget: int) -> float:
-    """Dijkstra over what is in memory and how far the order has come; every node in its own stage first."""
-    queue, number, known = [(0, 0, frozenset(), 0)], 0, {}
-    while queue:
-        time, _, resident, stage = heapq.heappop(queue)
-        if stage == len(graph):
-            return time
-        if known.setdefault((resident, stage), time) < time:
-            continue
-        following = [(time, resident - {node}, stage) for node in resident]
-        memory = sum(graph.sizes_bytes[node] for node in resident)
-        for node in range(stage + 1):
-            if node not in resident and set(graph.inputs[node]) <= resident:
-                if memory + graph.sizes_bytes[node] <= budget:
-                    after = time + graph.nanoseconds[node]
-                    following.append((after, resident | {node}, stage + (node == stage)))
-        for after, state, at in following:
-            if after < known.get((state, at), float("inf")):
-                number += 1
-                known[state, at] = after
-                heapq.heappush(queue, (after, number, state, at))
-    return float("inf")
 
 
 @settings(max_examples=15, deadline=None)

@@ -95,17 +95,42 @@ def _longest_gap(resident: np.ndarray) -> int:
 
 
 def optimal_linear_operators(nodes: int, budget: int) -> int:
-    """The fewest operators that run the linear network's program (Griewank and Walther, 2000, by their closed form).
+    """The fewest operators that run the linear network's program in memory for `budget` tensors.
 
-    While t_{i-1} is recomputed, two units hold it and the one before, one the gradient; the others are checkpoints, to
-    which comes the input, which takes no memory. t_N is computed once, N gradients follow.
+    All sizes are equal, so some optimal order keeps what it keeps until its gradient (Beaumont et al., Corollary 4.5),
+    and their recurrence for such orders gives it: run forward by some steps, keep that tensor, do what lies behind it,
+    then what lies before. Two tables by length and memory: `inner` with the gradient of what follows held meanwhile,
+    and `outer` for what ends at the last node, behind which there is none. Time O(N^2 B).
+
+    Raises:
+        MemoryError: the budget is too small for any order.
     """
-    checkpoints = budget - 2
-    repeats = 0
-    while math.comb(checkpoints + repeats, checkpoints) < nodes:
-        repeats += 1
-    forward = repeats * nodes - math.comb(checkpoints + repeats, checkpoints + 1)
-    return forward + 1 + nodes
+    inner_before = outer_before = np.full(nodes + 1, np.inf)  # with one unit of memory less
+    outer = inner = inner_before
+    for memory in range(1, budget + 1):
+        inner = _reversals(nodes, memory - 1, inner_before, None)
+        outer = _reversals(nodes, memory, outer_before, inner)
+        inner_before, outer_before = inner, outer
+    if not np.isfinite(outer[nodes]):
+        raise MemoryError(f"no order runs the linear network of {nodes} nodes in memory for {budget} tensors")
+    return int(outer[nodes]) + 1 + nodes  # the last node itself, whose gradient does not need it, and all gradients
+
+
+def _reversals(nodes: int, free: int, behind: np.ndarray, inner: np.ndarray | None) -> np.ndarray:
+    """Fewest forward operators for each length, with `free` units beside the gradient held and the first input.
+
+    `behind`: the same with one unit less, for what lies behind a tensor that is kept. What lies before it is `inner`,
+    or the table that is being filled.
+    """
+    table = np.full(nodes + 1, np.inf)
+    if free >= 1:
+        table[1] = 0  # a gradient takes one unit
+    before = table if inner is None else inner
+    for length in range(2, nodes + 1 if free >= 1 else 0):
+        # The first step holds its output beside what is kept; a further one also its input, which is not.
+        steps = np.arange(1, length if free > 1 else 2)
+        table[length] = (steps + behind[length - steps] + before[steps]).min(initial=np.inf)
+    return table
 
 
 class AdversaryRun(NamedTuple):
