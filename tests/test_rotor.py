@@ -278,10 +278,5 @@ def _train_distributed(rank: int, folder: str) -> None:
 
 def test_distributed_data_parallel(tmp_path: Path) -> None:
     """Two processes over gloo; with gradients reduced in many small buckets while the backward recomputes."""
-    try:
-        mp.spawn(_train_distributed, (str(tmp_path),), nprocs=2)
-    except mp.ProcessExitedException as error:
-        # Two aborts were seen, of unknown cause, perhaps while gloo shuts down. They count unless both had finished.
-        if error.signal_name != "SIGABRT" or len(list(tmp_path.glob("done*"))) < 2:
-            raise
+    mp.spawn(_train_distributed, (str(tmp_path),), nprocs=2)
     assert (tmp_path / "done0").exists() and (tmp_path / "done1").exists()
