@@ -25,11 +25,15 @@ if TYPE_CHECKING:
     from remat.errors import InvalidSchedule as InvalidSchedule
     from remat.errors import InvalidTrace as InvalidTrace
     from remat.errors import MeasurementError as MeasurementError
+    from remat.errors import OutOfBudget as OutOfBudget
     from remat.errors import PlanMismatch as PlanMismatch
     from remat.errors import RematError as RematError
     from remat.errors import ReplayError as ReplayError
     from remat.errors import SolverStopped as SolverStopped
+    from remat.errors import Thrashing as Thrashing
+    from remat.errors import ThrashingWarning as ThrashingWarning
     from remat.errors import UnsupportedModel as UnsupportedModel
+    from remat.live.context import DTR as DTR
     from remat.profiling import profile as profile
     from remat.report import Moment as Moment
     from remat.report import Report as Report
@@ -60,12 +64,16 @@ _HOMES = {
         "InvalidSchedule",
         "InvalidTrace",
         "MeasurementError",
+        "OutOfBudget",
         "PlanMismatch",
         "RematError",
         "ReplayError",
         "SolverStopped",
+        "Thrashing",
+        "ThrashingWarning",
         "UnsupportedModel",
     ),
+    "remat.live.context": ("DTR",),
     "remat.profiling": ("profile",),
     "remat.report": ("Moment", "Report"),
     "remat.running": ("run",),

@@ -58,6 +58,45 @@ class InfeasibleBudget(RematError, ValueError):
         return type(self), (self.budget, self.minimum, self.solver)
 
 
+class OutOfBudget(RematError, MemoryError):
+    """One operator, with its inputs and outputs and what cannot be evicted, does not fit into a live DTR budget.
+
+    Attributes:
+        operator: its name, with types and shapes of its arguments.
+        budget: bytes.
+        needed: bytes in use, were it to run now, although all has been evicted that can be.
+        minimum: the least budget, in bytes, found under which the program comes past this operator; None where none
+            was found.
+    """
+
+    def __init__(self, operator: str, budget: int, needed: int, minimum: int | None) -> None:
+        self.operator = operator
+        self.budget = budget
+        self.needed = needed
+        self.minimum = minimum
+        least = (
+            ""
+            if minimum is None
+            else f"; the least budget with which the program gets past it is {format_bytes(minimum)} ({minimum} bytes)"
+        )
+        super().__init__(
+            f"{operator} does not fit into {format_bytes(budget)} ({budget} bytes): with its inputs, its outputs, its "
+            f"scratch memory and what cannot be evicted it needs {format_bytes(needed)} ({needed} bytes){least}. Raise "
+            "the budget, use a smaller batch or input, or hold fewer tensors"
+        )
+
+    def __reduce__(self) -> tuple[type, tuple[str, int, int, int | None]]:
+        return type(self), (self.operator, self.budget, self.needed, self.minimum)
+
+
+class Thrashing(RematError, RuntimeError):
+    """A live DTR run would hardly do anything but recompute."""
+
+
+class ThrashingWarning(UserWarning):
+    """A live DTR run spends more time on recomputing than its `thrash_limit` allows."""
+
+
 class SolverStopped(RematError, TimeoutError):
     """A solver reached its time limit before it had found a schedule, or proved that there is none."""
 

@@ -47,12 +47,16 @@ class MemoryMeter:
     Frees of what was allocated before the session are not seen on the CPU. Sessions do not nest: a profiler started
     inside another one silently erases the memory events of the outer one.
 
+    Args:
+        may_be_idle: whether it is fine that nothing at all is allocated.
+
     Raises:
         MeasurementError: another profiler is running, a region lies in another, or no allocation was seen at all.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, may_be_idle: bool = False) -> None:
         self.device = device
+        self._may_be_idle = may_be_idle
         self.regions: list[Region] = []
         self._open = False
         self._in_session = False
@@ -106,10 +110,10 @@ class MemoryMeter:
         with profiler:
             yield
         results = profiler.profiler.kineto_results if profiler.profiler is not None else None
-        self.regions = _read_events(results.events() if results is not None else [])
+        self.regions = _read_events(results.events() if results is not None else [], self._may_be_idle)
 
 
-def _read_events(events: list) -> list[Region]:
+def _read_events(events: list, may_be_idle: bool) -> list[Region]:
     changes, marks = [], []
     for event in events:
         name = event.name()
@@ -118,7 +122,7 @@ def _read_events(events: list) -> list[Region]:
                 changes.append((event.start_ns(), event.nbytes()))
         elif name == _MARK:
             marks.append((event.start_ns(), event.start_ns() + event.duration_ns()))
-    if marks and not changes:
+    if marks and not changes and not may_be_idle:
         raise MeasurementError("the profiler recorded no allocation at all; was another profiler started meanwhile?")
     changes.sort(key=lambda change: change[0])
     regions = []

@@ -20,16 +20,17 @@ import numpy as np
 from numba import njit
 
 # Columns of storages; those that are looked at most share a cache line.
-SIZE, ACCESS, COST, RESIDENT, MARK, HEAD, NODE, BANISHED, ABOVE, BELOW, STALE, REFS, LOCKS, PINNED, TAIL, SLOT = range(
-    16
-)
+SIZE, ACCESS, COST, RESIDENT, MARK, HEAD, NODE, BANISHED, ABOVE, BELOW, STALE, REFS, LOCKS, FLAGS, TAIL, SLOT = range(16)
 STORAGE_COLUMNS = 16
+# Bits of FLAGS: locked for ever; held by the program, so that a recomputed result has to be copied to where that is.
+PINNED, HELD = 1, 2
 # Columns of tensors: storage, operator, whether defined, next view of the storage, first and last edge that uses it.
 STORAGE, OP, DEFINED, NEXT_VIEW, FIRST_USE, LAST_USE = range(6)
 TENSOR_COLUMNS = 6
-# Columns of operators: inputs are edges IN..IN_END, outputs tensors OUT..OUT_END; bytes of all outputs; scratch memory.
-PRICE, IN, IN_END, OUT, OUT_END, BYTES, SCRATCH = range(7)
-OP_COLUMNS = 7
+# Columns of operators: inputs are edges IN..IN_END, outputs tensors OUT..OUT_END; bytes of all outputs; scratch memory;
+# bytes of those outputs that overwrite an input when the operator first runs.
+PRICE, IN, IN_END, OUT, OUT_END, BYTES, SCRATCH, OVERWRITES = range(8)
+OP_COLUMNS = 8
 # Columns of edges: the tensor that is used, the operator that uses it, the next edge of the same tensor.
 USED, USER, NEXT_USE = range(3)
 EDGE_COLUMNS = 3
@@ -81,7 +82,7 @@ EVICTED, RELEASED, RECOMPUTED, BANISH, COMPUTED = range(5)
 ) = range(33)
 SCALARS = 33
 
-COMPUTE, KEEP, PIN, RELEASE, LOCK, UNLOCK = range(6)  # instructions
+COMPUTE, KEEP, PIN, RELEASE, LOCK, UNLOCK, DROP = range(7)  # instructions
 EAGER, BANISHING, IGNORING = range(3)  # what a dropped reference does
 DONE, OUT_OF_MEMORY, THRASHING, CHOOSE, GROW = range(5)  # answers of `advance`
 # Numerators of scores.
@@ -172,8 +173,8 @@ def _unlock(storage, state):
 @njit(cache=True)
 def _pin(storage, state):
     s = state[0]
-    if not s[storage, PINNED]:
-        s[storage, PINNED] = 1
+    if not s[storage, FLAGS] & PINNED:
+        s[storage, FLAGS] |= PINNED
         _lock(storage, state)
 
 
@@ -661,13 +662,31 @@ def _lock_inputs(frame, state):
 
 
 @njit(cache=True, inline="always")
+def _extra(op, again, state):
+    """Bytes that an operator needs beside those of its outputs; negative where it overwrites an input.
+
+    When it runs again nothing is overwritten, but what the program holds has its memory made once more, one storage at
+    a time, for the result to be copied to.
+    """
+    s, tensors, ops = state[:3]
+    if not again:
+        return ops[op, SCRATCH] - ops[op, OVERWRITES]
+    extra = ops[op, SCRATCH]
+    for t in range(ops[op, OUT], ops[op, OUT_END]):
+        storage = tensors[t, STORAGE]
+        if s[storage, FLAGS] & HELD and s[storage, HEAD] == t and not tensors[t, DEFINED]:
+            extra = max(extra, s[storage, SIZE])
+    return extra
+
+
+@njit(cache=True, inline="always")
 def _run(tensor, again, state):
     """Runs the operator of `tensor`; outputs that were there already are made twice and the second copy is freed."""
     s, tensors, ops, _, _, scalars = state[:6]
     op = tensors[tensor, OP]
     scalars[CLOCK] += ops[op, PRICE]
     scalars[MEMORY] += ops[op, BYTES]
-    scalars[PEAK] = max(scalars[PEAK], scalars[MEMORY] + ops[op, SCRATCH])
+    scalars[PEAK] = max(scalars[PEAK], scalars[MEMORY] + _extra(op, again, state))
     for last in (False, True):  # the tensor that is wanted enters the pool behind its siblings
         for u in range(ops[op, OUT], ops[op, OUT_END]):
             if (u == tensor) != last:
@@ -761,7 +780,7 @@ def _materialise(state):
         if waits:
             continue
         op = tensors[tensor, OP]
-        answer = _make_room(ops[op, BYTES] + ops[op, SCRATCH], state)
+        answer = _make_room(ops[op, BYTES] + _extra(op, frames[frame, AGAIN], state), state)
         if answer != DONE:
             return answer
         scalars[MISSING_COUNT] = frames[frame, FIRST_MISSING]
@@ -806,11 +825,34 @@ def advance(instructions, state):
             _unlock(tensors[what, STORAGE], state)
         elif kind == KEEP:
             s[tensors[what, STORAGE], REFS] += 1
+        elif kind == DROP:
+            s[tensors[what, STORAGE], FLAGS] &= ~HELD
         else:
             _release(tensors[what, STORAGE], state)
         scalars[BEGUN] = 0
         scalars[POSITION] += 1
     return DONE
+
+
+@njit(cache=True)
+def abandon(state):
+    """Gives up the instruction at which `advance` answered OUT_OF_MEMORY or THRASHING; the next ones can be carried out."""
+    s, tensors, ops, edges, _, scalars = state[:6]
+    frames, missing = state[8], state[9]
+    while scalars[DEPTH] > 0:
+        scalars[DEPTH] -= 1
+        frame = scalars[DEPTH]
+        if frames[frame, STEP] == 0:
+            continue
+        op = tensors[frames[frame, TENSOR], OP]
+        waiting = frames[frame, MISSING]
+        for e in range(ops[op, IN], ops[op, IN_END]):
+            if waiting < frames[frame, MISSING_END] and missing[waiting] == e:
+                waiting += 1  # it was not locked yet
+            else:
+                _unlock(tensors[edges[e, USED], STORAGE], state)
+    scalars[MISSING_COUNT] = scalars[BEGUN] = 0
+    scalars[CHOSEN] = -1
 
 
 @njit(cache=True, inline="always")
@@ -819,7 +861,12 @@ def _release(storage, state):
     s[storage, REFS] -= 1
     if scalars[DEALLOCATION] == BANISHING:
         _try_banish(storage, state)
-    elif scalars[DEALLOCATION] == EAGER and s[storage, REFS] == 0 and s[storage, RESIDENT] and not s[storage, PINNED]:
+    elif (
+        scalars[DEALLOCATION] == EAGER
+        and s[storage, REFS] == 0
+        and s[storage, RESIDENT]
+        and not s[storage, FLAGS] & PINNED
+    ):
         _evict(storage, RELEASED, state)
 
 

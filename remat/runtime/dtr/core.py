@@ -16,6 +16,7 @@ _BY_STORAGES = (6, 7, 11)  # the pool, storages to walk to, and storages whose e
 DEALLOCATIONS = {"eager": k.EAGER, "banish": k.BANISHING, "ignore": k.IGNORING}
 _DECISIONS = ("evict", "release", "recompute", "banish", "compute")
 NO_LIMIT = 2**62
+_FEW = 32  # operators
 
 
 class Decision(NamedTuple):
@@ -57,6 +58,8 @@ class Core:
         sampling: look at sqrt(n) random storages of the pool only; skip_small: not at those under 1 % of the mean size
             (Appendix E.2).
         seed: of random choices.
+        held: whether what an operator makes is held by the program, until it is dropped: recomputing it then takes its
+            bytes once more, as the result must get to where the program has it.
     """
 
     def __init__(
@@ -71,12 +74,15 @@ class Core:
         sampling: bool = False,
         skip_small: bool = False,
         seed: int = 0,
+        held: bool = False,
     ) -> None:
         if deallocation not in DEALLOCATIONS:
             raise RematError(f"unknown deallocation {deallocation!r}; choose one of {', '.join(DEALLOCATIONS)}")
         self.heuristic = heuristic
         self.graph = graph
         self._known = _Known(0, 0, 0, 0)
+        self._fresh_storage = _FRESH_STORAGE.copy()
+        self._fresh_storage[k.FLAGS] = k.HELD if held else 0
         self._state = _empty_state()
         self._take_new_rows()
         scalars = self._state[5]
@@ -100,6 +106,29 @@ class Core:
             else:
                 return answer
 
+    def limit_recomputation(self, nanoseconds: int) -> None:
+        """From now on so many more nanoseconds of it end `run` as thrashing."""
+        self._state[5][k.AGAIN_LIMIT] = self._state[5][k.AGAIN_COST] + nanoseconds
+
+    def abandon(self) -> None:
+        """Gives up the instruction that ran out of memory; what was decided until then stands."""
+        k.abandon(self._state)
+
+    def correct(self, tensor: int, size: int) -> None:
+        """Sets the size of a resident storage that turned out smaller than was said when its operator was added.
+
+        What its operator was said to need in all stays, as scratch memory.
+        """
+        storage, operator = self.tensors[tensor, [k.STORAGE, k.OP]].tolist()
+        surplus = int(self.storages[storage, k.SIZE]) - size
+        self.storages[storage, k.SIZE] = self.graph.sizes[storage] = size
+        self._state[5][k.MEMORY] -= surplus
+        self._state[2][operator, k.BYTES] -= surplus
+        self._state[2][operator, k.SCRATCH] += surplus
+        price, *ends, total, scratch, overwritten = self.graph.operators[operator]
+        changed = (price, *ends, total - surplus, scratch + surplus, overwritten)
+        self.graph.operators[operator] = changed  # type: ignore[assignment]  # as long as before
+
     def scalar(self, which: int) -> int:
         """One of the kernels' scalars."""
         return int(self._state[5][which])
@@ -114,9 +143,13 @@ class Core:
         """Rows of tensors, with the kernels' columns."""
         return self._state[1]
 
+    def logged(self, first: int) -> list[list[int]]:
+        """Rows of the log from `first` on, with the kernels' columns."""
+        return self._state[10][first : self.scalar(k.LOGGED)].tolist()
+
     def decisions(self) -> list[Decision]:
         """What was decided, in order."""
-        rows = self._state[10][: self.scalar(k.LOGGED)].tolist()
+        rows = self.logged(0)
         return [Decision(_DECISIONS[kind], clock, what, amount) for kind, clock, what, amount in rows]
 
     def _ask(self) -> int:
@@ -158,34 +191,53 @@ class Core:
 
     def _take_new_rows(self) -> None:
         graph = self.graph
-        if len(graph.operators) > self._known.operators:
-            self._state = _extended(self._state, graph, self._known)
-            self._known = _Known(len(graph.sizes), len(graph.tensors), len(graph.operators), len(graph.edges))
+        if len(graph.operators) == self._known.operators:
+            return
+        known = _Known(len(graph.sizes), len(graph.tensors), len(graph.operators), len(graph.edges))
+        if known.operators - self._known.operators <= _FEW and all(
+            self._state[i].shape[0] >= count for i, count in enumerate(known)
+        ):
+            self._write_few(known)
+        else:
+            self._extend()
+        self._known = known
 
+    def _write_few(self, known: _Known) -> None:
+        """Writes new rows one by one, which is faster than by columns where a driver adds few at a time."""
+        storages, tensors, operators, edges = self._state[:4]
+        graph, before = self.graph, self._known
+        for row in range(before.storages, known.storages):
+            storages[row] = self._fresh_storage
+            storages[row, k.SIZE] = graph.sizes[row]
+        for row in range(before.tensors, known.tensors):
+            storage, operator = graph.tensors[row]
+            tensors[row] = (storage, operator, 0, -1, -1, -1)
+        for row in range(before.operators, known.operators):
+            operators[row] = graph.operators[row]
+            for edge in range(graph.operators[row][k.IN], graph.operators[row][k.IN_END]):
+                edges[edge] = (graph.edges[edge], row, -1)
 
-def _extended(state: tuple[np.ndarray, ...], graph: Graph, known: _Known) -> tuple[np.ndarray, ...]:
-    """The kernels' arrays with the rows that `graph` has beyond `known`; none of its new operators has been called."""
-    rows = graph.rows(known.operators, known.storages)
-    arrays = list(state)
-    counts = (known.storages, known.tensors, known.operators, known.edges)
-    added = (len(rows.sizes), len(rows.tensors), len(rows.operators), len(rows.edges))
-    for position, (count, more) in enumerate(zip(counts, added, strict=True)):
-        arrays[position] = _with_room(arrays[position], count + more)
-    storages, tensors, operators, edges = arrays[:4]
-    storages[counts[0] : counts[0] + added[0]] = _FRESH_STORAGE
-    storages[counts[0] : counts[0] + added[0], k.SIZE] = rows.sizes
-    tensors[counts[1] : counts[1] + added[1]] = _FRESH_TENSOR
-    tensors[counts[1] : counts[1] + added[1], [k.STORAGE, k.OP]] = rows.tensors
-    operators[counts[2] : counts[2] + added[2]] = rows.operators
-    edges[counts[3] : counts[3] + added[3], k.USED] = rows.edges
-    edges[counts[3] : counts[3] + added[3], k.USER] = rows.users
-    edges[counts[3] : counts[3] + added[3], k.NEXT_USE] = -1
-    for position in _BY_STORAGES:
-        arrays[position] = _with_room(arrays[position], counts[0] + added[0] + 1)
-    most = rows.most_inputs + rows.most_outputs
-    for position, needed in zip(_GROWING, (2 * added[0] + most, 64, 64 + 2 * most, 256 + 2 * most), strict=True):
-        arrays[position] = _with_room(arrays[position], needed)
-    return tuple(arrays)
+    def _extend(self) -> None:
+        """Writes new rows by columns, after the arrays have been made long enough."""
+        known, rows = self._known, self.graph.rows(self._known.operators, self._known.storages)
+        arrays = list(self._state)
+        added = (len(rows.sizes), len(rows.tensors), len(rows.operators), len(rows.edges))
+        for position, (count, more) in enumerate(zip(known, added, strict=True)):
+            arrays[position] = _with_room(arrays[position], count + more)
+        storages, tensors, operators, edges = arrays[:4]
+        new = [slice(count, count + more) for count, more in zip(known, added, strict=True)]
+        storages[new[0]] = self._fresh_storage
+        storages[new[0], k.SIZE] = rows.sizes
+        tensors[new[1]] = (0, 0, 0, -1, -1, -1)
+        tensors[new[1], k.STORAGE], tensors[new[1], k.OP] = rows.tensors.T
+        operators[new[2]] = rows.operators
+        edges[new[3], k.USED], edges[new[3], k.USER], edges[new[3], k.NEXT_USE] = rows.edges, rows.users, -1
+        for position in _BY_STORAGES:
+            arrays[position] = _with_room(arrays[position], storages.shape[0] + 1)
+        most = rows.most_inputs + rows.most_outputs
+        for position, needed in zip(_GROWING, (2 * added[0] + most, 64, 64 + 2 * most, 256 + 2 * most), strict=True):
+            arrays[position] = _with_room(arrays[position], needed)
+        self._state = tuple(arrays)
 
 
 def _with_room(array: np.ndarray, rows: int) -> np.ndarray:
@@ -199,8 +251,6 @@ def _with_room(array: np.ndarray, rows: int) -> np.ndarray:
 
 _FRESH_STORAGE = np.zeros(k.STORAGE_COLUMNS, np.int64)
 _FRESH_STORAGE[[k.HEAD, k.TAIL, k.SLOT, k.NODE]] = -1
-_FRESH_TENSOR = np.full(k.TENSOR_COLUMNS, -1, np.int64)
-_FRESH_TENSOR[k.DEFINED] = 0
 
 
 def _empty_state() -> tuple[np.ndarray, ...]:

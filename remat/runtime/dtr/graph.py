@@ -32,14 +32,15 @@ class Graph:
     Attributes:
         sizes: bytes of each storage.
         tensors: for each tensor its storage and operator.
-        operators: for each its nanoseconds, edges from and to, tensors from and to, bytes of outputs, scratch bytes.
+        operators: for each its nanoseconds, edges from and to, tensors from and to, bytes of outputs, scratch bytes,
+            bytes of outputs that overwrite an input when it first runs.
         edges: the tensors that operators use.
         labels: for each operator what people call it.
     """
 
     sizes: list[int] = field(default_factory=list)
     tensors: list[tuple[int, int]] = field(default_factory=list)
-    operators: list[tuple[int, int, int, int, int, int, int]] = field(default_factory=list)
+    operators: list[tuple[int, int, int, int, int, int, int, int]] = field(default_factory=list)
     edges: list[int] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
     _whole: Rows | None = field(default=None, init=False, repr=False, compare=False)
@@ -51,6 +52,7 @@ class Graph:
         inputs: Sequence[int],
         outputs: Sequence[tuple[int, int]],
         scratch_bytes: int = 0,
+        overwritten_bytes: int = 0,
     ) -> range:
         """Adds an operator and returns its tensors.
 
@@ -67,7 +69,7 @@ class Graph:
             storage = len(self.sizes) - 1 if alias < 0 else self.tensors[inputs[alias]][0]
             self.tensors.append((storage, operator))
         self.edges.extend(inputs)
-        ends = (edge, len(self.edges), first, len(self.tensors), total, scratch_bytes)
+        ends = (edge, len(self.edges), first, len(self.tensors), total, scratch_bytes, overwritten_bytes)
         self.operators.append((nanoseconds, *ends))
         self.labels.append(label)
         return range(first, len(self.tensors))
@@ -86,7 +88,7 @@ class Graph:
         return max(
             (
                 total + sum(size_of[used] for used in self.edges[begin:end])
-                for _, begin, end, _, _, total, _ in self.operators
+                for _, begin, end, _, _, total, _, _ in self.operators
             ),
             default=0,
         )
@@ -125,12 +127,14 @@ class Program:
         instructions: int64 (n, 2): kind, and operator or tensor.
         names: for each tensor the name it had first.
         constant_bytes: size of all constants.
+        held: as of `Core`.
     """
 
     graph: Graph
     instructions: np.ndarray
     names: tuple[str, ...]
     constant_bytes: int
+    held: bool = False
 
 
 def compile_trace(trace: Trace, *, releases: bool = True) -> Program:
@@ -162,6 +166,9 @@ def compile_trace(trace: Trace, *, releases: bool = True) -> Program:
     return compiler.finish()
 
 
+_MARKS = {"LOCK": k.LOCK, "UNLOCK": k.UNLOCK, "DROP": k.DROP}
+
+
 class _Compiler:
     def __init__(self, releases: bool) -> None:
         self.releases = releases
@@ -171,6 +178,8 @@ class _Compiler:
         self.tensor_of: dict[str, int] = {}
         self.references: dict[int, int] = {}
         self.constant_bytes = 0
+        self.held = False
+        self.scratch = self.overwritten = 0  # of the operator that comes next
 
     def take(self, instruction: object) -> None:
         match instruction:
@@ -189,15 +198,25 @@ class _Compiler:
             case CopyFrom(target, source):
                 old, new = self.tensor_of[target], self.tensor_of[source]
                 self.tensor_of[target] = new
-                self._release(old)
-                self._keep(new)
+                if old != new:  # y = y drops nothing, not even the last reference for a moment
+                    self._release(old)
+                    self._keep(new)
             case Release(name):
                 if name in self.tensor_of:  # the paper's logs may release what came before START
                     self._release(self.tensor_of[name])
             case Annotate(text):
-                mark, _, name = text.partition(" ")
-                if mark in ("LOCK", "UNLOCK"):
-                    self.program.append((k.LOCK if mark == "LOCK" else k.UNLOCK, self.tensor_of[name]))
+                self._annotate(*text.partition(" ")[::2])
+
+    def _annotate(self, mark: str, what: str) -> None:
+        """Marks of remat's own traces; any other says nothing here."""
+        if mark in _MARKS:
+            self.program.append((_MARKS[mark], self.tensor_of[what]))
+        elif mark == "HELD":
+            self.held = True
+        elif mark == "SCRATCH":
+            self.scratch = int(what)
+        elif mark == "OVERWRITE":
+            self.overwritten = int(what)
 
     def _call(
         self,
@@ -208,7 +227,9 @@ class _Compiler:
         names: Sequence[str],
     ) -> range:
         nothing = not outputs  # an operator for its effect: something has to stand for it, gone as soon as it is there
-        tensors = self.graph.add(label, nanoseconds, inputs, outputs or [(0, -1)])
+        beside = (self.scratch, self.overwritten)
+        self.scratch = self.overwritten = 0
+        tensors = self.graph.add(label, nanoseconds, inputs, outputs or [(0, -1)], *beside)
         self.program.append((k.COMPUTE, len(self.graph.operators) - 1))
         self.names.extend(names or [label])
         if nothing:
@@ -242,4 +263,4 @@ class _Compiler:
             if self.references[tensor] > 0:
                 self.program.append((k.PIN, tensor))
         instructions = np.array(self.program, np.int64).reshape(-1, 2)
-        return Program(self.graph, instructions, tuple(self.names), self.constant_bytes)
+        return Program(self.graph, instructions, tuple(self.names), self.constant_bytes, self.held)

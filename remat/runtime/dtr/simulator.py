@@ -92,6 +92,7 @@ class Replay:
             sampling=sampling,
             skip_small=skip_small,
             seed=seed,
+            held=program.held,
         )
         outcome = _OUTCOMES[core.run(program.instructions)]
         clock = core.scalar(k.CLOCK)

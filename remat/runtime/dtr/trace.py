@@ -67,9 +67,11 @@ class Release(NamedTuple):
 
 
 class Annotate(NamedTuple):
-    """A mark of the program: START, BACKWARD, and, of remat, "LOCK x" and "UNLOCK x", between which x stays in memory.
+    """A mark of the program: START, BACKWARD, and remat's own, which other tools for these logs pass over.
 
-    Other tools for these logs pass over marks that they do not know.
+    "LOCK x" and "UNLOCK x": in between, x stays in memory. "SCRATCH n" and "OVERWRITE n": bytes that the operator that
+    follows needs beside its outputs, and bytes of its outputs that take the place of inputs. "HELD": the program holds
+    what operators make, so that recomputing it takes its bytes twice for a moment; "DROP x": it no longer holds x.
     """
 
     text: str

@@ -1,0 +1,226 @@
+"""`DTR`: dynamic tensor rematerialisation around any part of a PyTorch program (Kirisame et al., ICLR 2021)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from remat.errors import OutOfBudget, RematError, Thrashing
+from remat.live.dispatcher import Dispatcher
+from remat.live.ledger import Ledger
+from remat.live.limits import Limits
+from remat.live.raw_access import guard, unguard
+from remat.live.recording import trace_of
+from remat.live.slots import storage_of
+from remat.live.store import Store
+from remat.report import Report
+from remat.runtime.dtr import _kernels as k
+from remat.runtime.dtr.heuristics import Heuristic, make_heuristic
+from remat.runtime.dtr.trace import Trace
+from remat.units import format_bytes, resolve_budget
+
+_running = threading.local()  # whether a block runs in this thread: they do not nest
+
+
+class DTR:
+    """Keeps what a block of a program allocates within a budget, by evicting tensors and recomputing them on access.
+
+        with remat.DTR(budget="3GiB") as dtr:
+            loss = model(x).loss
+            loss.backward()
+        optimizer.step()
+        dtr.report()
+
+    The budget covers all that operators in the block allocate: activations, gradients of activations, scratch memory,
+    and the gradients of parameters where they are not allocated beforehand. What was allocated before the block
+    (parameters, optimiser state, the sample) is outside it. Room is made before an operator runs, so the budget is never
+    exceeded, but for the scratch memory of an operator that is called with such shapes for the first time: that is
+    measured then, and known to all later blocks.
+
+    Inside the block tensors are plain tensors, some of whose memory is gone for a while. After it all that the program
+    still holds is in memory. One object may be used for many blocks, one after the other.
+
+    Args:
+        budget: int (bytes) or string ("3GiB").
+        heuristic: which storage to evict; a name, a `Ratio`, or a function of columns (`remat.runtime.dtr.heuristics`).
+        deallocation: "eager": what the program drops is freed at once. The others of the simulator would need memory
+            that PyTorch has given back.
+        thrash_limit: warn when recomputation takes more than thrash_limit - 1 times the program's own time, and raise
+            where there is no end to it; None for neither.
+        costs: "measured", or "model": a fixed cost model, whose decisions do not depend on the clock.
+        sampling: look at sqrt(n) random storages when evicting; skip_small: at none under 1 % of the mean size
+            (Appendix E.2).
+        seed: of random choices.
+
+    Raises:
+        InvalidBudget: a budget in another form.
+        RematError: an unknown heuristic, deallocation or cost, or a block inside another.
+        OutOfBudget: in the block: an operator does not fit, whatever is evicted.
+        Thrashing: in the block: see `thrash_limit`.
+    """
+
+    def __init__(
+        self,
+        budget: int | str,
+        heuristic: str | Heuristic = "h_dtr_eq",
+        deallocation: str = "eager",
+        *,
+        thrash_limit: float | None = 2.0,
+        costs: str = "measured",
+        sampling: bool = False,
+        skip_small: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if deallocation != "eager":
+            raise RematError(
+                f"deallocation={deallocation!r}: a running program has 'eager' only, since PyTorch frees what the program "
+                "drops; remat.simulate_dtr shows what the others would do"
+            )
+        if costs not in ("measured", "model"):
+            raise RematError(f"unknown costs {costs!r}; choose 'measured' or 'model'")
+        if thrash_limit is not None and not thrash_limit > 1:
+            raise RematError(f"thrash_limit={thrash_limit}: it is a multiple of the program's own time, so above 1")
+        self.budget = resolve_budget(budget, None)
+        self.heuristic = make_heuristic(heuristic)
+        self.name = heuristic if isinstance(heuristic, str) else getattr(heuristic, "__name__", str(heuristic))
+        self.thrash_limit = thrash_limit
+        self.costs = costs
+        self._options = {"sampling": sampling, "skip_small": skip_small, "seed": seed}
+        self._block: _Block | None = None
+
+    def __enter__(self) -> DTR:
+        self._block = _Block(self)
+        self._block.enter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._last.exit(error)
+
+    @property
+    def _last(self) -> _Block:
+        if self._block is None:
+            raise RematError("this DTR has run no block yet; use it as `with remat.DTR(budget) as dtr:`")
+        return self._block
+
+    def report(self) -> Report:
+        """What the last block cost: outcome "pass", "over" (at its end the program held more than fits), "oom" or
+        "thrash"; peak as the runtime counted it, in bytes; seconds of the whole block."""
+        return self._last.report()
+
+    @property
+    def trace(self) -> Trace:
+        """What the last block did, in the paper's log format; see `trace_budget`."""
+        return trace_of(self._last.ledger)
+
+    @property
+    def trace_budget(self) -> int:
+        """The budget under which `remat.simulate_dtr` repeats the block's decisions on `trace`: the block's and the
+        bytes of all constants, which a trace's budget includes."""
+        ledger = self._last.ledger
+        return ledger.budget + sum(ledger.constant_bytes)
+
+    @property
+    def decisions(self) -> list[tuple[str, int]]:
+        """The evictions ("evict") and recomputations ("recompute") of the last block in order, with the number of the
+        storage in the order in which operators made them."""
+        return [(d.kind, d.what) for d in self._last.ledger.core.decisions() if d.kind in ("evict", "recompute")]
+
+
+class _Block:
+    """One block, from its beginning to its end."""
+
+    def __init__(self, dtr: DTR) -> None:
+        self._dtr = dtr
+        self.ledger = Ledger(dtr.budget, dtr.heuristic, **dtr._options)  # type: ignore[arg-type]
+        self._limits = Limits(dtr.thrash_limit)
+        self._store = Store(self.ledger, self._limits)
+        self._mode = Dispatcher(self._store, by_model=dtr.costs == "model")
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._mode.pack, self._mode.unpack)
+        self._outcome = "pass"
+        self._began = self._seconds = 0.0
+
+    def enter(self) -> None:
+        if getattr(_running, "block", False):
+            raise RematError("a DTR block inside another one: there is one budget for a thread; leave the outer block first")
+        _running.block = True
+        guard(self._expose)
+        self._hooks.__enter__()
+        self._mode.__enter__()
+        self._began = time.perf_counter()
+
+    def exit(self, error: BaseException | None) -> None:
+        self._mode.__exit__(None, None, None)
+        self._hooks.__exit__(None, None, None)
+        if error is not None:
+            kinds = {OutOfBudget: "oom", Thrashing: "thrash"}
+            self._outcome = next((name for kind, name in kinds.items() if isinstance(error, kind)), "error")
+            self._store.limited = False
+        try:
+            self._materialise()
+        finally:
+            self._store.close()
+            unguard(self._expose)
+            _running.block = False
+            self._seconds = time.perf_counter() - self._began
+
+    def _materialise(self) -> None:
+        """Has in memory all that the program still holds; beyond the budget if there is no other way."""
+        store = self._store
+        store.settle()
+        living = [slot for slot in store.living() if slot.operator is not None]
+        for slot in living:
+            if store.limited and slot.resident:
+                self.ledger.note(k.LOCK, slot.tensor)
+        for slot in living:
+            if slot.resident:
+                continue
+            try:
+                store.cut_loose(slot)
+            except (OutOfBudget, Thrashing):
+                store.limited = False
+                self._outcome = "over"
+                store.revive(slot)
+
+    def report(self) -> Report:
+        core = self.ledger.core
+        own, again = core.scalar(k.MODEL_COST), core.scalar(k.AGAIN_COST)
+        outcome = "thrash" if self._limits.thrashes and self._outcome == "pass" else self._outcome
+        return Report(
+            strategy=f"dtr {self._dtr.name}",
+            outcome=outcome,
+            measured=True,
+            budget_bytes=self._dtr.budget,
+            peak_bytes=self.ledger.peak,
+            seconds=self._seconds,
+            overhead=(own + again) / own if own else None,
+            recomputations=core.scalar(k.RECOMPUTATIONS),
+            evictions=core.scalar(k.EVICTIONS),
+            accesses=core.scalar(k.ACCESSES),
+            note=self._note(),
+        )
+
+    def _note(self) -> str:
+        first = self._mode.first_calls
+        over = self.ledger.peak - self._dtr.budget
+        if not first:
+            return ""
+        note = f"{first} operators were called for the first time"
+        return note if over <= 0 else f"{note}; their scratch memory went over by {format_bytes(over)}"
+
+    def _expose(self, tensor: Tensor, hands_out: bool) -> None:
+        """Has the memory of a tensor there before it is touched without an operator."""
+        if tensor.layout != torch.strided:
+            return
+        slot = self._store.slots.get(id(storage_of(tensor)))
+        if slot is None or slot.operator is None:
+            return
+        if not slot.resident:
+            self._store.access(slot, "memory of a tensor")
+        if hands_out:
+            self._store.cut_loose(slot)

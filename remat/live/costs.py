@@ -1,0 +1,176 @@
+"""What an operator costs: bytes of its outputs, scratch memory, time. Predicted at first, remembered once seen."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from remat.live.plans import Plan, tensors_in
+from remat.live.slots import storage_of
+from remat.meter import MemoryMeter
+
+_TIMED_CALLS = 3
+
+
+class Facts:
+    """What is known of an operator on arguments of given shapes.
+
+    Attributes:
+        output_bytes: for each storage that a call makes, in the order of its outputs.
+        total_bytes: their sum.
+        scratch_bytes: what a call needs beside that while it runs; 0 until it was measured.
+        measured: whether it was.
+        model_nanoseconds: time by the cost model.
+        nanoseconds: the least time seen, of the first calls; by the cost model before.
+        timed: how many calls were timed.
+    """
+
+    __slots__ = ("measured", "model_nanoseconds", "nanoseconds", "output_bytes", "scratch_bytes", "timed", "total_bytes")
+
+    def __init__(self, output_bytes: Sequence[int], model_nanoseconds: int) -> None:
+        self.expect(output_bytes)
+        self.scratch_bytes = 0
+        self.measured = False
+        self.model_nanoseconds = self.nanoseconds = model_nanoseconds
+        self.timed = 0
+
+    def expect(self, output_bytes: Sequence[int]) -> None:
+        """Sets the sizes of the outputs."""
+        self.output_bytes = tuple(output_bytes)
+        self.total_bytes = sum(output_bytes)
+
+
+class Knowledge:
+    """Facts of all operators seen so far. They are facts of the machine, so all DTR contexts share one collection."""
+
+    def __init__(self) -> None:
+        self.facts: dict[Hashable, Facts] = {}
+
+    def learn(
+        self, key: Hashable, plan: Plan, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Facts:
+        """Predicts what a call will cost; remembered unless the size of its output depends on data."""
+        inputs = tensors_in([*args, *kwargs.values()])
+        sizes, shadow = _predicted_outputs(plan, function, args, kwargs, inputs)
+        facts = Facts(sizes, _model_nanoseconds(function, args, kwargs, inputs, shadow, sum(sizes)))
+        if not plan.data_dependent:
+            self.facts[key] = facts
+        return facts
+
+
+SHARED = Knowledge()
+
+
+class Observed(NamedTuple):
+    """The result of a call; bytes at its peak above the level before, where they were measured."""
+
+    result: Any
+    peak_bytes: int | None
+
+
+def observe(
+    facts: Facts, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+) -> Observed:
+    """Calls an operator and notes time, and, unless known or a profiler is running already, scratch memory."""
+    peak = None
+    if not facts.measured and (device.type == "cuda" or not torch.autograd._profiler_enabled()):
+        meter = MemoryMeter(device, may_be_idle=True)
+        with meter.session(), meter.region():
+            result, taken = _timed(function, args, kwargs, device)
+        peak = meter.regions[0].peak_bytes - meter.regions[0].start_bytes
+    else:
+        result, taken = _timed(function, args, kwargs, device)
+    facts.nanoseconds = min(taken, facts.nanoseconds) if facts.timed else taken
+    facts.timed += 1
+    return Observed(result, peak)
+
+
+def _timed(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+) -> tuple[Any, int]:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter_ns()
+    result = function(*args, **kwargs)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return result, max(time.perf_counter_ns() - start, 1)
+
+
+def settled(facts: Facts) -> bool:
+    """Whether an operator was observed often enough."""
+    return facts.timed >= _TIMED_CALLS and facts.measured
+
+
+def _predicted_outputs(
+    plan: Plan, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor]
+) -> tuple[list[int], Any]:
+    """Bytes of the storages that a call will make, and what it returns on the meta device, None if not known."""
+    largest = max((tensor.numel() * max(tensor.dim(), 1) for tensor in inputs), default=0)
+    if plan.data_dependent:  # at most an index for each dimension of each element, and twice, for those that sort
+        return [8 * largest] * len(function._schema.returns), None  # type: ignore[attr-defined]
+    shadows: dict[int, Tensor] = {}
+    try:
+        result = function(*_on_meta(args, shadows), **_on_meta(dict(kwargs), shadows))
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError):
+        # No meta kernel: the outputs are taken to be as large as the inputs until they have been seen.
+        return [sum(tensor.numel() * tensor.element_size() for tensor in inputs)], None
+    known = {storage_of(shadow)._cdata for shadow in shadows.values()}
+    sizes = []
+    for output in tensors_in(result):
+        if output.layout != torch.strided:
+            continue
+        storage = storage_of(output)
+        if storage._cdata not in known and storage.nbytes():
+            known.add(storage._cdata)
+            sizes.append(storage.nbytes())
+    return sizes, result
+
+
+def _on_meta(value: Any, shadows: dict[int, Tensor]) -> Any:
+    """`value` with tensors without data in the place of its tensors, the same for the same."""
+    if isinstance(value, Tensor):
+        if id(value) not in shadows:
+            shadows[id(value)] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return shadows[id(value)]
+    if isinstance(value, (list, tuple)):
+        return [_on_meta(item, shadows) for item in value]
+    if isinstance(value, dict):
+        return {name: _on_meta(item, shadows) for name, item in value.items() if name != "generator"}
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+class Rates(NamedTuple):
+    """A fixed cost model: nanoseconds for any call, bytes moved and operations done per nanosecond."""
+
+    call_nanoseconds: int
+    bytes_each: float
+    operations_each: float
+
+
+RATES = {"cpu": Rates(1_000, 10.0, 50.0), "cuda": Rates(5_000, 1_000.0, 20_000.0)}
+
+
+def _model_nanoseconds(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    inputs: Sequence[Tensor],
+    shadow: Any,
+    output_bytes: int,
+) -> int:
+    """Time by the fixed cost model; `shadow` is what the call returns on the meta device."""
+    from torch.utils.flop_counter import flop_registry
+
+    rates = RATES.get(inputs[0].device.type if inputs else "cpu", RATES["cuda"])
+    moved = output_bytes + sum(tensor.numel() * tensor.element_size() for tensor in inputs)
+    operations = 0
+    formula = flop_registry.get(getattr(function, "overloadpacket", None))
+    if formula is not None and shadow is not None:
+        operations = formula(*args, **kwargs, out_val=shadow)
+    return rates.call_nanoseconds + math.ceil(moved / rates.bytes_each + operations / rates.operations_each)

@@ -1,0 +1,488 @@
+"""Where every operator of the program passes: makes room, runs it, and writes down how to run it again.
+
+The data's way: PyTorch's dispatcher, below autograd, calls `__torch_dispatch__` with plain tensors. Their storages are
+looked up in the `Store`; if something is missing or does not fit, the policy core is consulted through the `Ledger`
+and its decisions are carried out; then the operator runs, and its outputs become slots. Autograd, which calls `pack`
+for what it saves and `unpack` when it needs it, keeps `Saved`s instead of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from remat.live.costs import SHARED, Facts, Knowledge, observe, settled
+from remat.live.ledger import Row
+from remat.live.plans import Plan, plan_of, tensors_in
+from remat.live.slots import (
+    Constant,
+    Operator,
+    RandomBefore,
+    Saved,
+    SavedConstant,
+    Slot,
+    Source,
+    View,
+    bits_of,
+    storage_of,
+)
+from remat.live.store import Store, below_everything, new_storages, number_in_trace
+from remat.runtime.dtr import _kernels as k
+
+_RANDOM_BYTES = 3 * 5056  # copies of a generator's state while an operator that draws random numbers runs
+_CPU = torch.device("cpu")
+
+
+class _Call:
+    """What is learned of a call while its arguments are looked at."""
+
+    __slots__ = ("device", "floats", "fresh", "key", "missing", "opaque", "sources")
+
+    def __init__(self, function: Any) -> None:
+        self.key: list[Any] = [function]
+        self.sources: list[Source] = []
+        self.fresh: list[Constant] = []  # constants that nothing else was computed from
+        self.floats: list[float] = []
+        self.missing = False
+        self.opaque = False  # an argument has no storage of its own, so slots in it might go unnoticed
+        self.device: torch.device | None = None
+
+
+class Dispatcher(TorchDispatchMode):
+    """A dispatch mode, with hooks for autograd, around one block of a program.
+
+    Args:
+        store: of the block's tensors.
+        by_model: whether times are taken from the cost model, so that decisions can be repeated.
+        knowledge: what is known of operators from before.
+    """
+
+    def __init__(self, store: Store, *, by_model: bool = False, knowledge: Knowledge = SHARED) -> None:
+        super().__init__()
+        self.store = store
+        self.ledger = store.ledger
+        self.by_model = by_model
+        self.knowledge = knowledge
+        self.first_calls = 0
+        self._plans: dict[Any, Plan] = {}
+        self._lazy = False  # whether tensors with lazy conjugation or negation may be about
+
+    # Operators -------------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for kind in types:
+            if kind is not Tensor and kind is not Parameter:
+                return NotImplemented  # a subclass that takes the call apart; its parts come here
+        plan = self._plans.get(function)
+        if plan is None:
+            plan = self._plans[function] = plan_of(function)
+        store = self.store
+        if store.dead:
+            store.settle()
+        kwargs = kwargs or {}
+        if plan.is_view or plan.passes:
+            return self._view(plan, function, args, kwargs)
+        call = _Call(function)
+        template = [self._take(value, call) for value in args]
+        names = {name: self._take(value, call) for name, value in kwargs.items()} if kwargs else {}
+        if call.device is None:
+            call.device = _device_among(kwargs)
+            call.key += call.floats
+        key = (*call.key, call.device)
+        facts = self.knowledge.facts.get(key)
+        if facts is None:
+            facts = self.knowledge.learn(key, plan, function, args, kwargs)
+        if plan.writes or plan.statistics or call.opaque or not plan.repeatable:
+            return self._unusual(plan, facts, call, function, args, kwargs, template, names)
+        return self._carry_out(plan, facts, call, function, args, kwargs, template, names)
+
+    def _take(self, value: Any, call: _Call) -> Any:
+        """`value` with views in the place of tensors; notes what the cost of the call depends on."""
+        if isinstance(value, Tensor):
+            return self._take_tensor(value, call)
+        kind = type(value)
+        if kind is list or kind is tuple:
+            if value and type(value[0]) is int:
+                call.key.append(tuple(value))
+                return value
+            call.key.append(len(value))
+            return [self._take(item, call) for item in value]
+        if kind is float or kind is complex:
+            call.key.append(kind)  # seldom a matter of size, and often another one each time
+            call.floats.append(value)
+        else:
+            call.key.append(value)
+        return value
+
+    def _take_tensor(self, tensor: Tensor, call: _Call) -> Any:
+        shape, dtype = tensor.shape, tensor.dtype
+        if call.device is None:
+            call.device = tensor.device
+        if tensor.layout != torch.strided:
+            call.opaque = True
+            call.key += (shape, dtype, tensor.layout, _entries(tensor))
+            return tensor
+        storage = storage_of(tensor)
+        slot = self.store.slots.get(id(storage))
+        stride = tensor.stride()
+        call.key += (shape, stride, dtype)
+        source: Source
+        if slot is None or slot.operator is None:
+            source, fresh = self.store.constant(tensor, storage, slot)
+            if fresh:
+                call.fresh.append(source)
+        else:
+            source = slot
+            if not slot.resident:
+                call.missing = True
+        call.sources.append(source)
+        if dtype.is_complex or tensor.is_quantized:
+            self._lazy = True
+            call.opaque = call.opaque or tensor.is_quantized
+        bits = bits_of(tensor) if self._lazy else 0
+        return View(source, shape, stride, tensor.storage_offset(), dtype, bits)
+
+    def _view(self, plan: Plan, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Views touch no data, but PyTorch makes most of them only of storages that are there."""
+        tensors = tensors_in(args)
+        for tensor in tensors:
+            if tensor.layout != torch.strided:
+                continue
+            self._lazy = self._lazy or tensor.is_complex()
+            slot = self.store.slots.get(id(storage_of(tensor)))
+            if slot is not None and not slot.resident and plan.label != "detach":
+                self.store.access(slot, plan.label)
+        result = function(*args, **kwargs)
+        if plan.is_fresh:
+            for tensor in tensors_in(result):
+                if tensor.layout == torch.strided and tensor.numel():
+                    self._adopt(tensor)
+        return result
+
+    def _adopt(self, tensor: Tensor) -> None:
+        """Takes account of a tensor that was made behind the dispatcher's back."""
+        storage, store, ledger = storage_of(tensor), self.store, self.ledger
+        if id(storage) in store.slots:
+            return
+        size = storage.nbytes()
+        (number,) = ledger.add("tensor", max(size // 10, 1), Row(()), [size])
+        store.hold(size, "tensor")
+        store.enter(number, storage, size, None)
+
+    def _unusual(
+        self,
+        plan: Plan,
+        facts: Facts,
+        call: _Call,
+        function: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        template: list[Any],
+        names: dict[str, Any],
+    ) -> Any:
+        """Calls that change storages, or that cannot run again."""
+        store = self.store
+        action = _Action(repeatable=plan.repeatable and not call.opaque)
+        if call.opaque:
+            for source in call.sources:
+                if isinstance(source, Slot):
+                    store.cut_loose(source)
+        touched: list[tuple[Constant, Tensor]] = []
+        for tensor in tensors_in([argument.of(args, kwargs) for argument in plan.writes]):
+            constant = self._changes(tensor, call, action)
+            if constant is not None:
+                touched.append((constant, tensor))
+                action.repeatable = False  # its old content will be gone
+            elif tensor.layout != torch.strided or not storage_of(tensor).nbytes():
+                action.repeatable = False
+        if plan.trains(args, kwargs):
+            for argument in plan.statistics:
+                tensor = argument.of(args, kwargs)
+                constant = None if tensor is None else self._changes(tensor, call, action)
+                if constant is not None:
+                    touched.append((constant, tensor))
+                    view = template[argument.position] if argument.position < len(template) else names[argument.name]
+                    # Its own constant, since what it reads there does not matter: nobody has to preserve it.
+                    view.source = Constant(None, constant.content, constant.number, constant.tensor)
+                    call.sources[:] = [view.source if source is constant else source for source in call.sources]
+                    action.discarded.append(view.source)
+        call.fresh.clear()
+        try:
+            return self._carry_out(plan, facts, call, function, args, kwargs, template, names, action)
+        finally:
+            for constant, tensor in touched:
+                if constant.content is storage_of(tensor):
+                    constant.watch(tensor)
+
+    def _changes(self, tensor: Tensor, call: _Call, action: _Action) -> Constant | None:
+        """Prepares that the storage of `tensor` will be changed; returns it if it is a constant's."""
+        if tensor.layout != torch.strided:
+            return None
+        storage = storage_of(tensor)
+        slot = self.store.slots.get(id(storage))
+        if slot is not None and slot.operator is not None:
+            if all(known is not slot for known, _ in action.changed):
+                action.changed.append((slot, storage))
+            return None
+        if not storage.nbytes():
+            return None
+        constant, _ = self.store.constant(tensor, storage, slot)
+        if all(known is not constant for known in call.fresh):
+            self.store.preserve(constant)
+        return constant
+
+    # Running one -----------------------------------------------------------------------------------------------------
+
+    def _carry_out(
+        self,
+        plan: Plan,
+        facts: Facts,
+        call: _Call,
+        function: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        template: list[Any],
+        names: dict[str, Any],
+        action: _Action | None = None,
+    ) -> Any:
+        """Makes room for a call, runs it and writes it down."""
+        ledger, store = self.ledger, self.store
+        action = action or _USUAL
+        changed = action.changed
+        scratch = facts.scratch_bytes + (_RANDOM_BYTES if plan.random else 0)
+        kept = sum(slot.size for slot, _ in changed if slot.saves)  # autograd wants the old version: it will be copied
+        pending = _Pending(
+            plan.label, facts.model_nanoseconds if self.by_model else facts.nanoseconds, _row(call, changed), scratch
+        )
+        pending.overwritten = sum(slot.size for slot, _ in changed) - kept
+        if call.missing or ledger.memory + facts.total_bytes + scratch + kept > ledger.budget:
+            self._make_room(pending, facts, call, changed, args, kwargs)
+        for slot, storage in changed:
+            if slot.saves:
+                with below_everything():
+                    store.move(slot, storage.clone())
+        random = RandomBefore(_generator(call.device or _CPU, kwargs)) if plan.random and action.repeatable else None
+        try:
+            if plan.data_dependent or settled(facts):
+                result, peak = function(*args, **kwargs), None
+            else:
+                result, peak = observe(facts, function, args, kwargs, call.device or _CPU)
+        except BaseException:
+            self._take_back(pending, resident=True)
+            raise
+        made = self._made(result, call)
+        sizes = [storage.nbytes() for storage in made]
+        if not plan.data_dependent and tuple(sizes) != facts.output_bytes:
+            facts.expect(sizes)
+        if peak is not None:
+            self._learned(facts, peak, ledger.memory - (sum(sizes) if pending.tensors is not None else 0))
+        sizes += [storage.nbytes() for _, storage in changed]
+        tensors = self._written_down(pending, sizes)
+        operator = None
+        if action.repeatable:
+            operator = Operator(
+                function, tuple(template), names, call.sources, [*(slot for slot, _ in changed), *action.discarded], random
+            )
+        self._enter(operator, tensors, made, changed)
+        return result
+
+    def _make_room(
+        self,
+        pending: _Pending,
+        facts: Facts,
+        call: _Call,
+        changed: list[tuple[Slot, torch.UntypedStorage]],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Has the inputs of a call in memory, and room for its outputs."""
+        if not self.store.limited:
+            for source in call.sources:
+                if isinstance(source, Slot):
+                    self.store.revive(source)
+            return
+        sizes = [*facts.output_bytes, *(slot.size for slot, _ in changed)]
+        pending.tensors = self.ledger.add(
+            pending.label, pending.nanoseconds, pending.row, sizes, pending.scratch, pending.overwritten
+        )
+        try:
+            self.store.consult(pending.label, tensors_in([*args, *kwargs.values()]))
+        except BaseException:
+            self._take_back(pending, resident=False)
+            raise
+
+    def _take_back(self, pending: _Pending, *, resident: bool) -> None:
+        """What was announced did not come to be."""
+        for tensor in pending.tensors or ():
+            self.ledger.note(k.RELEASE, tensor)
+            if resident:
+                self.ledger.memory -= self.ledger.graph.sizes[tensor]
+
+    def _learned(self, facts: Facts, peak: int, memory: int) -> None:
+        """Notes what the first call of an operator needed, which no room was made for."""
+        facts.scratch_bytes, facts.measured = max(peak - facts.total_bytes, 0), True
+        self.first_calls += 1
+        self.ledger.peak = max(self.ledger.peak, memory + peak)
+
+    def _written_down(self, pending: _Pending, sizes: list[int]) -> range:
+        """The tensors of what a call has made, in the ledger with their true sizes."""
+        ledger = self.ledger
+        if pending.tensors is not None:
+            known = [ledger.graph.sizes[tensor] for tensor in pending.tensors]
+            if len(sizes) == len(known) and all(a <= b for a, b in zip(sizes, known, strict=True)):
+                for tensor, size, before in zip(pending.tensors, sizes, known, strict=True):
+                    if size < before:
+                        ledger.core.correct(tensor, size)
+                        ledger.memory -= before - size
+                return pending.tensors
+            if not sizes and known == [0]:
+                return pending.tensors
+            self._take_back(pending, resident=True)
+        tensors = ledger.add(
+            pending.label, pending.nanoseconds, pending.row, sizes, pending.scratch, pending.overwritten
+        )
+        memory = ledger.memory + sum(sizes)
+        ledger.peak = max(ledger.peak, memory + pending.scratch - pending.overwritten)
+        if memory - pending.overwritten > ledger.budget and self.store.limited:  # more than was expected
+            self.store.consult(pending.label)
+        else:
+            ledger.memory = memory
+        return tensors
+
+    def _enter(
+        self,
+        operator: Operator | None,
+        tensors: range,
+        made: list[torch.UntypedStorage],
+        changed: list[tuple[Slot, torch.UntypedStorage]],
+    ) -> None:
+        """Makes the slots of a call's outputs; those of changed storages take the place of the old ones."""
+        store = self.store
+        for tensor, storage in zip(tensors, made, strict=False):
+            store.enter(tensor, storage, storage.nbytes(), operator)
+        for tensor, (slot, storage) in zip(tensors[len(made) :], changed, strict=False):
+            store.enter(tensor, storage, storage.nbytes(), operator)
+            if slot.saves:  # its old content has moved, and only autograd has it
+                self.ledger.note(k.DROP, slot.tensor)
+            else:
+                slot.where = slot.held = None
+                store.release(slot)
+        if not made and not changed:
+            self.ledger.note(k.RELEASE, tensors[0])
+
+    def _made(self, result: Any, call: _Call) -> list[torch.UntypedStorage]:
+        """Storages that a call has made: those that were neither ours nor the program's before."""
+        slots = self.store.slots
+        if isinstance(result, Tensor) and result.layout == torch.strided:
+            storage = storage_of(result)
+            if id(storage) in slots or not storage.nbytes():
+                return []
+            if all(source.storage() is not storage for source in call.sources):
+                return [storage]
+            return []
+        taken = {id(storage) for source in call.sources if (storage := source.storage()) is not None}
+        return [storage for storage in new_storages(result, taken) if id(storage) not in slots]
+
+    # Autograd --------------------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> Saved | SavedConstant:
+        """What autograd is to keep for `tensor`."""
+        if type(tensor) in (Tensor, Parameter) and tensor.layout == torch.strided:
+            storage = storage_of(tensor)
+            slot = self.store.slots.get(id(storage))
+            if slot is not None and slot.operator is not None:
+                slot.saves += 1
+                if slot.resident and slot.held is None:
+                    slot.held = storage
+                return Saved(tensor, slot, self.store.dropped)
+        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+            return SavedConstant(tensor)
+
+    def unpack(self, saved: Saved | SavedConstant) -> Tensor:
+        """The tensor again."""
+        if isinstance(saved, SavedConstant):
+            if saved.version is not None and saved.tensor._version != saved.version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"a tensor of shape {list(saved.tensor.shape)} is at version {saved.tensor._version}; expected "
+                    f"version {saved.version} instead"
+                )
+            return saved.tensor
+        slot = saved.source
+        if not slot.resident:
+            self.store.access(slot, "backward")
+        storage = slot.storage()
+        assert storage is not None
+        with below_everything():
+            return saved.on(storage)
+
+
+@dataclass
+class _Action:
+    """What a call does beside making outputs.
+
+    Attributes:
+        changed: slots whose content it changes, with their storages.
+        discarded: sources that it changes too, but whose old and new values are nobody's concern.
+        repeatable: whether it can run again.
+    """
+
+    changed: list[tuple[Slot, torch.UntypedStorage]] = field(default_factory=list)
+    discarded: list[Source] = field(default_factory=list)
+    repeatable: bool = True
+
+
+_USUAL = _Action()
+
+
+class _Pending:
+    """A call as the ledger will have it, or has it already: then `tensors` are its outputs there."""
+
+    __slots__ = ("label", "nanoseconds", "overwritten", "row", "scratch", "tensors")
+
+    def __init__(self, label: str, nanoseconds: int, row: Row, scratch: int) -> None:
+        self.label = label
+        self.nanoseconds = nanoseconds
+        self.row = row
+        self.scratch = scratch
+        self.overwritten = 0
+        self.tensors: range | None = None
+
+
+def _row(call: _Call, changed: list[tuple[Slot, torch.UntypedStorage]]) -> Row:
+    arguments = tuple([number_in_trace(source) for source in call.sources])
+    if not changed:
+        return Row(arguments, ())
+    return Row(arguments, tuple(slot.tensor for slot, _ in changed))
+
+
+def _device_among(kwargs: Mapping[str, Any]) -> torch.device:
+    device = kwargs.get("device")
+    return _CPU if device is None else torch.device(device)
+
+
+def _entries(tensor: Tensor) -> int:
+    """How many entries a sparse tensor has."""
+    return tensor._nnz() if tensor.is_sparse or tensor.layout in _COMPRESSED else 0
+
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def _generator(device: torch.device, kwargs: Mapping[str, Any]) -> torch.Generator:
+    """The generator that a call draws from."""
+    given = kwargs.get("generator")
+    if given is not None:
+        return given
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator

@@ -1,0 +1,114 @@
+"""The runtime's side of the policy core: what was told it, what it decided, and how much memory there is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from remat.runtime.dtr import _kernels as k
+from remat.runtime.dtr.core import NO_LIMIT, Core
+from remat.runtime.dtr.graph import Graph
+from remat.runtime.dtr.heuristics import Heuristic
+
+
+class Row(NamedTuple):
+    """What a trace says of an operator beside the policy core's row of it.
+
+    Attributes:
+        arguments: tensors of the policy core, or -1 - i for constant i.
+        changed: those of them whose new versions are the last of what it makes.
+    """
+
+    arguments: tuple[int, ...]
+    changed: tuple[int, ...] = ()
+
+
+class Ledger:
+    """Writes down operators and references, and consults the policy core where memory runs out.
+
+    The core is behind: as long as all fits and all is there it has nothing to decide, and is told later. `memory` is
+    always what it will say.
+
+    Attributes:
+        graph, rows: all operators so far.
+        constant_bytes: size of each constant seen.
+        memory, peak: bytes in use, and the most so far.
+    """
+
+    def __init__(self, budget: int, heuristic: Heuristic, *, sampling: bool, skip_small: bool, seed: int) -> None:
+        self.graph = Graph()
+        self.rows: list[Row] = []
+        self.constant_bytes: list[int] = []
+        self.budget = budget
+        self._options = {"sampling": sampling, "skip_small": skip_small, "seed": seed, "held": True, "log": True}
+        self._heuristic = heuristic
+        self.core = Core(self.graph, budget, heuristic, **self._options)  # type: ignore[arg-type]
+        self.instructions: list[tuple[int, int]] = []
+        self._told = 0
+        self._followed = 0
+        self.memory = self.peak = 0
+
+    def add(
+        self,
+        label: str,
+        nanoseconds: int,
+        row: Row,
+        sizes: Sequence[int],
+        scratch_bytes: int = 0,
+        overwritten_bytes: int = 0,
+    ) -> range:
+        """Writes down that an operator is called; returns the tensors it makes, one at least."""
+        inputs = [argument for argument in row.arguments if argument >= 0]
+        self.rows.append(row)
+        self.instructions.append((k.COMPUTE, len(self.graph.operators)))
+        outputs = [(size, -1) for size in sizes] or [(0, -1)]
+        return self.graph.add(label, nanoseconds, inputs, outputs, scratch_bytes, overwritten_bytes)
+
+    def note(self, instruction: int, tensor: int) -> None:
+        """Writes down what is none of an operator."""
+        self.instructions.append((instruction, tensor))
+
+    def consult(self) -> int:
+        """Tells the core all that was written down; returns DONE, OUT_OF_MEMORY or THRASHING of the kernels."""
+        told = np.array(self.instructions[self._told :], np.int64).reshape(-1, 2)
+        self._told = len(self.instructions)
+        answer = self.core.run(told)
+        self.memory = self.core.scalar(k.MEMORY)
+        self.peak = max(self.peak, self.core.scalar(k.PEAK))
+        return answer
+
+    def decided(self) -> list[tuple[int, int]]:
+        """The evictions and recomputations since the last call: kind, and storage or tensor."""
+        rows = self.core.logged(self._followed)
+        self._followed += len(rows)
+        return [(kind, what) for kind, _, what, _ in rows if kind in (k.EVICTED, k.RECOMPUTED)]
+
+    def limit_recomputation(self, nanoseconds: int) -> None:
+        """From now on so much more of it makes the core answer THRASHING."""
+        self.core.limit_recomputation(nanoseconds)
+
+    def least_budget(self) -> int | None:
+        """The least budget, in bytes, found under which all instructions so far can be carried out.
+
+        Found by bisection between the one that failed and one without limit, each run on paper; None where not even
+        that works.
+        """
+        instructions = np.array(self.instructions, np.int64).reshape(-1, 2)
+
+        def run(budget: int) -> Core | None:
+            core = Core(self.graph, budget, self._heuristic, **self._options)  # type: ignore[arg-type]
+            return core if core.run(instructions) == k.DONE else None
+
+        unlimited = run(NO_LIMIT)
+        if unlimited is None:
+            return None
+        fails, works = self.budget, unlimited.scalar(k.PEAK)
+        while works - fails > 1:
+            middle = (fails + works) // 2
+            if run(middle) is None:
+                fails = middle
+            else:
+                works = middle
+        return works

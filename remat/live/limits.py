@@ -1,0 +1,72 @@
+"""What happens when the budget cannot be kept, or only by recomputing again and again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from remat.errors import OutOfBudget, Thrashing, ThrashingWarning
+from remat.live.ledger import Ledger
+from remat.runtime.dtr import _kernels as k
+from remat.units import format_bytes
+
+_HOPELESS = 50  # times the operators' own time, spent on recomputing for a single operator
+_LEAST_NANOSECONDS = 10**9
+
+
+class Limits:
+    """Judges the policy core's answers.
+
+    Args:
+        thrash_limit: multiple of the operators' own time above which their time, recomputation included, counts as
+            thrashing; None for no such limit.
+        reserved_bytes: what the budget holds beside what the ledger knows of.
+
+    Attributes:
+        thrashes: whether it was reached.
+    """
+
+    def __init__(self, thrash_limit: float | None, reserved_bytes: int = 0) -> None:
+        self.thrash_limit = thrash_limit
+        self.reserved_bytes = reserved_bytes
+        self.thrashes = False
+
+    def ask(self, ledger: Ledger) -> int:
+        """Has the core decide, and not recompute without end for a single operator."""
+        if self.thrash_limit is not None:
+            own = ledger.core.scalar(k.MODEL_COST)
+            ledger.limit_recomputation(max(_HOPELESS * own, _LEAST_NANOSECONDS))
+        return ledger.consult()
+
+    def judge(self, answer: int, ledger: Ledger, label: str, tensors: Sequence[Tensor]) -> None:
+        """Raises what the answer asks for; warns of thrashing."""
+        core = ledger.core
+        if answer == k.DONE:
+            own, again = core.scalar(k.MODEL_COST), core.scalar(k.AGAIN_COST)
+            if not self.thrashes and self.thrash_limit is not None and again > (self.thrash_limit - 1) * own:
+                self._warn(ledger)
+            return
+        needed = core.scalar(k.NEEDED)
+        core.abandon()
+        shapes = ", ".join(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors)
+        call = f"{label}({shapes})"
+        reserved, budget = self.reserved_bytes, ledger.budget + self.reserved_bytes
+        if answer == k.THRASHING:
+            self.thrashes = True
+            raise Thrashing(
+                f"within {format_bytes(budget)}, {call} would take more than {_HOPELESS} times as much recomputation "
+                "as the whole program has computed so far; raise the budget, or set thrash_limit=None to go on"
+            )
+        least = ledger.least_budget()
+        raise OutOfBudget(call, budget, needed + reserved, None if least is None else least + reserved)
+
+    def _warn(self, ledger: Ledger) -> None:
+        self.thrashes = True
+        warnings.warn(
+            f"DTR spends more time on recomputing than {self.thrash_limit} x the program's own time allows, within "
+            f"{format_bytes(ledger.budget + self.reserved_bytes)}; a larger budget would be much faster",
+            ThrashingWarning,
+            stacklevel=2,
+        )
