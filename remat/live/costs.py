@@ -28,14 +28,28 @@ class Facts:
         model_nanoseconds: time by the cost model.
         nanoseconds: the least time seen, of the first calls; by the cost model before.
         timed: how many calls were timed.
+        settled: whether there is nothing more to observe.
+        plain: whether no argument carries more than a storage and a view of it.
+        simple: whether it is settled and plain and makes one storage, for the tensor that it returns.
     """
 
-    __slots__ = ("measured", "model_nanoseconds", "nanoseconds", "output_bytes", "scratch_bytes", "timed", "total_bytes")
+    __slots__ = (
+        "measured",
+        "model_nanoseconds",
+        "nanoseconds",
+        "output_bytes",
+        "plain",
+        "scratch_bytes",
+        "settled",
+        "simple",
+        "timed",
+        "total_bytes",
+    )
 
     def __init__(self, output_bytes: Sequence[int], model_nanoseconds: int) -> None:
         self.expect(output_bytes)
         self.scratch_bytes = 0
-        self.measured = False
+        self.measured = self.settled = self.plain = self.simple = False
         self.model_nanoseconds = self.nanoseconds = model_nanoseconds
         self.timed = 0
 
@@ -58,6 +72,7 @@ class Knowledge:
         inputs = tensors_in([*args, *kwargs.values()])
         sizes, shadow = _predicted_outputs(plan, function, args, kwargs, inputs)
         facts = Facts(sizes, _model_nanoseconds(function, args, kwargs, inputs, shadow, sum(sizes)))
+        facts.plain = all(not tensor.is_complex() and not tensor.is_quantized for tensor in inputs)
         if not plan.data_dependent:
             self.facts[key] = facts
         return facts
@@ -87,6 +102,7 @@ def observe(
         result, taken = _timed(function, args, kwargs, device)
     facts.nanoseconds = min(taken, facts.nanoseconds) if facts.timed else taken
     facts.timed += 1
+    facts.settled = facts.timed >= _TIMED_CALLS and (facts.measured or peak is not None)
     return Observed(result, peak)
 
 
@@ -100,11 +116,6 @@ def _timed(
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return result, max(time.perf_counter_ns() - start, 1)
-
-
-def settled(facts: Facts) -> bool:
-    """Whether an operator was observed often enough."""
-    return facts.timed >= _TIMED_CALLS and facts.measured
 
 
 def _predicted_outputs(

@@ -8,6 +8,7 @@ for what it saves and `unpack` when it needs it, keeps `Saved`s instead of tenso
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat.live.costs import SHARED, Facts, Knowledge, observe, settled
-from remat.live.ledger import Row
+from remat.live.costs import SHARED, Facts, Knowledge, observe
 from remat.live.plans import Plan, plan_of, tensors_in
 from remat.live.slots import (
     Constant,
@@ -28,11 +28,12 @@ from remat.live.slots import (
     SavedConstant,
     Slot,
     Source,
-    View,
+    StorageRef,
     bits_of,
+    on_storage,
     storage_of,
 )
-from remat.live.store import Store, below_everything, new_storages, number_in_trace
+from remat.live.store import Store, below_everything, new_storages
 from remat.runtime.dtr import _kernels as k
 
 _RANDOM_BYTES = 3 * 5056  # copies of a generator's state while an operator that draws random numbers runs
@@ -73,6 +74,10 @@ class Dispatcher(TorchDispatchMode):
         self._plans: dict[Any, Plan] = {}
         self._lazy = False  # whether tensors with lazy conjugation or negation may be about
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or each call would pass through a wrapper that keeps torch.compile out, at 4 us
+
     # Operators -------------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(
@@ -87,6 +92,10 @@ class Dispatcher(TorchDispatchMode):
         store = self.store
         if store.dead:
             store.settle()
+        if plan.usual and not kwargs:
+            done, result = self._quickly(plan, function, args)
+            if done:
+                return result
         kwargs = kwargs or {}
         if plan.is_view or plan.passes:
             return self._view(plan, function, args, kwargs)
@@ -96,13 +105,78 @@ class Dispatcher(TorchDispatchMode):
         if call.device is None:
             call.device = _device_among(kwargs)
             call.key += call.floats
-        key = (*call.key, call.device)
+        key = (call.device, *call.key)
         facts = self.knowledge.facts.get(key)
         if facts is None:
             facts = self.knowledge.learn(key, plan, function, args, kwargs)
         if plan.writes or plan.statistics or call.opaque or not plan.repeatable:
             return self._unusual(plan, facts, call, function, args, kwargs, template, names)
         return self._carry_out(plan, facts, call, function, args, kwargs, template, names)
+
+    def _quickly(self, plan: Plan, function: Any, args: Sequence[Any]) -> tuple[bool, Any]:
+        """Most calls: known operators on tensors that are there, with room for what they make.
+
+        Does the same as what follows in `__torch_dispatch__`, in one go, for one output; or nothing at all.
+        """
+        store, ledger = self.store, self.ledger
+        slots, constants = store.slots, store.constants
+        key: list[Any] = [None, function]
+        template: list[Any] = []
+        numbers: list[int] = []
+        inputs: list[int] = []
+        for value in args:
+            if isinstance(value, Tensor):
+                try:
+                    storage = storage_of(value)
+                except NotImplementedError:
+                    return False, None  # sparse
+                source = slots.get(id(storage))
+                if source is None or source.operator is None:
+                    brought = constants.get(id(storage))
+                    constant = None if brought is None or brought.constant is None else brought.constant()
+                    if constant is None or constant.content is not storage:
+                        constant, _ = store.constant(value, storage, source)
+                    source = constant
+                    if constant.tensor is not None:
+                        inputs.append(constant.tensor)
+                    numbers.append(constant.argument)
+                elif source.resident:
+                    numbers.append(source.tensor)
+                    inputs.append(source.tensor)
+                else:
+                    return False, None
+                if key[0] is None:
+                    key[0] = value.device
+                shape, stride, dtype = value.shape, value.stride(), value.dtype
+                key += (shape, stride, dtype)
+                template.append((source, shape, stride, value.storage_offset(), dtype, 0))
+                continue
+            kind = type(value)
+            if kind is list:
+                if not value or type(value[0]) is not int:
+                    return False, None
+                key.append(tuple(value))
+            else:
+                key.append(kind if kind is float else value)
+            template.append(value)
+        facts = self.knowledge.facts.get(tuple(key))
+        if facts is None or not facts.simple or self._lazy:
+            return False, None
+        size = facts.total_bytes
+        if ledger.memory + size + facts.scratch_bytes > ledger.budget:
+            return False, None
+        result = function(*args)
+        price = facts.model_nanoseconds if self.by_model else facts.nanoseconds
+        tensor = ledger.add_one(plan.label, price, numbers, inputs, size, facts.scratch_bytes)
+        slot = Slot(tensor, size, Operator(function, template))
+        storage = storage_of(result)
+        slot.where = where = StorageRef(storage, store.died)
+        where.slot = slot
+        where.key = position = id(storage)
+        slots[position] = slot
+        store.by_tensor[tensor] = reference = weakref.ref(slot)
+        slot.operator.outputs = (reference,)
+        return True, result
 
     def _take(self, value: Any, call: _Call) -> Any:
         """`value` with views in the place of tensors; notes what the cost of the call depends on."""
@@ -148,7 +222,7 @@ class Dispatcher(TorchDispatchMode):
             self._lazy = True
             call.opaque = call.opaque or tensor.is_quantized
         bits = bits_of(tensor) if self._lazy else 0
-        return View(source, shape, stride, tensor.storage_offset(), dtype, bits)
+        return source, shape, stride, tensor.storage_offset(), dtype, bits
 
     def _view(self, plan: Plan, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Views touch no data, but PyTorch makes most of them only of storages that are there."""
@@ -173,7 +247,7 @@ class Dispatcher(TorchDispatchMode):
         if id(storage) in store.slots:
             return
         size = storage.nbytes()
-        (number,) = ledger.add("tensor", max(size // 10, 1), Row(()), [size])
+        (number,) = ledger.add("tensor", max(size // 10, 1), [], [size])
         store.hold(size, "tensor")
         store.enter(number, storage, size, None)
 
@@ -209,11 +283,13 @@ class Dispatcher(TorchDispatchMode):
                 constant = None if tensor is None else self._changes(tensor, call, action)
                 if constant is not None:
                     touched.append((constant, tensor))
-                    view = template[argument.position] if argument.position < len(template) else names[argument.name]
                     # Its own constant, since what it reads there does not matter: nobody has to preserve it.
-                    view.source = Constant(None, constant.content, constant.number, constant.tensor)
-                    call.sources[:] = [view.source if source is constant else source for source in call.sources]
-                    action.discarded.append(view.source)
+                    private = Constant(None, constant.content, constant.argument, constant.tensor)
+                    where: Any = template if argument.position < len(template) else names
+                    place: Any = argument.position if argument.position < len(template) else argument.name
+                    where[place] = (private, *where[place][1:])
+                    call.sources[:] = [private if source is constant else source for source in call.sources]
+                    action.discarded.append(private)
         call.fresh.clear()
         try:
             return self._carry_out(plan, facts, call, function, args, kwargs, template, names, action)
@@ -260,8 +336,12 @@ class Dispatcher(TorchDispatchMode):
         scratch = facts.scratch_bytes + (_RANDOM_BYTES if plan.random else 0)
         kept = sum(slot.size for slot, _ in changed if slot.saves)  # autograd wants the old version: it will be copied
         pending = _Pending(
-            plan.label, facts.model_nanoseconds if self.by_model else facts.nanoseconds, _row(call, changed), scratch
+            plan.label,
+            facts.model_nanoseconds if self.by_model else facts.nanoseconds,
+            [source.argument for source in call.sources],
+            scratch,
         )
+        pending.changed = tuple([slot.tensor for slot, _ in changed])
         pending.overwritten = sum(slot.size for slot, _ in changed) - kept
         if call.missing or ledger.memory + facts.total_bytes + scratch + kept > ledger.budget:
             self._make_room(pending, facts, call, changed, args, kwargs)
@@ -271,7 +351,7 @@ class Dispatcher(TorchDispatchMode):
                     store.move(slot, storage.clone())
         random = RandomBefore(_generator(call.device or _CPU, kwargs)) if plan.random and action.repeatable else None
         try:
-            if plan.data_dependent or settled(facts):
+            if plan.data_dependent or facts.settled:
                 result, peak = function(*args, **kwargs), None
             else:
                 result, peak = observe(facts, function, args, kwargs, call.device or _CPU)
@@ -282,15 +362,16 @@ class Dispatcher(TorchDispatchMode):
         sizes = [storage.nbytes() for storage in made]
         if not plan.data_dependent and tuple(sizes) != facts.output_bytes:
             facts.expect(sizes)
+        facts.simple = facts.settled and facts.plain and len(made) == 1 and isinstance(result, Tensor)
         if peak is not None:
             self._learned(facts, peak, ledger.memory - (sum(sizes) if pending.tensors is not None else 0))
         sizes += [storage.nbytes() for _, storage in changed]
         tensors = self._written_down(pending, sizes)
         operator = None
         if action.repeatable:
-            operator = Operator(
-                function, tuple(template), names, call.sources, [*(slot for slot, _ in changed), *action.discarded], random
-            )
+            operator = Operator(function, template)
+            operator.kwargs, operator.random = names, random
+            operator.changes = [*(slot for slot, _ in changed), *action.discarded]
         self._enter(operator, tensors, made, changed)
         return result
 
@@ -311,7 +392,8 @@ class Dispatcher(TorchDispatchMode):
             return
         sizes = [*facts.output_bytes, *(slot.size for slot, _ in changed)]
         pending.tensors = self.ledger.add(
-            pending.label, pending.nanoseconds, pending.row, sizes, pending.scratch, pending.overwritten
+            *(pending.label, pending.nanoseconds, pending.arguments, sizes),
+            *(pending.scratch, pending.overwritten, pending.changed),
         )
         try:
             self.store.consult(pending.label, tensors_in([*args, *kwargs.values()]))
@@ -347,7 +429,8 @@ class Dispatcher(TorchDispatchMode):
                 return pending.tensors
             self._take_back(pending, resident=True)
         tensors = ledger.add(
-            pending.label, pending.nanoseconds, pending.row, sizes, pending.scratch, pending.overwritten
+            *(pending.label, pending.nanoseconds, pending.arguments, sizes),
+            *(pending.scratch, pending.overwritten, pending.changed),
         )
         memory = ledger.memory + sum(sizes)
         ledger.peak = max(ledger.peak, memory + pending.scratch - pending.overwritten)
@@ -416,13 +499,13 @@ class Dispatcher(TorchDispatchMode):
                     f"version {saved.version} instead"
                 )
             return saved.tensor
-        slot = saved.source
+        slot = saved.slot
         if not slot.resident:
             self.store.access(slot, "backward")
         storage = slot.storage()
         assert storage is not None
         with below_everything():
-            return saved.on(storage)
+            return on_storage(saved.view, storage)
 
 
 @dataclass
@@ -446,22 +529,14 @@ _USUAL = _Action()
 class _Pending:
     """A call as the ledger will have it, or has it already: then `tensors` are its outputs there."""
 
-    __slots__ = ("label", "nanoseconds", "overwritten", "row", "scratch", "tensors")
-
-    def __init__(self, label: str, nanoseconds: int, row: Row, scratch: int) -> None:
+    def __init__(self, label: str, nanoseconds: int, arguments: list[int], scratch: int) -> None:
         self.label = label
         self.nanoseconds = nanoseconds
-        self.row = row
+        self.arguments = arguments
         self.scratch = scratch
         self.overwritten = 0
+        self.changed: tuple[int, ...] = ()
         self.tensors: range | None = None
-
-
-def _row(call: _Call, changed: list[tuple[Slot, torch.UntypedStorage]]) -> Row:
-    arguments = tuple([number_in_trace(source) for source in call.sources])
-    if not changed:
-        return Row(arguments, ())
-    return Row(arguments, tuple(slot.tensor for slot, _ in changed))
 
 
 def _device_among(kwargs: Mapping[str, Any]) -> torch.device:

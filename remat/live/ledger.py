@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
-
 import numpy as np
 
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.core import NO_LIMIT, Core
 from remat.runtime.dtr.graph import Graph
 from remat.runtime.dtr.heuristics import Heuristic
-
-
-class Row(NamedTuple):
-    """What a trace says of an operator beside the policy core's row of it.
-
-    Attributes:
-        arguments: tensors of the policy core, or -1 - i for constant i.
-        changed: those of them whose new versions are the last of what it makes.
-    """
-
-    arguments: tuple[int, ...]
-    changed: tuple[int, ...] = ()
 
 
 class Ledger:
@@ -32,14 +18,18 @@ class Ledger:
     always what it will say.
 
     Attributes:
-        graph, rows: all operators so far.
+        graph: all operators so far.
+        arguments: for each operator the tensors of the policy core that it uses, and -1 - i for constant i.
+        changed: for operators that change storages those of their arguments whose new versions are the last of what
+            they make.
         constant_bytes: size of each constant seen.
         memory, peak: bytes in use, and the most so far.
     """
 
     def __init__(self, budget: int, heuristic: Heuristic, *, sampling: bool, skip_small: bool, seed: int) -> None:
         self.graph = Graph()
-        self.rows: list[Row] = []
+        self.arguments: list[list[int]] = []
+        self.changed: dict[int, tuple[int, ...]] = {}
         self.constant_bytes: list[int] = []
         self.budget = budget
         self._options = {"sampling": sampling, "skip_small": skip_small, "seed": seed, "held": True, "log": True}
@@ -54,17 +44,36 @@ class Ledger:
         self,
         label: str,
         nanoseconds: int,
-        row: Row,
+        arguments: list[int],
         sizes: Sequence[int],
         scratch_bytes: int = 0,
         overwritten_bytes: int = 0,
+        changed: tuple[int, ...] = (),
     ) -> range:
         """Writes down that an operator is called; returns the tensors it makes, one at least."""
-        inputs = [argument for argument in row.arguments if argument >= 0]
-        self.rows.append(row)
-        self.instructions.append((k.COMPUTE, len(self.graph.operators)))
+        number = len(self.arguments)
+        self.arguments.append(arguments)
+        if changed:
+            self.changed[number] = changed
+        self.instructions.append((k.COMPUTE, number))
+        inputs = [argument for argument in arguments if argument >= 0]
         outputs = [(size, -1) for size in sizes] or [(0, -1)]
         return self.graph.add(label, nanoseconds, inputs, outputs, scratch_bytes, overwritten_bytes)
+
+    def add_one(
+        self, label: str, nanoseconds: int, arguments: list[int], inputs: list[int], size: int, scratch_bytes: int
+    ) -> int:
+        """`add` for an operator that has run already and has made one tensor, which is returned.
+
+        Args:
+            inputs: those of the arguments that are tensors of the policy core.
+        """
+        self.instructions.append((k.COMPUTE, len(self.arguments)))
+        self.arguments.append(arguments)
+        memory = self.memory = self.memory + size
+        if memory + scratch_bytes > self.peak:
+            self.peak = memory + scratch_bytes
+        return self.graph.add_one(label, nanoseconds, inputs, size, scratch_bytes)
 
     def note(self, instruction: int, tensor: int) -> None:
         """Writes down what is none of an operator."""

@@ -36,6 +36,7 @@ class Plan(NamedTuple):
         random: it draws random numbers.
         repeatable: running it again does the same; collective communication does not.
         data_dependent: the size of its output depends on data.
+        usual: it is none of all that.
     """
 
     label: str
@@ -48,6 +49,7 @@ class Plan(NamedTuple):
     random: bool
     repeatable: bool
     data_dependent: bool
+    usual: bool = False
 
     def trains(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call updates running statistics."""
@@ -68,7 +70,7 @@ def plan_of(function: Any) -> Plan:
     # A composite one that is seen whole (in inference mode) may copy although its schema speaks of a view.
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd")
     namespace, _, label = schema.name.partition("::")
-    return Plan(
+    plan = Plan(
         label,
         is_view=bool(aliases) and all(aliases) and not writes and not composite,
         is_fresh=label in ("lift_fresh", "lift"),
@@ -80,6 +82,8 @@ def plan_of(function: Any) -> Plan:
         repeatable=not namespace.startswith(("c10d", "_c10d", "_dtensor")),
         data_dependent=torch.Tag.dynamic_output_shape in tags,
     )
+    special = any(plan[1:4]) or any(plan[4:6]) or plan.random or plan.data_dependent or not plan.repeatable
+    return plan._replace(usual=not special)
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -31,18 +31,21 @@ class _Recorder:
             kind, what = told[position]
             position += 1
             if kind == k.COMPUTE:
-                position += yield from self._operator(what, told[position : position + 1 + len(ledger.rows[what].changed)])
+                changed = ledger.changed.get(what, ())
+                position += yield from self._operator(what, changed, told[position : position + 1 + len(changed)])
             elif kind == k.RELEASE:
                 yield Release(self._name_of[what])
             else:
                 yield Annotate(f"{_MARKS[kind]} {self._name_of[what]}")
 
-    def _operator(self, number: int, following: list[tuple[int, int]]) -> Generator[Instruction, None, int]:
+    def _operator(
+        self, number: int, changed: tuple[int, ...], following: list[tuple[int, int]]
+    ) -> Generator[Instruction, None, int]:
         """An operator and what a log has no place for; returns how many of the following instructions it includes."""
-        graph, row = self._ledger.graph, self._ledger.rows[number]
+        graph, used = self._ledger.graph, self._ledger.arguments[number]
         nanoseconds, _, _, first, end, _, scratch, overwritten = graph.operators[number]
         sizes = tuple(graph.sizes[first:end])
-        arguments = tuple(self._name_of[i] if i >= 0 else f"c{-1 - i}" for i in row.arguments)
+        arguments = tuple(self._name_of[i] if i >= 0 else f"c{-1 - i}" for i in used)
         if scratch:
             yield Annotate(f"SCRATCH {scratch}")
         if overwritten:
@@ -51,10 +54,10 @@ class _Recorder:
         if sizes == (0,) and following[:1] == [(k.RELEASE, first)]:
             yield Call(*call, (), nanoseconds, (), ())
             return 1
-        rebound = [(k.RELEASE, tensor) for tensor in row.changed]
-        if rebound and following[: len(rebound)] == rebound and sizes == tuple(graph.sizes[t] for t in row.changed):
-            yield Mutate(*call, nanoseconds, tuple(row.arguments.index(tensor) for tensor in row.changed))
-            for old, new in zip(row.changed, range(first, end), strict=True):
+        rebound = [(k.RELEASE, tensor) for tensor in changed]
+        if rebound and following[: len(rebound)] == rebound and sizes == tuple(graph.sizes[t] for t in changed):
+            yield Mutate(*call, nanoseconds, tuple(used.index(tensor) for tensor in changed))
+            for old, new in zip(changed, range(first, end), strict=True):
                 self._name_of[new] = self._name_of[old]
             return len(rebound)
         for tensor in range(first, end):

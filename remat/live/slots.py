@@ -8,9 +8,10 @@ it used. So Python's reference counting keeps exactly those operators that may h
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,17 +26,8 @@ class StorageRef(weakref.ref):
     """
 
     __slots__ = ("key", "slot")
-    key: int
+    key: int  # `id` of the storage
     slot: Slot
-
-    def __new__(cls, storage: torch.UntypedStorage, died: Callable[[Any], None], slot: Slot) -> StorageRef:
-        self = super().__new__(cls, storage, died)
-        self.key = id(storage)
-        self.slot = slot
-        return self
-
-    def __init__(self, storage: torch.UntypedStorage, died: Callable[[Any], None], slot: Slot) -> None:
-        super().__init__(storage, died)
 
 
 class Slot:
@@ -54,29 +46,23 @@ class Slot:
         released: whether the policy core need not hear of it any more.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "constant",
-        "held",
-        "operator",
-        "released",
-        "resident",
-        "saves",
-        "size",
-        "tensor",
-        "where",
-    )
+    # Most slots never have another value: not to set them at each call of an operator is what makes that fast.
+    where: StorageRef | None = None
+    held: torch.UntypedStorage | None = None
+    constant: Constant | None = None
+    saves = 0
+    resident = True
+    released = False
 
     def __init__(self, tensor: int, size: int, operator: Operator | None) -> None:
         self.tensor = tensor
         self.size = size
         self.operator = operator
-        self.where: StorageRef | None = None
-        self.held: torch.UntypedStorage | None = None
-        self.constant: Constant | None = None
-        self.saves = 0
-        self.resident = True
-        self.released = False
+
+    @property
+    def argument(self) -> int:
+        """What `Ledger.arguments` has for it."""
+        return self.tensor
 
     def storage(self) -> torch.UntypedStorage | None:
         """Where its content is, or was when it was evicted; None where that is gone."""
@@ -94,26 +80,29 @@ class Constant:
 
     Attributes:
         content: the storage; a copy of it once the program has changed the original.
-        number: of the storage among the program's constants; None where the policy core knows it.
-        tensor: its number in the policy core, or None.
+        tensor: its number in the policy core; None where that does not know it.
+        argument: what `Ledger.arguments` has for it.
         witness: a tensor of the original storage, whose version tells of changes that no operator made here.
         version: what that was; None where it cannot be known (inference tensors, copies).
     """
 
-    __slots__ = ("__weakref__", "content", "number", "tensor", "version", "witness")
+    __slots__ = ("__weakref__", "argument", "content", "tensor", "version", "witness")
 
     def __init__(
-        self, witness: Tensor | None, content: torch.UntypedStorage, number: int | None, tensor: int | None
+        self, witness: Tensor | None, content: torch.UntypedStorage, argument: int, tensor: int | None
     ) -> None:
         self.content = content
-        self.number = number
+        self.argument = argument
         self.tensor = tensor
         self.watch(witness)
 
     def watch(self, witness: Tensor | None) -> None:
         """From now on it is an error if another than an operator here changes the storage of `witness`."""
         self.witness = witness
-        self.version = None if witness is None or witness.is_inference() else witness._version
+        try:
+            self.version = None if witness is None else witness._version
+        except RuntimeError:
+            self.version = None  # inference tensors have none
 
     def storage(self) -> torch.UntypedStorage:
         return self.content
@@ -121,6 +110,14 @@ class Constant:
     def changed(self) -> bool:
         """Whether the original was changed although no operator here has changed it."""
         return self.version is not None and self.witness is not None and self.witness._version != self.version
+
+
+class Brought(weakref.ref):
+    """A storage that the program brought along, and the constant that it holds if that exists at present."""
+
+    __slots__ = ("argument", "constant")
+    argument: int  # of that constant
+    constant: weakref.ref[Constant] | None
 
 
 Source = Slot | Constant
@@ -132,42 +129,42 @@ def bits_of(tensor: Tensor) -> int:
     return CONJUGATE * tensor.is_conj() + NEGATIVE * tensor.is_neg()
 
 
-class View:
-    """How a tensor looks at the content of a slot or constant."""
+class View(NamedTuple):
+    """How a tensor looks at the content of a slot or constant. Operators have it as a plain tuple, which is faster to
+    make, and is told from their other arguments by being one."""
 
-    __slots__ = ("bits", "dtype", "offset", "shape", "source", "stride")
-
-    def __init__(
-        self, source: Source, shape: torch.Size, stride: tuple[int, ...], offset: Any, dtype: torch.dtype, bits: int
-    ) -> None:
-        self.source = source
-        self.shape = shape
-        self.stride = stride
-        self.offset = offset
-        self.dtype = dtype
-        self.bits = bits
-
-    def on(self, storage: torch.UntypedStorage) -> Tensor:
-        """That tensor, on the given storage. To be called below autograd and outside of dispatch modes."""
-        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
-        tensor.set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload]
-        if self.bits & CONJUGATE:
-            tensor = torch._conj(tensor)
-        return torch._neg_view(tensor) if self.bits & NEGATIVE else tensor
+    source: Source
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: Any
+    dtype: torch.dtype
+    bits: int
 
 
-class Saved(View):
+def on_storage(view: tuple[Any, ...], storage: torch.UntypedStorage) -> Tensor:
+    """The tensor of a `View`, on the given storage. To be called below autograd and outside of dispatch modes."""
+    _, shape, stride, offset, dtype, bits = view
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
+    tensor.set_(storage, offset, shape, stride)  # type: ignore[call-overload]
+    if bits & CONJUGATE:
+        tensor = torch._conj(tensor)
+    return torch._neg_view(tensor) if bits & NEGATIVE else tensor
+
+
+class Saved:
     """What autograd keeps in the place of a tensor; tells the runtime when it is dropped."""
 
-    __slots__ = ("dropped",)
-    source: Slot
+    __slots__ = ("dropped", "slot", "view")
 
     def __init__(self, tensor: Tensor, slot: Slot, dropped: Callable[[Slot], None]) -> None:
-        super().__init__(slot, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, bits_of(tensor))
+        self.slot = slot
+        self.view = (
+            slot, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, bits_of(tensor)
+        )  # fmt: skip
         self.dropped = dropped
 
     def __del__(self) -> None:
-        self.dropped(self.source)
+        self.dropped(self.slot)
 
 
 class SavedConstant:
@@ -206,28 +203,30 @@ class Operator:
 
     Attributes:
         function: what was called.
-        args, kwargs: with `View`s in the place of tensors.
-        sources: of those, in order and with repetitions.
+        args, kwargs: with views (tuples like `View`) in the place of tensors.
         changes: the sources whose content it changes; a run works on copies of them.
         random: state of the generator it drew from.
         outputs: a reference to the slot of each storage that it made, and then of each that it changed.
     """
 
-    __slots__ = ("args", "changes", "function", "kwargs", "outputs", "random", "sources")
+    kwargs: Mapping[str, Any] = MappingProxyType({})
+    changes: Sequence[Source] = ()
+    random: RandomBefore | None = None
+    outputs: tuple[weakref.ref[Slot], ...] = ()
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        sources: list[Source],
-        changes: list[Source],
-        random: RandomBefore | None,
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], args: list[Any]) -> None:
         self.function = function
         self.args = args
-        self.kwargs = kwargs
-        self.sources = sources
-        self.changes = changes
-        self.random = random
-        self.outputs: list[weakref.ref[Slot]] = []
+
+    def sources(self) -> Iterator[Source]:
+        """What its arguments look at, in order and with repetitions."""
+        yield from _sources_in(self.args)
+        yield from _sources_in(list(self.kwargs.values()))
+
+
+def _sources_in(values: list[Any]) -> Iterator[Source]:
+    for value in values:
+        if type(value) is tuple:
+            yield value[0]
+        elif type(value) is list:
+            yield from _sources_in(value)

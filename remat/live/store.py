@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from remat.errors import ReplayError
-from remat.live.ledger import Ledger, Row
+from remat.live.ledger import Ledger
 from remat.live.limits import Limits
 from remat.live.plans import tensors_in
-from remat.live.slots import Constant, Operator, Slot, Source, StorageRef, View, storage_of
+from remat.live.slots import Brought, Constant, Operator, Slot, Source, StorageRef, on_storage, storage_of
 from remat.runtime.dtr import _kernels as k
 
 
@@ -39,6 +39,8 @@ class Store:
 
     Attributes:
         slots: of storages that exist, by `id` of their Python object.
+        by_tensor: of all, by number in the policy core.
+        constants: of storages whose content no operator can compute, by `id`; dead ones included.
         dead: slots of which a reference was dropped, to be looked at by `settle`.
         limited: whether the policy core is asked; no longer once it could not be obeyed, or the block has ended.
         closed: whether the block has ended; what autograd has saved can still be asked for.
@@ -51,28 +53,28 @@ class Store:
         self.dead: deque[Slot] = deque()
         self.limited = True
         self.closed = False
-        self._by_tensor: dict[int, weakref.ref[Slot]] = {}
-        self._constants: dict[int, weakref.ref[Constant]] = {}
-        self._numbers: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self.by_tensor: dict[int, weakref.ref[Slot]] = {}
+        self.constants: dict[int, Brought] = {}
 
     # Bookkeeping -----------------------------------------------------------------------------------------------------
 
     def enter(self, tensor: int, storage: torch.UntypedStorage, size: int, operator: Operator | None) -> Slot:
         """Makes the slot of a storage, or of its next version. Without operator it is locked in the ledger."""
         slot = Slot(tensor, size, operator)
-        self._by_tensor[tensor] = reference = weakref.ref(slot)
+        self.by_tensor[tensor] = reference = weakref.ref(slot)
         self._put(slot, storage)
         if operator is None:
             self.ledger.note(k.LOCK, tensor)
         else:
-            operator.outputs.append(reference)
+            operator.outputs += (reference,)
         return slot
 
     def _put(self, slot: Slot, storage: torch.UntypedStorage) -> None:
-        slot.where = StorageRef(storage, self._died, slot)
-        self.slots[id(storage)] = slot
+        slot.where = where = StorageRef(storage, self.died)
+        where.slot, where.key = slot, id(storage)
+        self.slots[where.key] = slot
 
-    def _died(self, reference: StorageRef) -> None:
+    def died(self, reference: StorageRef) -> None:
         slot = reference.slot
         if slot.where is reference:
             slot.where = None
@@ -115,23 +117,33 @@ class Store:
             self.ledger.memory -= slot.size
 
     def constant(self, tensor: Tensor, storage: torch.UntypedStorage, slot: Slot | None) -> tuple[Constant, bool]:
-        """The constant that a storage holds, and whether nothing was computed from it that may be computed again."""
-        known = self._constants.get(id(storage))
-        constant = None if known is None else known()
-        if constant is not None and constant.content is storage:
-            return constant, False
-        number = None if slot is not None else self.number_of(storage)
-        constant = Constant(tensor, storage, number, None if slot is None else slot.tensor)
-        self._constants[id(storage)] = weakref.ref(constant)
+        """The constant that a storage holds, and whether nothing was computed from it that may be computed again.
+
+        Args:
+            slot: of the storage, if it has one.
+        """
+        brought = self.constants.get(id(storage))
+        if brought is None or brought() is not storage:
+            brought = self.constants[id(storage)] = Brought(storage)
+            brought.constant = None
+            if slot is None:
+                brought.argument = -1 - len(self.ledger.constant_bytes)
+                self.ledger.constant_bytes.append(storage.nbytes())
+            else:
+                brought.argument = slot.tensor
+        known = None if brought.constant is None else brought.constant()
+        if known is not None and known.content is storage:
+            return known, False
+        constant = Constant(tensor, storage, brought.argument, None if slot is None else slot.tensor)
+        brought.constant = weakref.ref(constant)
         return constant, True
 
-    def number_of(self, storage: torch.UntypedStorage) -> int:
-        """Counts the storages that the program brought along."""
-        known = self._numbers.get(id(storage))
-        if known is None or known[0]() is not storage:
-            known = self._numbers[id(storage)] = (weakref.ref(storage), len(self.ledger.constant_bytes))
-            self.ledger.constant_bytes.append(storage.nbytes())
-        return known[1]
+    def make_constant(self, storage: torch.UntypedStorage, tensor: int) -> Constant:
+        """The constant of a storage whose slot is being cut loose."""
+        constant = Constant(None, storage, tensor, tensor)
+        brought = self.constants[id(storage)] = Brought(storage)
+        brought.argument, brought.constant = tensor, weakref.ref(constant)
+        return constant
 
     # Deciding --------------------------------------------------------------------------------------------------------
 
@@ -172,7 +184,7 @@ class Store:
         decisions = self.ledger.decided()
         try:
             for kind, what in decisions:
-                slot = self._by_tensor[what]() if what in self._by_tensor else None
+                slot = self.by_tensor[what]() if what in self.by_tensor else None
                 if slot is None:
                     continue  # released, and no operator that may run again needs it: its memory is gone already
                 if kind == k.EVICTED:
@@ -201,7 +213,7 @@ class Store:
         """
         with below_everything():
             copies: dict[int, torch.UntypedStorage] = {}
-            for source in operator.sources:
+            for source in operator.sources():
                 if isinstance(source, Constant) and source.changed():
                     raise ReplayError(
                         f"{operator.function} must run again, but a tensor that it used was changed by something that "
@@ -217,7 +229,7 @@ class Store:
             else:
                 with operator.random.again():
                     result = operator.function(*args, **kwargs)
-            taken = {id(_content(source)) for source in operator.sources} | {id(copy) for copy in copies.values()}
+            taken = {id(_content(source)) for source in operator.sources()} | {id(copy) for copy in copies.values()}
             made = new_storages(result, taken)
             made.extend(copies[id(source)] for source in operator.changes if isinstance(source, Slot))
             del result, args, kwargs
@@ -250,7 +262,7 @@ class Store:
             if last.resident or last.operator is None:
                 todo.pop()
                 continue
-            missing = [s for s in last.operator.sources if isinstance(s, Slot) and not s.resident]
+            missing = [s for s in last.operator.sources() if isinstance(s, Slot) and not s.resident]
             if missing:
                 todo.extend(missing)
                 continue
@@ -279,10 +291,9 @@ class Store:
                 self.revive(slot)
         storage = slot.storage()
         assert storage is not None
-        constant = Constant(None, storage, None, slot.tensor)
-        self._constants[id(storage)] = weakref.ref(constant)
+        constant = self.make_constant(storage, slot.tensor)
         heir = Slot(slot.tensor, slot.size, None)
-        self._by_tensor[slot.tensor] = weakref.ref(heir)
+        self.by_tensor[slot.tensor] = weakref.ref(heir)
         slot.constant, slot.operator, slot.where, slot.held, slot.released = constant, None, None, None, True
         self._put(heir, storage)
 
@@ -303,14 +314,14 @@ class Store:
         """What the program can still ask for and might have to be computed again from `constant`."""
         reached: set[int] = set()
         found = []
-        for tensor, reference in list(self._by_tensor.items()):
+        for tensor, reference in list(self.by_tensor.items()):
             slot = reference()
             if slot is None:
-                del self._by_tensor[tensor]
+                del self.by_tensor[tensor]
                 continue
             if slot.operator is not None and any(
                 source is constant or (isinstance(source, Slot) and (source.tensor in reached or source.constant is constant))
-                for source in slot.operator.sources
+                for source in slot.operator.sources()
             ):
                 reached.add(tensor)
                 if not slot.released:
@@ -319,13 +330,12 @@ class Store:
 
     def _copy_aside(self, constant: Constant) -> None:
         size = constant.content.nbytes()
-        row = Row((number_in_trace(constant),))
-        (tensor,) = self.ledger.add("clone", max(size // 10, 1), row, [size])
+        (tensor,) = self.ledger.add("clone", max(size // 10, 1), [constant.argument], [size])
         self.hold(size, "clone")
         with below_everything():
             copy = constant.content.clone()
         self.enter(tensor, copy, size, None)
-        constant.content, constant.tensor, constant.number = copy, tensor, None
+        constant.content, constant.tensor, constant.argument = copy, tensor, tensor
         constant.watch(None)
 
     def move(self, slot: Slot, storage: torch.UntypedStorage) -> None:
@@ -337,13 +347,13 @@ class Store:
 
     def living(self) -> list[Slot]:
         """Slots whose storages the program holds, in the order in which they were made."""
-        found = [reference() for reference in self._by_tensor.values()]
+        found = [reference() for reference in self.by_tensor.values()]
         return [slot for slot in found if slot is not None and not slot.released and slot.where is not None]
 
     def close(self) -> None:
         """Lets go of all that nobody refers to."""
         self.limited = False
-        for reference in list(self._by_tensor.values()):
+        for reference in list(self.by_tensor.values()):
             slot = reference()
             if slot is None or slot.constant is not None:
                 continue
@@ -353,16 +363,10 @@ class Store:
                 slot.held = None
         self.settle()
         self.closed = True
+        for slot in self.slots.values():
+            slot.where = None  # the reference refers back to the slot; without it both are gone at once
         self.slots.clear()
-        self._by_tensor.clear()
-
-
-def number_in_trace(source: Source) -> int:
-    """A source as `Row.arguments` names it."""
-    if source.tensor is not None:
-        return source.tensor
-    assert isinstance(source, Constant) and source.number is not None
-    return -1 - source.number
+        self.by_tensor.clear()
 
 
 def new_storages(result: Any, taken: set[int]) -> list[torch.UntypedStorage]:
@@ -398,9 +402,10 @@ def _content(source: Source) -> torch.UntypedStorage:
 
 
 def _filled(value: Any, copies: dict[int, torch.UntypedStorage]) -> Any:
-    if isinstance(value, View):
-        copy = copies.get(id(value.source))
-        return value.on(_content(value.source) if copy is None else copy)
+    if type(value) is tuple:
+        source = value[0]
+        copy = copies.get(id(source))
+        return on_storage(value, _content(source) if copy is None else copy)
     if isinstance(value, list):
         return [_filled(item, copies) for item in value]
     return value

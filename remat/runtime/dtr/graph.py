@@ -74,6 +74,17 @@ class Graph:
         self.labels.append(label)
         return range(first, len(self.tensors))
 
+    def add_one(self, label: str, nanoseconds: int, inputs: list[int], size: int, scratch_bytes: int) -> int:
+        """`add` for an operator that makes one storage, in a fraction of the time; returns its tensor."""
+        edges, tensor = self.edges, len(self.tensors)
+        edge = len(edges)
+        edges += inputs
+        self.tensors.append((len(self.sizes), len(self.operators)))
+        self.sizes.append(size)
+        self.operators.append((nanoseconds, edge, len(edges), tensor, tensor + 1, size, scratch_bytes, 0))
+        self.labels.append(label)
+        return tensor
+
     def storage_of(self, tensor: int) -> int:
         """The storage that a tensor views."""
         return self.tensors[tensor][0]
