@@ -269,11 +269,11 @@ class Dispatcher(TorchDispatchMode):
             for source in call.sources:
                 if isinstance(source, Slot):
                     store.cut_loose(source)
-        touched: list[tuple[Constant, Tensor]] = []
+        touched: list[Tensor] = []
         for tensor in tensors_in([argument.of(args, kwargs) for argument in plan.writes]):
             constant = self._changes(tensor, call, action)
             if constant is not None:
-                touched.append((constant, tensor))
+                touched.append(tensor)
                 action.repeatable = False  # its old content will be gone
             elif tensor.layout != torch.strided or not storage_of(tensor).nbytes():
                 action.repeatable = False
@@ -282,7 +282,7 @@ class Dispatcher(TorchDispatchMode):
                 tensor = argument.of(args, kwargs)
                 constant = None if tensor is None else self._changes(tensor, call, action)
                 if constant is not None:
-                    touched.append((constant, tensor))
+                    touched.append(tensor)
                     # Its own constant, since what it reads there does not matter: nobody has to preserve it.
                     private = Constant(None, constant.content, constant.argument, constant.tensor)
                     where: Any = template if argument.position < len(template) else names
@@ -294,9 +294,8 @@ class Dispatcher(TorchDispatchMode):
         try:
             return self._carry_out(plan, facts, call, function, args, kwargs, template, names, action)
         finally:
-            for constant, tensor in touched:
-                if constant.content is storage_of(tensor):
-                    constant.watch(tensor)
+            for tensor in touched:
+                store.forget(storage_of(tensor))
 
     def _changes(self, tensor: Tensor, call: _Call, action: _Action) -> Constant | None:
         """Prepares that the storage of `tensor` will be changed; returns it if it is a constant's."""

@@ -94,10 +94,6 @@ class Constant:
         self.content = content
         self.argument = argument
         self.tensor = tensor
-        self.watch(witness)
-
-    def watch(self, witness: Tensor | None) -> None:
-        """From now on it is an error if another than an operator here changes the storage of `witness`."""
         self.witness = witness
         try:
             self.version = None if witness is None else witness._version

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,14 +23,23 @@ from remat.live.slots import Brought, Constant, Operator, Slot, Source, StorageR
 from remat.runtime.dtr import _kernels as k
 
 
-@contextmanager
-def below_everything() -> Iterator[None]:
+class below_everything:  # noqa: N801  # a context manager, written out as it is entered for every recomputation
     """Operators inside run as the kernels that they were when the dispatcher saw them: no modes, autograd, autocast."""
-    with ExitStack() as stack:
-        stack.enter_context(torch._C._DisableTorchDispatch())  # type: ignore[attr-defined]
-        stack.enter_context(torch._C._AutoDispatchBelowAutograd())
-        stack.enter_context(torch._C._DisableAutocast())  # type: ignore[attr-defined]
-        yield
+
+    __slots__ = ("_guards",)
+
+    def __enter__(self) -> None:
+        self._guards = (
+            torch._C._DisableTorchDispatch(),  # type: ignore[attr-defined]
+            torch._C._AutoDispatchBelowAutograd(),
+            torch._C._DisableAutocast(),  # type: ignore[attr-defined]
+        )
+        for guard in self._guards:
+            guard.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        for guard in reversed(self._guards):
+            guard.__exit__(None, None, None)
 
 
 class Store:
@@ -137,6 +145,12 @@ class Store:
         constant = Constant(tensor, storage, brought.argument, None if slot is None else slot.tensor)
         brought.constant = weakref.ref(constant)
         return constant, True
+
+    def forget(self, storage: torch.UntypedStorage) -> None:
+        """The content of a constant has changed: what is computed from it next is computed from another one."""
+        brought = self.constants.get(id(storage))
+        if brought is not None:
+            brought.constant = None
 
     def make_constant(self, storage: torch.UntypedStorage, tensor: int) -> Constant:
         """The constant of a storage whose slot is being cut loose."""
@@ -329,14 +343,18 @@ class Store:
         return found
 
     def _copy_aside(self, constant: Constant) -> None:
-        size = constant.content.nbytes()
+        original, size = constant.content, constant.content.nbytes()
         (tensor,) = self.ledger.add("clone", max(size // 10, 1), [constant.argument], [size])
         self.hold(size, "clone")
         with below_everything():
-            copy = constant.content.clone()
-        self.enter(tensor, copy, size, None)
-        constant.content, constant.tensor, constant.argument = copy, tensor, tensor
-        constant.watch(None)
+            constant.content = copy = original.clone()
+        if constant.tensor is None:
+            self.enter(tensor, copy, size, None)
+        else:  # the core has computed from it under its old number, so the new content gets the new one
+            old = self.slots[id(original)]
+            self.enter(tensor, original, size, None)
+            self._put(old, copy)
+        constant.witness = constant.version = None
 
     def move(self, slot: Slot, storage: torch.UntypedStorage) -> None:
         """The content of a slot that only autograd wants is in another storage from now on."""
