@@ -453,6 +453,7 @@ class Dispatcher(TorchDispatchMode):
         for tensor, (slot, storage) in zip(tensors[len(made) :], changed, strict=False):
             store.enter(tensor, storage, storage.nbytes(), operator)
             if slot.saves:  # its old content has moved, and only autograd has it
+                slot.dropped = True
                 self.ledger.note(k.DROP, slot.tensor)
             else:
                 slot.where = slot.held = None
@@ -501,8 +502,7 @@ class Dispatcher(TorchDispatchMode):
         slot = saved.slot
         if not slot.resident:
             self.store.access(slot, "backward")
-        storage = slot.storage()
-        assert storage is not None
+        storage = self.store.lend(slot)
         with below_everything():
             return on_storage(saved.view, storage)
 

@@ -43,6 +43,7 @@ class Slot:
         constant: what took its place when it was cut loose from its operator.
         saves: how often autograd has saved it.
         resident: whether its content is in memory.
+        dropped: whether the policy core takes it that no storage is left for it when it is recomputed.
         released: whether the policy core need not hear of it any more.
     """
 
@@ -52,6 +53,7 @@ class Slot:
     constant: Constant | None = None
     saves = 0
     resident = True
+    dropped = False
     released = False
 
     def __init__(self, tensor: int, size: int, operator: Operator | None) -> None:

@@ -107,7 +107,8 @@ class Store:
             if slot.released:
                 continue
             if slot.saves:
-                if slot.where is None:
+                if slot.where is None and not slot.dropped:
+                    slot.dropped = True
                     self.ledger.note(k.DROP, slot.tensor)
             elif slot.where is None:
                 self.release(slot)
@@ -185,6 +186,15 @@ class Store:
         self.ledger.note(k.LOCK, slot.tensor)
         self.ledger.note(k.UNLOCK, slot.tensor)
         self.consult(label)
+
+    def lend(self, slot: Slot) -> torch.UntypedStorage:
+        """The storage of a slot that is in memory, for somebody to hold who did not make it."""
+        storage = slot.storage()
+        assert storage is not None
+        if slot.dropped:
+            slot.dropped = False
+            self.ledger.note(k.HOLD, slot.tensor)
+        return storage
 
     def hold(self, size: int, label: str) -> None:
         """Counts bytes that are in memory already, and makes others give way to them."""

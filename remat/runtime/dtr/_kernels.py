@@ -82,7 +82,7 @@ EVICTED, RELEASED, RECOMPUTED, BANISH, COMPUTED = range(5)
 ) = range(33)
 SCALARS = 33
 
-COMPUTE, KEEP, PIN, RELEASE, LOCK, UNLOCK, DROP = range(7)  # instructions
+COMPUTE, KEEP, PIN, RELEASE, LOCK, UNLOCK, DROP, HOLD = range(8)  # instructions
 EAGER, BANISHING, IGNORING = range(3)  # what a dropped reference does
 DONE, OUT_OF_MEMORY, THRASHING, CHOOSE, GROW = range(5)  # answers of `advance`
 # Numerators of scores.
@@ -825,6 +825,8 @@ def advance(instructions, state):
             _unlock(tensors[what, STORAGE], state)
         elif kind == KEEP:
             s[tensors[what, STORAGE], REFS] += 1
+        elif kind == HOLD:
+            s[tensors[what, STORAGE], FLAGS] |= HELD
         elif kind == DROP:
             s[tensors[what, STORAGE], FLAGS] &= ~HELD
         else:
