@@ -173,6 +173,8 @@ class _Block:
         """Has in memory all that the program still holds; beyond the budget if there is no other way."""
         store = self._store
         store.settle()
+        if store.limited:
+            self.ledger.consult()  # decides nothing, but its accounts are then complete
         living = [slot for slot in store.living() if slot.operator is not None]
         for slot in living:
             if store.limited and slot.resident:

@@ -8,7 +8,6 @@ for what it saves and `unpack` when it needs it, keeps `Saved`s instead of tenso
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +26,7 @@ from remat.live.slots import (
     Saved,
     SavedConstant,
     Slot,
+    SlotRef,
     Source,
     StorageRef,
     bits_of,
@@ -90,7 +90,7 @@ class Dispatcher(TorchDispatchMode):
         if plan is None:
             plan = self._plans[function] = plan_of(function)
         store = self.store
-        if store.dead:
+        if store.dead or store.gone:
             store.settle()
         if plan.usual and not kwargs:
             done, result = self._quickly(plan, function, args)
@@ -174,7 +174,8 @@ class Dispatcher(TorchDispatchMode):
         where.slot = slot
         where.key = position = id(storage)
         slots[position] = slot
-        store.by_tensor[tensor] = reference = weakref.ref(slot)
+        store.by_tensor[tensor] = reference = SlotRef(slot, store.gone.append)
+        reference.tensor = tensor
         slot.operator.outputs = (reference,)
         return True, result
 

@@ -8,7 +8,7 @@ from remat.live.ledger import Ledger
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.trace import Annotate, Call, Constant, Instruction, Mutate, Release, Trace
 
-_MARKS = {k.LOCK: "LOCK", k.UNLOCK: "UNLOCK", k.DROP: "DROP", k.HOLD: "HOLD"}
+_MARKS = {k.LOCK: "LOCK", k.UNLOCK: "UNLOCK", k.DROP: "DROP", k.HOLD: "HOLD", k.FORGET: "FORGET"}
 
 
 def trace_of(ledger: Ledger) -> Trace:

@@ -75,6 +75,13 @@ class Slot:
         return None if self.where is None else self.where()
 
 
+class SlotRef(weakref.ref):
+    """A reference to a slot that does not keep it; knows the number of its tensor when it is gone."""
+
+    __slots__ = ("tensor",)
+    tensor: int
+
+
 class Constant:
     """Content that no operator here can compute: a parameter, a buffer, an input, what was cut loose.
 
@@ -210,7 +217,7 @@ class Operator:
     kwargs: Mapping[str, Any] = MappingProxyType({})
     changes: Sequence[Source] = ()
     random: RandomBefore | None = None
-    outputs: tuple[weakref.ref[Slot], ...] = ()
+    outputs: tuple[SlotRef, ...] = ()
 
     def __init__(self, function: Callable[..., Any], args: list[Any]) -> None:
         self.function = function

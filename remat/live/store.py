@@ -19,7 +19,7 @@ from remat.errors import ReplayError
 from remat.live.ledger import Ledger
 from remat.live.limits import Limits
 from remat.live.plans import tensors_in
-from remat.live.slots import Brought, Constant, Operator, Slot, Source, StorageRef, on_storage, storage_of
+from remat.live.slots import Brought, Constant, Operator, Slot, SlotRef, Source, StorageRef, on_storage, storage_of
 from remat.runtime.dtr import _kernels as k
 
 
@@ -50,6 +50,7 @@ class Store:
         by_tensor: of all, by number in the policy core.
         constants: of storages whose content no operator can compute, by `id`; dead ones included.
         dead: slots of which a reference was dropped, to be looked at by `settle`.
+        gone: references to slots that exist no more.
         limited: whether the policy core is asked; no longer once it could not be obeyed, or the block has ended.
         closed: whether the block has ended; what autograd has saved can still be asked for.
     """
@@ -61,7 +62,8 @@ class Store:
         self.dead: deque[Slot] = deque()
         self.limited = True
         self.closed = False
-        self.by_tensor: dict[int, weakref.ref[Slot]] = {}
+        self.by_tensor: dict[int, SlotRef] = {}
+        self.gone: list[SlotRef] = []
         self.constants: dict[int, Brought] = {}
 
     # Bookkeeping -----------------------------------------------------------------------------------------------------
@@ -69,13 +71,19 @@ class Store:
     def enter(self, tensor: int, storage: torch.UntypedStorage, size: int, operator: Operator | None) -> Slot:
         """Makes the slot of a storage, or of its next version. Without operator it is locked in the ledger."""
         slot = Slot(tensor, size, operator)
-        self.by_tensor[tensor] = reference = weakref.ref(slot)
+        reference = self.know(slot)
         self._put(slot, storage)
         if operator is None:
             self.ledger.note(k.LOCK, tensor)
         else:
             operator.outputs += (reference,)
         return slot
+
+    def know(self, slot: Slot) -> SlotRef:
+        """Makes a slot the one of its tensor."""
+        self.by_tensor[slot.tensor] = reference = SlotRef(slot, self.gone.append)
+        reference.tensor = slot.tensor
+        return reference
 
     def _put(self, slot: Slot, storage: torch.UntypedStorage) -> None:
         slot.where = where = StorageRef(storage, self.died)
@@ -103,17 +111,30 @@ class Store:
     def settle(self) -> None:
         """Tells the ledger of references that were dropped."""
         while self.dead:
-            slot = self.dead.popleft()
-            if slot.released:
-                continue
-            if slot.saves:
-                if slot.where is None and not slot.dropped:
-                    slot.dropped = True
-                    self.ledger.note(k.DROP, slot.tensor)
-            elif slot.where is None:
-                self.release(slot)
-            else:
-                slot.held = None  # if that was the last reference, the storage dies and the slot comes back here
+            self._look_at(self.dead.popleft())
+        if self.gone:
+            self._forget_gone()
+
+    def _look_at(self, slot: Slot) -> None:
+        if slot.released:
+            return
+        if slot.saves:
+            if slot.where is None and not slot.dropped:
+                slot.dropped = True
+                self.ledger.note(k.DROP, slot.tensor)
+        elif slot.where is None:
+            self.release(slot)
+        else:
+            slot.held = None  # if that was the last reference, the storage dies and the slot comes back here
+
+    def _forget_gone(self) -> None:
+        """Tells the ledger of slots that not even an operator refers to any more, so that it counts with them no more."""
+        gone = self.gone[:]
+        del self.gone[: len(gone)]  # not a new list: references call its `append`
+        for reference in gone:
+            if self.by_tensor.get(reference.tensor) is reference:
+                del self.by_tensor[reference.tensor]
+                self.ledger.note(k.FORGET, reference.tensor)
 
     def release(self, slot: Slot) -> None:
         """Nothing refers to the slot any more, and its memory is gone or another's."""
@@ -317,7 +338,7 @@ class Store:
         assert storage is not None
         constant = self.make_constant(storage, slot.tensor)
         heir = Slot(slot.tensor, slot.size, None)
-        self.by_tensor[slot.tensor] = weakref.ref(heir)
+        self.know(heir)
         slot.constant, slot.operator, slot.where, slot.held, slot.released = constant, None, None, None, True
         self._put(heir, storage)
 
@@ -338,12 +359,9 @@ class Store:
         """What the program can still ask for and might have to be computed again from `constant`."""
         reached: set[int] = set()
         found = []
-        for tensor, reference in list(self.by_tensor.items()):
+        for tensor, reference in self.by_tensor.items():
             slot = reference()
-            if slot is None:
-                del self.by_tensor[tensor]
-                continue
-            if slot.operator is not None and any(
+            if slot is not None and slot.operator is not None and any(
                 source is constant or (isinstance(source, Slot) and (source.tensor in reached or source.constant is constant))
                 for source in slot.operator.sources()
             ):
@@ -391,7 +409,7 @@ class Store:
                 slot.held = None
         self.settle()
         self.closed = True
-        for slot in self.slots.values():
+        for slot in list(self.slots.values()):
             slot.where = None  # the reference refers back to the slot; without it both are gone at once
         self.slots.clear()
         self.by_tensor.clear()

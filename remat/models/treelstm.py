@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,12 @@ class Tree:
 
     def __len__(self) -> int:
         return 1 + sum(len(child) for child in self.children)
+
+    def words(self) -> Iterator[int]:
+        """Of all nodes, each before those below it."""
+        yield self.word
+        for child in self.children:
+            yield from child.words()
 
 
 def complete_tree(depth: int, word: int = 0) -> Tree:
@@ -58,12 +65,14 @@ class TreeLSTM(nn.Module):
         self.rows, self.width = rows, width
 
     def forward(self, tree: Tree) -> Tensor:
-        return self.head(self._state(tree)[0])
+        words = torch.tensor(list(tree.words()), device=self.words.weight.device) % self.words.num_embeddings
+        # One look-up for all nodes: its gradient has the size of the whole embedding.
+        values = iter(self.words(words).view(-1, self.rows, self.width).unbind())
+        return self.head(self._state(tree, values)[0])
 
-    def _state(self, tree: Tree) -> tuple[Tensor, Tensor]:
-        word = torch.tensor(tree.word % self.words.num_embeddings, device=self.words.weight.device)
-        value = self.words(word).view(self.rows, self.width)
-        states = [self._state(child) for child in tree.children]
+    def _state(self, tree: Tree, values: Iterator[Tensor]) -> tuple[Tensor, Tensor]:
+        value = next(values)
+        states = [self._state(child, values) for child in tree.children]
         below = sum((hidden for hidden, _ in states), torch.zeros_like(value))
         take, give, new = self.gates(torch.cat([value, below], dim=1)).chunk(3, dim=1)
         cell = torch.sigmoid(take) * torch.tanh(new)

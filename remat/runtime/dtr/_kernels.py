@@ -82,7 +82,7 @@ EVICTED, RELEASED, RECOMPUTED, BANISH, COMPUTED = range(5)
 ) = range(33)
 SCALARS = 33
 
-COMPUTE, KEEP, PIN, RELEASE, LOCK, UNLOCK, DROP, HOLD = range(8)  # instructions
+COMPUTE, KEEP, PIN, RELEASE, LOCK, UNLOCK, DROP, HOLD, FORGET = range(9)  # instructions
 EAGER, BANISHING, IGNORING = range(3)  # what a dropped reference does
 DONE, OUT_OF_MEMORY, THRASHING, CHOOSE, GROW = range(5)  # answers of `advance`
 # Numerators of scores.
@@ -493,6 +493,19 @@ def _try_banish(storage, state):
 
 
 @njit(cache=True)
+def _forget(storage, state):
+    """Takes out of all accounts a storage that neither the program nor any recomputation will ask for again."""
+    s = state[0]
+    if s[storage, RESIDENT]:
+        _discard(storage, state)
+        _note(BANISH, storage, s[storage, SIZE], state)
+    else:
+        _shrunk(storage, state)
+        _leave_component(storage, state)
+    s[storage, BANISHED] = 1
+
+
+@njit(cache=True)
 def _random(scalars):
     """The next of a fixed sequence of 62-bit numbers (a linear congruence, its high bits folded onto the low ones)."""
     scalars[RANDOM] = scalars[RANDOM] * 6364136223846793005 + 1442695040888963407
@@ -693,7 +706,7 @@ def _run(tensor, again, state):
                 continue
             storage = tensors[u, STORAGE]
             own = s[storage, HEAD] == u
-            if tensors[u, DEFINED]:
+            if tensors[u, DEFINED] or s[storage, BANISHED]:
                 scalars[MEMORY] -= s[storage, SIZE] if own else 0
                 continue
             tensors[u, DEFINED] = 1
@@ -825,6 +838,8 @@ def advance(instructions, state):
             _unlock(tensors[what, STORAGE], state)
         elif kind == KEEP:
             s[tensors[what, STORAGE], REFS] += 1
+        elif kind == FORGET:
+            _forget(tensors[what, STORAGE], state)
         elif kind == HOLD:
             s[tensors[what, STORAGE], FLAGS] |= HELD
         elif kind == DROP:

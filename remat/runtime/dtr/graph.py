@@ -177,7 +177,7 @@ def compile_trace(trace: Trace, *, releases: bool = True) -> Program:
     return compiler.finish()
 
 
-_MARKS = {"LOCK": k.LOCK, "UNLOCK": k.UNLOCK, "DROP": k.DROP, "HOLD": k.HOLD}
+_MARKS = {"LOCK": k.LOCK, "UNLOCK": k.UNLOCK, "DROP": k.DROP, "HOLD": k.HOLD, "FORGET": k.FORGET}
 
 
 class _Compiler:
