@@ -79,7 +79,7 @@ def _treelstm() -> Case:
 
 
 def _parse_trees() -> Case:
-    functions = [inspect.getsource(function) for function in (copy.copy, copy._reconstruct, inspect.getmro)]
+    functions = [inspect.getsource(function) for function in (copy._deepcopy_tuple, copy._deepcopy_dict, inspect.getmro)]
     trees = [models.parse_tree(source) for source in functions]
     return Case(
         models.TreeLSTM(width=32, rows=4),
@@ -174,7 +174,7 @@ def least_budget(run: Callable[[], object], *, thrash_limit: float = 3.0) -> tup
         fails, works = (fails, middle) if report.outcome == "pass" else (middle, works)
     while True:
         try:
-            with remat.DTR(works, costs="model", thrash_limit=None):
+            with remat.DTR(works, costs="model", thrash_limit=20):
                 run()
         except remat.OutOfBudget as error:
             works = max(error.minimum or most, works + most // 100)

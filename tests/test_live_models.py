@@ -25,7 +25,7 @@ def test_three_steps_at_three_budgets(name: str) -> None:
         blocks: list[remat.DTR] = []
 
         def block(budget: int = budget, blocks: list[remat.DTR] = blocks) -> remat.DTR:
-            blocks.append(remat.DTR(budget, costs="model", thrash_limit=None))
+            blocks.append(remat.DTR(budget, costs="model", thrash_limit=20))
             return blocks[-1]
 
         mine = train(case, block)
@@ -35,7 +35,7 @@ def test_three_steps_at_three_budgets(name: str) -> None:
             assert all(dtr.report().evictions for dtr in blocks[:1])
 
         def limited(budget: int = budget) -> None:
-            with remat.DTR(budget, costs="model", thrash_limit=None):
+            with remat.DTR(budget, costs="model", thrash_limit=20):
                 run()
 
         assert peak_bytes(limited) <= budget
@@ -51,7 +51,7 @@ def test_the_simulator_repeats_a_live_run(name: str, heuristic: str) -> None:
     run = step_of(make(name))
     with remat.DTR("100GiB", costs="model") as dtr:
         run()
-    with remat.DTR(int(0.8 * dtr.report().peak_bytes), heuristic, thrash_limit=None) as dtr:
+    with remat.DTR(int(0.8 * dtr.report().peak_bytes), heuristic, thrash_limit=20) as dtr:
         run()
     trace, lines = dtr.trace, list(dtr.trace.lines())
     read = remat.Trace(tuple(remat.runtime.dtr.trace.read_instructions(lines)))
@@ -92,6 +92,6 @@ def test_a_model_learns_under_an_optimiser_inside_the_block() -> None:
     plain = work(nullcontext())
     generous = remat.DTR("1GiB", costs="model")
     assert all(map(torch.equal, plain, work(generous)))
-    tight = remat.DTR(int(generous.report().peak_bytes * 0.75), costs="model", thrash_limit=None)
+    tight = remat.DTR(int(generous.report().peak_bytes * 0.75), costs="model", thrash_limit=20)
     assert all(map(torch.equal, plain, work(tight)))
     assert tight.report().evictions > 0

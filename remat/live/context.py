@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from remat.errors import OutOfBudget, RematError, Thrashing
-from remat.live.dispatcher import Dispatcher
+from remat.live.dispatcher import NUMBER_BYTES, Dispatcher
 from remat.live.ledger import Ledger
 from remat.live.limits import Limits
 from remat.live.raw_access import guard, unguard
@@ -23,6 +23,7 @@ from remat.runtime.dtr.heuristics import Heuristic, make_heuristic
 from remat.runtime.dtr.trace import Trace
 from remat.units import format_bytes, resolve_budget
 
+_NUMBERS = 8  # of which PyTorch may make tensors before an operator is seen
 _running = threading.local()  # whether a block runs in this thread: they do not nest
 
 
@@ -89,6 +90,7 @@ class DTR:
         self.name = heuristic if isinstance(heuristic, str) else getattr(heuristic, "__name__", str(heuristic))
         self.thrash_limit = thrash_limit
         self.costs = costs
+        self.reserved_bytes = 0  # of the budget, for what the block does not allocate itself
         self._options = {"sampling": sampling, "skip_small": skip_small, "seed": seed}
         self._block: _Block | None = None
 
@@ -137,8 +139,9 @@ class _Block:
 
     def __init__(self, dtr: DTR) -> None:
         self._dtr = dtr
-        self.ledger = Ledger(dtr.budget, dtr.heuristic, **dtr._options)  # type: ignore[arg-type]
-        self._limits = Limits(dtr.thrash_limit)
+        reserved = dtr.reserved_bytes + _NUMBERS * NUMBER_BYTES
+        self.ledger = Ledger(dtr.budget - reserved, dtr.heuristic, **dtr._options)  # type: ignore[arg-type]
+        self._limits = Limits(dtr.thrash_limit, reserved)
         self._store = Store(self.ledger, self._limits)
         self._mode = Dispatcher(self._store, by_model=dtr.costs == "model")
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._mode.pack, self._mode.unpack)
@@ -198,7 +201,7 @@ class _Block:
             outcome=outcome,
             measured=True,
             budget_bytes=self._dtr.budget,
-            peak_bytes=self.ledger.peak,
+            peak_bytes=self.ledger.peak + self._limits.reserved_bytes,
             seconds=self._seconds,
             overhead=(own + again) / own if own else None,
             recomputations=core.scalar(k.RECOMPUTATIONS),
@@ -209,7 +212,7 @@ class _Block:
 
     def _note(self) -> str:
         first = self._mode.first_calls
-        over = self.ledger.peak - self._dtr.budget
+        over = self.ledger.peak - self.ledger.budget
         if not first:
             return ""
         note = f"{first} operators were called for the first time"

@@ -37,6 +37,7 @@ from remat.live.store import Store, below_everything, new_storages
 from remat.runtime.dtr import _kernels as k
 
 _RANDOM_BYTES = 3 * 5056  # copies of a generator's state while an operator that draws random numbers runs
+NUMBER_BYTES = 16  # of the largest number, a complex one
 _CPU = torch.device("cpu")
 
 
@@ -135,6 +136,8 @@ class Dispatcher(TorchDispatchMode):
                     brought = constants.get(id(storage))
                     constant = None if brought is None or brought.constant is None else brought.constant()
                     if constant is None or constant.content is not storage:
+                        if source is None and storage.nbytes() <= NUMBER_BYTES:
+                            return False, None
                         constant, _ = store.constant(value, storage, source)
                     source = constant
                     if constant.tensor is not None:
@@ -207,6 +210,9 @@ class Dispatcher(TorchDispatchMode):
             return tensor
         storage = storage_of(tensor)
         slot = self.store.slots.get(id(storage))
+        if slot is None and storage.nbytes() <= NUMBER_BYTES:
+            self._adopt(tensor)  # autograd's formulas make such of Python's numbers, behind the dispatcher's back
+            slot = self.store.slots.get(id(storage))
         stride = tensor.stride()
         call.key += (shape, stride, dtype)
         source: Source
@@ -245,9 +251,9 @@ class Dispatcher(TorchDispatchMode):
     def _adopt(self, tensor: Tensor) -> None:
         """Takes account of a tensor that was made behind the dispatcher's back."""
         storage, store, ledger = storage_of(tensor), self.store, self.ledger
-        if id(storage) in store.slots:
-            return
         size = storage.nbytes()
+        if id(storage) in store.slots or not size:
+            return
         (number,) = ledger.add("tensor", max(size // 10, 1), [], [size])
         store.hold(size, "tensor")
         store.enter(number, storage, size, None)
