@@ -167,30 +167,33 @@ class _Block:
         try:
             self._materialise()
         finally:
+            # Whatever happened: what the program holds is usable.
+            self._store.limited = False
+            for slot in self._store.living():
+                if not slot.resident:
+                    self._store.revive(slot)
             self._store.close()
             unguard(self._expose)
             _running.block = False
             self._seconds = time.perf_counter() - self._began
 
     def _materialise(self) -> None:
-        """Has in memory all that the program still holds; beyond the budget if there is no other way."""
+        """Has in memory all that the program still holds, within the budget if that is possible."""
         store = self._store
         store.settle()
-        if store.limited:
-            self.ledger.consult()  # decides nothing, but its accounts are then complete
+        if not store.limited:
+            return
+        self.ledger.consult()  # decides nothing, but its accounts are then complete
         living = [slot for slot in store.living() if slot.operator is not None]
         for slot in living:
-            if store.limited and slot.resident:
-                self.ledger.note(k.LOCK, slot.tensor)
-        for slot in living:
             if slot.resident:
-                continue
-            try:
-                store.cut_loose(slot)
-            except (OutOfBudget, Thrashing):
-                store.limited = False
-                self._outcome = "over"
-                store.revive(slot)
+                self.ledger.note(k.LOCK, slot.tensor)
+        try:
+            for slot in living:
+                if not slot.resident:
+                    store.cut_loose(slot)
+        except (OutOfBudget, Thrashing):
+            self._outcome = "over"
 
     def report(self) -> Report:
         core = self.ledger.core

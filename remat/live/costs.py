@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -79,6 +80,7 @@ class Knowledge:
 
 
 SHARED = Knowledge()
+_meter_lock = threading.Lock()  # profilers of two threads at once crash PyTorch
 
 
 class Observed(NamedTuple):
@@ -93,10 +95,14 @@ def observe(
 ) -> Observed:
     """Calls an operator and notes time, and, unless known or a profiler is running already, scratch memory."""
     peak = None
-    if not facts.measured and (device.type == "cuda" or not torch.autograd._profiler_enabled()):
-        meter = MemoryMeter(device, may_be_idle=True)
-        with meter.session(), meter.region():
-            result, taken = _timed(function, args, kwargs, device)
+    free = device.type == "cuda" or not torch.autograd._profiler_enabled()
+    if not facts.measured and free and _meter_lock.acquire(blocking=False):
+        try:
+            meter = MemoryMeter(device, may_be_idle=True)
+            with meter.session(), meter.region():
+                result, taken = _timed(function, args, kwargs, device)
+        finally:
+            _meter_lock.release()
         peak = meter.regions[0].peak_bytes - meter.regions[0].start_bytes
     else:
         result, taken = _timed(function, args, kwargs, device)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 _HANDS_OUT = {
     "tolist": False,  # it is done with the memory when it returns
+    "__repr__": False,  # looks at elements with all modes off
     "numpy": True,
     "data_ptr": True,
     "untyped_storage": True,  # behind pickling, copy.deepcopy and shared memory

@@ -1,0 +1,349 @@
+"""The block of live DTR: what is in it, what is left after it, and what goes wrong."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import remat
+from tests.live_models import make, peak_bytes, step_of
+from tests.live_programs import evict_all
+
+MIB = 2**20
+
+
+def chain_loss(width: int = 64, depth: int = 6) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth))), torch.randn(256, width)
+
+
+def test_what_is_left_is_plain(tmp_path: Path) -> None:
+    model, x = chain_loss()
+    with remat.DTR("100MiB", thrash_limit=None) as dtr:
+        y = model(x)
+        kept = y * 2
+        evict_all(dtr)
+        loss = (y * y).mean()
+        loss.backward()
+        evict_all(dtr)
+    expected = copy.deepcopy(model)(x)
+    assert torch.equal(y, expected)
+    assert type(y) is torch.Tensor
+    assert torch.equal(kept, expected * 2)
+    assert np.array_equal(kept.detach().numpy(), (expected * 2).detach().numpy())
+    assert "tensor(" in repr(kept)
+    torch.save(kept, tmp_path / "kept.pt")
+    assert torch.equal(torch.load(tmp_path / "kept.pt"), kept)
+    assert torch.equal(copy.deepcopy(kept.detach()), kept)
+    assert all(type(p.grad) is torch.Tensor for p in model.parameters())
+    assert (kept + 1).sum().item() == pytest.approx((expected * 2 + 1).sum().item())
+
+
+def test_memory_is_read_in_the_block() -> None:
+    """NumPy, tolist, printing, pickling, DLPack and pointers see an evicted tensor as it was."""
+    x = torch.randn(64, 64)
+    with remat.DTR("100MiB", thrash_limit=None) as dtr:
+        for read in (
+            lambda y: np.asarray(y),
+            lambda y: torch.tensor(y.tolist()),
+            lambda y: torch.utils.dlpack.from_dlpack(y),
+            lambda y: copy.deepcopy(y),
+            lambda y: torch.frombuffer(bytearray(memoryview(y.numpy()).tobytes()), dtype=torch.float32).view(64, 64),
+        ):
+            y = x * 3
+            evict_all(dtr)
+            assert y.numel() == 64 * 64
+            assert torch.equal(torch.as_tensor(read(y)), x * 3)
+        y = x * 3
+        evict_all(dtr)
+        assert "tensor(" in str(y)
+        evict_all(dtr)
+        buffer = io.BytesIO()
+        torch.save(y, buffer)
+        array = y.numpy()
+        array[0, 0] = 7.0  # behind the dispatcher's back, but its memory stays where NumPy has it
+        evict_all(dtr)
+        assert y[0, 0].item() == 7.0
+    buffer.seek(0)
+    assert torch.equal(torch.load(buffer), x * 3)
+
+
+def test_methods_of_tensor_are_put_back() -> None:
+    names = ("__repr__", "numpy", "tolist", "data_ptr", "untyped_storage", "__dlpack__")
+    before = {name: torch.Tensor.__dict__.get(name) for name in names}
+    with remat.DTR("1MiB"):
+        assert torch.Tensor.__dict__["numpy"] is not before["numpy"]
+    assert {name: torch.Tensor.__dict__.get(name) for name in names} == before
+
+
+def test_backward_after_the_block() -> None:
+    model, x = chain_loss()
+    model(x).square().mean().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with remat.DTR("100MiB", thrash_limit=None) as dtr:
+        loss = model(x).square().mean()
+        evict_all(dtr)
+    loss.backward()
+    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), expected, strict=True))
+
+
+def test_changes_that_are_seen_too_late_are_an_error() -> None:
+    model, x = chain_loss()
+    with remat.DTR("100MiB", thrash_limit=None) as dtr:
+        loss = model(x).square().mean()
+        loss.detach().numpy()  # so that it stays in memory, and nothing is recomputed for it at the end
+        evict_all(dtr)
+    with torch.no_grad():
+        model[0][0].weight.add_(1)
+    with pytest.raises((remat.ReplayError, RuntimeError), match="changed by something|modified by an inplace"):
+        loss.backward()
+
+
+def test_a_saved_parameter_that_is_changed_is_an_error_as_in_pytorch() -> None:
+    model, x = chain_loss()
+    with remat.DTR("100MiB", thrash_limit=None), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss = model(x).square().mean()
+        with torch.no_grad():
+            model[1][0].weight.mul_(2)
+        loss.backward()
+
+
+def test_no_memory_is_left_held() -> None:
+    run = step_of(make("GPT"))
+    with remat.DTR("1GiB", costs="model") as dtr:
+        run()
+    budget = dtr.report().peak_bytes // 2
+
+    def limited() -> None:
+        with remat.DTR(budget, thrash_limit=None):
+            run()
+
+    limited()
+    levels = []
+    for _ in range(2):
+        meter = remat.meter.MemoryMeter(torch.device("cpu"))
+        with meter.session(), meter.region():
+            limited()
+        levels.append(meter.regions[0].end_bytes - meter.regions[0].start_bytes)
+    assert levels == [0, 0]
+
+    def failing() -> None:
+        with pytest.raises(remat.OutOfBudget), remat.DTR(budget // 8):
+            run()
+
+    meter = remat.meter.MemoryMeter(torch.device("cpu"))
+    failing()
+    with meter.session(), meter.region():
+        failing()
+    assert meter.regions[0].end_bytes == meter.regions[0].start_bytes
+
+
+def test_a_budget_too_small_names_the_operator_and_the_least_that_works() -> None:
+    model, x = chain_loss()
+    with pytest.raises(remat.OutOfBudget, match=r"tanh\(float32\[256, 64\]\)") as caught:
+        with remat.DTR("100KiB"):
+            model(x)
+    error = caught.value
+    assert error.budget == 100 * 1024
+    assert error.needed > error.budget
+    assert "does not fit into 100 KiB" in str(error)
+    with pytest.raises(remat.OutOfBudget), remat.DTR(error.minimum - 1):
+        model(x)
+    with remat.DTR(error.minimum, costs="model") as dtr:
+        first = model[0](x)  # the operator that it names
+    assert dtr.report().outcome == "pass"
+    assert torch.equal(first, model[0](x))
+
+
+def test_after_an_operator_that_does_not_fit_the_block_goes_on() -> None:
+    x = torch.ones(256, 256)
+    with remat.DTR("900KiB", thrash_limit=None) as dtr:
+        y = x + 1
+        with pytest.raises(remat.OutOfBudget):
+            torch.cat([y, y, y])
+        z = y * 2
+        evict_all(dtr)
+        assert z.sum().item() == 4 * 256 * 256
+    assert torch.equal(y, x + 1)
+
+
+def test_held_beyond_the_budget() -> None:
+    """More than fits is still in memory after the block, and the report says so."""
+    x = torch.ones(64, 1024)
+    with remat.DTR("1MiB") as dtr:
+        kept = [x * i for i in range(8)]  # 2 MiB
+    assert all(torch.equal(tensor, x * i) for i, tensor in enumerate(kept))
+    assert dtr.report().outcome == "over"
+
+
+def test_thrashing_is_noticed() -> None:
+    model, x = chain_loss(depth=30)
+
+    def run() -> None:
+        model(x).square().mean().backward()
+
+    with remat.DTR("1GiB", costs="model") as dtr:
+        run()
+    trace, beside = dtr.trace, dtr.trace_budget - dtr.budget
+    most = dtr.report().peak_bytes
+    thrashing = next(
+        b for b in range(most, 0, -most // 50)
+        if remat.simulate_dtr(trace, b + beside, "h_size", thrash_limit=3.0).outcome == "thrash"
+    )  # fmt: skip
+    with pytest.warns(remat.ThrashingWarning, match="a larger budget would be much faster"):
+        with remat.DTR(thrashing, "h_size", costs="model", thrash_limit=1.5) as dtr:
+            run()
+    assert dtr.report().outcome == "thrash"
+
+
+def test_blocks_do_not_nest_but_follow_one_another() -> None:
+    x = torch.randn(32, 32)
+    dtr = remat.DTR("1MiB")
+    with dtr:
+        y = x * 2
+        with pytest.raises(remat.RematError, match="inside another one"), remat.DTR("1MiB"):
+            pass
+    with dtr:
+        z = y * 2
+    assert torch.equal(z, x * 4)
+
+
+def test_two_threads_have_blocks_of_their_own() -> None:
+    cases = [make("GPT"), make("LSTM")]
+    runs = [step_of(case) for case in cases]
+    expected = []
+    for case, run in zip(cases, runs, strict=True):
+        torch.manual_seed(4)
+        case.model.eval()  # the generator of random numbers is common to both threads
+        run()
+        expected.append([p.grad.clone() for p in case.model.parameters()])
+        for p in case.model.parameters():
+            p.grad.zero_()
+    failures: list[BaseException] = []
+
+    def work(run: object) -> None:
+        try:
+            with remat.DTR("1GiB", costs="model") as dtr:
+                run()  # type: ignore[operator]
+            assert dtr.report().peak_bytes > 0
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(run,)) for run in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    for case, gradients in zip(cases, expected, strict=True):
+        assert all(torch.equal(p.grad, g) for p, g in zip(case.model.parameters(), gradients, strict=True))
+
+
+def test_sparse_gradients() -> None:
+    def work(block: object) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        table, head = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 3)
+        optimizer = torch.optim.SparseAdam(table.parameters())
+        with block:  # type: ignore[attr-defined]
+            for _ in range(3):
+                loss = functional.cross_entropy(head(table(torch.tensor([1, 4, 4, 9]))), torch.tensor([0, 1, 2, 0]))
+                loss.backward()
+                if isinstance(block, remat.DTR):
+                    evict_all(block)
+                optimizer.step()
+        return [loss, table.weight, head.weight.grad, table.weight.grad.to_dense()]
+
+    from contextlib import nullcontext
+
+    assert all(map(torch.equal, work(nullcontext()), work(remat.DTR("1MiB", thrash_limit=None))))
+
+
+def test_hooks_see_each_gradient_once() -> None:
+    def work(block: object) -> tuple[list[float], list[torch.Tensor]]:
+        model, x = chain_loss()
+        seen: list[float] = []
+        model[2][0].weight.register_hook(lambda g: seen.append(g.sum().item()) or g * 2)
+        model[3].register_full_backward_hook(lambda module, inner, outer: seen.append(outer[0].sum().item()))
+        model[4].register_forward_hook(lambda module, args, output: seen.append(output.sum().item()))
+        with block:  # type: ignore[attr-defined]
+            model(x).square().mean().backward()
+        return seen, [p.grad for p in model.parameters()]
+
+    from contextlib import nullcontext
+
+    with remat.DTR("10MiB", costs="model") as probe:
+        model, x = chain_loss()
+        model(x).square().mean().backward()
+    seen, gradients = work(nullcontext())
+    mine = work(remat.DTR(int(probe.report().peak_bytes * 0.7), costs="model", thrash_limit=None))
+    assert mine[0] == seen
+    assert all(map(torch.equal, gradients, mine[1]))
+
+
+def test_decisions_with_the_cost_model_repeat_themselves() -> None:
+    run = step_of(make("UNet"))
+    with remat.DTR("1GiB", costs="model") as dtr:
+        run()
+    budget = dtr.report().peak_bytes // 2
+    decisions = []
+    for _ in range(2):
+        with remat.DTR(budget, costs="model", thrash_limit=None) as dtr:
+            run()
+        decisions.append(dtr.decisions)
+    assert decisions[0] == decisions[1] != []
+
+
+def test_a_users_heuristic() -> None:
+    run = step_of(make("GPT"))
+    with remat.DTR("1GiB", costs="model") as dtr:
+        run()
+    budget = int(dtr.report().peak_bytes * 0.7)
+    both = []
+    for heuristic in ("h_dtr_local", lambda c: c.cost / np.maximum(c.bytes * c.staleness, 1e-9)):
+        with remat.DTR(budget, heuristic, costs="model", thrash_limit=None) as dtr:
+            run()
+        both.append(dtr.report().evictions)
+    assert all(both)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"deallocation": "banish"}, "'eager' only"),
+        ({"costs": "guessed"}, "unknown costs 'guessed'"),
+        ({"thrash_limit": 0.5}, "so above 1"),
+        ({"heuristic": "h_best"}, "unknown heuristic 'h_best'"),
+        ({"budget": 0.5}, "store-all peak"),
+        ({"budget": "lots"}, "not a number followed by a unit"),
+    ],
+)
+def test_wrong_arguments(options: dict, message: str) -> None:
+    with pytest.raises((remat.RematError, ValueError), match=message):
+        remat.DTR(**{"budget": "1GiB", **options})
+    with pytest.raises(remat.RematError, match="has run no block yet"):
+        remat.DTR("1GiB").report()
+
+
+def test_from_the_second_step_on_the_peak_keeps_the_budget_with_measured_costs() -> None:
+    run = step_of(make("DenseNet"))
+    with remat.DTR("1GiB") as dtr:
+        run()
+    budget = int(dtr.report().peak_bytes * 0.6)
+
+    def limited() -> None:
+        with warnings.catch_warnings(), remat.DTR(budget, thrash_limit=None):
+            run()
+
+    limited()
+    assert all(peak_bytes(limited) <= budget for _ in range(3))
+    assert MIB < budget
