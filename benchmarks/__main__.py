@@ -6,6 +6,7 @@ import argparse
 
 from benchmarks.dtr import dtr, static
 from benchmarks.frontier import frontier
+from benchmarks.live import live
 from benchmarks.planners import planners
 from benchmarks.speed import prediction, sequential, store_all
 
@@ -16,6 +17,7 @@ BENCHMARKS = {
     "store_all": lambda: store_all(30),
     "sequential": lambda: sequential(10),
     "prediction": lambda: prediction(6),
+    "live": lambda: live(7),
     "frontier": lambda: frontier(6),
 }
 

@@ -50,7 +50,9 @@ def _gpt() -> Case:
     tokens, target = torch.randint(0, 64, (2, 3, 4, 64))
     return Case(
         models.gpt(4, 64, 4, vocabulary=64, context=64),
-        lambda module, step: functional.cross_entropy(module(tokens[step % 3]).flatten(0, 1), target[step % 3].flatten()),
+        lambda module, step: functional.cross_entropy(
+            module(tokens[step % 3]).flatten(0, 1), target[step % 3].flatten()
+        ),
     )
 
 
@@ -67,7 +69,9 @@ def _transformer() -> Case:
 def _lstm() -> Case:
     lengths, target = (40, 25, 33), torch.randint(0, 10, (3, 64))
     data = [torch.randn(length, 64, 32) for length in lengths]
-    return Case(models.LSTM(32, 64), lambda module, step: functional.cross_entropy(module(data[step % 3]), target[step % 3]))
+    return Case(
+        models.LSTM(32, 64), lambda module, step: functional.cross_entropy(module(data[step % 3]), target[step % 3])
+    )
 
 
 def _treelstm() -> Case:
@@ -79,7 +83,9 @@ def _treelstm() -> Case:
 
 
 def _parse_trees() -> Case:
-    functions = [inspect.getsource(function) for function in (copy._deepcopy_tuple, copy._deepcopy_dict, inspect.getmro)]
+    functions = [
+        inspect.getsource(function) for function in (copy._deepcopy_tuple, copy._deepcopy_dict, inspect.getmro)
+    ]
     trees = [models.parse_tree(source) for source in functions]
     return Case(
         models.TreeLSTM(width=32, rows=4),

@@ -23,7 +23,9 @@ MIB = 2**20
 
 def chain_loss(width: int = 64, depth: int = 6) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth))), torch.randn(256, width)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth))), torch.randn(
+        256, width
+    )
 
 
 def test_what_is_left_is_plain(tmp_path: Path) -> None:
@@ -53,10 +55,10 @@ def test_memory_is_read_in_the_block() -> None:
     x = torch.randn(64, 64)
     with remat.DTR("100MiB", thrash_limit=None) as dtr:
         for read in (
-            lambda y: np.asarray(y),
+            np.asarray,
             lambda y: torch.tensor(y.tolist()),
-            lambda y: torch.utils.dlpack.from_dlpack(y),
-            lambda y: copy.deepcopy(y),
+            torch.utils.dlpack.from_dlpack,
+            copy.deepcopy,
             lambda y: torch.frombuffer(bytearray(memoryview(y.numpy()).tobytes()), dtype=torch.float32).view(64, 64),
         ):
             y = x * 3
@@ -105,7 +107,7 @@ def test_changes_that_are_seen_too_late_are_an_error() -> None:
         evict_all(dtr)
     with torch.no_grad():
         model[0][0].weight.add_(1)
-    with pytest.raises((remat.ReplayError, RuntimeError), match="changed by something|modified by an inplace"):
+    with pytest.raises((remat.ReplayError, RuntimeError), match=r"changed by something|modified by an inplace"):
         loss.backward()
 
 

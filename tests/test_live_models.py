@@ -86,7 +86,9 @@ def test_a_model_learns_under_an_optimiser_inside_the_block() -> None:
                     second.step()
                     first.zero_grad()
                     second.zero_grad()
-        states = [value for optimizer in (first, second) for state in optimizer.state.values() for value in state.values()]
+        states = [
+            value for optimizer in (first, second) for state in optimizer.state.values() for value in state.values()
+        ]
         return [*losses, *model.parameters(), *(state for state in states if isinstance(state, torch.Tensor))]
 
     plain = work(nullcontext())

@@ -38,9 +38,9 @@ class DTR:
 
     The budget covers all that operators in the block allocate: activations, gradients of activations, scratch memory,
     and the gradients of parameters where they are not allocated beforehand. What was allocated before the block
-    (parameters, optimiser state, the sample) is outside it. Room is made before an operator runs, so the budget is never
-    exceeded, but for the scratch memory of an operator that is called with such shapes for the first time: that is
-    measured then, and known to all later blocks.
+    (parameters, optimiser state, the sample) is outside it. Room is made before an operator runs, so the budget is
+    never exceeded, but for the scratch memory of an operator that is called with such shapes for the first time: that
+    is measured then, and known to all later blocks.
 
     Inside the block tensors are plain tensors, some of whose memory is gone for a while. After it all that the program
     still holds is in memory. One object may be used for many blocks, one after the other.
@@ -78,8 +78,8 @@ class DTR:
     ) -> None:
         if deallocation != "eager":
             raise RematError(
-                f"deallocation={deallocation!r}: a running program has 'eager' only, since PyTorch frees what the program "
-                "drops; remat.simulate_dtr shows what the others would do"
+                f"deallocation={deallocation!r}: a running program has 'eager' only, since PyTorch frees what the "
+                "program drops; remat.simulate_dtr shows what the others would do"
             )
         if costs not in ("measured", "model"):
             raise RematError(f"unknown costs {costs!r}; choose 'measured' or 'model'")
@@ -150,7 +150,9 @@ class _Block:
 
     def enter(self) -> None:
         if getattr(_running, "block", False):
-            raise RematError("a DTR block inside another one: there is one budget for a thread; leave the outer block first")
+            raise RematError(
+                "a DTR block inside another one: there is one budget for a thread; leave the outer block first"
+            )
         _running.block = True
         guard(self._expose)
         self._hooks.__enter__()

@@ -131,7 +131,7 @@ class Dispatcher(TorchDispatchMode):
                     storage = storage_of(value)
                 except NotImplementedError:
                     return False, None  # sparse
-                source = slots.get(id(storage))
+                source: Any = slots.get(id(storage))
                 if source is None or source.operator is None:
                     brought = constants.get(id(storage))
                     constant = None if brought is None or brought.constant is None else brought.constant()
@@ -171,7 +171,8 @@ class Dispatcher(TorchDispatchMode):
         result = function(*args)
         price = facts.model_nanoseconds if self.by_model else facts.nanoseconds
         tensor = ledger.add_one(plan.label, price, numbers, inputs, size, facts.scratch_bytes)
-        slot = Slot(tensor, size, Operator(function, template))
+        operator = Operator(function, template)
+        slot = Slot(tensor, size, operator)
         storage = storage_of(result)
         slot.where = where = StorageRef(storage, store.died)
         where.slot = slot
@@ -179,7 +180,7 @@ class Dispatcher(TorchDispatchMode):
         slots[position] = slot
         store.by_tensor[tensor] = reference = SlotRef(slot, store.gone.append)
         reference.tensor = tensor
-        slot.operator.outputs = (reference,)
+        operator.outputs = (reference,)
         return True, result
 
     def _take(self, value: Any, call: _Call) -> Any:
@@ -475,10 +476,8 @@ class Dispatcher(TorchDispatchMode):
             storage = storage_of(result)
             if id(storage) in slots or not storage.nbytes():
                 return []
-            if all(source.storage() is not storage for source in call.sources):
-                return [storage]
-            return []
-        taken = {id(storage) for source in call.sources if (storage := source.storage()) is not None}
+            return [storage] if all(source.storage() is not storage for source in call.sources) else []
+        taken = {id(used) for source in call.sources if (used := source.storage()) is not None}
         return [storage for storage in new_storages(result, taken) if id(storage) not in slots]
 
     # Autograd --------------------------------------------------------------------------------------------------------
@@ -493,7 +492,7 @@ class Dispatcher(TorchDispatchMode):
                 if slot.resident and slot.held is None:
                     slot.held = storage
                 return Saved(tensor, slot, self.store.dropped)
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        with torch._C._DisableTorchDispatch():
             return SavedConstant(tensor)
 
     def unpack(self, saved: Saved | SavedConstant) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 import numpy as np
 
 from remat.runtime.dtr import _kernels as k
@@ -71,8 +72,7 @@ class Ledger:
         self.instructions.append((k.COMPUTE, len(self.arguments)))
         self.arguments.append(arguments)
         memory = self.memory = self.memory + size
-        if memory + scratch_bytes > self.peak:
-            self.peak = memory + scratch_bytes
+        self.peak = max(self.peak, memory + scratch_bytes)
         return self.graph.add_one(label, nanoseconds, inputs, size, scratch_bytes)
 
     def note(self, instruction: int, tensor: int) -> None:

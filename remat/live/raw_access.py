@@ -34,10 +34,10 @@ def guard(expose: Expose) -> None:
     with _lock:
         _blocks.append(expose)
         if len(_blocks) == 1:
-            for name in _HANDS_OUT:
+            for name, hands_out in _HANDS_OUT.items():
                 if name in Tensor.__dict__:
                     _own[name] = Tensor.__dict__[name]
-                setattr(Tensor, name, _guarded(getattr(Tensor, name), _HANDS_OUT[name]))
+                setattr(Tensor, name, _guarded(getattr(Tensor, name), hands_out))
 
 
 def unguard(expose: Expose) -> None:

@@ -150,7 +150,7 @@ def on_storage(view: tuple[Any, ...], storage: torch.UntypedStorage) -> Tensor:
     """The tensor of a `View`, on the given storage. To be called below autograd and outside of dispatch modes."""
     _, shape, stride, offset, dtype, bits = view
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
-    tensor.set_(storage, offset, shape, stride)  # type: ignore[call-overload]
+    tensor.set_(storage, offset, shape, stride)
     if bits & CONJUGATE:
         tensor = torch._conj(tensor)
     return torch._neg_view(tensor) if bits & NEGATIVE else tensor

@@ -23,16 +23,16 @@ from remat.live.slots import Brought, Constant, Operator, Slot, SlotRef, Source,
 from remat.runtime.dtr import _kernels as k
 
 
-class below_everything:  # noqa: N801  # a context manager, written out as it is entered for every recomputation
+class below_everything:  # a context manager, written out as it is entered for every recomputation
     """Operators inside run as the kernels that they were when the dispatcher saw them: no modes, autograd, autocast."""
 
     __slots__ = ("_guards",)
 
     def __enter__(self) -> None:
         self._guards = (
-            torch._C._DisableTorchDispatch(),  # type: ignore[attr-defined]
+            torch._C._DisableTorchDispatch(),
             torch._C._AutoDispatchBelowAutograd(),
-            torch._C._DisableAutocast(),  # type: ignore[attr-defined]
+            torch._C._DisableAutocast(),
         )
         for guard in self._guards:
             guard.__enter__()
@@ -128,7 +128,7 @@ class Store:
             slot.held = None  # if that was the last reference, the storage dies and the slot comes back here
 
     def _forget_gone(self) -> None:
-        """Tells the ledger of slots that not even an operator refers to any more, so that it counts with them no more."""
+        """Tells the ledger of slots that not even an operator refers to any more, so that it forgets them too."""
         gone = self.gone[:]
         del self.gone[: len(gone)]  # not a new list: references call its `append`
         for reference in gone:
@@ -301,7 +301,8 @@ class Store:
 
     def revive(self, slot: Slot) -> None:
         """Computes a slot again, with all that it needs, without regard to the budget."""
-        todo, temporary = [slot], []
+        todo: list[Slot] = [slot]
+        temporary: list[Slot] = []
         while todo:
             last = todo[-1]
             if last.resident or last.operator is None:
@@ -361,9 +362,14 @@ class Store:
         found = []
         for tensor, reference in self.by_tensor.items():
             slot = reference()
-            if slot is not None and slot.operator is not None and any(
-                source is constant or (isinstance(source, Slot) and (source.tensor in reached or source.constant is constant))
-                for source in slot.operator.sources()
+            if (
+                slot is not None
+                and slot.operator is not None
+                and any(
+                    source is constant
+                    or (isinstance(source, Slot) and (source.tensor in reached or source.constant is constant))
+                    for source in slot.operator.sources()
+                )
             ):
                 reached.add(tensor)
                 if not slot.released:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class LSTM(nn.Module):
-    """Reads a sequence cell by cell, as many as it has, and predicts from the last state: (T, N, inputs) to (N, classes)."""
+    """Reads a sequence of any length cell by cell, predicts from its last state: (T, N, inputs) to (N, classes)."""
 
     def __init__(self, inputs: int = 64, width: int = 128, classes: int = 10) -> None:
         super().__init__()

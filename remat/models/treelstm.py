@@ -29,7 +29,9 @@ class Tree:
 
 def complete_tree(depth: int, word: int = 0) -> Tree:
     """A complete binary tree of 2^depth - 1 nodes, as in the DTR paper's Table 1."""
-    return Tree(word, () if depth <= 1 else (complete_tree(depth - 1, 2 * word + 1), complete_tree(depth - 1, 2 * word + 2)))
+    return Tree(
+        word, () if depth <= 1 else (complete_tree(depth - 1, 2 * word + 1), complete_tree(depth - 1, 2 * word + 2))
+    )
 
 
 def parse_tree(source: str, words: int = 128) -> Tree:

@@ -20,7 +20,9 @@ import numpy as np
 from numba import njit
 
 # Columns of storages; those that are looked at most share a cache line.
-SIZE, ACCESS, COST, RESIDENT, MARK, HEAD, NODE, BANISHED, ABOVE, BELOW, STALE, REFS, LOCKS, FLAGS, TAIL, SLOT = range(16)
+SIZE, ACCESS, COST, RESIDENT, MARK, HEAD, NODE, BANISHED, ABOVE, BELOW, STALE, REFS, LOCKS, FLAGS, TAIL, SLOT = range(
+    16
+)
 STORAGE_COLUMNS = 16
 # Bits of FLAGS: locked for ever; held by the program, so that a recomputed result has to be copied to where that is.
 PINNED, HELD = 1, 2
@@ -853,8 +855,8 @@ def advance(instructions, state):
 
 @njit(cache=True)
 def abandon(state):
-    """Gives up the instruction at which `advance` answered OUT_OF_MEMORY or THRASHING; the next ones can be carried out."""
-    s, tensors, ops, edges, _, scalars = state[:6]
+    """Gives up the instruction at which `advance` answered OUT_OF_MEMORY or THRASHING; the next can be carried out."""
+    _s, tensors, ops, edges, _, scalars = state[:6]
     frames, missing = state[8], state[9]
     while scalars[DEPTH] > 0:
         scalars[DEPTH] -= 1

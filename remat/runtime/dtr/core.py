@@ -127,7 +127,7 @@ class Core:
         self._state[2][operator, k.SCRATCH] += surplus
         price, *ends, total, scratch, overwritten = self.graph.operators[operator]
         changed = (price, *ends, total - surplus, scratch + surplus, overwritten)
-        self.graph.operators[operator] = changed  # type: ignore[assignment]  # as long as before
+        self.graph.operators[operator] = changed
 
     def scalar(self, which: int) -> int:
         """One of the kernels' scalars."""

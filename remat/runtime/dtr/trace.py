@@ -71,8 +71,8 @@ class Annotate(NamedTuple):
 
     "LOCK x" and "UNLOCK x": in between, x stays in memory. "SCRATCH n" and "OVERWRITE n": bytes that the operator that
     follows needs beside its outputs, and bytes of its outputs that take the place of inputs. "HELD": the program holds
-    what operators make, so that recomputing it takes its bytes twice for a moment; "DROP x": it no longer holds x; "HOLD x": it
-    does again. "FORGET x": nothing will ever ask for x again, not even a recomputation.
+    what operators make, so that recomputing it takes its bytes twice for a moment; "DROP x": it no longer holds x;
+    "HOLD x": it does again. "FORGET x": nothing will ever ask for x again, not even a recomputation.
     """
 
     text: str
