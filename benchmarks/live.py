@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +13,9 @@ from torch.nn import functional
 
 import remat
 from benchmarks.pairing import median_with_interval, paired, write
-from benchmarks.workloads import Workload
+from benchmarks.workloads import Workload, small
+from remat.live.ledger import Ledger
+from remat.live.store import Store
 from remat.models import gpt, resnet50
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.core import Core
@@ -131,8 +134,72 @@ def _at_half(pairs: int) -> list[dict[str, object]]:
     return [{**row, "static_seconds": theirs, "recomputations": dtr.report().recomputations}]
 
 
+class _Watch:
+    """Seconds spent in a method, by whoever calls it."""
+
+    def __init__(self, owner: type, name: str) -> None:
+        self.owner, self.name, self.method, self.seconds = owner, name, getattr(owner, name), 0.0
+
+    def __enter__(self) -> _Watch:
+        def watched(*args: object, **kwargs: object) -> object:
+            start = time.perf_counter()
+            try:
+                return self.method(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - start
+
+        setattr(self.owner, self.name, watched)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        setattr(self.owner, self.name, self.method)
+
+
+def _split(rounds: int) -> list[dict[str, object]]:
+    """Where a step's time goes (the paper's Figure 4): operators, recomputation, decisions, the rest; medians.
+
+    Operators take what a plain step takes; decisions are scores, the search and the upkeep of what they need.
+    """
+    rows: list[dict[str, object]] = []
+    for workload in small():
+        plain = _step(workload)
+        plain()
+        with remat.DTR("100GiB") as dtr:
+            plain()
+        most = dtr.report().peak_bytes
+        for share in (1.0, 0.7, 0.5, 0.35):
+            dtr = remat.DTR(int(share * most), thrash_limit=None)
+            limited = _step(workload, lambda dtr=dtr: dtr)
+            for _ in range(2):
+                limited()
+            columns = []
+            for _ in range(rounds):
+                start = time.perf_counter()
+                plain()
+                operators = time.perf_counter() - start
+                with _Watch(Store, "repeat") as again, _Watch(Ledger, "consult") as deciding:
+                    start = time.perf_counter()
+                    limited()
+                    total = time.perf_counter() - start
+                columns.append((total, operators, again.seconds, deciding.seconds))
+            total, operators, recomputing, decisions = (
+                statistics.median(column) for column in zip(*columns, strict=True)
+            )
+            parts = {"operators": operators, "recomputation": recomputing, "decisions": decisions}
+            rest = total - sum(parts.values())
+            rows.append(
+                {"what": "time split", "model": workload.name, "share": share, "total": total, **parts, "rest": rest}
+            )
+            print(
+                f"{workload.name} at {share}: "
+                + ", ".join(f"{k} {v:.3f} s" for k, v in rows[-1].items() if k in parts),
+                flush=True,
+            )
+    return rows
+
+
 def live(pairs: int) -> list[dict[str, object]]:
     """All of them."""
-    rows = [*_addition(3 * pairs), *_choice(200), *_without_eviction(pairs), *_at_half(pairs)]
+    rows = [*_addition(3 * pairs), *_choice(200), *_without_eviction(pairs), *_at_half(pairs), *_split(pairs)]
     write("live", rows, "live DTR against plain PyTorch and static plans; see benchmarks/live.py for each row")
     return rows

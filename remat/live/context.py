@@ -15,6 +15,7 @@ from remat.live.ledger import Ledger
 from remat.live.limits import Limits
 from remat.live.raw_access import guard, unguard
 from remat.live.recording import trace_of
+from remat.live.saving import Saving
 from remat.live.slots import storage_of
 from remat.live.store import Store
 from remat.report import Report
@@ -144,7 +145,8 @@ class _Block:
         self._limits = Limits(dtr.thrash_limit, reserved)
         self._store = Store(self.ledger, self._limits)
         self._mode = Dispatcher(self._store, by_model=dtr.costs == "model")
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._mode.pack, self._mode.unpack)
+        saving = Saving(self._store)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(saving.pack, saving.unpack)
         self._outcome = "pass"
         self._began = self._seconds = 0.0
 

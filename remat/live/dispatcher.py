@@ -2,14 +2,12 @@
 
 The data's way: PyTorch's dispatcher, below autograd, calls `__torch_dispatch__` with plain tensors. Their storages are
 looked up in the `Store`; if something is missing or does not fit, the policy core is consulted through the `Ledger`
-and its decisions are carried out; then the operator runs, and its outputs become slots. Autograd, which calls `pack`
-for what it saves and `unpack` when it needs it, keeps `Saved`s instead of tensors.
+and its decisions are carried out; then the operator runs, and its outputs become slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,20 +15,18 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from remat.live.calls import CPU, USUAL, Action, Call, Pending, device_among, entries_of, generator_of
 from remat.live.costs import SHARED, Facts, Knowledge, observe
 from remat.live.plans import Plan, plan_of, tensors_in
 from remat.live.slots import (
     Constant,
     Operator,
     RandomBefore,
-    Saved,
-    SavedConstant,
     Slot,
     SlotRef,
     Source,
     StorageRef,
     bits_of,
-    on_storage,
     storage_of,
 )
 from remat.live.store import Store, below_everything, new_storages
@@ -38,26 +34,10 @@ from remat.runtime.dtr import _kernels as k
 
 _RANDOM_BYTES = 3 * 5056  # copies of a generator's state while an operator that draws random numbers runs
 NUMBER_BYTES = 16  # of the largest number, a complex one
-_CPU = torch.device("cpu")
-
-
-class _Call:
-    """What is learned of a call while its arguments are looked at."""
-
-    __slots__ = ("device", "floats", "fresh", "key", "missing", "opaque", "sources")
-
-    def __init__(self, function: Any) -> None:
-        self.key: list[Any] = [function]
-        self.sources: list[Source] = []
-        self.fresh: list[Constant] = []  # constants that nothing else was computed from
-        self.floats: list[float] = []
-        self.missing = False
-        self.opaque = False  # an argument has no storage of its own, so slots in it might go unnoticed
-        self.device: torch.device | None = None
 
 
 class Dispatcher(TorchDispatchMode):
-    """A dispatch mode, with hooks for autograd, around one block of a program.
+    """A dispatch mode around one block of a program.
 
     Args:
         store: of the block's tensors.
@@ -100,11 +80,11 @@ class Dispatcher(TorchDispatchMode):
         kwargs = kwargs or {}
         if plan.is_view or plan.passes:
             return self._view(plan, function, args, kwargs)
-        call = _Call(function)
+        call = Call(function)
         template = [self._take(value, call) for value in args]
         names = {name: self._take(value, call) for name, value in kwargs.items()} if kwargs else {}
         if call.device is None:
-            call.device = _device_among(kwargs)
+            call.device = device_among(kwargs)
             call.key += call.floats
         key = (call.device, *call.key)
         facts = self.knowledge.facts.get(key)
@@ -183,7 +163,7 @@ class Dispatcher(TorchDispatchMode):
         operator.outputs = (reference,)
         return True, result
 
-    def _take(self, value: Any, call: _Call) -> Any:
+    def _take(self, value: Any, call: Call) -> Any:
         """`value` with views in the place of tensors; notes what the cost of the call depends on."""
         if isinstance(value, Tensor):
             return self._take_tensor(value, call)
@@ -201,13 +181,13 @@ class Dispatcher(TorchDispatchMode):
             call.key.append(value)
         return value
 
-    def _take_tensor(self, tensor: Tensor, call: _Call) -> Any:
+    def _take_tensor(self, tensor: Tensor, call: Call) -> Any:
         shape, dtype = tensor.shape, tensor.dtype
         if call.device is None:
             call.device = tensor.device
         if tensor.layout != torch.strided:
             call.opaque = True
-            call.key += (shape, dtype, tensor.layout, _entries(tensor))
+            call.key += (shape, dtype, tensor.layout, entries_of(tensor))
             return tensor
         storage = storage_of(tensor)
         slot = self.store.slots.get(id(storage))
@@ -263,7 +243,7 @@ class Dispatcher(TorchDispatchMode):
         self,
         plan: Plan,
         facts: Facts,
-        call: _Call,
+        call: Call,
         function: Any,
         args: Sequence[Any],
         kwargs: dict[str, Any],
@@ -272,7 +252,7 @@ class Dispatcher(TorchDispatchMode):
     ) -> Any:
         """Calls that change storages, or that cannot run again."""
         store = self.store
-        action = _Action(repeatable=plan.repeatable and not call.opaque)
+        action = Action(repeatable=plan.repeatable and not call.opaque)
         if call.opaque:
             for source in call.sources:
                 if isinstance(source, Slot):
@@ -305,7 +285,7 @@ class Dispatcher(TorchDispatchMode):
             for tensor in touched:
                 store.forget(storage_of(tensor))
 
-    def _changes(self, tensor: Tensor, call: _Call, action: _Action) -> Constant | None:
+    def _changes(self, tensor: Tensor, call: Call, action: Action) -> Constant | None:
         """Prepares that the storage of `tensor` will be changed; returns it if it is a constant's."""
         if tensor.layout != torch.strided:
             return None
@@ -328,21 +308,21 @@ class Dispatcher(TorchDispatchMode):
         self,
         plan: Plan,
         facts: Facts,
-        call: _Call,
+        call: Call,
         function: Any,
         args: Sequence[Any],
         kwargs: dict[str, Any],
         template: list[Any],
         names: dict[str, Any],
-        action: _Action | None = None,
+        action: Action | None = None,
     ) -> Any:
         """Makes room for a call, runs it and writes it down."""
         ledger, store = self.ledger, self.store
-        action = action or _USUAL
+        action = action or USUAL
         changed = action.changed
         scratch = facts.scratch_bytes + (_RANDOM_BYTES if plan.random else 0)
         kept = sum(slot.size for slot, _ in changed if slot.saves)  # autograd wants the old version: it will be copied
-        pending = _Pending(
+        pending = Pending(
             plan.label,
             facts.model_nanoseconds if self.by_model else facts.nanoseconds,
             [source.argument for source in call.sources],
@@ -356,12 +336,12 @@ class Dispatcher(TorchDispatchMode):
             if slot.saves:
                 with below_everything():
                     store.move(slot, storage.clone())
-        random = RandomBefore(_generator(call.device or _CPU, kwargs)) if plan.random and action.repeatable else None
+        random = RandomBefore(generator_of(call.device or CPU, kwargs)) if plan.random and action.repeatable else None
         try:
             if plan.data_dependent or facts.settled:
                 result, peak = function(*args, **kwargs), None
             else:
-                result, peak = observe(facts, function, args, kwargs, call.device or _CPU)
+                result, peak = observe(facts, function, args, kwargs, call.device or CPU)
         except BaseException:
             self._take_back(pending, resident=True)
             raise
@@ -384,9 +364,9 @@ class Dispatcher(TorchDispatchMode):
 
     def _make_room(
         self,
-        pending: _Pending,
+        pending: Pending,
         facts: Facts,
-        call: _Call,
+        call: Call,
         changed: list[tuple[Slot, torch.UntypedStorage]],
         args: Sequence[Any],
         kwargs: dict[str, Any],
@@ -408,7 +388,7 @@ class Dispatcher(TorchDispatchMode):
             self._take_back(pending, resident=False)
             raise
 
-    def _take_back(self, pending: _Pending, *, resident: bool) -> None:
+    def _take_back(self, pending: Pending, *, resident: bool) -> None:
         """What was announced did not come to be."""
         for tensor in pending.tensors or ():
             self.ledger.note(k.RELEASE, tensor)
@@ -421,7 +401,7 @@ class Dispatcher(TorchDispatchMode):
         self.first_calls += 1
         self.ledger.peak = max(self.ledger.peak, memory + peak)
 
-    def _written_down(self, pending: _Pending, sizes: list[int]) -> range:
+    def _written_down(self, pending: Pending, sizes: list[int]) -> range:
         """The tensors of what a call has made, in the ledger with their true sizes."""
         ledger = self.ledger
         if pending.tensors is not None:
@@ -469,7 +449,7 @@ class Dispatcher(TorchDispatchMode):
         if not made and not changed:
             self.ledger.note(k.RELEASE, tensors[0])
 
-    def _made(self, result: Any, call: _Call) -> list[torch.UntypedStorage]:
+    def _made(self, result: Any, call: Call) -> list[torch.UntypedStorage]:
         """Storages that a call has made: those that were neither ours nor the program's before."""
         slots = self.store.slots
         if isinstance(result, Tensor) and result.layout == torch.strided:
@@ -479,90 +459,3 @@ class Dispatcher(TorchDispatchMode):
             return [storage] if all(source.storage() is not storage for source in call.sources) else []
         taken = {id(used) for source in call.sources if (used := source.storage()) is not None}
         return [storage for storage in new_storages(result, taken) if id(storage) not in slots]
-
-    # Autograd --------------------------------------------------------------------------------------------------------
-
-    def pack(self, tensor: Tensor) -> Saved | SavedConstant:
-        """What autograd is to keep for `tensor`."""
-        if type(tensor) in (Tensor, Parameter) and tensor.layout == torch.strided:
-            storage = storage_of(tensor)
-            slot = self.store.slots.get(id(storage))
-            if slot is not None and slot.operator is not None:
-                slot.saves += 1
-                if slot.resident and slot.held is None:
-                    slot.held = storage
-                return Saved(tensor, slot, self.store.dropped)
-        with torch._C._DisableTorchDispatch():
-            return SavedConstant(tensor)
-
-    def unpack(self, saved: Saved | SavedConstant) -> Tensor:
-        """The tensor again."""
-        if isinstance(saved, SavedConstant):
-            if saved.version is not None and saved.tensor._version != saved.version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"a tensor of shape {list(saved.tensor.shape)} is at version {saved.tensor._version}; expected "
-                    f"version {saved.version} instead"
-                )
-            return saved.tensor
-        slot = saved.slot
-        if not slot.resident:
-            self.store.access(slot, "backward")
-        storage = self.store.lend(slot)
-        with below_everything():
-            return on_storage(saved.view, storage)
-
-
-@dataclass
-class _Action:
-    """What a call does beside making outputs.
-
-    Attributes:
-        changed: slots whose content it changes, with their storages.
-        discarded: sources that it changes too, but whose old and new values are nobody's concern.
-        repeatable: whether it can run again.
-    """
-
-    changed: list[tuple[Slot, torch.UntypedStorage]] = field(default_factory=list)
-    discarded: list[Source] = field(default_factory=list)
-    repeatable: bool = True
-
-
-_USUAL = _Action()
-
-
-class _Pending:
-    """A call as the ledger will have it, or has it already: then `tensors` are its outputs there."""
-
-    def __init__(self, label: str, nanoseconds: int, arguments: list[int], scratch: int) -> None:
-        self.label = label
-        self.nanoseconds = nanoseconds
-        self.arguments = arguments
-        self.scratch = scratch
-        self.overwritten = 0
-        self.changed: tuple[int, ...] = ()
-        self.tensors: range | None = None
-
-
-def _device_among(kwargs: Mapping[str, Any]) -> torch.device:
-    device = kwargs.get("device")
-    return _CPU if device is None else torch.device(device)
-
-
-def _entries(tensor: Tensor) -> int:
-    """How many entries a sparse tensor has."""
-    return tensor._nnz() if tensor.is_sparse or tensor.layout in _COMPRESSED else 0
-
-
-_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-
-
-def _generator(device: torch.device, kwargs: Mapping[str, Any]) -> torch.Generator:
-    """The generator that a call draws from."""
-    given = kwargs.get("generator")
-    if given is not None:
-        return given
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
-    return torch.default_generator

@@ -1,0 +1,84 @@
+"""What is known of one call of an operator: while its arguments are looked at, and while it is run and written down."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat.live.slots import Constant, Slot, Source
+
+CPU = torch.device("cpu")
+
+
+class Call:
+    """What is learned of a call while its arguments are looked at."""
+
+    __slots__ = ("device", "floats", "fresh", "key", "missing", "opaque", "sources")
+
+    def __init__(self, function: Any) -> None:
+        self.key: list[Any] = [function]
+        self.sources: list[Source] = []
+        self.fresh: list[Constant] = []  # constants that nothing else was computed from
+        self.floats: list[float] = []
+        self.missing = False
+        self.opaque = False  # an argument has no storage of its own, so slots in it might go unnoticed
+        self.device: torch.device | None = None
+
+
+@dataclass
+class Action:
+    """What a call does beside making outputs.
+
+    Attributes:
+        changed: slots whose content it changes, with their storages.
+        discarded: sources that it changes too, but whose old and new values are nobody's concern.
+        repeatable: whether it can run again.
+    """
+
+    changed: list[tuple[Slot, torch.UntypedStorage]] = field(default_factory=list)
+    discarded: list[Source] = field(default_factory=list)
+    repeatable: bool = True
+
+
+USUAL = Action()
+
+
+class Pending:
+    """A call as the ledger will have it, or has it already: then `tensors` are its outputs there."""
+
+    def __init__(self, label: str, nanoseconds: int, arguments: list[int], scratch: int) -> None:
+        self.label = label
+        self.nanoseconds = nanoseconds
+        self.arguments = arguments
+        self.scratch = scratch
+        self.overwritten = 0
+        self.changed: tuple[int, ...] = ()
+        self.tensors: range | None = None
+
+
+def device_among(kwargs: Mapping[str, Any]) -> torch.device:
+    device = kwargs.get("device")
+    return CPU if device is None else torch.device(device)
+
+
+def entries_of(tensor: Tensor) -> int:
+    """How many entries a sparse tensor has."""
+    return tensor._nnz() if tensor.is_sparse or tensor.layout in _COMPRESSED else 0
+
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def generator_of(device: torch.device, kwargs: Mapping[str, Any]) -> torch.Generator:
+    """The generator that a call draws from."""
+    given = kwargs.get("generator")
+    if given is not None:
+        return given
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
