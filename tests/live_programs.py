@@ -205,7 +205,7 @@ def evict_all(dtr: remat.DTR) -> None:
 @contextmanager
 def evicting(choose: Callable[[], bool], **options: Any) -> Iterator[remat.DTR]:
     """A DTR block with a large budget, but with evictions after operators."""
-    options = {"thrash_limit": None, "costs": "model", **options}
+    options = {"thrash_limit": 1e6, "costs": "model", **options}
     dtr = remat.DTR("1GiB", **options)
     with dtr, EvictAfterEachOperator(dtr, choose):
         yield dtr

@@ -55,6 +55,14 @@ def test_each_operation_under_evictions(name: str) -> None:
     assert dtr.report().recomputations > 0
 
 
+def test_a_constant_that_was_copied_aside_is_known_by_its_new_number() -> None:
+    steps: list[Step] = [("statistics", 0, 0), ("statistics", 0, 3), ("numpy", 3, 0)]
+    chance = random.Random(2427558)
+    with evicting(lambda: chance.random() < 0.028):
+        mine = run_program(steps)
+    assert all(same(a, b) for a, b in zip(run_program(steps), mine, strict=True))
+
+
 class Interruption(Exception):
     pass
 

@@ -164,6 +164,8 @@ class Store:
         known = None if brought.constant is None else brought.constant()
         if known is not None and known.content is storage:
             return known, False
+        if slot is not None:
+            brought.argument = slot.tensor  # another one than before if its content was copied aside
         constant = Constant(tensor, storage, brought.argument, None if slot is None else slot.tensor)
         brought.constant = weakref.ref(constant)
         return constant, True
