@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -134,19 +134,12 @@ def bits_of(tensor: Tensor) -> int:
     return CONJUGATE * tensor.is_conj() + NEGATIVE * tensor.is_neg()
 
 
-class View(NamedTuple):
-    """How a tensor looks at the content of a slot or constant. Operators have it as a plain tuple, which is faster to
-    make, and is told from their other arguments by being one."""
-
-    source: Source
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: Any
-    dtype: torch.dtype
-    bits: int
+# How a tensor looks at the content of a source: source, shape, stride, offset, type, and `bits_of` it. A plain tuple,
+# which is faster to make than an object, and is told from an operator's other arguments by being one.
+View: TypeAlias = tuple[Source, torch.Size, tuple[int, ...], Any, torch.dtype, int]
 
 
-def on_storage(view: tuple[Any, ...], storage: torch.UntypedStorage) -> Tensor:
+def on_storage(view: View, storage: torch.UntypedStorage) -> Tensor:
     """The tensor of a `View`, on the given storage. To be called below autograd and outside of dispatch modes."""
     _, shape, stride, offset, dtype, bits = view
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
@@ -163,9 +156,8 @@ class Saved:
 
     def __init__(self, tensor: Tensor, slot: Slot, dropped: Callable[[Slot], None]) -> None:
         self.slot = slot
-        self.view = (
-            slot, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, bits_of(tensor)
-        )  # fmt: skip
+        shape, stride = tensor.shape, tensor.stride()
+        self.view: View = (slot, shape, stride, tensor.storage_offset(), tensor.dtype, bits_of(tensor))
         self.dropped = dropped
 
     def __del__(self) -> None:
@@ -208,7 +200,7 @@ class Operator:
 
     Attributes:
         function: what was called.
-        args, kwargs: with views (tuples like `View`) in the place of tensors.
+        args, kwargs: with `View`s in the place of tensors.
         changes: the sources whose content it changes; a run works on copies of them.
         random: state of the generator it drew from.
         outputs: a reference to the slot of each storage that it made, and then of each that it changed.
