@@ -6,10 +6,12 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
 from benchmarks.pairing import median_with_interval, paired, write
@@ -92,6 +94,59 @@ def _addition(rounds: int) -> list[dict[str, object]]:
     return rows
 
 
+class _Wrapper(torch.Tensor):
+    """A tensor that stands for another one: the mechanism that plain tensors were weighed against."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> _Wrapper:
+        wrapper = torch.Tensor._make_wrapper_subclass(
+            cls, inner.size(), strides=inner.stride(), dtype=inner.dtype, device=inner.device
+        )
+        wrapper.inner = inner
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inner = [a.inner if isinstance(a, _Wrapper) else a for a in args]
+        return cls(function(*inner, **(kwargs or {})))
+
+
+class _Bare(TorchDispatchMode):
+    """A mode that does nothing."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class _BareUnguarded(_Bare):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def _mechanisms(rounds: int) -> list[dict[str, object]]:
+    """What an addition of 8 x 8 tensors costs more by the bare mechanisms that a runtime can be built on."""
+    rows: list[dict[str, object]] = []
+    a, b = torch.randn(2, 8, 8)
+    wrapped = _Wrapper(a), _Wrapper(b)
+    for name, block, (x, y) in (
+        ("wrapper subclass", nullcontext, wrapped),
+        ("dispatch mode", _Bare, (a, b)),
+        ("dispatch mode that torch.compile may trace", _BareUnguarded, (a, b)),
+    ):
+        extra = []
+        for _ in range(rounds):
+            plain = _microseconds(lambda: torch.add(a, b))
+            with block():
+                extra.append(_microseconds(lambda x=x, y=y: torch.add(x, y)) - plain)
+        result = median_with_interval(extra)
+        rows.append({"what": "mechanism, extra microseconds", "name": name, "ratio": result, "least": min(extra)})
+        print(f"addition under a bare {name}: {result} us more, least {min(extra):.1f}", flush=True)
+    return rows
+
+
 def _choice(rounds: int) -> list[dict[str, object]]:
     """Time to choose a victim among 10,000 storages."""
     rows: list[dict[str, object]] = []
@@ -139,9 +194,11 @@ class _Watch:
 
     def __init__(self, owner: type, name: str) -> None:
         self.owner, self.name, self.method, self.seconds = owner, name, getattr(owner, name), 0.0
+        self.of: Any = None  # whose method was called last
 
     def __enter__(self) -> _Watch:
         def watched(*args: object, **kwargs: object) -> object:
+            self.of = args[0]
             start = time.perf_counter()
             try:
                 return self.method(*args, **kwargs)
@@ -155,10 +212,24 @@ class _Watch:
         setattr(self.owner, self.name, self.method)
 
 
-def _split(rounds: int) -> list[dict[str, object]]:
-    """Where a step's time goes (the paper's Figure 4): operators, recomputation, decisions, the rest; medians.
+def _search_seconds(ledger: Ledger) -> float:
+    """What one pass over the pool takes, as it is at the end."""
+    core = ledger.core
+    shown, scalars = core._state[12], core._state[5]
+    end, now = int(scalars[k.POOL_END]), float(scalars[k.CLOCK])
 
-    Operators take what a plain step takes; decisions are scores, the search and the upkeep of what they need.
+    def look() -> None:
+        k._bound(end, now, 0.0, shown)
+        k._least(end, shown)
+
+    return _microseconds(look) / 1e6
+
+
+def _split(rounds: int) -> list[dict[str, object]]:
+    """Where a step's time goes (the paper's Figure 4): operators, recomputation, costs, search, the rest; medians.
+
+    Operators take what a plain step takes. Costs are what the policy core does beside searching: scores and the upkeep
+    of what they are made of. The search is a pass over the pool, times the evictions.
     """
     rows: list[dict[str, object]] = []
     for workload in small():
@@ -181,18 +252,20 @@ def _split(rounds: int) -> list[dict[str, object]]:
                     start = time.perf_counter()
                     limited()
                     total = time.perf_counter() - start
-                columns.append((total, operators, again.seconds, deciding.seconds))
-            total, operators, recomputing, decisions = (
+                evictions = dtr.report().evictions or 0
+                search = min(evictions * _search_seconds(deciding.of), deciding.seconds) if evictions else 0.0
+                columns.append((total, operators, again.seconds, deciding.seconds - search, search))
+            total, operators, recomputing, costs, search = (
                 statistics.median(column) for column in zip(*columns, strict=True)
             )
-            parts = {"operators": operators, "recomputation": recomputing, "decisions": decisions}
+            parts = {"operators": operators, "recomputation": recomputing, "costs": costs, "search": search}
             rest = total - sum(parts.values())
             rows.append(
                 {"what": "time split", "model": workload.name, "share": share, "total": total, **parts, "rest": rest}
             )
             print(
                 f"{workload.name} at {share}: "
-                + ", ".join(f"{k} {v:.3f} s" for k, v in rows[-1].items() if k in parts),
+                + ", ".join(f"{k} {v:.4f} s" for k, v in rows[-1].items() if k in parts),
                 flush=True,
             )
     return rows
@@ -200,6 +273,13 @@ def _split(rounds: int) -> list[dict[str, object]]:
 
 def live(pairs: int) -> list[dict[str, object]]:
     """All of them."""
-    rows = [*_addition(3 * pairs), *_choice(200), *_without_eviction(pairs), *_at_half(pairs), *_split(pairs)]
+    rows = [
+        *_mechanisms(3 * pairs),
+        *_addition(3 * pairs),
+        *_choice(200),
+        *_without_eviction(pairs),
+        *_at_half(pairs),
+        *_split(pairs),
+    ]
     write("live", rows, "live DTR against plain PyTorch and static plans; see benchmarks/live.py for each row")
     return rows

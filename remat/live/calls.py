@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from remat.live.costs import Facts
+from remat.live.plans import Plan
 from remat.live.slots import Constant, Slot, Source
 
 CPU = torch.device("cpu")
 
 
 class Call:
-    """What is learned of a call while its arguments are looked at."""
+    """A call, and what is learned of it while its arguments are looked at.
 
-    __slots__ = ("device", "floats", "fresh", "key", "missing", "opaque", "sources")
+    Attributes:
+        plan: what is known of its operator.
+        facts: what is known of calls like this one; set once all arguments were looked at.
+        template, names: the arguments, with views in the place of tensors.
+        key: what calls like this one have in common.
+        sources: what the arguments look at.
+        fresh: constants that nothing else was computed from.
+        missing: whether a source is not in memory.
+        opaque: whether an argument has no storage of its own, so that slots in it might go unnoticed.
+    """
 
-    def __init__(self, function: Any) -> None:
+    __slots__ = (
+        *("args", "device", "facts", "floats", "fresh", "function", "kwargs", "key"),
+        *("missing", "names", "opaque", "plan", "sources", "template"),
+    )
+    facts: Facts
+    template: list[Any]
+    names: dict[str, Any]
+
+    def __init__(self, plan: Plan, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.plan = plan
+        self.function = function
+        self.args = args
+        self.kwargs = kwargs
         self.key: list[Any] = [function]
         self.sources: list[Source] = []
-        self.fresh: list[Constant] = []  # constants that nothing else was computed from
+        self.fresh: list[Constant] = []
         self.floats: list[float] = []
         self.missing = False
-        self.opaque = False  # an argument has no storage of its own, so slots in it might go unnoticed
+        self.opaque = False
         self.device: torch.device | None = None
 
 

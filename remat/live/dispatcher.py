@@ -80,9 +80,9 @@ class Dispatcher(TorchDispatchMode):
         kwargs = kwargs or {}
         if plan.is_view or plan.passes:
             return self._view(plan, function, args, kwargs)
-        call = Call(function)
-        template = [self._take(value, call) for value in args]
-        names = {name: self._take(value, call) for name, value in kwargs.items()} if kwargs else {}
+        call = Call(plan, function, args, kwargs)
+        call.template = [self._take(value, call) for value in args]
+        call.names = {name: self._take(value, call) for name, value in kwargs.items()} if kwargs else {}
         if call.device is None:
             call.device = device_among(kwargs)
             call.key += call.floats
@@ -90,9 +90,10 @@ class Dispatcher(TorchDispatchMode):
         facts = self.knowledge.facts.get(key)
         if facts is None:
             facts = self.knowledge.learn(key, plan, function, args, kwargs)
+        call.facts = facts
         if plan.writes or plan.statistics or call.opaque or not plan.repeatable:
-            return self._unusual(plan, facts, call, function, args, kwargs, template, names)
-        return self._carry_out(plan, facts, call, function, args, kwargs, template, names)
+            return self._unusual(call)
+        return self._carry_out(call, USUAL)
 
     def _quickly(self, plan: Plan, function: Any, args: Sequence[Any]) -> tuple[bool, Any]:
         """Most calls: known operators on tensors that are there, with room for what they make.
@@ -239,19 +240,9 @@ class Dispatcher(TorchDispatchMode):
         store.hold(size, "tensor")
         store.enter(number, storage, size, None)
 
-    def _unusual(
-        self,
-        plan: Plan,
-        facts: Facts,
-        call: Call,
-        function: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        template: list[Any],
-        names: dict[str, Any],
-    ) -> Any:
+    def _unusual(self, call: Call) -> Any:
         """Calls that change storages, or that cannot run again."""
-        store = self.store
+        store, plan, args, kwargs = self.store, call.plan, call.args, call.kwargs
         action = Action(repeatable=plan.repeatable and not call.opaque)
         if call.opaque:
             for source in call.sources:
@@ -273,14 +264,15 @@ class Dispatcher(TorchDispatchMode):
                     touched.append(tensor)
                     # Its own constant, since what it reads there does not matter: nobody has to preserve it.
                     private = Constant(None, constant.content, constant.argument, constant.tensor)
-                    where: Any = template if argument.position < len(template) else names
-                    place: Any = argument.position if argument.position < len(template) else argument.name
+                    by_position = argument.position < len(call.template)
+                    where: Any = call.template if by_position else call.names
+                    place: Any = argument.position if by_position else argument.name
                     where[place] = (private, *where[place][1:])
                     call.sources[:] = [private if source is constant else source for source in call.sources]
                     action.discarded.append(private)
         call.fresh.clear()
         try:
-            return self._carry_out(plan, facts, call, function, args, kwargs, template, names, action)
+            return self._carry_out(call, action)
         finally:
             for tensor in touched:
                 store.forget(storage_of(tensor))
@@ -304,21 +296,10 @@ class Dispatcher(TorchDispatchMode):
 
     # Running one -----------------------------------------------------------------------------------------------------
 
-    def _carry_out(
-        self,
-        plan: Plan,
-        facts: Facts,
-        call: Call,
-        function: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        template: list[Any],
-        names: dict[str, Any],
-        action: Action | None = None,
-    ) -> Any:
+    def _carry_out(self, call: Call, action: Action) -> Any:
         """Makes room for a call, runs it and writes it down."""
         ledger, store = self.ledger, self.store
-        action = action or USUAL
+        plan, facts, function, args, kwargs = call.plan, call.facts, call.function, call.args, call.kwargs
         changed = action.changed
         scratch = facts.scratch_bytes + (_RANDOM_BYTES if plan.random else 0)
         kept = sum(slot.size for slot, _ in changed if slot.saves)  # autograd wants the old version: it will be copied
@@ -331,7 +312,7 @@ class Dispatcher(TorchDispatchMode):
         pending.changed = tuple([slot.tensor for slot, _ in changed])
         pending.overwritten = sum(slot.size for slot, _ in changed) - kept
         if call.missing or ledger.memory + facts.total_bytes + scratch + kept > ledger.budget:
-            self._make_room(pending, facts, call, changed, args, kwargs)
+            self._make_room(pending, call, changed)
         for slot, storage in changed:
             if slot.saves:
                 with below_everything():
@@ -356,34 +337,26 @@ class Dispatcher(TorchDispatchMode):
         tensors = self._written_down(pending, sizes)
         operator = None
         if action.repeatable:
-            operator = Operator(function, template)
-            operator.kwargs, operator.random = names, random
+            operator = Operator(function, call.template)
+            operator.kwargs, operator.random = call.names, random
             operator.changes = [*(slot for slot, _ in changed), *action.discarded]
         self._enter(operator, tensors, made, changed)
         return result
 
-    def _make_room(
-        self,
-        pending: Pending,
-        facts: Facts,
-        call: Call,
-        changed: list[tuple[Slot, torch.UntypedStorage]],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> None:
+    def _make_room(self, pending: Pending, call: Call, changed: list[tuple[Slot, torch.UntypedStorage]]) -> None:
         """Has the inputs of a call in memory, and room for its outputs."""
         if not self.store.limited:
             for source in call.sources:
                 if isinstance(source, Slot):
                     self.store.revive(source)
             return
-        sizes = [*facts.output_bytes, *(slot.size for slot, _ in changed)]
+        sizes = [*call.facts.output_bytes, *(slot.size for slot, _ in changed)]
         pending.tensors = self.ledger.add(
             *(pending.label, pending.nanoseconds, pending.arguments, sizes),
             *(pending.scratch, pending.overwritten, pending.changed),
         )
         try:
-            self.store.consult(pending.label, tensors_in([*args, *kwargs.values()]))
+            self.store.consult(pending.label, tensors_in([*call.args, *call.kwargs.values()]))
         except BaseException:
             self._take_back(pending, resident=False)
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,8 @@ from remat.runtime.dtr.graph import Graph
 from remat.runtime.dtr.heuristics import Columns, Heuristic, codes
 
 _GROWING = (4, 8, 9, 10)  # nodes, frames, missing and log, which grow with the run
-_BY_STORAGES = (6, 7, 11)  # the pool, storages to walk to, and storages whose eviction nobody was told of
+# The pool, storages to walk to, storages whose eviction nobody was told of, and the columns of the pool.
+_BY_STORAGES = (6, 7, 11, 12)
 DEALLOCATIONS = {"eager": k.EAGER, "banish": k.BANISHING, "ignore": k.IGNORING}
 _DECISIONS = ("evict", "release", "recompute", "banish", "compute")
 NO_LIMIT = 2**62
@@ -122,6 +123,7 @@ class Core:
         storage, operator = self.tensors[tensor, [k.STORAGE, k.OP]].tolist()
         surplus = int(self.storages[storage, k.SIZE]) - size
         self.storages[storage, k.SIZE] = self.graph.sizes[storage] = size
+        k.show(storage, self._state)
         self._state[5][k.MEMORY] -= surplus
         self._state[2][operator, k.BYTES] -= surplus
         self._state[2][operator, k.SCRATCH] += surplus
@@ -244,7 +246,8 @@ def _with_room(array: np.ndarray, rows: int) -> np.ndarray:
     """`array` itself if it has that many rows, else one twice as long, at least, that begins with it."""
     if array.shape[0] >= rows:
         return array
-    longer = np.zeros((max(rows, 2 * array.shape[0]), *array.shape[1:]), np.int64)
+    order: Literal["F", "C"] = "F" if array.dtype == np.float64 else "C"
+    longer = np.zeros((max(rows, 2 * array.shape[0]), *array.shape[1:]), array.dtype, order)
     longer[: array.shape[0]] = array
     return longer
 
@@ -254,7 +257,9 @@ _FRESH_STORAGE[[k.HEAD, k.TAIL, k.SLOT, k.NODE]] = -1
 
 
 def _empty_state() -> tuple[np.ndarray, ...]:
-    """Storages, tensors, operators, edges, nodes, scalars, pool, storages to walk to, frames, missing, log, grown."""
+    """Storages, tensors, operators, edges, nodes, scalars, pool, storages to walk to, frames, missing, log, grown, and
+    the columns of the pool.
+    """
     tables = (k.STORAGE_COLUMNS, k.TENSOR_COLUMNS, k.OP_COLUMNS, k.EDGE_COLUMNS, k.NODE_COLUMNS)
     return (
         *(np.zeros((0, columns), np.int64) for columns in tables),
@@ -265,4 +270,5 @@ def _empty_state() -> tuple[np.ndarray, ...]:
         np.zeros(0, np.int64),
         np.zeros((0, k.LOG_COLUMNS), np.int64),
         np.zeros(0, np.int64),
+        np.zeros((16, k.POOL_COLUMNS), np.float64, "F"),
     )
