@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import platform
 import statistics
 import subprocess
 import time
@@ -13,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
+from remat.machine import machine
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -60,28 +58,13 @@ def paired(first: Callable[[], object], second: Callable[[], object], pairs: int
     return median_with_interval(ratios), statistics.median(times[0]), statistics.median(times[1])
 
 
-def machine() -> dict[str, object]:
-    """What a figure must be read with."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    revision = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS, check=False
-    ).stdout.strip()
-    return {
-        "processor": model,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "revision": revision,
-    }
+def _revision() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=RESULTS, check=False).stdout.strip()
 
 
 def write(name: str, rows: list[dict[str, object]], note: str) -> None:
     """Writes the rows as JSON, with the machine they came from."""
     RESULTS.mkdir(exist_ok=True)
-    content = {"note": note, "machine": machine(), "rows": rows}
+    content = {"note": note, "machine": {**machine(), "revision": _revision()}, "rows": rows}
     (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1, default=asdict) + "\n")

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from remat import rotor as rotor
     from remat.chain import Chain as Chain
     from remat.chain import Layout as Layout
+    from remat.comparing import compare as compare
+    from remat.comparison import Comparison as Comparison
+    from remat.comparison import Entry as Entry
     from remat.errors import InfeasibleBudget as InfeasibleBudget
     from remat.errors import InvalidBudget as InvalidBudget
     from remat.errors import InvalidChain as InvalidChain
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from remat.errors import Thrashing as Thrashing
     from remat.errors import ThrashingWarning as ThrashingWarning
     from remat.errors import UnsupportedModel as UnsupportedModel
+    from remat.fitting import fit as fit
     from remat.live.context import DTR as DTR
     from remat.profiling import profile as profile
     from remat.report import Moment as Moment
@@ -56,6 +60,8 @@ __version__ = "0.1.0"
 # Where each public name lives; it is imported on first use, so that `import remat` loads neither torch nor numba.
 _HOMES = {
     "remat.chain": ("Chain", "Layout"),
+    "remat.comparing": ("compare",),
+    "remat.comparison": ("Comparison", "Entry"),
     "remat.errors": (
         "InfeasibleBudget",
         "InvalidBudget",
@@ -73,6 +79,7 @@ _HOMES = {
         "ThrashingWarning",
         "UnsupportedModel",
     ),
+    "remat.fitting": ("fit",),
     "remat.live.context": ("DTR",),
     "remat.profiling": ("profile",),
     "remat.report": ("Moment", "Report"),

@@ -116,9 +116,13 @@ class Chain:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the chain to `path` as JSON."""
+        storage.write(path, "Chain", self.VERSION, self.to_fields())
+
+    def to_fields(self) -> dict[str, Any]:
+        """What `save` writes."""
         content: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "layout"}
         content["layout"] = None if self.layout is None else self.layout.to_fields()
-        storage.write(path, "Chain", self.VERSION, content)
+        return content
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Chain:
@@ -130,10 +134,18 @@ class Chain:
         """
         content = storage.read(path, "Chain", cls.VERSION)
         try:
-            content["layout"] = Layout.from_fields(content["layout"])
-            return cls(**content)
+            return cls.from_fields(content)
         except (KeyError, TypeError) as error:
             raise InvalidFile(f"{path}: not the fields of a Chain ({error})") from error
+
+    @classmethod
+    def from_fields(cls, content: dict[str, Any]) -> Chain:
+        """The chain that has `to_fields`.
+
+        Raises:
+            KeyError, TypeError, InvalidChain: they are not those of a chain.
+        """
+        return cls(**{**content, "layout": Layout.from_fields(content["layout"])})
 
 
 def _sizes(name: str, values: Iterable[Any]) -> tuple[int, ...]:

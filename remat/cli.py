@@ -1,4 +1,4 @@
-"""The command line: `remat profile`, `plan`, `simulate` and `experiment`, also as `python -m remat`."""
+"""The command line: `remat profile`, `plan`, `compare`, `simulate`, `experiment`, also as `python -m remat`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from remat.units import format_bytes, format_seconds, resolve_budget
 
 if TYPE_CHECKING:
     from remat.chain import Chain
+    from remat.comparison import Comparison
     from remat.runtime.dtr.simulator import Baseline, Cell
     from remat.runtime.dtr.trace import Trace
     from remat.schedule import Schedule
     from remat.solvers.base import Solver
 
 app = typer.Typer(
-    help="Train PyTorch models inside a memory limit: measure a model, plan for budgets.",
+    help="Train PyTorch models inside a memory limit: measure a model, plan for budgets, compare.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -102,7 +103,6 @@ def plan(
 
 
 _COMPARED = ("store_all", "recompute_all", "sequential", "chen", "revolve", "persistent", "floating")
-_MOST_WORK = 3e9  # entries that the floating recurrence fills in a second or two
 
 
 def _comparison(
@@ -117,6 +117,7 @@ def _comparison(
     """The plans of every planner in a table, a row each, and the answers of `planner`."""
     from remat.solvers import make_solver
     from remat.solvers.base import store_all_peak
+    from remat.solvers.floating import MODEST_WORK, work
 
     console.print(
         f"{model}: {chain.length - 1} stages and the loss, {format_bytes(store_all_peak(chain))} and "
@@ -130,7 +131,7 @@ def _comparison(
     answers: list[Schedule | InfeasibleBudget] = []
     for name in dict.fromkeys((*_COMPARED, *chosen)):
         solver = chosen.get(name) or make_solver(name, slots=slots)
-        if name == "floating" and name not in chosen and _work(chain) * slots > _MOST_WORK:
+        if name == "floating" and name not in chosen and work(chain) * slots > MODEST_WORK:
             console.print("(floating is left out: it takes long here; `--also floating --slots 50` tries it)")
             continue
         with console.status(f"planning with {name}"):
@@ -157,11 +158,6 @@ def _bounded(answer: Schedule | InfeasibleBudget, bound: float | None) -> Schedu
     return replace(answer, bound_seconds=max(bound, answer.bound_seconds or 0.0))
 
 
-def _work(chain: Chain) -> float:
-    """Entries that the floating recurrence fills per slot."""
-    return chain.length**4 / 24
-
-
 def _overhead(chain: Chain, answer: Schedule | InfeasibleBudget) -> str:
     from remat.simulation import simulate
 
@@ -174,8 +170,9 @@ def _overhead(chain: Chain, answer: Schedule | InfeasibleBudget) -> str:
 def _bounds(chain: Chain, sizes: Sequence[int]) -> list[float | None]:
     """What no plan can beat, by budget; None below the least, or where telling takes long or is too coarse to help."""
     from remat.solvers import lower_bound
+    from remat.solvers.floating import MODEST_WORK, work
 
-    slots = int(min(_MOST_WORK / _work(chain), 2000))
+    slots = int(min(MODEST_WORK / work(chain), 2000))
     bounds: list[float | None] = []
     for size in sizes:
         try:
@@ -196,6 +193,94 @@ def _draw(text: str, chain: Chain, schedule: Schedule) -> None:
     console.print(f"[bold]{text}[/bold]: {escape(str(report))}", highlight=False, soft_wrap=True)
     console.print(draw_plan(chain, schedule, width, symbols), highlight=False, markup=False)
     console.print(draw_memory(report, width, symbols=symbols) + "\n", highlight=False, markup=False)
+
+
+@app.command()
+def compare(
+    model: Model,
+    budgets: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated: fractions of the store-all peak, bytes, or amounts with a unit. By default five, from "
+            "the least that works to that peak."
+        ),
+    ] = None,
+    strategies: Annotated[
+        str | None,
+        typer.Option(help="Comma-separated planners, dtr, and heuristics of DTR; by default the usual ones and dtr."),
+    ] = None,
+    measure: Annotated[bool, typer.Option(help="Run every plan, or stop after the predictions.")] = True,
+    repeats: Annotated[int, typer.Option(help="Steps that are timed for each.", min=1)] = 3,
+    slots: Annotated[int, typer.Option(help="Memory units of the dynamic programs.", min=1)] = 500,
+    batch: Batch = 8,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the table as JSON and CSV and the figures; what it holds already is taken up."),
+    ] = None,
+) -> None:
+    """Compare strategies at several budgets: plan with each, run each beside plain PyTorch, name the best."""
+    from remat.comparing import compare as compare_strategies
+    from remat.models.examples import load_example
+
+    sizes = None if budgets is None else [_budget(text) for text in budgets.split(",")]
+    names = None if strategies is None else [name.strip() for name in strategies.split(",")]
+    for size in sizes or ():
+        resolve_budget(size, store_all_bytes=sys.maxsize)  # its form, before anything is measured
+    example = load_example(model, batch)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    found = compare_strategies(
+        example.model,
+        example.sample,
+        sizes,
+        names,
+        example.loss,
+        measure=measure,
+        repeats=repeats,
+        slots=slots,
+        file=None if out is None else out / "comparison.json",
+    )
+    console.print(f"[bold]{model}[/bold]", highlight=False)
+    console.print(found.table(), highlight=False)
+    _recommend(found)
+    if out is not None:
+        for path in _write_comparison(out, found):
+            console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+
+
+def _recommend(found: Comparison) -> None:
+    """A line for each budget: what is fastest within it."""
+    for size in sorted(set(found.budgets)):
+        try:
+            entry = found.best(size)
+        except InfeasibleBudget as error:
+            console.print(
+                f"within {format_bytes(size)}: nothing; {format_bytes(error.minimum)} is the least that worked"
+            )
+            continue
+        report = entry.report
+        assert report is not None
+        overhead = "" if report.overhead is None else f", {report.overhead:.2f} x plain PyTorch"
+        console.print(
+            f"within {format_bytes(size)}: {entry.strategy}, {format_bytes(report.peak_bytes)}, "
+            f"{format_seconds(report.seconds)} a step{overhead}",
+            highlight=False,
+        )
+
+
+def _write_comparison(out: Path, found: Comparison) -> list[Path]:
+    """The table as CSV, and the figures: of all, and of the best plan at each budget."""
+    found.to_csv(out / "comparison.csv")
+    paths = [out / "comparison.json", out / "comparison.csv", out / "comparison.png"]
+    found.plot().savefig(paths[-1], dpi=150)
+    for size in sorted(set(found.budgets)):
+        planned = [entry for entry in found.entries if entry.budget_bytes == size and entry.schedule is not None]
+        timed = [(entry.report.seconds, entry) for entry in planned if entry.report and entry.report.seconds]
+        if timed:
+            best = min(timed, key=lambda item: item[0])[1]
+            paths.append(out / f"plan_{size}.png")
+            found.plot(strategy=best.strategy, budget=size).savefig(paths[-1], dpi=150)
+    return paths
 
 
 def _chain(model: str, batch: int) -> Chain:
@@ -362,14 +447,14 @@ def _profile(name: str, batch: int) -> Chain:
     from remat.models.examples import load_example
     from remat.profiling import profile as profile_model
 
-    model, sample = load_example(name, batch)
+    example = load_example(name, batch)
     with _progress() as progress:
         task = progress.add_task("starting")
 
         def tell(what: str, done: int, total: int) -> None:
             progress.update(task, description=what, completed=done, total=total)
 
-        return profile_model(model, sample, progress=tell)
+        return profile_model(example.model, example.sample, loss=example.loss, progress=tell)
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from remat.graphs import checkmate, classic
 from remat.graphs.networks import mobilenet, unet, vgg16
 from remat.graphs.training import Cost, TrainingGraph, replay
-from remat.plotting import (
+from remat.plotting.dtr import (
     plot_accesses,
     plot_adversary,
     plot_linear_growth,

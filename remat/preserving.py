@@ -92,6 +92,10 @@ class ForeignGradients:
                 self._kept[id(leaf)] = (leaf, leaf.grad)
                 leaf.grad = torch.zeros_like(leaf)
 
+    def leaves(self) -> list[torch.Tensor]:
+        """Those whose gradients were set aside."""
+        return [leaf for leaf, _ in self._kept.values()]
+
     def restore(self) -> None:
         for leaf, gradient in self._kept.values():
             leaf.grad = gradient

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from remat import storage
 from remat.errors import InvalidFile
@@ -88,7 +88,11 @@ class Report:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the report to `path` as JSON."""
-        storage.write(path, "Report", self.VERSION, {f.name: getattr(self, f.name) for f in fields(self)})
+        storage.write(path, "Report", self.VERSION, self.to_fields())
+
+    def to_fields(self) -> dict[str, Any]:
+        """What `save` writes."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
@@ -99,7 +103,15 @@ class Report:
         """
         content = storage.read(path, "Report", cls.VERSION)
         try:
-            content["timeline"] = tuple(Moment(*moment) for moment in content["timeline"])
-            return cls(**content)
+            return cls.from_fields(content)
         except (KeyError, TypeError) as error:
             raise InvalidFile(f"{path}: not the fields of a Report ({error})") from error
+
+    @classmethod
+    def from_fields(cls, content: dict[str, Any]) -> Report:
+        """The report that has `to_fields`.
+
+        Raises:
+            KeyError, TypeError: they are not those of a report.
+        """
+        return cls(**{**content, "timeline": tuple(Moment(*moment) for moment in content["timeline"])})

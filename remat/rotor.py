@@ -21,6 +21,7 @@ from remat.runtime.stages import describe, flatten, group, is_current, single_in
 from remat.runtime.wrapper import Wrapper
 from remat.schedule import Schedule
 from remat.simulation import simulate
+from remat.solvers import make_solver
 from remat.solvers.base import Solver
 from remat.solvers.floating import Floating
 from remat.solvers.persistent import Persistent
@@ -173,6 +174,15 @@ class Checkpointable(Wrapper):
     ) -> None:
         """Plans with Revolve on a heterogeneous chain: only activations are kept (Griewank and Walther, 2000)."""
         self._plan_with(_Request(Revolve(mem_slots or self.mem_slots), mem_limit))
+
+    def plan_with(self, solver: str | Solver, mem_limit: int | str | float | None = None) -> None:
+        """Plans with any planner: a name of `remat.solvers.SOLVERS`, or a `Solver`.
+
+        Raises:
+            InfeasibleBudget: nothing fits; the sequence from before stays.
+            RematError: an unknown name.
+        """
+        self._plan_with(_Request(make_solver(solver, slots=self.mem_slots), mem_limit))
 
     def _plan_with(self, request: _Request) -> None:
         chain = self._measured()

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from remat import storage
 from remat.chain import Layout
@@ -107,7 +107,11 @@ class Schedule:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the schedule to `path` as JSON."""
-        content = {
+        storage.write(path, "Schedule", self.VERSION, self.to_fields())
+
+    def to_fields(self) -> dict[str, Any]:
+        """What `save` writes."""
+        return {
             "operations": str(self),
             "strategy": self.strategy,
             "budget_bytes": self.budget_bytes,
@@ -116,7 +120,6 @@ class Schedule:
             "note": self.note,
             "layout": None if self.layout is None else self.layout.to_fields(),
         }
-        storage.write(path, "Schedule", self.VERSION, content)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Schedule:
@@ -128,11 +131,21 @@ class Schedule:
         """
         content = storage.read(path, "Schedule", cls.VERSION)
         try:
-            operations = cls.parse(content.pop("operations")).operations
-            content["layout"] = Layout.from_fields(content["layout"])
-            return cls(operations, **content)
+            return cls.from_fields(content)
         except (KeyError, TypeError) as error:
             raise InvalidFile(f"{path}: not the fields of a Schedule ({error})") from error
+
+    @classmethod
+    def from_fields(cls, content: dict[str, Any]) -> Schedule:
+        """The schedule that has `to_fields`.
+
+        Raises:
+            KeyError, TypeError, InvalidSchedule: they are not those of a schedule.
+        """
+        content = dict(content)
+        operations = cls.parse(content.pop("operations")).operations
+        content["layout"] = Layout.from_fields(content["layout"])
+        return cls(operations, **content)
 
 
 def store_all_operations(length: int) -> tuple[Operation, ...]:

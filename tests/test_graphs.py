@@ -12,7 +12,7 @@ from remat.experiments import methods_at
 from remat.graphs import checkmate, classic
 from remat.graphs.networks import mobilenet, unet, vgg16
 from remat.graphs.training import Layer, Step, TrainingGraph, replay, steps_of, with_backward
-from remat.plotting import plot_static
+from remat.plotting.dtr import plot_static
 from remat.runtime.dtr.simulator import Replay
 
 

@@ -92,7 +92,7 @@ class Ledger:
         """The evictions and recomputations since the last call: kind, and storage or tensor."""
         rows = self.core.logged(self._followed)
         self._followed += len(rows)
-        return [(kind, what) for kind, _, what, _ in rows if kind in (k.EVICTED, k.RECOMPUTED)]
+        return [(kind, what) for kind, _, what, *_ in rows if kind in (k.EVICTED, k.RECOMPUTED)]
 
     def limit_recomputation(self, nanoseconds: int) -> None:
         """From now on so much more of it makes the core answer THRASHING."""

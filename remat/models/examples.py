@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,15 +15,21 @@ from remat.errors import RematError
 from remat.models import resnet
 from remat.models.gpt import gpt
 
-Example = tuple[nn.Module, Any]
+
+class Example(NamedTuple):
+    """What a command works on: a model, a sample of its input, and a loss, a function of the output, if there is one."""
+
+    model: nn.Module
+    sample: Any
+    loss: Callable[[Any], torch.Tensor] | None = None
 
 
 def _images(make: Callable[[], nn.Module], size: int) -> Callable[[int], Example]:
-    return lambda batch: (make(), torch.randn(batch, 3, size, size))
+    return lambda batch: Example(make(), torch.randn(batch, 3, size, size))
 
 
 def _language(depth: int) -> Callable[[int], Example]:
-    return lambda batch: (gpt(depth), torch.randint(0, 256, (batch, 256)))
+    return lambda batch: Example(gpt(depth), torch.randint(0, 256, (batch, 256)))
 
 
 EXAMPLES: dict[str, Callable[[int], Example]] = {
@@ -38,7 +46,10 @@ EXAMPLES: dict[str, Callable[[int], Example]] = {
 
 
 def load_example(name: str, batch: int) -> Example:
-    """A model and a sample: by a name of `EXAMPLES`, or `package.module:function`, which returns the two.
+    """The example of that name of `EXAMPLES`, or what `package.module:function` returns.
+
+    The function takes nothing and returns a model and a sample, or those and a loss. Modules are looked for in the
+    present folder too.
 
     Raises:
         RematError: no such name, module or function, or the function returns something else.
@@ -49,12 +60,14 @@ def load_example(name: str, batch: int) -> Example:
     if not colon:
         raise RematError(
             f"unknown model {name!r}; choose one of {', '.join(EXAMPLES)}, or write package.module:function for a "
-            "function that returns (model, sample)"
+            "function that returns (model, sample) or (model, sample, loss)"
         )
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` has it, so that a module of one's own is found
     try:
         found = getattr(importlib.import_module(module_name), function_name)()
     except (ImportError, AttributeError) as error:
         raise RematError(f"cannot load {name!r}: {error}") from error
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], nn.Module)):  # noqa: PLR2004  # a pair
-        raise RematError(f"{name!r} must return a pair (model, sample), it returned {type(found).__name__}")
-    return found
+    if not (isinstance(found, tuple) and len(found) in (2, 3) and isinstance(found[0], nn.Module)):
+        raise RematError(f"{name!r} must return (model, sample) or (model, sample, loss), not {type(found).__name__}")
+    return Example(*found)

@@ -23,6 +23,7 @@ from remat.solvers.base import Operations, Plan, Solver
 from remat.solvers.persistent import Persistent, PersistentTable
 from remat.units import resolve_budget
 
+MODEST_WORK = 3e9  # steps of the recurrence, which take a second or two
 _BLOCK = 8  # values of t that share rows from cache
 _THREADED_FROM = 24  # stages; below, filling takes less than starting threads
 
@@ -59,6 +60,11 @@ class Floating(Solver):
         nothing, slots = np.empty(0, np.float32), (np.zeros_like(sizes[0]), np.zeros_like(sizes[1]))
         options = (sizes, slots, times, 1, room.kinds, room.stages)
         return room.operations(_kernels.read_floating(nothing, 1, 0, decisions, *options)[0])
+
+
+def work(chain: Chain) -> float:
+    """How many steps the recurrence takes for each slot."""
+    return chain.length**4 / 24
 
 
 class FloatingTable(Table):

@@ -46,8 +46,8 @@ FRAME_COLUMNS = 6
 # gaps), its own cost, the factors of the denominator, the bound that a choice computes. Each is one piece of memory.
 KNOWN, OWN_COST, WEIGHT, SINCE, BOUND = range(5)
 POOL_COLUMNS = 5
-# Columns of the log: what was decided, the clock, the storage or tensor, its bytes or cost.
-LOG_COLUMNS = 4
+# Columns of the log: what was decided, the clock, the storage or tensor, its bytes or cost, the memory afterwards.
+LOG_COLUMNS = 5
 EVICTED, RELEASED, RECOMPUTED, BANISH, COMPUTED = range(5)
 
 # Scalars.
@@ -217,6 +217,7 @@ def _note(kind, what, amount, state):
     if scalars[LOGGING]:
         row = scalars[LOGGED]
         log[row, 0], log[row, 1], log[row, 2], log[row, 3] = kind, scalars[CLOCK], what, amount
+        log[row, 4] = scalars[MEMORY]
         scalars[LOGGED] += 1
 
 

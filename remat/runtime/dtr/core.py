@@ -29,12 +29,14 @@ class Decision(NamedTuple):
         clock: nanoseconds of operators run until then, that of the present one included.
         what: the storage, or the tensor that was wanted.
         amount: bytes, or nanoseconds of the operator.
+        memory: bytes in use afterwards.
     """
 
     kind: str
     clock: int
     what: int
     amount: int
+    memory: int
 
 
 class _Known(NamedTuple):
@@ -152,7 +154,7 @@ class Core:
     def decisions(self) -> list[Decision]:
         """What was decided, in order."""
         rows = self.logged(0)
-        return [Decision(_DECISIONS[kind], clock, what, amount) for kind, clock, what, amount in rows]
+        return [Decision(_DECISIONS[kind], *rest) for kind, *rest in rows]
 
     def _ask(self) -> int:
         """Lets a user's heuristic choose: the last of those with the least score."""

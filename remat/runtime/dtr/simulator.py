@@ -10,10 +10,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from remat.errors import RematError
-from remat.report import Report
+from remat.report import Moment, Report
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.core import DEALLOCATIONS, NO_LIMIT, Core
-from remat.runtime.dtr.graph import Program, compile_trace
+from remat.runtime.dtr.graph import Graph, Program, compile_trace
 from remat.runtime.dtr.heuristics import Heuristic, make_heuristic
 from remat.runtime.dtr.trace import Trace
 from remat.units import resolve_budget
@@ -109,6 +109,25 @@ class Replay:
             accesses=core.scalar(k.ACCESSES),
         )
         return report, core
+
+
+def timeline(core: Core, graph: Graph) -> tuple[Moment, ...]:
+    """The operators that a core has run, one by one, with the memory they needed and left; of a run with a log."""
+    moments: list[Moment] = []
+    memory = 0
+    for kind, clock, what, _, after in core.decisions():
+        if kind in ("compute", "recompute"):
+            operator = graph.tensors[what][1]
+            price, _, _, _, _, made, scratch, overwritten = graph.operators[operator]
+            peak = memory + made + scratch - (overwritten if kind == "compute" else 0)
+            ended = clock - 1  # it starts at 1
+            label = graph.labels[operator] + ("" if kind == "compute" else " again")
+            # What is overwritten is counted until its release comes, which is at once.
+            moments.append(Moment(label, (ended - price) * 1e-9, ended * 1e-9, peak, min(peak, after)))
+        elif moments:
+            moments[-1] = moments[-1]._replace(stored_bytes=after)
+        memory = after
+    return tuple(moments)
 
 
 def simulate_dtr(

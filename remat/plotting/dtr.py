@@ -1,40 +1,16 @@
-"""Figures, with matplotlib: DTR's overhead against budget, its memory over time, its theorems.
-
-Every figure is readable without colour: lines differ in marker and dash as well. Colours are Okabe and Ito's.
-"""
+"""Figures of DTR: overhead against budget, memory over time, what was evicted when, its theorems."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from remat.plotting.style import axes_for, legend, styles
 from remat.runtime.dtr.simulator import Baseline, Cell
 from remat.runtime.dtr.theory import AdversaryRun, LinearRun
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-DASHES = ("-", "--", "-.", ":")
-
-
-def _styles() -> Iterable[dict[str, Any]]:
-    for colour, marker, dash in zip(cycle(COLOURS), cycle(MARKERS), cycle(DASHES), strict=False):
-        yield {"color": colour, "marker": marker, "linestyle": dash, "markersize": 4}
-
-
-def _axes(count: int, height: float = 2.9) -> tuple[Figure, list[Any]]:
-    from matplotlib.figure import Figure
-
-    columns = min(count, 3)
-    rows = -(-count // columns)
-    figure = Figure(figsize=(3.9 * columns, height * rows + 0.6), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
-    for unused in axes[count:]:
-        unused.set_axis_off()
-    return figure, axes[:count]
 
 
 def plot_overhead(
@@ -48,12 +24,12 @@ def plot_overhead(
     """
     models = list(dict.fromkeys(cell.model for cell in cells))
     names = list(dict.fromkeys(_line_name(cell, cells) for cell in cells))
-    figure, axes = _axes(len(models))
+    figure, axes = axes_for(len(models))
     for model, ax in zip(models, axes, strict=True):
-        for name, style in zip(names, _styles(), strict=False):
+        for name, style in zip(names, styles(), strict=False):
             chosen = [cell for cell in cells if cell.model == model and _line_name(cell, cells) == name]
             points = sorted((_share(cell, baselines[model]), cell.report.overhead) for cell in _passing(chosen))
-            ax.plot(*zip(*points, strict=True) if points else ([], []), label=name, linewidth=1.2, **style)
+            ax.plot(*zip(*points, strict=True) if points else ([], []), label=name, **style)
             failing = max((cell for cell in chosen if cell.report.outcome != "pass"), key=_budget, default=None)
             if points and failing is not None:
                 dash = "--" if failing.report.outcome == "thrash" else ":"
@@ -64,7 +40,7 @@ def plot_overhead(
         ax.axvspan(0, baseline.constant_bytes / baseline.peak_bytes, color="black", linewidth=0)
         ax.set(title=model, xlim=(0, 1.02), ylim=(0.95, limit + 0.06), xlabel="budget / peak", ylabel="overhead")
         ax.grid(alpha=0.3)
-    _legend(figure, axes, title)
+    legend(figure, axes, title)
     return figure
 
 
@@ -94,16 +70,16 @@ def plot_accesses(cells: Sequence[Cell], baselines: Mapping[str, Baseline], titl
     """Storages looked at, against budget (Kirisame et al., Figure 12); runs that did not pass are left out."""
     models = list(dict.fromkeys(cell.model for cell in cells))
     names = list(dict.fromkeys(cell.heuristic for cell in cells))
-    figure, axes = _axes(len(models))
+    figure, axes = axes_for(len(models))
     for model, ax in zip(models, axes, strict=True):
-        for name, style in zip(names, _styles(), strict=False):
+        for name, style in zip(names, styles(), strict=False):
             chosen = [cell for cell in cells if (cell.model, cell.heuristic) == (model, name)]
             points = sorted((_share(cell, baselines[model]), cell.report.accesses) for cell in _passing(chosen))
             points = [(share, accesses) for share, accesses in points if accesses > 0]
-            ax.plot(*zip(*points, strict=True) if points else ([], []), label=name, linewidth=1.2, **style)
+            ax.plot(*zip(*points, strict=True) if points else ([], []), label=name, **style)
         ax.set(title=model, yscale="log", xlim=(0, 1.02), xlabel="budget / peak", ylabel="storage accesses")
         ax.grid(alpha=0.3)
-    _legend(figure, axes, title)
+    legend(figure, axes, title)
     return figure
 
 
@@ -111,7 +87,7 @@ def plot_linear_states(run: LinearRun, title: str = "") -> Figure:
     """What is in memory after each operator of the linear network's program (Kirisame et al., Figure 5)."""
     from matplotlib.colors import ListedColormap
 
-    figure, (ax,) = _axes(1, height=3.6)
+    figure, (ax,) = axes_for(1, height=3.6)
     figure.set_size_inches(7.5, 4.2)
     ax.imshow(
         run.states.T,
@@ -130,11 +106,11 @@ def plot_linear_states(run: LinearRun, title: str = "") -> Figure:
 
 def plot_linear_growth(runs: Mapping[str, Sequence[LinearRun]], optimum: Sequence[tuple[int, int]]) -> Figure:
     """Operators per node of the linear network against its length, and the fewest possible (Theorem 3.1)."""
-    figure, (ax,) = _axes(1, height=3.2)
+    figure, (ax,) = axes_for(1, height=3.2)
     figure.set_size_inches(5.2, 3.8)
-    for (name, lengths), style in zip(runs.items(), _styles(), strict=False):
+    for (name, lengths), style in zip(runs.items(), styles(), strict=False):
         points = [(run.nodes, run.operators / run.nodes) for run in lengths]
-        ax.plot(*zip(*points, strict=True), label=name, linewidth=1.2, **style)
+        ax.plot(*zip(*points, strict=True), label=name, **style)
     points = [(nodes, operators / nodes) for nodes, operators in optimum]
     ax.plot(*zip(*points, strict=True), label="optimum", color="black", linewidth=1.2, marker="_")
     ax.set(xscale="log", xlabel="nodes N, memory for 2 ceil(sqrt N) tensors", ylabel="operators / N", ylim=(0, None))
@@ -146,11 +122,11 @@ def plot_linear_growth(runs: Mapping[str, Sequence[LinearRun]], optimum: Sequenc
 
 def plot_adversary(runs: Sequence[AdversaryRun]) -> Figure:
     """DTR against the adversary: operators over those of the best static order, against N / B (Theorem 3.2)."""
-    figure, (ax,) = _axes(1, height=3.2)
+    figure, (ax,) = axes_for(1, height=3.2)
     figure.set_size_inches(5.2, 3.8)
-    for budget, style in zip(sorted({run.budget for run in runs}), _styles(), strict=False):
+    for budget, style in zip(sorted({run.budget for run in runs}), styles(), strict=False):
         points = sorted((run.nodes / budget, run.operators / run.nodes) for run in runs if run.budget == budget)
-        ax.plot(*zip(*points, strict=True), label=f"B = {budget}", linewidth=1.2, **style)
+        ax.plot(*zip(*points, strict=True), label=f"B = {budget}", **style)
     ax.set(xlabel="N / B", ylabel="operators / N", xlim=(0, None), ylim=(0, None))
     ax.grid(alpha=0.3)
     ax.legend(frameon=False)
@@ -173,10 +149,3 @@ def _line_name(cell: Cell, cells: Sequence[Cell]) -> str:
     """The heuristic; with the deallocation policy where several are compared."""
     several = len({other.deallocation for other in cells}) > 1
     return f"{cell.heuristic}, {cell.deallocation}" if several else cell.heuristic
-
-
-def _legend(figure: Figure, axes: Sequence[Any], title: str) -> None:
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), frameon=False)
-    if title:
-        figure.suptitle(title)

@@ -1,0 +1,429 @@
+"""`Comparison`: what strategies cost one model at several budgets; shows, saves and plots itself, picks the best."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from remat import storage
+from remat.chain import Chain
+from remat.errors import InfeasibleBudget, InvalidFile, RematError
+from remat.report import Report
+from remat.runtime.dtr.simulator import Replay, timeline
+from remat.runtime.dtr.trace import Trace, read_instructions
+from remat.schedule import Schedule
+from remat.simulation import simulate
+from remat.strategies import make_strategies
+from remat.units import format_bytes, format_seconds, resolve_budget
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+PLAIN = "plain PyTorch"
+EQUAL = "equal"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One strategy at one budget.
+
+    Attributes:
+        strategy: its name; `PLAIN` for the model left alone.
+        budget_bytes: the limit; None for plain PyTorch.
+        predicted: by simulation; None where nothing could be predicted.
+        measured: on this machine; None where it was not run. In both, `outcome` is "pass", "over" (the peak exceeds
+            the budget), "infeasible", "oom", "thrash" or "error", and `note` has the reason.
+        schedule: of static strategies.
+        gradients: "equal" if gradients and buffers were those of plain PyTorch to the bit, else by how much they
+            differed; empty where they were not compared.
+        times: seconds of the timed steps; ratios: each over that of plain PyTorch's step in the same round.
+    """
+
+    strategy: str
+    budget_bytes: int | None
+    predicted: Report | None = None
+    measured: Report | None = None
+    schedule: Schedule | None = None
+    gradients: str = ""
+    times: tuple[float, ...] = ()
+    ratios: tuple[float, ...] = ()
+
+    @property
+    def report(self) -> Report | None:
+        """What was measured, or else what was predicted."""
+        return self.measured or self.predicted
+
+    @property
+    def outcome(self) -> str:
+        return "" if self.report is None else self.report.outcome
+
+    @property
+    def spread(self) -> float | None:
+        """How far the timed steps lie apart: the longest less the shortest, over the median."""
+        if len(self.times) < 2 or self.measured is None or not self.measured.seconds:  # noqa: PLR2004  # none in one
+            return None
+        return (max(self.times) - min(self.times)) / self.measured.seconds
+
+    def to_fields(self) -> dict[str, Any]:
+        parts = {name: getattr(self, name) for name in ("predicted", "measured", "schedule")}
+        plain = {name: getattr(self, name) for name in ("strategy", "budget_bytes", "gradients", "times", "ratios")}
+        return {**plain, **{name: part and part.to_fields() for name, part in parts.items()}}
+
+    @classmethod
+    def from_fields(cls, content: dict[str, Any]) -> Entry:
+        kinds: dict[str, Any] = {"predicted": Report, "measured": Report, "schedule": Schedule}
+        parts = {name: content[name] and kind.from_fields(content[name]) for name, kind in kinds.items()}
+        times = {name: tuple(content[name]) for name in ("times", "ratios")}
+        return cls(**{**content, **parts, **times})
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `remat.compare` found.
+
+    Attributes:
+        model: what people call it: name of its class, and how many stages it has.
+        batch: how many examples a step takes, for the throughput.
+        budgets: in bytes.
+        entries: plain PyTorch first, then a strategy after the other at each budget.
+        least_bytes: for each strategy the least budget that works; of DTR by simulation, to about 1 %.
+        chain: what the stages cost; None where the model is no chain.
+        trace: of a step under DTR without eviction, or of the chain.
+        trace_extra_bytes: what the trace counts beyond what budgets count.
+        machine: where it was measured.
+        kind: name of the model's class.
+        notes: what people should know: strategies left out, an interruption.
+        complete: whether all was measured that was to be.
+    """
+
+    model: str
+    batch: int
+    budgets: tuple[int, ...]
+    entries: tuple[Entry, ...]
+    least_bytes: dict[str, int] = field(default_factory=dict)
+    chain: Chain | None = None
+    trace: Trace | None = None
+    trace_extra_bytes: int = 0
+    machine: dict[str, Any] = field(default_factory=dict)
+    kind: str = ""
+    notes: tuple[str, ...] = ()
+    complete: bool = True
+
+    VERSION = 1
+
+    # What was found --------------------------------------------------------------------------------------------------
+
+    @property
+    def reports(self) -> list[Report]:
+        """All predictions and all measurements."""
+        both = [report for entry in self.entries for report in (entry.predicted, entry.measured)]
+        return [report for report in both if report is not None]
+
+    @property
+    def strategies(self) -> list[str]:
+        """Their names, without plain PyTorch."""
+        return list(dict.fromkeys(entry.strategy for entry in self.entries if entry.strategy != PLAIN))
+
+    @property
+    def plain(self) -> Report | None:
+        """Plain PyTorch's step, measured or else predicted."""
+        return next((entry.report for entry in self.entries if entry.strategy == PLAIN), None)
+
+    @property
+    def store_all_bytes(self) -> int | None:
+        """The peak that fractions are of: that of storing everything, as predicted."""
+        predicted = next((entry.predicted for entry in self.entries if entry.strategy == PLAIN), None)
+        return None if predicted is None else predicted.peak_bytes
+
+    @property
+    def measured(self) -> bool:
+        """Whether anything was run."""
+        return any(entry.measured is not None for entry in self.entries)
+
+    def throughput(self, report: Report) -> float | None:
+        """Examples per second."""
+        return self.batch / report.seconds if report.seconds and report.outcome in ("pass", "over", "thrash") else None
+
+    def at(self, strategy: str, budget: int | str | float | None) -> Entry:
+        """The entry of a strategy at a budget, given in any of its three forms.
+
+        Raises:
+            RematError: there is none; tells which there are.
+        """
+        names = [strategy] if strategy in (PLAIN, *self.strategies) else [make_strategies([strategy])[0].name]
+        size = None if budget is None else self._bytes(budget)
+        for entry in self.entries:
+            if entry.strategy in names and entry.budget_bytes == size:
+                return entry
+        budgets = ", ".join(f"{budget} ({format_bytes(budget)})" for budget in self.budgets)
+        raise RematError(
+            f"nothing was compared for {strategy!r} at {budget!r}; strategies are {', '.join(self.strategies)}, "
+            f"budgets are {budgets}"
+        )
+
+    def best(self, budget: int | str | float) -> Entry:
+        """The fastest entry whose peak is within `budget`, whichever budget it was planned for.
+
+        What was measured counts where anything was; predictions else. An entry whose gradients differed does not.
+
+        Raises:
+            InfeasibleBudget: none fits; tells the least peak of those that work.
+        """
+        size = self._bytes(budget)
+        found = []
+        for entry in self.entries:
+            report = entry.measured if self.measured else entry.predicted
+            if report is None or not report.seconds or entry.gradients not in ("", EQUAL):
+                continue
+            if report.outcome in ("pass", "over"):
+                found.append((report.seconds, report.peak_bytes, entry))
+        fitting = [item for item in found if item[1] <= size]
+        if not fitting:
+            least = min((peak for _, peak, _ in found), default=0)
+            raise InfeasibleBudget(size, least)
+        return min(fitting, key=lambda item: item[:2])[2]
+
+    def _bytes(self, budget: int | str | float) -> int:
+        return resolve_budget(budget, self.store_all_bytes)
+
+    @cached_property
+    def _replay(self) -> Replay:
+        if self.trace is None:
+            raise RematError("this comparison holds no trace; DTR was not among its strategies")
+        return Replay(self.trace)
+
+    def with_timeline(self, strategy: str, budget: int | str | float) -> Report:
+        """The prediction for one strategy at one budget, with its operations one by one.
+
+        Raises:
+            RematError: no such entry, or no plan was found for it.
+        """
+        entry = self.at(strategy, budget)
+        if entry.schedule is not None and self.chain is not None:
+            return simulate(self.chain, entry.schedule)
+        if entry.predicted is None or entry.predicted.outcome == "infeasible":
+            reason = "nothing was predicted" if entry.predicted is None else entry.predicted.note
+            raise RematError(f"{entry.strategy} has no timeline at {budget!r}: {reason}")
+        if not entry.strategy.startswith("dtr "):
+            raise RematError(f"{entry.strategy} has no timeline; name one of {', '.join(self.strategies)}")
+        assert entry.budget_bytes is not None
+        heuristic = entry.strategy.removeprefix("dtr ")
+        _, core = self._replay.run(
+            entry.budget_bytes + self.trace_extra_bytes, heuristic, thrash_limit=THRASH_LIMIT, log=True
+        )
+        extra = self.trace_extra_bytes
+        moments = timeline(core, self._replay.program("eager").graph)
+        shifted = [
+            moment._replace(
+                peak_bytes=max(moment.peak_bytes - extra, 0), stored_bytes=max(moment.stored_bytes - extra, 0)
+            )
+            for moment in moments
+            if moment.end_seconds > 0
+        ]
+        return replace(entry.predicted, timeline=tuple(shifted))
+
+    # Showing itself --------------------------------------------------------------------------------------------------
+
+    def rows(self) -> list[dict[str, Any]]:
+        """An entry each, with plain values under plain names: bytes, seconds."""
+        rows = []
+        for entry in self.entries:
+            predicted, measured = entry.predicted, entry.measured
+            report = entry.report
+            rows.append(
+                {
+                    "strategy": entry.strategy,
+                    "budget_bytes": entry.budget_bytes,
+                    "outcome": entry.outcome,
+                    "predicted_peak_bytes": predicted.peak_bytes if predicted and predicted.peak_bytes else None,
+                    "measured_peak_bytes": measured.peak_bytes if measured and measured.peak_bytes else None,
+                    "predicted_seconds": predicted.seconds if predicted and predicted.seconds else None,
+                    "measured_seconds": measured.seconds if measured and measured.seconds else None,
+                    "spread": entry.spread,
+                    "predicted_overhead": predicted.overhead if predicted else None,
+                    "measured_overhead": measured.overhead if measured else None,
+                    "throughput": None if report is None else self.throughput(report),
+                    "recomputations": None if report is None else report.recomputations,
+                    "evictions": None if report is None else report.evictions,
+                    "planning_seconds": predicted.planning_seconds if predicted else None,
+                    "gradients": entry.gradients,
+                    "note": "" if report is None else report.note,
+                }
+            )
+        return rows
+
+    def table(self) -> Table:
+        """A table for the terminal, of 80 columns."""
+        from rich import box
+        from rich.table import Table
+
+        table = Table(title=self._title(), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=self._caption())
+        for position, column in enumerate(_SHORT):
+            table.add_column(column, justify="right" if position else "left", no_wrap=True)
+        for heading, entries in self._groups():
+            if heading:
+                table.add_row(f"[bold]{heading}[/bold]")
+            for entry in entries:
+                table.add_row(*self._cells(entry), style="bold" if entry.outcome == "over" else "")
+        return table
+
+    def __rich__(self) -> Table:
+        return self.table()
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        text = io.StringIO()
+        Console(file=text, width=100, color_system=None).print(self.table())
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The table in Jupyter, with the reason of each failure as a hint and in the last column."""
+        head = "".join(f"<th>{escape(column)}</th>" for column in (*_SHORT, ""))
+        body = []
+        for heading, entries in self._groups():
+            if heading:
+                body.append(f'<tr><th colspan="{len(_SHORT) + 1}" style="text-align:left">{escape(heading)}</th></tr>')
+            for entry in entries:
+                cells = "".join(
+                    f'<td style="text-align:{"right" if position else "left"}">{escape(cell)}</td>'
+                    for position, cell in enumerate(self._cells(entry))
+                )
+                note = "" if entry.report is None else entry.report.note
+                short = note if len(note) <= _NOTE else note[: _NOTE - 1] + "…"
+                body.append(f'<tr>{cells}<td style="text-align:left" title="{escape(note)}">{escape(short)}</td></tr>')
+        caption = f"<p><b>{escape(self._title())}</b></p>"
+        notes = "".join(f"<p>{escape(line)}</p>" for line in self._caption().splitlines())
+        return f"{caption}<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>{notes}"
+
+    def _groups(self) -> list[tuple[str, list[Entry]]]:
+        """Entries by budget, plain PyTorch before all."""
+        groups = [("", [entry for entry in self.entries if entry.budget_bytes is None])]
+        most = self.store_all_bytes
+        for budget in sorted(set(self.budgets)):
+            share = f" ({budget / most:.0%})" if most else ""
+            entries = [entry for entry in self.entries if entry.budget_bytes == budget]
+            groups.append((f"within {format_bytes(budget)}{share}", entries))
+        return [group for group in groups if group[1]]
+
+    def _cells(self, entry: Entry) -> list[str]:
+        predicted, measured, report = entry.predicted, entry.measured, entry.report
+        failed = entry.outcome not in ("pass", "over", "thrash") or report is None or not report.seconds
+        waiting = entry.outcome in ("", "pass", "over", "thrash")  # it has not been timed yet
+        step = ("-" if waiting else entry.outcome) if failed else format_seconds(report.seconds if report else 0)
+        throughput = None if failed or report is None else self.throughput(report)
+        peak = "" if measured is None or not measured.peak_bytes else format_bytes(measured.peak_bytes)
+        return [
+            entry.strategy,
+            "" if predicted is None or not predicted.peak_bytes else format_bytes(predicted.peak_bytes),
+            peak + (" OVER" if entry.outcome == "over" and measured is not None else ""),
+            step + (" thrash" if entry.outcome == "thrash" and not failed else ""),
+            "" if predicted is None or predicted.overhead is None or failed else f"{predicted.overhead:.2f}",
+            "" if measured is None or measured.overhead is None else f"{measured.overhead:.2f}",
+            "" if throughput is None else f"{throughput:.3g}",
+            "" if failed or report is None else str(report.recomputations),
+        ]
+
+    def _title(self) -> str:
+        return f"{self.model}: {self.batch} examples a step" + ("" if self.complete else " (incomplete)")
+
+    def _caption(self) -> str:
+        least = [f"{name} {format_bytes(size)}" for name, size in self.least_bytes.items()]
+        lines = ["least budget of " + ", ".join(least)] if least else []
+        checked = [entry for entry in self.entries if entry.gradients]
+        different = [entry for entry in checked if entry.gradients != EQUAL]
+        if checked and not different:
+            lines.append(f"gradients and buffers of all {len(checked)} runs equal plain PyTorch's to the last bit")
+        lines += [
+            f"{entry.strategy} at {format_bytes(entry.budget_bytes or 0)}: gradients {entry.gradients}"
+            for entry in different
+        ]
+        return "\n".join([*lines, *self.notes])
+
+    def plot(
+        self, kind: str | None = None, *, strategy: str | None = None, budget: int | str | float | None = None
+    ) -> Any:
+        """A figure of matplotlib, which shows itself in Jupyter.
+
+        Args:
+            kind: "throughput" against peak memory (Beaumont et al., Figures 6 to 8), "overhead" against budget
+                (Kirisame et al., Figures 2 and 3), "memory" over time or the "schedule" of one strategy at one budget.
+                None: the first two, side by side; or, where a budget is given, the last two.
+            strategy: for "memory" and "schedule"; by default the best of those that have one.
+            budget: for the same, one that was compared; by default the least at which the strategy works.
+
+        Raises:
+            RematError: another kind, or nothing of that kind to show.
+        """
+        from remat.plotting import comparison as pictures
+
+        return pictures.plot(self, kind, strategy, budget)
+
+    def to_pandas(self) -> Any:
+        """The rows as a `pandas.DataFrame`.
+
+        Raises:
+            RematError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise RematError("to_pandas needs pandas: pip install pandas; `rows()` has the same as dicts") from error
+        return pandas.DataFrame(self.rows())
+
+    # Files -----------------------------------------------------------------------------------------------------------
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Writes the rows to `path`."""
+        text = io.StringIO()
+        rows = self.rows()
+        writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        storage.write_whole(path, text.getvalue().encode())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes everything to `path` as JSON."""
+        content = {
+            **{name: getattr(self, name) for name in ("model", "batch", "budgets", "least_bytes", "machine")},
+            **{name: getattr(self, name) for name in ("kind", "trace_extra_bytes", "notes", "complete")},
+            "entries": [entry.to_fields() for entry in self.entries],
+            "chain": self.chain and self.chain.to_fields(),
+            "trace": None if self.trace is None else list(self.trace.lines()),
+        }
+        storage.write(path, "Comparison", self.VERSION, content)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Comparison:
+        """Reads what `save` wrote.
+
+        Raises:
+            InvalidFile: another kind of file, another version, or missing fields.
+        """
+        content = storage.read(path, "Comparison", cls.VERSION)
+        try:
+            content["entries"] = tuple(Entry.from_fields(entry) for entry in content["entries"])
+            content["chain"] = content["chain"] and Chain.from_fields(content["chain"])
+            lines = content["trace"]
+            content["trace"] = None if lines is None else Trace(tuple(read_instructions(lines, str(path))))
+            for name in ("budgets", "notes"):
+                content[name] = tuple(content[name])
+            return cls(**content)
+        except (KeyError, TypeError) as error:
+            raise InvalidFile(f"{path}: not the fields of a Comparison ({error})") from error
+
+
+THRASH_LIMIT = 10.0  # of simulations: overheads above are no news
+_SHORT: Sequence[str] = (
+    *("", "planned\npeak", "peak", "a step\ntakes", "planned\noverhead", "over-\nhead"),
+    *("examples\n/ s", "recom-\nputed"),
+)
+_NOTE = 60  # characters of a reason that a column shows

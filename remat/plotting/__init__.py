@@ -1,0 +1,1 @@
+"""Figures, with matplotlib, which is imported only when one is made."""

@@ -1,0 +1,127 @@
+"""Figures of a comparison: throughput against memory, overhead against budget, and one strategy in detail."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from remat.errors import RematError
+from remat.plotting.schedule import MIB, plot_memory, plot_schedule
+from remat.plotting.style import axes_for, legend, nested_styles, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from remat.comparison import Comparison, Entry
+    from remat.report import Report
+
+KINDS = ("throughput", "overhead", "memory", "schedule")
+_RAN = ("pass", "over", "thrash")
+
+
+def plot(comparison: Comparison, kind: str | None, strategy: str | None, budget: int | str | float | None) -> Figure:
+    """See `Comparison.plot`."""
+    if kind is not None and kind not in KINDS:
+        raise RematError(f"unknown figure {kind!r}; choose one of {', '.join(KINDS)}")
+    if kind is None and budget is None and strategy is None:
+        figure, axes = axes_for(2, height=3.6)
+        figure.set_size_inches(9.6, 4.6)
+        plot_throughput(comparison, axes[0])
+        plot_overhead(comparison, axes[1])
+        legend(figure, axes, columns=5)
+        return figure
+    if kind in ("throughput", "overhead"):
+        figure, axes = axes_for(1, height=3.6)
+        figure.set_size_inches(5.6, 4.6)
+        (plot_throughput if kind == "throughput" else plot_overhead)(comparison, axes[0])
+        legend(figure, axes, columns=3)
+        return figure
+    entry = _chosen(comparison, strategy, budget)
+    if kind == "memory":
+        return plot_memory(comparison.with_timeline(entry.strategy, entry.budget_bytes or 0))
+    if entry.schedule is None:
+        if kind == "schedule":
+            raise RematError(f"{entry.strategy} has no schedule to draw; kind='memory' draws what it does")
+        return plot_memory(comparison.with_timeline(entry.strategy, entry.budget_bytes or 0))
+    if kind == "schedule":
+        return plot_schedule(entry.schedule)
+    figure = new_figure(10.4, 4.0)
+    left, right = figure.subplots(1, 2)
+    plot_memory(comparison.with_timeline(entry.strategy, entry.budget_bytes or 0), left)
+    plot_schedule(entry.schedule, right)
+    return figure
+
+
+def plot_throughput(comparison: Comparison, ax: Axes) -> None:
+    """Throughput against peak memory; plain PyTorch is the square (Beaumont et al., Figure 6)."""
+    for name, style in zip(comparison.strategies, nested_styles(len(comparison.strategies)), strict=True):
+        reports = [report for report in _reports(comparison, name) if comparison.throughput(report)]
+        points = sorted({(report.peak_bytes / MIB, comparison.throughput(report)) for report in reports})
+        if points:
+            ax.plot(*zip(*points, strict=True), label=name, **style)
+    plain = comparison.plain
+    fastest = None if plain is None else comparison.throughput(plain)
+    if plain is not None and fastest is not None:
+        ax.plot(plain.peak_bytes / MIB, fastest, "ks", markersize=8, label="plain PyTorch")
+    ax.set(xlabel="peak memory (MiB)", ylabel="examples / s", title=_how(comparison, "throughput"))
+    ax.set_xlim(left=0)
+    ax.set_ylim(bottom=0)
+    ax.grid(alpha=0.3)
+
+
+def plot_overhead(comparison: Comparison, ax: Axes) -> None:
+    """Overhead against budget; where a line ends, a mark at the top says why (Kirisame et al., Figures 2 and 3)."""
+    highest = 1.0
+    lines: list[tuple[list[tuple[float, float]], list[Entry], dict[str, Any]]] = []
+    for name, style in zip(comparison.strategies, nested_styles(len(comparison.strategies)), strict=True):
+        entries = [entry for entry in comparison.entries if entry.strategy == name]
+        points, failed = [], []
+        for entry in entries:
+            report = entry.report
+            if report is not None and report.overhead is not None and report.outcome in _RAN:
+                points.append(((entry.budget_bytes or 0) / MIB, report.overhead))
+            else:
+                failed.append(entry)
+        points.sort()
+        highest = max([highest, *(overhead for _, overhead in points)])
+        if points:
+            ax.plot(*zip(*points, strict=True), label=name, **style)
+        lines.append((points, failed, style))
+    top = 1 + 1.1 * (highest - 1) + 0.05
+    for points, failed, style in lines:
+        if points and failed:  # upwards from the last budget that works: dashed, it thrashed; dotted, it did not fit
+            dash = "--" if any(entry.outcome == "thrash" for entry in failed) else ":"
+            (at, overhead) = points[0]
+            ax.plot([at, at], [overhead, top], color=style["color"], linestyle=dash, linewidth=0.8)
+    ax.axhline(1, color="black", linewidth=0.8)
+    ax.set(xlabel="budget (MiB)", ylabel="time / plain PyTorch", title=_how(comparison, "overhead"))
+    ax.set_xlim(left=0)
+    ax.set_ylim(min(0.95, *(overhead for points, _, _ in lines for _, overhead in points), 0.95), top)
+    ax.grid(alpha=0.3)
+
+
+def _how(comparison: Comparison, what: str) -> str:
+    return f"{what}, {'measured' if comparison.measured else 'predicted'}"
+
+
+def _reports(comparison: Comparison, strategy: str) -> list[Report]:
+    reports = [entry.report for entry in comparison.entries if entry.strategy == strategy]
+    return [report for report in reports if report is not None and report.measured == comparison.measured]
+
+
+def _chosen(comparison: Comparison, strategy: str | None, budget: int | str | float | None) -> Entry:
+    """The entry that is asked for; what is left open is the fastest, or the least budget that works."""
+    if strategy is not None and budget is not None:
+        return comparison.at(strategy, budget)
+    working = [entry for entry in comparison.entries if entry.outcome in _RAN and entry.budget_bytes is not None]
+    if strategy is not None:
+        name = comparison.at(strategy, comparison.budgets[0]).strategy
+        working = [entry for entry in working if entry.strategy == name]
+    if budget is not None:
+        size = comparison.at(comparison.strategies[0], budget).budget_bytes
+        working = [entry for entry in working if entry.budget_bytes == size]
+    if not working:
+        raise RematError("nothing worked there, so there is nothing to draw")
+    least = min(entry.budget_bytes or 0 for entry in working)
+    working = [entry for entry in working if entry.budget_bytes == least]
+    return min(working, key=lambda entry: (entry.schedule is None, entry.report.seconds if entry.report else 0))

@@ -1,0 +1,78 @@
+"""What can be compared: static planners, and DTR by heuristic, under the names that people write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from remat.chain import Chain
+from remat.errors import RematError
+from remat.runtime.dtr.heuristics import HEURISTICS, Heuristic, make_heuristic
+from remat.solvers import SOLVERS, make_solver
+from remat.solvers.base import Solver
+from remat.solvers.floating import MODEST_WORK, work
+
+DEFAULTS = ("store_all", "sequential", "chen", "revolve", "persistent", "floating", "dtr")
+DTR_HEURISTIC = "h_dtr_eq"  # what "dtr" alone stands for
+
+
+@dataclass(frozen=True)
+class Static:
+    """A planner, whose schedules the executor runs."""
+
+    name: str
+    solver: Solver
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """DTR with a heuristic."""
+
+    name: str
+    heuristic: str | Heuristic
+
+
+Strategy: TypeAlias = Static | Dynamic
+
+
+def make_strategies(wanted: Sequence[str | Solver | Callable] | None, slots: int = 500) -> list[Strategy]:
+    """The strategies of these names, or the default ones.
+
+    Args:
+        wanted: names of planners, `Solver` objects, "dtr", names of heuristics, or functions that are heuristics.
+        slots: memory units of the dynamic programs.
+
+    Raises:
+        RematError: a name of neither; or nothing is wanted.
+    """
+    if isinstance(wanted, str):
+        wanted = [wanted]
+    made = [_make(item, slots) for item in (DEFAULTS if wanted is None else wanted)]
+    if not made:
+        raise RematError("no strategies to compare; leave `strategies` out for the usual ones")
+    return list({strategy.name: strategy for strategy in made}.values())
+
+
+def _make(item: str | Solver | Callable, slots: int) -> Strategy:
+    if isinstance(item, Solver) or (isinstance(item, str) and item in SOLVERS):
+        solver = make_solver(item, slots=slots)
+        return Static(solver.name, solver)
+    if isinstance(item, str):
+        heuristic = DTR_HEURISTIC if item == "dtr" else item.removeprefix("dtr ")
+        if heuristic not in HEURISTICS:
+            raise RematError(
+                f"unknown strategy {item!r}; choose from {', '.join((*SOLVERS, 'dtr', *HEURISTICS))}, or pass a Solver "
+                "or a heuristic function"
+            )
+        return Dynamic(f"dtr {heuristic}", heuristic)
+    return Dynamic(f"dtr {getattr(item, '__name__', item)}", make_heuristic(item))
+
+
+def takes_long(strategy: Strategy, chain: Chain) -> bool:
+    """Whether planning takes so long on this chain that only those who ask should wait: floating, for long ones."""
+    return (
+        isinstance(strategy, Static)
+        and strategy.name == "floating"
+        and work(chain) * getattr(strategy.solver, "slots", 1) > MODEST_WORK
+    )
