@@ -7,7 +7,7 @@ DONE := $(VENV)/.installed
 .PHONY: help demo test lint bench clean
 
 help:
-	@echo "make demo   train two networks within memory limits (about three minutes once installed)"
+	@echo "make demo   compare strategies on two networks, with figures in demo/ (two minutes once installed)"
 	@echo "make test   run the tests"
 	@echo "make lint   ruff, mypy and the import rules"
 	@echo "make bench  measure speed and memory, write benchmarks/results/"
@@ -19,7 +19,8 @@ $(DONE): pyproject.toml constraints.txt
 	touch $(DONE)
 
 demo: $(DONE)
-	$(BIN)/python examples/demo.py
+	$(BIN)/remat compare examples.demo:language --out demo/language
+	$(BIN)/remat compare examples.demo:images --out demo/images
 
 test: $(DONE)
 	$(BIN)/python -m pytest -q

@@ -201,8 +201,8 @@ def compare(
     budgets: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated: fractions of the store-all peak, bytes, or amounts with a unit. By default five, from "
-            "the least that works to that peak."
+            help="Comma-separated: fractions of the store-all peak, bytes, or amounts with a unit. By default five, "
+            "from the least that works to that peak."
         ),
     ] = None,
     strategies: Annotated[
@@ -253,10 +253,10 @@ def _recommend(found: Comparison) -> None:
     for size in sorted(set(found.budgets)):
         try:
             entry = found.best(size)
-        except InfeasibleBudget as error:
-            console.print(
-                f"within {format_bytes(size)}: nothing; {format_bytes(error.minimum)} is the least that worked"
-            )
+        except InfeasibleBudget:
+            name, least = min(found.least_bytes.items(), key=lambda item: item[1])
+            where = f"the least budget is {format_bytes(least)}, with {name}"
+            console.print(f"within {format_bytes(size)}: nothing works; {where}", highlight=False)
             continue
         report = entry.report
         assert report is not None

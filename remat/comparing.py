@@ -63,8 +63,8 @@ def compare(
         model: an `nn.Sequential` for static strategies; any module for DTR.
         sample: its input: a tensor, a tuple of positional or a dict of keyword arguments; its first dimension counts
             the examples. On the model's device.
-        budgets: each an int (bytes), a string ("2GiB"), or a float in (0, 1] of the store-all peak. None: five, from
-            the least that works to that peak. They cover what `remat.run` measures, the sample included.
+        budgets: each an int (bytes), a string ("2GiB"), or a float in (0, 1] of the store-all peak. None: five, in equal
+            ratios from the least that works to that peak. They cover what `remat.run` measures, the sample included.
         strategies: names of planners, `Solver` objects, "dtr", names or functions of DTR heuristics. None: store_all,
             sequential, chen, revolve, persistent, floating (unless it would take long) and dtr.
         loss: a function of the output that returns a scalar; without one the output is backpropagated with a fixed
@@ -121,7 +121,9 @@ class _Row:
     @property
     def runs(self) -> bool:
         """Whether there is anything to run."""
-        return self.strategy is None or isinstance(self.strategy, Dynamic) or self.entry.schedule is not None
+        if isinstance(self.strategy, Dynamic):
+            return self.entry.outcome != "thrash"  # an oom may only be the simulation's, which a run tells quickly
+        return self.strategy is None or self.entry.schedule is not None
 
 
 class _Work:
@@ -176,8 +178,8 @@ class _Work:
             self.least[strategy.name] = self._least(strategy, replay)
         if budgets is None:
             least = min(self.least.values())
-            steps = range(_AUTOMATIC)
-            budgets = [math.ceil(least + (most - least) * step / (_AUTOMATIC - 1)) for step in steps]
+            between = [step / (_AUTOMATIC - 1) for step in range(1, _AUTOMATIC - 1)]
+            budgets = [least, *(math.ceil(least * (most / least) ** share) for share in between), most]
         self.budgets = list(dict.fromkeys(resolve_budget(budget, most) for budget in budgets))
         if not self.budgets:
             raise RematError("no budgets to compare at; leave `budgets` out for five between the least and the most")
@@ -276,9 +278,12 @@ class _Work:
             report, _ = replay.run(budget + self.extra, strategy.heuristic, thrash_limit=THRASH_LIMIT)
             peak = max(report.peak_bytes - self.extra, 0)
             report = replace(report, strategy=strategy.name, budget_bytes=budget, peak_bytes=peak)
-            if report.outcome == "oom":
-                note = f"least budget {format_bytes(self.least[strategy.name])}, by simulation"
-                report = _failed(strategy.name, budget, "oom", note)
+            if report.outcome != "pass":
+                why = (
+                    "it runs out of memory" if report.outcome == "oom" else f"it takes over {THRASH_LIMIT:g} x the time"
+                )
+                note = f"in the simulation {why}; the least budget there is {format_bytes(self.least[strategy.name])}"
+                report = _failed(strategy.name, budget, report.outcome, note)
             yield Entry(strategy.name, budget, report)
 
     def _check(self, before: Comparison) -> None:
@@ -340,15 +345,14 @@ class _Work:
             self._share([plain, *rows])
             self.keep()
         for turn in range(self.repeats):
-            beside = None if plain.step is None else self._time(bench, plain)
-            self._summarise(plain)
-            for done, row in enumerate(rows if turn % 2 else rows[::-1]):
+            order = [plain, *rows] if turn % 2 else [*rows, plain]
+            timed = [row for row in order if row.step is not None and (row is plain or len(row.times) < row.rounds)]
+            for done, row in enumerate(timed):
                 self.tell(_what(row, "time"), (1 + len(rows)) * (1 + turn) + done, total)
-                if row.step is not None and len(row.times) < row.rounds:
-                    seconds = self._time(bench, row)
-                    if beside is not None:
-                        row.ratios.append(seconds / beside)
-                    self._summarise(row)
+                self._time(bench, row)
+            if plain.step is not None:
+                for row in timed:
+                    row.ratios.append(row.times[-1] / plain.times[-1])
             self._share([plain, *rows])
             self.keep()
 
@@ -361,12 +365,20 @@ class _Work:
                 first.setdefault(number if schedule is None else schedule.operations, row)
         return list(first.values())
 
+    def _summarise(self, row: _Row) -> None:
+        """Medians of what was timed so far."""
+        if row.measured is not None and row.times:
+            overhead = statistics.median(row.ratios) if row.ratios else None
+            row.measured = replace(row.measured, seconds=statistics.median(row.times), overhead=overhead)
+
     def _share(self, firsts: list[_Row]) -> None:
-        """Rows of the same schedule have the same measurements."""
+        """Sums up what was measured; rows of the same schedule have the same measurements."""
+        for row in firsts:
+            self._summarise(row)
         by_operations = {row.entry.schedule.operations: row for row in firsts if row.entry.schedule is not None}
         for row in self.rows:
             schedule = row.entry.schedule
-            source = None if schedule is None else by_operations[schedule.operations]
+            source = None if schedule is None else by_operations.get(schedule.operations)
             if source is None or source is row or source.measured is None:
                 continue
             row.gradients, row.times, row.ratios = source.gradients, source.times, source.ratios
@@ -428,25 +440,16 @@ class _Work:
             outcome = "pass" if budget is None or report.peak_bytes <= budget else "over"
         return replace(report, budget_bytes=budget, outcome=outcome)
 
-    def _time(self, bench: Bench, row: _Row) -> float:
+    def _time(self, bench: Bench, row: _Row) -> None:
         assert row.step is not None
         with _thrashing_is_an_outcome():
-            seconds = bench.seconds(row.step)
-        row.times.append(seconds)
-        return seconds
-
-    def _summarise(self, row: _Row) -> None:
-        if row.measured is None or not row.times:
-            return
-        overhead = statistics.median(row.ratios) if row.ratios else None
-        if row.strategy is None:
-            overhead = 1.0
-        row.measured = replace(row.measured, seconds=statistics.median(row.times), overhead=overhead)
+            row.times.append(bench.seconds(row.step))
 
     # The result ------------------------------------------------------------------------------------------------------
 
     def interrupted(self) -> None:
         """Notes that it ended early, and keeps what there is."""
+        self._share(self._firsts())
         count = sum(row.measured is not None for row in self.rows)
         where = "" if self.file is None else f"; compare again with file={os.fspath(self.file)!r} to go on from there"
         self.notes.append(f"interrupted: {count} of {len(self.rows)} entries were measured{where}")

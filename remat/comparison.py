@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 PLAIN = "plain PyTorch"
 EQUAL = "equal"
+PREFERRED = "persistent"  # among strategies whose plans are the same
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ class Comparison:
         if not fitting:
             least = min((peak for _, peak, _ in found), default=0)
             raise InfeasibleBudget(size, least)
-        return min(fitting, key=lambda item: item[:2])[2]
+        return min(fitting, key=lambda item: (*item[:2], item[2].strategy != PREFERRED))[2]
 
     def _bytes(self, budget: int | str | float) -> int:
         return resolve_budget(budget, self.store_all_bytes)
@@ -263,7 +264,7 @@ class Comparison:
         from rich import box
         from rich.table import Table
 
-        table = Table(title=self._title(), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=self._caption())
+        table = Table(title=self._title(), box=box.SIMPLE_HEAD, padding=0, caption=self._caption())
         for position, column in enumerate(_SHORT):
             table.add_column(column, justify="right" if position else "left", no_wrap=True)
         for heading, entries in self._groups():
@@ -309,9 +310,9 @@ class Comparison:
         groups = [("", [entry for entry in self.entries if entry.budget_bytes is None])]
         most = self.store_all_bytes
         for budget in sorted(set(self.budgets)):
-            share = f" ({budget / most:.0%})" if most else ""
+            share = f", {budget / most:.0%}" if most else ""
             entries = [entry for entry in self.entries if entry.budget_bytes == budget]
-            groups.append((f"within {format_bytes(budget)}{share}", entries))
+            groups.append((f"<= {format_bytes(budget)}{share}", entries))
         return [group for group in groups if group[1]]
 
     def _cells(self, entry: Entry) -> list[str]:
@@ -421,9 +422,9 @@ class Comparison:
             raise InvalidFile(f"{path}: not the fields of a Comparison ({error})") from error
 
 
-THRASH_LIMIT = 10.0  # of simulations: overheads above are no news
+THRASH_LIMIT = 5.0  # times the program's own time: what DTR takes above that is thrashing, whose extent is no news
 _SHORT: Sequence[str] = (
-    *("", "planned\npeak", "peak", "a step\ntakes", "planned\noverhead", "over-\nhead"),
-    *("examples\n/ s", "recom-\nputed"),
+    *("", "planned\npeak", "peak", "a step\ntakes", "planned\nover-\nhead", "over-\nhead"),
+    *("exam-\nples\n/ s", "recom-\nputed"),
 )
 _NOTE = 60  # characters of a reason that a column shows

@@ -1,7 +1,8 @@
-"""Densely connected networks (Huang et al., 2017), written as one usually writes them."""
+"""Densely connected networks (Huang et al., 2017): written as one usually writes them, and as chains."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
@@ -70,3 +71,64 @@ class DenseNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.head(self.features(images))
+
+
+class Concatenating(nn.Module):
+    """A layer of a dense block as a stage of a chain: all features so far to those and its own behind them."""
+
+    def __init__(self, inputs: int, growth: int) -> None:
+        super().__init__()
+        self.layer = DenseLayer(inputs, growth)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, self.layer([x])], dim=1)
+
+
+def _densenet(layers: Sequence[int], growth: int, num_classes: int, width: int) -> nn.Sequential:
+    stem: list[nn.Module] = [
+        nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, stride=2, padding=1),
+    ]
+    parts: list[tuple[str, nn.Module]] = [("stem", nn.Sequential(*stem))]
+    for block, count in enumerate(layers):
+        if block:
+            halved: list[nn.Module] = [
+                nn.BatchNorm2d(width),
+                nn.ReLU(inplace=True),
+                nn.Conv2d(width, width // 2, 1, bias=False),
+                nn.AvgPool2d(2),
+            ]
+            parts.append((f"transition{block}", nn.Sequential(*halved)))
+            width //= 2
+        for layer in range(count):
+            parts.append((f"layer{block + 1}_{layer + 1}", Concatenating(width, growth)))
+            width += growth
+    parts += [
+        ("norm", nn.Sequential(nn.BatchNorm2d(width), nn.ReLU(inplace=True))),
+        ("pool", nn.AdaptiveAvgPool2d(1)),
+        ("flatten", nn.Flatten()),
+        ("fc", nn.Linear(width, num_classes)),
+    ]
+    return nn.Sequential(OrderedDict(parts))
+
+
+def densenet121(num_classes: int = 1000, growth: int = 32) -> nn.Sequential:
+    """DenseNet-121 for (N, 3, H, W) images, a stage for each dense layer; `growth` is what a layer adds in channels."""
+    return _densenet((6, 12, 24, 16), growth, num_classes, 2 * growth)
+
+
+def densenet161(num_classes: int = 1000, growth: int = 48) -> nn.Sequential:
+    """DenseNet-161 for (N, 3, H, W) images."""
+    return _densenet((6, 12, 36, 24), growth, num_classes, 2 * growth)
+
+
+def densenet169(num_classes: int = 1000, growth: int = 32) -> nn.Sequential:
+    """DenseNet-169 for (N, 3, H, W) images."""
+    return _densenet((6, 12, 32, 32), growth, num_classes, 2 * growth)
+
+
+def densenet201(num_classes: int = 1000, growth: int = 32) -> nn.Sequential:
+    """DenseNet-201 for (N, 3, H, W) images."""
+    return _densenet((6, 12, 48, 32), growth, num_classes, 2 * growth)

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from remat.errors import RematError
-from remat.models import resnet
+from remat.models import densenet, resnet, vgg
 from remat.models.gpt import gpt
+from remat.models.inception import inception_v3
 
 
 class Example(NamedTuple):
-    """What a command works on: a model, a sample of its input, and a loss, a function of the output, if there is one."""
+    """What a command works on: a model, a sample of its input, and a loss of its output if there is one."""
 
     model: nn.Module
     sample: Any
@@ -40,6 +41,15 @@ EXAMPLES: dict[str, Callable[[int], Example]] = {
     "resnet152": _images(resnet.resnet152, 128),
     "resnet200": _images(resnet.resnet200, 128),
     "resnet1001": _images(resnet.resnet1001, 32),
+    "densenet121": _images(densenet.densenet121, 128),
+    "densenet161": _images(densenet.densenet161, 128),
+    "densenet169": _images(densenet.densenet169, 128),
+    "densenet201": _images(densenet.densenet201, 128),
+    "inception_v3": _images(inception_v3, 160),
+    "vgg11": _images(vgg.vgg11, 64),
+    "vgg13": _images(vgg.vgg13, 64),
+    "vgg16": _images(vgg.vgg16, 64),
+    "vgg19": _images(vgg.vgg19, 64),
     "gpt": _language(12),
     "gpt96": _language(96),
 }

@@ -1,0 +1,351 @@
+"""`remat.compare`: planned and run, shown, saved, interrupted and taken up again; and `remat.fit`."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+from torch.nn import functional
+
+import remat
+from remat import models
+from remat.comparison import PLAIN, Comparison
+from tests.live_models import make
+
+STATIC = ("store_all", "sequential", "chen", "revolve", "persistent", "floating")
+
+
+def _gpt() -> tuple[nn.Sequential, torch.Tensor]:
+    torch.manual_seed(0)
+    return models.gpt(5, 32, 2, vocabulary=64, context=32), torch.randint(0, 64, (4, 32))
+
+
+def _loss(output: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), torch.zeros(output.shape[0] * output.shape[1]).long())
+
+
+@pytest.fixture(scope="module")
+def compared() -> Comparison:
+    model, sample = _gpt()
+    return remat.compare(model, sample, [0.1, 0.5, 1.0], loss=_loss, progress=False)
+
+
+def test_every_strategy_at_every_budget(compared: Comparison) -> None:
+    assert compared.strategies == [*STATIC, "dtr h_dtr_eq"]
+    assert len(compared.entries) == 1 + 3 * len(compared.strategies)
+    assert compared.complete
+    assert compared.batch == 4
+
+
+def test_measured_peaks_keep_their_budgets_and_gradients_are_equal(compared: Comparison) -> None:
+    ran = [entry for entry in compared.entries if entry.measured is not None and entry.budget_bytes is not None]
+    assert len(ran) >= 2 * (len(compared.strategies) - 2)
+    for entry in ran:
+        assert entry.measured is not None
+        assert entry.budget_bytes is not None
+        if entry.outcome == "pass":
+            assert 0 < entry.measured.peak_bytes <= entry.budget_bytes
+            assert entry.gradients == "equal"
+            assert len(entry.times) == len(entry.ratios) == 3
+            assert entry.measured.seconds == sorted(entry.times)[1]
+            assert entry.measured.overhead == sorted(entry.ratios)[1]
+
+
+def test_what_fails_says_why(compared: Comparison) -> None:
+    entry = compared.at("store_all", 0.5)
+    assert entry.outcome == "infeasible"
+    assert entry.measured is None
+    assert entry.predicted is not None
+    assert str(compared.least_bytes["store_all"]) in entry.predicted.note
+    for name in STATIC:
+        assert compared.at(name, 0.1).outcome == "infeasible"
+    dtr = compared.at("dtr", 0.1)
+    assert dtr.outcome in ("oom", "thrash")
+    assert dtr.report is not None
+    assert dtr.report.note
+
+
+def test_plans_are_those_of_the_planners(compared: Comparison) -> None:
+    assert compared.chain is not None
+    for name in STATIC[1:]:
+        entry = compared.at(name, 0.5)
+        schedule = remat.solve(compared.chain, compared.budgets[1], name)
+        assert entry.schedule == schedule
+        assert entry.predicted is not None
+        assert entry.predicted.peak_bytes == remat.simulate(compared.chain, schedule).peak_bytes
+        assert compared.least_bytes[name] == remat.minimum_budget(compared.chain, name)
+
+
+def test_best_is_the_fastest_that_fits(compared: Comparison) -> None:
+    assert compared.best(10**9).measured is not None
+    budget = compared.budgets[1]
+    best = compared.best(budget)
+    fitting = [
+        entry
+        for entry in compared.entries
+        if entry.outcome == "pass" and entry.measured is not None and entry.measured.peak_bytes <= budget
+    ]
+    assert best.measured is not None
+    assert best.measured.seconds == min(entry.measured.seconds for entry in fitting if entry.measured is not None)
+    with pytest.raises(remat.InfeasibleBudget, match="least budget that works"):
+        compared.best(100)
+
+
+def test_it_shows_itself(compared: Comparison) -> None:
+    text = str(compared)
+    assert repr(compared) == text
+    assert max(map(len, text.splitlines())) <= 80
+    for name in (PLAIN, *compared.strategies, "infeasible", "equal plain PyTorch's to the last bit"):
+        assert name in text
+    html = compared._repr_html_()
+    assert html.count("<tr>") == 1 + len(compared.entries) + len(compared.budgets)
+    assert "&lt;= " in html
+
+
+def test_it_is_saved_and_loaded(compared: Comparison, tmp_path: Path) -> None:
+    compared.save(tmp_path / "comparison.json")
+    loaded = Comparison.load(tmp_path / "comparison.json")
+    assert loaded == compared
+    with pytest.raises(remat.InvalidFile, match="expected a Chain"):
+        remat.Chain.load(tmp_path / "comparison.json")
+    compared.to_csv(tmp_path / "comparison.csv")
+    with (tmp_path / "comparison.csv").open() as lines:
+        rows = list(csv.DictReader(lines))
+    assert [row["strategy"] for row in rows] == [entry.strategy for entry in compared.entries]
+    content = json.loads((tmp_path / "comparison.json").read_text())
+    del content["entries"]
+    (tmp_path / "broken.json").write_text(json.dumps(content))
+    with pytest.raises(remat.InvalidFile, match="entries"):
+        Comparison.load(tmp_path / "broken.json")
+
+
+def test_it_becomes_a_data_frame(compared: Comparison) -> None:
+    frame = compared.to_pandas()
+    assert len(frame) == len(compared.entries)
+    assert frame["measured_peak_bytes"].max() == max(row["measured_peak_bytes"] or 0 for row in compared.rows())
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "budget", "panels"),
+    [
+        (None, None, None, 2),
+        ("throughput", None, None, 1),
+        ("overhead", None, None, 1),
+        ("memory", "dtr", 0.5, 1),
+        ("memory", None, None, 1),
+        ("schedule", "chen", None, 1),
+        (None, "persistent", 0.5, 2),
+        (None, None, 0.5, 2),
+        (None, "dtr", 0.5, 1),
+    ],
+)
+def test_figures(
+    compared: Comparison, kind: str | None, strategy: str | None, budget: float | None, panels: int
+) -> None:
+    figure = compared.plot(kind, strategy=strategy, budget=budget)
+    assert isinstance(figure, Figure)
+    assert len(figure.axes) == panels
+    assert all(ax.has_data() for ax in figure.axes)
+    assert figure._repr_png_().startswith(b"\x89PNG")
+
+
+def test_a_figure_shows_what_was_measured(compared: Comparison) -> None:
+    (ax,) = compared.plot("throughput").axes
+    lines = {line.get_label(): line for line in ax.get_lines()}
+    entry = compared.at("persistent", 0.5)
+    assert entry.measured is not None
+    point = (entry.measured.peak_bytes / 2**20, 4 / entry.measured.seconds)
+    assert point in [tuple(pair) for pair in lines["persistent"].get_xydata().tolist()]
+    assert PLAIN in lines
+    (ax,) = compared.plot("memory", strategy="persistent", budget=0.5).axes
+    (limit,) = (line for line in ax.get_lines() if "budget" in line.get_label())
+    assert limit.get_ydata()[0] == compared.budgets[1] / 2**20
+
+
+def test_the_memory_of_dtr_over_time_keeps_the_budget(compared: Comparison) -> None:
+    report = compared.with_timeline("dtr", 0.5)
+    assert report.budget_bytes == compared.budgets[1]
+    peaks = [moment.peak_bytes for moment in report.timeline]
+    assert 0.9 * report.peak_bytes < max(peaks) <= report.budget_bytes
+    ends = [moment.end_seconds for moment in report.timeline]
+    assert ends == sorted(ends)
+    assert ends[-1] == pytest.approx(report.seconds, rel=1e-3)
+
+
+def test_wrong_figures_and_entries(compared: Comparison) -> None:
+    for call, message in (
+        (lambda: compared.plot("pie"), "throughput, overhead, memory, schedule"),
+        (lambda: compared.plot("schedule", strategy="dtr", budget=0.5), "kind='memory'"),
+        (lambda: compared.plot("memory", strategy="store_all", budget=0.1), "infeasible|no schedule"),
+        (lambda: compared.at("persistent", 0.77), "budgets are"),
+        (lambda: compared.at("nobody", 0.5), "unknown strategy"),
+    ):
+        with pytest.raises(remat.RematError, match=message):
+            call()
+
+
+def test_the_model_is_left_as_found() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(), nn.Flatten(), nn.LazyLinear(5)
+    )
+    sample = torch.randn(4, 3, 12, 12)
+    model(sample)
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    found = remat.compare(model, sample, [1.0], ["persistent", "dtr"], progress=False)
+    assert {entry.gradients for entry in found.entries[1:]} == {"equal"}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model[0].weight.grad, torch.ones_like(model[0].weight))
+    assert model[2] is not None
+    assert model[5].weight.grad is None
+    assert torch.equal(random, torch.get_rng_state())
+
+
+def test_predictions_alone_run_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What measures steps is not even made."""
+    monkeypatch.setattr("remat.comparing.Bench", None)
+    model, sample = _gpt()
+    found = remat.compare(model, sample, [0.4, 0.8], measure=False, progress=False)
+    assert not found.measured
+    assert found.at("dtr", 0.8).outcome == "pass"
+    assert {entry.outcome for entry in found.entries} >= {"pass", "infeasible"}
+    assert found.best(0.8).predicted is not None
+    assert "predicted" in found.plot("throughput").axes[0].get_title()
+
+
+def test_an_interrupted_comparison_keeps_what_it_has_and_goes_on(tmp_path: Path) -> None:
+    model, sample = _gpt()
+    file = tmp_path / "comparison.json"
+
+    def stop(what: str, done: int, total: int) -> None:
+        if what.startswith("memory: dtr"):
+            raise KeyboardInterrupt
+
+    options = {"strategies": ["persistent", "dtr"], "file": file}
+    with pytest.warns(UserWarning, match="interrupted: 2 of 3 entries"):
+        first = remat.compare(model, sample, [0.6], progress=stop, **options)
+    assert not first.complete
+    assert first.at("persistent", 0.6).measured is not None
+    assert first.at("dtr", 0.6).measured is None
+    assert "incomplete" in str(first)
+    assert Comparison.load(file) == first
+
+    seen: list[str] = []
+    second = remat.compare(model, sample, [0.6], progress=lambda what, done, total: seen.append(what), **options)
+    assert second.complete
+    assert not any("measuring" in what for what in seen)  # the profile was in the file
+    assert second.chain == first.chain
+    assert second.at("persistent", 0.6).measured.peak_bytes == first.at("persistent", 0.6).measured.peak_bytes
+    assert second.at("dtr", 0.6).outcome == "pass"
+
+    seen.clear()
+    third = remat.compare(model, sample, [0.6], progress=lambda what, done, total: seen.append(what), **options)
+    assert not any("time" in what for what in seen)
+    assert [entry.measured for entry in third.entries] == [entry.measured for entry in second.entries]
+    wider = remat.compare(model, sample, [0.6, 0.8], progress=False, **options)
+    assert wider.at("persistent", 0.6).measured == second.at("persistent", 0.6).measured
+    assert wider.at("persistent", 0.8).measured is not None
+
+
+def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
+    model, sample = _gpt()
+    file = tmp_path / "comparison.json"
+    remat.compare(model, sample, [0.6], ["persistent"], measure=False, file=file, progress=False)
+    with pytest.raises(remat.RematError, match="another model or sample"):
+        remat.compare(model, sample[:2], [0.6], ["persistent"], file=file, progress=False)
+    with pytest.raises(remat.RematError, match="another model or sample"):
+        remat.compare(model[:3], sample, [0.6], ["persistent"], file=file, progress=False)
+    content = json.loads(file.read_text())
+    content["machine"]["processor"] = "an abacus"
+    content["entries"][0]["measured"] = content["entries"][0]["predicted"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(remat.RematError, match="abacus"):
+        remat.compare(model, sample, [0.6], ["persistent"], file=file, progress=False)
+
+
+def test_any_module_under_dtr_alone() -> None:
+    case = make("TreeLSTM")
+    tree = models.complete_tree(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = remat.compare(case.model, tree, [0.9, 1.0], progress=False, loss=lambda output: output.sum())
+    assert found.strategies == ["dtr h_dtr_eq"]
+    assert any("nn.Sequential" in note for note in found.notes)
+    assert found.at("dtr", 1.0).gradients == "equal"
+    with pytest.raises(remat.RematError, match=r"strategies=\['dtr'\]"):
+        remat.compare(case.model, tree, [0.9], ["persistent"], progress=False)
+
+
+def test_solvers_heuristics_and_wrong_names() -> None:
+    model, sample = _gpt()
+
+    def patient(c):  # type: ignore[no-untyped-def]
+        return c.cost / (c.bytes + 1.0)
+
+    found = remat.compare(
+        model, sample, ["10GiB"], [remat.solvers.Chen(), patient, "h_lru", "dtr"], measure=False, progress=False
+    )
+    assert found.strategies == ["chen", "dtr patient", "dtr h_lru", "dtr h_dtr_eq"]
+    for strategies, budgets, message in (
+        (["persistant"], [0.5], "persistant"),
+        ([], [0.5], "no strategies"),
+        (None, [], "no budgets"),
+        (None, ["12 parsecs"], "parsecs"),
+        (None, [1.5], "float must lie"),
+    ):
+        with pytest.raises(remat.RematError, match=message):
+            remat.compare(model, sample, budgets, strategies, measure=False, progress=False)
+    with pytest.raises(remat.RematError, match="repeats=0"):
+        remat.compare(model, sample, [0.5], repeats=0)
+
+
+def test_budgets_of_its_own_go_from_the_least_to_the_most() -> None:
+    model, sample = _gpt()
+    found = remat.compare(model, sample, strategies=["persistent"], measure=False, progress=False)
+    assert len(found.budgets) == 5
+    assert found.budgets[0] == found.least_bytes["persistent"]
+    assert found.budgets[-1] == found.store_all_bytes
+    assert all(entry.outcome == "pass" for entry in found.entries)
+
+
+def test_fit_takes_the_fastest_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    model, sample = _gpt()
+    module = remat.fit(model, sample, 0.5, _loss)
+    line = capsys.readouterr().err
+    assert line.startswith("remat.fit: ")
+    assert line.count("\n") == 1
+    assert "x the time" in line
+    plans = remat.compare(model, sample, [0.5], STATIC, measure=False, progress=False)
+    assert module.sequence is not None
+    assert module.chain is not None
+    best = min(
+        remat.simulate(module.chain, remat.solve(module.chain, 0.5, name)).seconds
+        for name in STATIC
+        if plans.at(name, 0.5).outcome == "pass"
+    )
+    assert module.get_expected_makespan() == best
+    assert list(module.state_dict()) == list(model.state_dict())
+    _loss(module(sample)).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    remat.fit(model, sample, "1GiB", quiet=True)
+    assert capsys.readouterr().err == ""
+
+
+def test_fit_says_what_it_cannot_do() -> None:
+    model, sample = _gpt()
+    with pytest.raises(remat.InfeasibleBudget) as caught:
+        remat.fit(model, sample, 1000)
+    module = remat.fit(model, sample, caught.value.minimum, quiet=True)
+    _loss(module(sample)).backward()
+    with pytest.raises(remat.UnsupportedModel, match=r"with remat\.DTR"):
+        remat.fit(make("UNet").model, sample, "1GiB")
+    with pytest.raises(remat.InvalidBudget):
+        remat.fit(model, sample, "plenty")
