@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+from benchmarks.comparing import comparing
 from benchmarks.dtr import dtr, static
 from benchmarks.frontier import frontier
 from benchmarks.live import live
+from benchmarks.paper import paper
 from benchmarks.planners import planners
 from benchmarks.speed import prediction, sequential, store_all
 
@@ -19,6 +21,8 @@ BENCHMARKS = {
     "prediction": lambda: prediction(6),
     "live": lambda: live(7),
     "frontier": lambda: frontier(6),
+    "compare": comparing,
+    "paper": lambda: paper(9),
 }
 
 

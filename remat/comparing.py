@@ -63,8 +63,9 @@ def compare(
         model: an `nn.Sequential` for static strategies; any module for DTR.
         sample: its input: a tensor, a tuple of positional or a dict of keyword arguments; its first dimension counts
             the examples. On the model's device.
-        budgets: each an int (bytes), a string ("2GiB"), or a float in (0, 1] of the store-all peak. None: five, in equal
-            ratios from the least that works to that peak. They cover what `remat.run` measures, the sample included.
+        budgets: each an int (bytes), a string ("2GiB"), or a float in (0, 1] of the store-all peak. They cover what
+            `remat.run` measures, the sample included. None: five, in equal ratios from the least that works to that
+            peak.
         strategies: names of planners, `Solver` objects, "dtr", names or functions of DTR heuristics. None: store_all,
             sequential, chen, revolve, persistent, floating (unless it would take long) and dtr.
         loss: a function of the output that returns a scalar; without one the output is backpropagated with a fixed

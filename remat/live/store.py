@@ -293,8 +293,10 @@ class Store:
             raise ReplayError(f"{operator.function} made {made.nbytes()} bytes where it had made {slot.size} before")
         storage = None if slot.where is None else slot.where()
         if storage is None:
-            self._put(slot, made)
             slot.held = made
+            if slot.saves:
+                self._put(slot, made)  # autograd will hand it out
+            # Else only operators that may run again refer to the slot, and its content goes when the last of them does.
         else:
             storage.resize_(slot.size)
             storage.copy_(made)

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from remat.plotting.style import axes_for, legend, styles
-from remat.runtime.dtr.simulator import Baseline, Cell
+import numpy as np
+
+from remat.plotting.style import COLOURS, axes_for, legend, new_figure, styles
+from remat.runtime.dtr.core import Core
+from remat.runtime.dtr.graph import Graph
+from remat.runtime.dtr.heuristics import Heuristic
+from remat.runtime.dtr.simulator import Baseline, Cell, Replay, timeline
 from remat.runtime.dtr.theory import AdversaryRun, LinearRun
+from remat.runtime.dtr.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -102,6 +108,72 @@ def plot_linear_states(run: LinearRun, title: str = "") -> Figure:
     ax.axvline(run.nodes, color="#56B4E9", linewidth=1)
     ax.set(xlabel="operator of the program (the backward begins at the line)", ylabel="tensor", title=title)
     return figure
+
+
+def plot_evictions(trace: Trace, budget: int | str | float, heuristic: str | Heuristic = "h_dtr_eq") -> Figure:
+    """What DTR has in memory, operator by operator, and the memory that takes.
+
+    A row for each storage, in the order in which they are made: grey while it is in memory, black while it is evicted
+    and will be recomputed, white before it is made and once it is gone; orange where it is recomputed.
+
+    Args:
+        trace, budget, heuristic: as for `remat.simulate_dtr`; for a live run `dtr.trace` and `dtr.trace_budget`.
+    """
+    from matplotlib.colors import ListedColormap
+
+    replay = Replay(trace)
+    report, core = replay.run(budget, heuristic, thrash_limit=1e6, log=True)
+    graph = replay.program("eager").graph
+    states, again = _storage_states(core, graph)
+    figure = new_figure(8.6, 5.2)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1, 2.2))
+    moments = [moment for moment in timeline(core, graph) if not moment.operation.startswith("constant ")]
+    edges = np.arange(len(moments) + 1)
+    upper.stairs([moment.peak_bytes / 2**20 for moment in moments], edges, fill=True, color=COLOURS[5], alpha=0.6)
+    limit = (report.budget_bytes or 0) / 2**20
+    upper.axhline(limit, color=COLOURS[1], linestyle="--", label=f"budget {limit:.4g} MiB")
+    upper.set(ylabel="memory (MiB)", ylim=(0, 1.15 * limit))
+    upper.legend(frameon=False, loc="lower right", fontsize="small")
+    colours = ListedColormap(["white", "0.72", "black"])
+    extent = (0, states.shape[1], 0.5, states.shape[0] + 0.5)
+    lower.imshow(
+        states, aspect="auto", interpolation="nearest", cmap=colours, vmin=0, vmax=2, origin="lower", extent=extent
+    )
+    if again:
+        lower.plot(*zip(*again, strict=True), linestyle="", marker="s", markersize=1.8, color=COLOURS[1])
+    lower.set(xlabel="operator", ylabel="storage")
+    name = heuristic if isinstance(heuristic, str) else getattr(heuristic, "__name__", "a heuristic")
+    figure.suptitle(f"{name}: {report.evictions} evictions, {report.recomputations} recomputations")
+    return figure
+
+
+def _storage_states(core: Core, graph: Graph) -> tuple[np.ndarray, list[tuple[float, float]]]:
+    """For each storage and operator 0 where it is not needed, 1 in memory, 2 evicted; and where it was recomputed."""
+    decisions = core.decisions()
+    constants = sum(label.startswith("constant ") for label in graph.labels)
+    runs = sum(decision.kind in ("compute", "recompute") for decision in decisions) - constants
+    states = np.zeros((len(graph.sizes) - constants, max(runs, 1)), np.int8)
+    since: dict[int, int] = {}  # the operator at which a storage came into memory
+    evicted: dict[int, int] = {}
+    again: list[tuple[float, float]] = []
+    now = -constants
+    for kind, _, what, _, _ in decisions:
+        if kind in ("compute", "recompute"):
+            for tensor in range(*graph.operators[graph.tensors[what][1]][3:5]):
+                storage = graph.tensors[tensor][0]
+                if storage in evicted:
+                    states[storage - constants, evicted.pop(storage) : now] = 2
+                    again.append((now + 0.5, storage - constants + 1))
+                since.setdefault(storage, max(now, 0))
+            now += 1
+        elif what in since:
+            states[what - constants, since.pop(what) : now] = 1
+            if kind == "evict":
+                evicted[what] = now
+    for storage, begun in since.items():
+        if storage >= constants:
+            states[storage - constants, begun:] = 1
+    return states, again
 
 
 def plot_linear_growth(runs: Mapping[str, Sequence[LinearRun]], optimum: Sequence[tuple[int, int]]) -> Figure:

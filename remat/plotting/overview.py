@@ -1,0 +1,93 @@
+"""One budget at a glance: the plan, its memory over time, and what every strategy would cost; for a slider."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from remat.chain import Chain
+from remat.errors import InfeasibleBudget
+from remat.plotting.schedule import plot_memory, plot_schedule
+from remat.plotting.style import COLOURS, new_figure
+from remat.runtime.dtr.simulator import Replay
+from remat.runtime.dtr.trace import Trace
+from remat.schedule import Schedule
+from remat.simulation import simulate
+from remat.solvers.base import Solver, store_all_peak
+from remat.strategies import Static, make_strategies, takes_long
+from remat.units import format_bytes, resolve_budget
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def plot_overview(
+    chain: Chain,
+    budget: int | str | float,
+    solver: str | Solver = "persistent",
+    *,
+    strategies: Sequence[str | Solver] | None = None,
+    slots: int = 200,
+) -> Figure:
+    """What a budget means for a chain: the memory over time and the plan of `solver`, and every strategy's cost.
+
+    Below the least budget that works the plan is the one of that budget, which the title says. Nothing is run.
+
+    Args:
+        chain: as `remat.profile` measures it, or made by hand.
+        budget: int (bytes), string ("2GiB"), or float in (0, 1] of the store-all peak.
+        strategies: as for `remat.compare`; DTR is simulated on the chain.
+        slots: memory units of the dynamic programs; few keep a slider quick.
+    """
+    size = resolve_budget(budget, store_all_peak(chain))
+    (shown,) = make_strategies([solver], slots)
+    assert isinstance(shown, Static)
+    figure = new_figure(12.6, 3.9)
+    memory, plan, bars = figure.subplots(1, 3, width_ratios=(1.2, 1.2, 0.9))
+    schedule, title = _plan(chain, size, shown.solver)
+    plot_memory(simulate(chain, schedule), memory)
+    memory.set_title(title)
+    plot_schedule(schedule, plan)
+    found = {
+        name: cost
+        for strategy in make_strategies(strategies, slots)
+        if not takes_long(strategy, chain)
+        for name, cost in [(strategy.name, _overhead(chain, size, strategy))]
+    }
+    _bars(bars, found)
+    return figure
+
+
+def _plan(chain: Chain, size: int, solver: Solver) -> tuple[Schedule, str]:
+    try:
+        return solver.solve(chain, size), f"{solver.name} within {format_bytes(size)}"
+    except InfeasibleBudget as error:
+        least = format_bytes(error.minimum)
+        return solver.solve(chain, error.minimum), f"{format_bytes(size)} is too little; the least is {least}"
+
+
+def _overhead(chain: Chain, size: int, strategy: Any) -> float | None:
+    """Predicted time over that of storing everything; None where the strategy does not fit."""
+    if isinstance(strategy, Static):
+        try:
+            return simulate(chain, strategy.solver.solve(chain, size)).overhead
+        except InfeasibleBudget:
+            return None
+    report, _ = Replay(Trace.from_chain(chain)).run(size, strategy.heuristic, thrash_limit=5.0)
+    return report.overhead if report.outcome == "pass" else None
+
+
+def _bars(ax: Any, overheads: dict[str, float | None]) -> None:
+    names = list(overheads)
+    places = range(len(names), 0, -1)
+    for place, name in zip(places, names, strict=True):
+        overhead = overheads[name]
+        if overhead is None:
+            ax.text(1.0, place, " does not fit", va="center", color="0.35")
+        else:
+            ax.barh(place, overhead - 1, left=1, color=COLOURS[0], height=0.6)
+            ax.text(overhead, place, f" {overhead:.2f}", va="center")
+    most = max((overhead for overhead in overheads.values() if overhead is not None), default=1.5)
+    ax.set_yticks(list(places), names)
+    ax.set(xlim=(1, 1 + 1.35 * max(most - 1, 0.1)), xlabel="time / storing everything", title="every strategy")
+    ax.spines[["top", "right"]].set_visible(False)
