@@ -240,7 +240,7 @@ def compare(
         slots=slots,
         file=None if out is None else out / "comparison.json",
     )
-    console.print(f"[bold]{model}[/bold]", highlight=False)
+    console.print(f"[bold]{escape(model)}[/bold]", highlight=False)
     console.print(found.table(), highlight=False)
     _recommend(found)
     if out is not None:
@@ -254,15 +254,15 @@ def _recommend(found: Comparison) -> None:
         try:
             entry = found.best(size)
         except InfeasibleBudget:
-            name, least = min(found.least_bytes.items(), key=lambda item: item[1])
-            where = f"the least budget is {format_bytes(least)}, with {name}"
+            name, least = min(found.least_bytes.items(), key=lambda item: item[1], default=("", 0))
+            where = f"the least budget is {format_bytes(least)}, with {escape(name)}"
             console.print(f"within {format_bytes(size)}: nothing works; {where}", highlight=False)
             continue
         report = entry.report
         assert report is not None
         overhead = "" if report.overhead is None else f", {report.overhead:.2f} x plain PyTorch"
         console.print(
-            f"within {format_bytes(size)}: {entry.strategy}, {format_bytes(report.peak_bytes)}, "
+            f"within {format_bytes(size)}: {escape(entry.strategy)}, {format_bytes(report.peak_bytes)}, "
             f"{format_seconds(report.seconds)} a step{overhead}",
             highlight=False,
         )
@@ -275,9 +275,10 @@ def _write_comparison(out: Path, found: Comparison) -> list[Path]:
     found.plot().savefig(paths[-1], dpi=150)
     for size in sorted(set(found.budgets)):
         planned = [entry for entry in found.entries if entry.budget_bytes == size and entry.schedule is not None]
-        timed = [(entry.report.seconds, entry) for entry in planned if entry.report and entry.report.seconds]
+        working = [entry.report for entry in planned if entry.outcome == "pass" and entry.report is not None]
+        timed = [report for report in working if report.seconds and report.measured == found.timed]
         if timed:
-            best = min(timed, key=lambda item: item[0])[1]
+            best = min(timed, key=lambda report: report.seconds)
             paths.append(out / f"plan_{size}.png")
             found.plot(strategy=best.strategy, budget=size).savefig(paths[-1], dpi=150)
     return paths

@@ -15,6 +15,7 @@ from remat import storage
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget, InvalidFile, RematError
 from remat.report import Report
+from remat.runtime.dtr.heuristics import HEURISTICS
 from remat.runtime.dtr.simulator import Replay, timeline
 from remat.runtime.dtr.trace import Trace, read_instructions
 from remat.schedule import Schedule
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 PLAIN = "plain PyTorch"
 EQUAL = "equal"
+OWN = "not repeatable here"
 PREFERRED = "persistent"  # among strategies whose plans are the same
 
 
@@ -39,10 +41,11 @@ class Entry:
         budget_bytes: the limit; None for plain PyTorch.
         predicted: by simulation; None where nothing could be predicted.
         measured: on this machine; None where it was not run. In both, `outcome` is "pass", "over" (the peak exceeds
-            the budget), "infeasible", "oom", "thrash" or "error", and `note` has the reason.
+            the budget), "infeasible", "oom", "thrash", "timeout" or "error", and `note` has the reason.
         schedule: of static strategies.
         gradients: "equal" if gradients and buffers were those of plain PyTorch to the bit, else by how much they
-            differed; empty where they were not compared.
+            differed, beginning with `OWN` where plain PyTorch differs from itself too (kernels on a GPU may); empty
+            where they were not compared.
         times: seconds of the timed steps; ratios: each over that of plain PyTorch's step in the same round.
     """
 
@@ -98,7 +101,8 @@ class Comparison:
         trace: of a step under DTR without eviction, or of the chain.
         trace_extra_bytes: what the trace counts beyond what budgets count.
         machine: where it was measured.
-        kind: name of the model's class.
+        fingerprint: of the model, the sample and the loss: what measurements hold for.
+        heuristics: those of DTR strategies; files do not hold them.
         notes: what people should know: strategies left out, an interruption.
         complete: whether all was measured that was to be.
     """
@@ -112,7 +116,8 @@ class Comparison:
     trace: Trace | None = None
     trace_extra_bytes: int = 0
     machine: dict[str, Any] = field(default_factory=dict)
-    kind: str = ""
+    fingerprint: str = ""
+    heuristics: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     notes: tuple[str, ...] = ()
     complete: bool = True
 
@@ -147,6 +152,11 @@ class Comparison:
         """Whether anything was run."""
         return any(entry.measured is not None for entry in self.entries)
 
+    @property
+    def timed(self) -> bool:
+        """Whether any step was timed."""
+        return any(entry.times for entry in self.entries)
+
     def throughput(self, report: Report) -> float | None:
         """Examples per second."""
         return self.batch / report.seconds if report.seconds and report.outcome in ("pass", "over", "thrash") else None
@@ -171,7 +181,7 @@ class Comparison:
     def best(self, budget: int | str | float) -> Entry:
         """The fastest entry whose peak is within `budget`, whichever budget it was planned for.
 
-        What was measured counts where anything was; predictions else. An entry whose gradients differed does not.
+        What was measured counts where anything was timed; predictions else. An entry whose gradients differed does not.
 
         Raises:
             InfeasibleBudget: none fits; tells the least peak of those that work.
@@ -179,8 +189,8 @@ class Comparison:
         size = self._bytes(budget)
         found = []
         for entry in self.entries:
-            report = entry.measured if self.measured else entry.predicted
-            if report is None or not report.seconds or entry.gradients not in ("", EQUAL):
+            report = entry.measured if self.timed else entry.predicted
+            if report is None or not report.seconds or not _is_right(entry):
                 continue
             if report.outcome in ("pass", "over"):
                 found.append((report.seconds, report.peak_bytes, entry))
@@ -208,13 +218,15 @@ class Comparison:
         entry = self.at(strategy, budget)
         if entry.schedule is not None and self.chain is not None:
             return simulate(self.chain, entry.schedule)
-        if entry.predicted is None or entry.predicted.outcome == "infeasible":
+        if entry.predicted is None or entry.predicted.outcome not in ("pass", "over"):
             reason = "nothing was predicted" if entry.predicted is None else entry.predicted.note
             raise RematError(f"{entry.strategy} has no timeline at {budget!r}: {reason}")
         if not entry.strategy.startswith("dtr "):
             raise RematError(f"{entry.strategy} has no timeline; name one of {', '.join(self.strategies)}")
         assert entry.budget_bytes is not None
-        heuristic = entry.strategy.removeprefix("dtr ")
+        heuristic = self.heuristics.get(entry.strategy, entry.strategy.removeprefix("dtr "))
+        if isinstance(heuristic, str) and heuristic not in HEURISTICS:
+            raise RematError(f"{entry.strategy} was a function, which a file does not hold; compare again to draw it")
         _, core = self._replay.run(
             entry.budget_bytes + self.trace_extra_bytes, heuristic, thrash_limit=THRASH_LIMIT, log=True
         )
@@ -263,15 +275,17 @@ class Comparison:
         """A table for the terminal, of 80 columns."""
         from rich import box
         from rich.table import Table
+        from rich.text import Text
 
-        table = Table(title=self._title(), box=box.SIMPLE_HEAD, padding=0, caption=self._caption())
+        title, caption = Text(self._title()), Text(self._caption())
+        table = Table(title=title, box=box.SIMPLE_HEAD, padding=0, caption=caption)
         for position, column in enumerate(_SHORT):
             table.add_column(column, justify="right" if position else "left", no_wrap=True)
         for heading, entries in self._groups():
             if heading:
-                table.add_row(f"[bold]{heading}[/bold]")
+                table.add_row(Text(heading, style="bold"))
             for entry in entries:
-                table.add_row(*self._cells(entry), style="bold" if entry.outcome == "over" else "")
+                table.add_row(*map(Text, self._cells(entry)), style="bold" if entry.outcome == "over" else "")
         return table
 
     def __rich__(self) -> Table:
@@ -318,14 +332,17 @@ class Comparison:
     def _cells(self, entry: Entry) -> list[str]:
         predicted, measured, report = entry.predicted, entry.measured, entry.report
         failed = entry.outcome not in ("pass", "over", "thrash") or report is None or not report.seconds
-        waiting = entry.outcome in ("", "pass", "over", "thrash")  # it has not been timed yet
+        # It has not been timed yet.
+        waiting = measured is not None and entry.outcome in ("pass", "over", "thrash") and measured.peak_bytes > 0
         step = ("-" if waiting else entry.outcome) if failed else format_seconds(report.seconds if report else 0)
         throughput = None if failed or report is None else self.throughput(report)
-        peak = "" if measured is None or not measured.peak_bytes else format_bytes(measured.peak_bytes)
+        peaks = [
+            "" if found is None or not found.peak_bytes else format_bytes(found.peak_bytes) + _over(found)
+            for found in (predicted, measured)
+        ]
         return [
             entry.strategy,
-            "" if predicted is None or not predicted.peak_bytes else format_bytes(predicted.peak_bytes),
-            peak + (" OVER" if entry.outcome == "over" and measured is not None else ""),
+            *peaks,
             step + (" thrash" if entry.outcome == "thrash" and not failed else ""),
             "" if predicted is None or predicted.overhead is None or failed else f"{predicted.overhead:.2f}",
             "" if measured is None or measured.overhead is None else f"{measured.overhead:.2f}",
@@ -342,7 +359,7 @@ class Comparison:
         checked = [entry for entry in self.entries if entry.gradients]
         different = [entry for entry in checked if entry.gradients != EQUAL]
         if checked and not different:
-            lines.append(f"gradients and buffers of all {len(checked)} runs equal plain PyTorch's to the last bit")
+            lines.append(f"gradients and buffers of all {len(checked)} equal plain PyTorch's to the last bit")
         lines += [
             f"{entry.strategy} at {format_bytes(entry.budget_bytes or 0)}: gradients {entry.gradients}"
             for entry in different
@@ -395,7 +412,7 @@ class Comparison:
         """Writes everything to `path` as JSON."""
         content = {
             **{name: getattr(self, name) for name in ("model", "batch", "budgets", "least_bytes", "machine")},
-            **{name: getattr(self, name) for name in ("kind", "trace_extra_bytes", "notes", "complete")},
+            **{name: getattr(self, name) for name in ("fingerprint", "trace_extra_bytes", "notes", "complete")},
             "entries": [entry.to_fields() for entry in self.entries],
             "chain": self.chain and self.chain.to_fields(),
             "trace": None if self.trace is None else list(self.trace.lines()),
@@ -420,6 +437,20 @@ class Comparison:
             return cls(**content)
         except (KeyError, TypeError) as error:
             raise InvalidFile(f"{path}: not the fields of a Comparison ({error})") from error
+
+
+def failed(strategy: str, budget: int | None, outcome: str, note: str, *, measured: bool = False) -> Report:
+    """The report of what did not run, and why."""
+    return Report(strategy, outcome, measured, budget, 0, 0.0, None, 0, note=note)
+
+
+def _is_right(entry: Entry) -> bool:
+    """Whether its gradients are plain PyTorch's, as far as those can be repeated."""
+    return entry.gradients in ("", EQUAL) or entry.gradients.startswith(OWN)
+
+
+def _over(report: Report) -> str:
+    return " OVER" if report.outcome == "over" else ""
 
 
 THRASH_LIMIT = 5.0  # times the program's own time: what DTR takes above that is thrashing, whose extent is no news

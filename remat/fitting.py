@@ -8,13 +8,12 @@ from typing import Any
 from torch import nn
 
 from remat.chain import Chain
-from remat.errors import InfeasibleBudget, UnsupportedModel
+from remat.errors import UnsupportedModel
 from remat.measuring import Loss
 from remat.rotor import Checkpointable
 from remat.schedule import Schedule
 from remat.simulation import simulate
-from remat.solvers.base import Solver, store_all_peak
-from remat.strategies import Static, make_strategies, takes_long
+from remat.solvers.base import store_all_peak
 from remat.units import format_bytes, resolve_budget
 
 
@@ -49,47 +48,30 @@ def fit(
         UnsupportedModel: the model is no chain; tells how DTR trains it.
     """
     if not isinstance(model, nn.Sequential):
+        budget = "2GiB" if isinstance(memory, float) else memory  # a share is of what cannot be known here
         raise UnsupportedModel(
             f"fit plans for an nn.Sequential, and this is a {type(model).__name__}. Put its blocks into one; or train "
-            f"it as it is under DTR:\n\n    with remat.DTR(budget={memory!r}):\n        loss = model(x)...\n"
+            f"it as it is under DTR:\n\n    with remat.DTR(budget={budget!r}):\n        loss = model(x)...\n"
             "        loss.backward()"
         )
     resolve_budget(memory, store_all_bytes=sys.maxsize)  # its form, before anything is measured
     module = Checkpointable(model, mem_slots=slots, loss=loss)
     module.measure(sample)
+    module.plan_with("fastest", memory)
     assert module.chain is not None
-    solver, schedule = _fastest(module.chain, memory, slots)
-    module.plan_with(solver, memory)
+    assert module.sequence is not None
     if not quiet:
-        print(f"remat.fit: {_in_a_line(module.chain, schedule)}", file=sys.stderr)
+        print(f"remat.fit: {_in_a_line(module.chain, module.sequence)}", file=sys.stderr)
     return module
-
-
-def _fastest(chain: Chain, memory: int | str | float, slots: int) -> tuple[Solver, Schedule]:
-    """The planner whose plan has the least predicted time; the first of equals."""
-    found: list[tuple[float, Solver, Schedule]] = []
-    failures: list[InfeasibleBudget] = []
-    for strategy in make_strategies(None, slots):
-        if not isinstance(strategy, Static) or takes_long(strategy, chain):
-            continue
-        try:
-            schedule = strategy.solver.solve(chain, memory)
-        except InfeasibleBudget as error:
-            failures.append(error)
-        else:
-            found.append((simulate(chain, schedule).seconds, strategy.solver, schedule))
-    if not found:
-        raise InfeasibleBudget(failures[0].budget, min(error.minimum for error in failures))
-    _, solver, schedule = min(found, key=lambda item: item[0])
-    return solver, schedule
 
 
 def _in_a_line(chain: Chain, schedule: Schedule) -> str:
     report = simulate(chain, schedule)
     assert report.budget_bytes is not None
     overhead = "" if report.overhead is None else f", {report.overhead:.2f} x the time of storing everything"
+    planner, limit = schedule.note.removeprefix("by "), format_bytes(report.budget_bytes)
+    most = format_bytes(store_all_peak(chain))
     return (
-        f"{schedule.strategy} within {format_bytes(report.budget_bytes)}: {format_bytes(report.peak_bytes)} of the "
-        f"{format_bytes(store_all_peak(chain))} that storing everything takes{overhead}, {report.recomputations} "
-        "recomputations a step"
+        f"{planner} within {limit}: {format_bytes(report.peak_bytes)} of the {most} that storing everything takes"
+        f"{overhead}, {report.recomputations} recomputations a step"
     )

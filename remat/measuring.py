@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -47,7 +47,9 @@ class Bench:
         self._spread = not chain
         values = tensors(self._value)
         self.device = check_device([whole], self._value) if values else next(model.parameters()).device
-        self.sample_bytes = sum(rounded(tensor.untyped_storage().nbytes(), self.device) for tensor in values)
+        storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in values)}
+        self.sample_bytes = sum(rounded(storage.nbytes(), self.device) for storage in storages.values())
+        self._gradients = _OutputGradients()
         self._devices = accelerators(whole, self._value)
         self._parts = [model, loss] if isinstance(loss, nn.Module) else [model]
         self._inside = ExitStack()
@@ -55,10 +57,10 @@ class Bench:
     def __enter__(self) -> Bench:
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(preserved([self._model], self._devices))
+            stack.enter_context(preserved(self._parts, self._devices))
             self._foreign = stack.enter_context(aliased_parameters(self._parts))
             self._random = RandomState(self._devices)
-            buffers = [buffer for buffer in self._model.buffers() if buffer is not None]
+            buffers = [buffer for part in self._parts for buffer in part.buffers()]
             self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
             self._inside = stack.pop_all()
         return self
@@ -71,12 +73,11 @@ class Bench:
 
     def step(self, how: Schedule | DTR | None) -> Step:
         """A step by a schedule, under DTR (whose budget then holds the sample too), or plain; run once."""
-        if isinstance(how, Schedule):
-            step = Step(apply(self._model, how), self._value, self._loss, spread=False)
-        elif how is None:
-            step = Step(self._model, self._value, self._loss, spread=self._spread)
-        else:
-            step = LimitedStep(self._model, self._value, self._loss, spread=self._spread)
+        kind = LimitedStep if isinstance(how, DTR) else Step
+        module, spread = (apply(self._model, how), False) if isinstance(how, Schedule) else (self._model, self._spread)
+        step = kind(module, self._value, self._loss, self._gradients, spread=spread)
+        if isinstance(step, LimitedStep):
+            assert isinstance(how, DTR)
             step.limit(how, self.sample_bytes)
         step(self._foreign)
         if isinstance(step, LimitedStep):
@@ -96,7 +97,7 @@ class Bench:
         return elapsed(self.device, step)
 
     def left(self, step: Step) -> list[torch.Tensor]:
-        """What a step leaves, when it starts as every other one that is asked: gradients, and then buffers."""
+        """Gradients and buffers that a step leaves, as copies on the CPU; each starts from the same state."""
         leaves: list[torch.Tensor] = [leaf for part in self._parts for leaf in part.parameters() if leaf.requires_grad]
         leaves += self._foreign.leaves()
         for leaf in leaves:
@@ -107,7 +108,40 @@ class Bench:
         self._random.restore()
         step()
         gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
-        return [tensor.clone() for tensor in (*gradients, *(buffer for buffer, _ in self._buffers))]
+        return [tensor.to("cpu", copy=True) for tensor in (*gradients, *(buffer for buffer, _ in self._buffers))]
+
+
+class _OutputGradients:
+    """The fixed random gradients that outputs are backpropagated with without a loss; the same for all steps."""
+
+    def __init__(self) -> None:
+        self._made: list[torch.Tensor] | None = None
+
+    def of(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self._made is None:
+            self.make(_forms(outputs))
+        return self._made or []
+
+    def make(self, forms: list[_Form]) -> None:
+        """Makes them for outputs of these forms."""
+        self._made = fixed_gradients(
+            torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=form.device) for form in forms
+        )
+
+    @property
+    def missing(self) -> bool:
+        return self._made is None
+
+
+class _Form(NamedTuple):
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _forms(outputs: list[torch.Tensor]) -> list[_Form]:
+    return [_Form(output.shape, output.stride(), output.dtype, output.device) for output in outputs]
 
 
 class Step:
@@ -117,9 +151,11 @@ class Step:
         spread: whether a tuple or dict holds the arguments of the module.
     """
 
-    def __init__(self, module: nn.Module, value: Any, loss: Loss | None, *, spread: bool) -> None:
+    def __init__(
+        self, module: nn.Module, value: Any, loss: Loss | None, gradients: _OutputGradients, *, spread: bool
+    ) -> None:
         self._module, self._value, self._loss, self._spread = module, value, loss, spread
-        self._gradients: list[torch.Tensor] | None = None
+        self._gradients = gradients
 
     def __call__(self, foreign: ForeignGradients | None = None) -> None:
         end = self._forward()
@@ -128,16 +164,19 @@ class Step:
         end.backward()
 
     def _forward(self) -> torch.Tensor:
-        output = self._output()
         if self._loss is not None:
-            return self._loss(output)
-        differentiable = [tensor for tensor in tensors(output) if tensor.requires_grad]
-        if not differentiable:
-            raise UnsupportedModel("nothing in the model's output requires a gradient, so there is no step to run")
-        if self._gradients is None:
-            self._gradients = fixed_gradients(differentiable)
+            return self._loss(self._output())
+        outputs = self._differentiable()
+        gradients = self._gradients.of(outputs)
         # Copies, made when the backward begins, are part of the step; the originals are not.
-        return Sink.apply(lambda: tuple(gradient.clone() for gradient in self._gradients or ()), *differentiable)
+        return Sink.apply(lambda: tuple(gradient.clone() for gradient in gradients), *outputs)
+
+    def _differentiable(self) -> list[torch.Tensor]:
+        """The outputs that a gradient flows from."""
+        outputs = [tensor for tensor in tensors(self._output()) if tensor.requires_grad]
+        if not outputs:
+            raise UnsupportedModel("nothing in the model's output requires a gradient, so there is no step to run")
+        return outputs
 
     def _output(self) -> Any:
         if self._spread and isinstance(self._value, tuple):
@@ -158,7 +197,9 @@ class LimitedStep(Step):
         self.dtr.reserved_bytes = sample_bytes
 
     def __call__(self, foreign: ForeignGradients | None = None) -> None:
-        if foreign is not None and self._loss is None:
-            self._forward()  # makes the gradients of the output, which are no part of the step
+        if self._loss is None and self._gradients.missing:
+            with self.dtr:  # gradients of the output are no part of the step, but who knows its shape?
+                forms = _forms(self._differentiable())
+            self._gradients.make(forms)
         with self.dtr:
             super().__call__(foreign)

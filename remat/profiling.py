@@ -87,9 +87,9 @@ def profile(
     device = check_device([everything], value)
     tell = progress or (lambda what, done, total: None)
     layout_inputs = describe(value)
-    everywhere = preserved(everything.modules, accelerators(everything, value))
-    # A loss that is a module may have parameters too.
-    aliased = aliased_parameters([model, loss] if isinstance(loss, nn.Module) else [model])
+    loss_modules = [loss] if isinstance(loss, nn.Module) else []  # which may have parameters and buffers too
+    everywhere = preserved([*everything.modules, *loss_modules], accelerators(everything, value))
+    aliased = aliased_parameters([model, *loss_modules])
     with torch.enable_grad(), everywhere, aliased as foreign, _without_autocast_cache():
         traits = list(_probe(flat, value, tell))
         stages, marks = _fuse(flat, traits, small)

@@ -51,7 +51,14 @@ def make_strategies(wanted: Sequence[str | Solver | Callable] | None, slots: int
     made = [_make(item, slots) for item in (DEFAULTS if wanted is None else wanted)]
     if not made:
         raise RematError("no strategies to compare; leave `strategies` out for the usual ones")
-    return list({strategy.name: strategy for strategy in made}.values())
+    distinct = {strategy.name: strategy for strategy in made}
+    for strategy in made:
+        if strategy != distinct[strategy.name]:
+            raise RematError(
+                f"two strategies are called {strategy.name!r}; give one of them another name (the `name` of a Solver, "
+                "the `__name__` of a function)"
+            )
+    return list(distinct.values())
 
 
 def _make(item: str | Solver | Callable, slots: int) -> Strategy:

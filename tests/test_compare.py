@@ -144,6 +144,8 @@ def test_it_becomes_a_data_frame(compared: Comparison) -> None:
         (None, "persistent", 0.5, 2),
         (None, None, 0.5, 2),
         (None, "dtr", 0.5, 1),
+        ("schedule", None, None, 1),
+        ("memory", "dtr", None, 1),
     ],
 )
 def test_figures(
@@ -349,3 +351,119 @@ def test_fit_says_what_it_cannot_do() -> None:
         remat.fit(make("UNet").model, sample, "1GiB")
     with pytest.raises(remat.InvalidBudget):
         remat.fit(model, sample, "plenty")
+
+
+def test_a_file_of_the_same_model_in_another_form_is_refused(tmp_path: Path) -> None:
+    """Widths, flags and losses change what was measured, though names and numbers of modules do not."""
+    file = tmp_path / "comparison.json"
+    sample = torch.randn(8, 16)
+
+    def model(width: int) -> nn.Sequential:
+        return nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, 16), nn.Tanh())
+
+    remat.compare(model(32), sample, [1.0], ["dtr"], file=file, progress=False)
+    frozen = model(32)
+    frozen[0].requires_grad_(False)
+    for other, loss in ((model(64), None), (frozen, None), (model(32).eval(), None), (model(32), torch.sum)):
+        with pytest.raises(remat.RematError, match="another model or sample"):
+            remat.compare(other, sample, [1.0], ["dtr"], loss, file=file, progress=False)
+    with pytest.raises(remat.RematError, match="folder does not exist"):
+        remat.compare(model(32), sample, [1.0], file=tmp_path / "nowhere" / "comparison.json", progress=False)
+
+
+def test_what_fails_while_it_is_timed_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    from remat.measuring import Bench, LimitedStep
+
+    timed = Bench.seconds
+
+    def seconds(bench: Bench, step: object) -> float:
+        if isinstance(step, LimitedStep):
+            raise remat.OutOfBudget("addmm", 1, 2, 3)
+        return timed(bench, step)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Bench, "seconds", seconds)
+    model, sample = _gpt()
+    found = remat.compare(model, sample, [0.9], ["persistent", "dtr"], progress=False)
+    assert found.at("dtr", 0.9).outcome == "oom"
+    assert "addmm does not fit" in found.at("dtr", 0.9).measured.note
+    assert found.at("persistent", 0.9).outcome == "pass"
+    assert found.complete
+
+
+def test_an_interruption_in_a_round_drops_that_round(tmp_path: Path) -> None:
+    model, sample = _gpt()
+    file = tmp_path / "comparison.json"
+    rounds = []
+
+    def stop(what: str, done: int, total: int) -> None:
+        if what.startswith("time: persistent"):
+            rounds.append(what)
+            if len(rounds) == 2:
+                raise KeyboardInterrupt
+
+    with pytest.warns(UserWarning, match="interrupted"):
+        first = remat.compare(model, sample, [0.5], ["persistent"], file=file, progress=stop)
+    entry = first.at("persistent", 0.5)
+    assert len(entry.times) == len(entry.ratios) == 1
+    second = remat.compare(model, sample, [0.5], ["persistent"], file=file, progress=False)
+    entry = second.at("persistent", 0.5)
+    assert len(entry.times) == len(entry.ratios) == 3
+    assert second.complete
+    # Another question to the same file leaves the answer to the first one in it.
+    third = remat.compare(model, sample, [0.7], ["sequential"], file=file, progress=False)
+    assert third.strategies == ["sequential"]
+    kept = Comparison.load(file)
+    assert set(kept.strategies) == {"persistent", "sequential"}
+    assert kept.at("persistent", 0.5).measured == entry.measured
+
+
+def test_untimed_comparisons_recommend_by_prediction() -> None:
+    model, sample = _gpt()
+
+    def stop(what: str, done: int, total: int) -> None:
+        if what.startswith("time"):
+            raise KeyboardInterrupt
+
+    with pytest.warns(UserWarning, match="interrupted"):
+        found = remat.compare(model, sample, [0.5, 1.0], ["persistent", "chen"], progress=stop)
+    assert found.best(0.5).predicted is not None
+    assert "predicted" in found.plot("overhead").axes[0].get_title()
+
+
+def test_fit_plans_for_other_shapes_too() -> None:
+    """Not with the planner that won on the sample, which may have nothing that fits a larger one."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
+    module = remat.fit(model, torch.randn(256, 64), "1MiB", quiet=True)
+    with pytest.warns(UserWarning, match="measured and planned for that too"):
+        module(torch.randn(400, 64)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_strategies_of_one_name_and_a_sequential_with_a_forward_of_its_own() -> None:
+    model, sample = _gpt()
+    with pytest.raises(remat.RematError, match="two strategies are called"):
+        remat.compare(model, sample, [0.5], [remat.solvers.Persistent(100), "persistent"], progress=False)
+
+    class Doubled(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    found = remat.compare(Doubled(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8), [1.0], progress=False)
+    assert found.strategies == ["dtr h_dtr_eq"]
+
+
+def test_a_loss_with_buffers_is_left_as_found() -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("centre", torch.zeros(8))
+
+        def forward(self, output: torch.Tensor) -> torch.Tensor:
+            self.centre += 0.1 * output.detach().mean(0)
+            return (output - self.centre).square().mean()
+
+    loss = Centred()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    found = remat.compare(model, torch.randn(4, 8), [1.0], ["persistent", "dtr"], loss, progress=False)
+    assert {entry.gradients for entry in found.entries[1:]} == {"equal"}
+    assert torch.equal(loss.centre, torch.zeros(8))

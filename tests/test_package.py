@@ -66,6 +66,9 @@ from torch import nn
 def make():
     return nn.Sequential(nn.Linear(30, 90), nn.Tanh(), nn.Linear(90, 90), nn.Linear(90, 5)), torch.randn(64, 30)
 
+def with_loss():
+    return (*make(), lambda output: output.square().mean())
+
 def wrong():
     return 3
 """
@@ -113,6 +116,33 @@ def test_command_line(cli, tmp_path: Path) -> None:
     assert "█" not in cli("plan", "results/chain.json", "--budgets", "1.0", "--no-pictures").stdout
 
 
+def test_command_line_compares(cli, tmp_path: Path) -> None:
+    options = ("--budgets", "0.3,0.9,1GiB", "--strategies", "sequential,persistent", "--repeats", "1", "--out", "found")
+    done = cli("compare", "my_models:with_loss", *options)
+    assert done.returncode == 0, done.stderr
+    for text in (
+        "plain PyTorch",
+        "infeasible",
+        "nothing works; the least budget is",
+        "to the last bit",
+        "wrote found/",
+    ):
+        assert text in done.stdout
+    folder = tmp_path / "found"
+    comparison = remat.Comparison.load(folder / "comparison.json")
+    assert comparison.strategies == ["sequential", "persistent"]
+    assert comparison.budgets[-1] == 2**30
+    assert len((folder / "comparison.csv").read_text().splitlines()) == 1 + len(comparison.entries)
+    assert (folder / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list(folder.glob("plan_*.png"))) == 2
+    again = cli("compare", "my_models:with_loss", *options)
+    assert "were measured in an earlier run" in again.stdout
+    assert remat.Comparison.load(folder / "comparison.json").rows()[1] == comparison.rows()[1]
+    predicted = cli("compare", "my_models:with_loss", "--no-measure", "--strategies", "persistent", "--budgets", "1.0")
+    assert predicted.returncode == 0, predicted.stderr
+    assert "to the last bit" not in predicted.stdout
+
+
 def test_command_line_simulates_and_makes_experiments(cli, tmp_path: Path) -> None:
     chain = remat.Chain([9] * 21, [20] * 20, [0] * 20, [0] * 20, [1.0] * 20, [2.0] * 20)
     remat.Trace.from_chain(chain).save(tmp_path / "a.log.gz")
@@ -140,11 +170,14 @@ def test_command_line_simulates_and_makes_experiments(cli, tmp_path: Path) -> No
         (("experiment", "overhead", "--out", "x"), "name them with --traces"),
         (("profile", "nonsense"), "unknown model 'nonsense'; choose one of"),
         (("profile", "my_models:nonsense"), "cannot load 'my_models:nonsense'"),
-        (("profile", "my_models:wrong"), "must return a pair (model, sample), it returned int"),
+        (("profile", "my_models:wrong"), "must return (model, sample) or (model, sample, loss), not int"),
         (("plan", "my_models:make", "--budgets", "lots"), "budget 'lots'"),
         (("plan", "my_models:make", "--budgets", "0.5", "--solver", "best"), "unknown solver 'best'"),
         (("plan", "my_models:make", "--budgets", "1.5"), "must lie in (0, 1]"),
         (("plan", "missing.json"), "missing.json: no such file"),
+        (("compare", "nonsense"), "unknown model 'nonsense'; choose one of"),
+        (("compare", "my_models:make", "--budgets", "lots"), "budget 'lots'"),
+        (("compare", "my_models:make", "--strategies", "best"), "unknown strategy 'best'"),
     ],
 )
 def test_wrong_arguments_are_one_line_and_status_2(cli, arguments: tuple[str, ...], message: str) -> None:

@@ -1,8 +1,14 @@
+import numpy as np
 import pytest
 
 from remat.chain import Chain
 from remat.pictures import ASCII, draw_memory, draw_plan, symbols_for
+from remat.plotting.dtr import plot_evictions
+from remat.plotting.overview import plot_overview
+from remat.plotting.schedule import plot_schedule
 from remat.report import Report
+from remat.runtime.dtr.simulator import simulate_dtr
+from remat.runtime.dtr.trace import Trace
 from remat.schedule import Schedule
 from remat.simulation import simulate
 from remat.solvers import solve
@@ -51,3 +57,45 @@ def test_a_chain_without_times_and_a_report_without_a_timeline() -> None:
 def test_terminals_that_know_no_blocks_get_ascii() -> None:
     assert symbols_for("utf-8").saved == "█"
     assert symbols_for("ascii") == symbols_for("nonsense") == ASCII
+
+
+def test_a_budget_at_a_glance(table2: Chain) -> None:
+    figure = plot_overview(table2, "90MiB")
+    memory, plan, bars = figure.axes
+    assert memory.get_title() == "persistent within 90.0 MiB"
+    assert plan.get_title() == "persistent: 5 recomputations"
+    names = [label.get_text() for label in bars.get_yticklabels()]
+    texts = dict(zip(names, (text.get_text().strip() for text in bars.texts), strict=True))
+    assert texts["persistent"] == texts["floating"] == "1.27"
+    assert texts["store_all"] == texts["sequential"] == "does not fit"
+    too_small = plot_overview(table2, "10MiB").axes[0]
+    assert "10.0 MiB is too little; the least is 82.1 MiB" in too_small.get_title()
+
+
+def test_the_plan_as_a_figure(table2: Chain) -> None:
+    """Marks stand where the operations are, and the grey behind them is what the rules leave in memory."""
+    schedule = Schedule.parse("F_ck1 F_none2 F_all3 F_all4 B4 B3 F_all1 F_all2 B2 B1")
+    (ax,) = plot_schedule(schedule).axes
+    marks = {line.get_label(): line.get_xydata().tolist() for line in ax.get_lines()}
+    assert marks["forward, nothing kept"] == [[2, 2]]
+    assert marks["backward"] == [[5, 4], [6, 3], [9, 2], [10, 1]]
+    (image,) = ax.get_images()
+    kept = np.asarray(image.get_array())
+    assert kept[:, 2].tolist() == [0, 1, 2, 0]  # F_none2 dropped a_1; F_all3 has kept a_3 and its own
+    assert kept[:, -1].tolist() == [0, 0, 0, 0]
+
+
+def test_what_dtr_evicts_as_a_figure() -> None:
+    chain = Chain([4] * 25, [34] * 24, [0] * 24, [0] * 24, [2e-3] * 24, [4e-3] * 24)
+    trace = Trace.from_chain(chain)
+    memory, states = plot_evictions(trace, 0.4).axes
+    (image,) = states.get_images()
+    shown = np.asarray(image.get_array())
+    report = simulate_dtr(trace, 0.4, "h_dtr_eq")
+    assert f"{report.evictions} evictions, {report.recomputations} recomputations" in memory.figure.get_suptitle()
+    (again,) = states.get_lines()
+    assert len(again.get_xdata()) == report.recomputations
+    for step, storage in again.get_xydata():
+        row = shown[int(storage) - 1]
+        assert row[int(step)] == 1  # in memory again
+        assert row[int(step) - 1] == 2  # evicted until then

@@ -59,11 +59,13 @@ class Action:
     Attributes:
         changed: slots whose content it changes, with their storages.
         discarded: sources that it changes too, but whose old and new values are nobody's concern.
+        discarded_bytes: of those; running again works on copies of them.
         repeatable: whether it can run again.
     """
 
     changed: list[tuple[Slot, torch.UntypedStorage]] = field(default_factory=list)
     discarded: list[Source] = field(default_factory=list)
+    discarded_bytes: int = 0
     repeatable: bool = True
 
 

@@ -173,13 +173,15 @@ class _Block:
         finally:
             # Whatever happened: what the program holds is usable.
             self._store.limited = False
-            for slot in self._store.living():
-                if not slot.resident:
-                    self._store.revive(slot)
-            self._store.close()
-            unguard(self._expose)
-            _running.block = False
-            self._seconds = time.perf_counter() - self._began
+            try:
+                for slot in self._store.living():
+                    if not slot.resident:
+                        self._store.revive(slot)
+            finally:  # even where the device has no memory left for that, the next block can run
+                self._store.close()
+                unguard(self._expose)
+                _running.block = False
+                self._seconds = time.perf_counter() - self._began
 
     def _materialise(self) -> None:
         """Has in memory all that the program still holds, within the budget if that is possible."""

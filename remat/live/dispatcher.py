@@ -270,6 +270,7 @@ class Dispatcher(TorchDispatchMode):
                     where[place] = (private, *where[place][1:])
                     call.sources[:] = [private if source is constant else source for source in call.sources]
                     action.discarded.append(private)
+                    action.discarded_bytes += private.content.nbytes()
         call.fresh.clear()
         try:
             return self._carry_out(call, action)
@@ -301,7 +302,7 @@ class Dispatcher(TorchDispatchMode):
         ledger, store = self.ledger, self.store
         plan, facts, function, args, kwargs = call.plan, call.facts, call.function, call.args, call.kwargs
         changed = action.changed
-        scratch = facts.scratch_bytes + (_RANDOM_BYTES if plan.random else 0)
+        scratch = facts.scratch_bytes + (_RANDOM_BYTES if plan.random else 0) + action.discarded_bytes
         kept = sum(slot.size for slot, _ in changed if slot.saves)  # autograd wants the old version: it will be copied
         pending = Pending(
             plan.label,

@@ -36,7 +36,7 @@ def plot(comparison: Comparison, kind: str | None, strategy: str | None, budget:
         (plot_throughput if kind == "throughput" else plot_overhead)(comparison, axes[0])
         legend(figure, axes, columns=3)
         return figure
-    entry = _chosen(comparison, strategy, budget)
+    entry = _chosen(comparison, strategy, budget, planned=kind == "schedule")
     if kind == "memory":
         return plot_memory(comparison.with_timeline(entry.strategy, entry.budget_bytes or 0))
     if entry.schedule is None:
@@ -78,10 +78,10 @@ def plot_overhead(comparison: Comparison, ax: Axes) -> None:
         points, failed = [], []
         for entry in entries:
             report = entry.report
-            if report is not None and report.overhead is not None and report.outcome in _RAN:
-                points.append(((entry.budget_bytes or 0) / MIB, report.overhead))
-            else:
+            if report is None or report.outcome not in _RAN:
                 failed.append(entry)
+            elif report.overhead is not None and report.measured == comparison.timed:
+                points.append(((entry.budget_bytes or 0) / MIB, report.overhead))
         points.sort()
         highest = max([highest, *(overhead for _, overhead in points)])
         if points:
@@ -101,19 +101,31 @@ def plot_overhead(comparison: Comparison, ax: Axes) -> None:
 
 
 def _how(comparison: Comparison, what: str) -> str:
-    return f"{what}, {'measured' if comparison.measured else 'predicted'}"
+    return f"{what}, {'measured' if comparison.timed else 'predicted'}"
 
 
 def _reports(comparison: Comparison, strategy: str) -> list[Report]:
-    reports = [entry.report for entry in comparison.entries if entry.strategy == strategy]
-    return [report for report in reports if report is not None and report.measured == comparison.measured]
+    entries = [entry for entry in comparison.entries if entry.strategy == strategy]
+    reports = [entry.measured if comparison.timed else entry.predicted for entry in entries]
+    return [report for report in reports if report is not None]
 
 
-def _chosen(comparison: Comparison, strategy: str | None, budget: int | str | float | None) -> Entry:
-    """The entry that is asked for; what is left open is the fastest, or the least budget that works."""
+def _chosen(comparison: Comparison, strategy: str | None, budget: int | str | float | None, *, planned: bool) -> Entry:
+    """The entry that is asked for; what is left open is the fastest, or the least budget that works.
+
+    Args:
+        planned: only those that have a schedule.
+    """
     if strategy is not None and budget is not None:
         return comparison.at(strategy, budget)
-    working = [entry for entry in comparison.entries if entry.outcome in _RAN and entry.budget_bytes is not None]
+    working = [
+        entry
+        for entry in comparison.entries
+        if entry.budget_bytes is not None
+        and entry.predicted is not None
+        and entry.predicted.outcome in ("pass", "over")
+        and (entry.schedule is not None or not planned)
+    ]
     if strategy is not None:
         name = comparison.at(strategy, comparison.budgets[0]).strategy
         working = [entry for entry in working if entry.strategy == name]
@@ -121,7 +133,12 @@ def _chosen(comparison: Comparison, strategy: str | None, budget: int | str | fl
         size = comparison.at(comparison.strategies[0], budget).budget_bytes
         working = [entry for entry in working if entry.budget_bytes == size]
     if not working:
-        raise RematError("nothing worked there, so there is nothing to draw")
+        raise RematError("nothing that could be drawn works there")
     least = min(entry.budget_bytes or 0 for entry in working)
     working = [entry for entry in working if entry.budget_bytes == least]
-    return min(working, key=lambda entry: (entry.schedule is None, entry.report.seconds if entry.report else 0))
+
+    def seconds(entry: Entry) -> float:
+        report = entry.measured if comparison.timed else entry.predicted
+        return report.seconds if report is not None and report.seconds else float("inf")
+
+    return min(working, key=lambda entry: (entry.schedule is None, seconds(entry)))

@@ -9,6 +9,7 @@ from remat.solvers.base import Solver
 from remat.solvers.bounds import lower_bound
 from remat.solvers.checkmate import Checkmate
 from remat.solvers.chen import Chen
+from remat.solvers.fastest import Fastest
 from remat.solvers.floating import Floating
 from remat.solvers.ilp import Ilp
 from remat.solvers.persistent import Persistent
@@ -21,6 +22,7 @@ __all__ = [
     "SOLVERS",
     "Checkmate",
     "Chen",
+    "Fastest",
     "Floating",
     "Ilp",
     "Persistent",
@@ -37,7 +39,7 @@ __all__ = [
 
 SOLVERS: dict[str, type[Solver]] = {
     solver.name: solver
-    for solver in (StoreAll, RecomputeAll, Sequential, Chen, Revolve, Persistent, Floating, Ilp, Checkmate)
+    for solver in (StoreAll, RecomputeAll, Sequential, Chen, Revolve, Persistent, Floating, Fastest, Ilp, Checkmate)
 }
 
 

@@ -1,0 +1,55 @@
+"""The fastest of all planners' schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from remat.chain import Chain
+from remat.simulation import peak_and_makespan
+from remat.solvers.base import Operations, Plan, Solver, least_peak
+from remat.solvers.chen import Chen
+from remat.solvers.floating import MODEST_WORK, Floating, work
+from remat.solvers.persistent import Persistent
+from remat.solvers.revolve import Revolve
+from remat.solvers.sequential import Sequential
+from remat.solvers.store_all import StoreAll
+
+
+@dataclass(frozen=True)
+class Fastest(Solver):
+    """Weighs what `persistent`, `floating` (where that is quick), `store_all`, `sequential`, `chen` and `revolve` plan.
+
+    A dynamic program works on memory divided into slots, so a simpler planner is now and then ahead of it by a little.
+    The note of a plan says whose it is.
+
+    Attributes:
+        slots: memory units of the dynamic programs.
+    """
+
+    slots: int = 500
+
+    name: ClassVar[str] = "fastest"
+
+    def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:
+        best: list[tuple[float, Plan] | None] = [None] * len(budgets)
+        for solver in self._solvers(chain):
+            for place, plan in enumerate(solver.plan(chain, budgets)):
+                if plan is None:
+                    continue
+                seconds = peak_and_makespan(chain, plan.operations)[1]
+                known = best[place]
+                if known is None or seconds < known[0]:
+                    best[place] = seconds, plan._replace(note=f"by {solver.name}")
+        return [None if found is None else found[1] for found in best]
+
+    def least_memory(self, chain: Chain) -> Operations:
+        return least_peak(chain, (solver.least_memory(chain) for solver in self._solvers(chain)))
+
+    def _solvers(self, chain: Chain) -> list[Solver]:
+        """`persistent` first, which is taken where others are no faster."""
+        solvers: list[Solver] = [Persistent(self.slots)]
+        if work(chain) * self.slots <= MODEST_WORK:
+            solvers.append(Floating(self.slots))
+        return [*solvers, StoreAll(), Sequential(), Chen(), Revolve(self.slots)]
