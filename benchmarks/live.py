@@ -94,6 +94,27 @@ def _addition(rounds: int) -> list[dict[str, object]]:
     return rows
 
 
+def _cold_addition(rounds: int) -> list[dict[str, object]]:
+    """The same right after an operator that has filled the caches with its own data, as most of a network's do."""
+    a, b = torch.randn(2, 8, 8)
+    large = torch.randn(4_000_000)
+
+    def microseconds() -> float:
+        large.clone()
+        start = time.perf_counter()
+        torch.add(a, b)
+        return (time.perf_counter() - start) * 1e6
+
+    extra = []
+    for _ in range(rounds):
+        plain = statistics.median(microseconds() for _ in range(50))
+        with remat.DTR("1GiB"):
+            extra.append(statistics.median(microseconds() for _ in range(50)) - plain)
+    result = median_with_interval(extra)
+    print(f"addition after a copy of 16 MB: {result} us more", flush=True)
+    return [{"what": "addition with cold caches, extra microseconds", "ratio": result, "least": min(extra)}]
+
+
 class _Wrapper(torch.Tensor):
     """A tensor that stands for another one: the mechanism that plain tensors were weighed against."""
 
@@ -276,6 +297,7 @@ def live(pairs: int) -> list[dict[str, object]]:
     rows = [
         *_mechanisms(3 * pairs),
         *_addition(3 * pairs),
+        *_cold_addition(pairs),
         *_choice(200),
         *_without_eviction(pairs),
         *_at_half(pairs),
