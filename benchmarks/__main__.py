@@ -8,7 +8,7 @@ from benchmarks.comparing import comparing
 from benchmarks.dtr import dtr, static
 from benchmarks.frontier import frontier
 from benchmarks.live import live
-from benchmarks.paper import paper
+from benchmarks.paper import dtr_paper, rotor_paper
 from benchmarks.planners import planners
 from benchmarks.speed import prediction, sequential, store_all
 
@@ -22,7 +22,8 @@ BENCHMARKS = {
     "live": lambda: live(7),
     "frontier": lambda: frontier(6),
     "compare": comparing,
-    "paper": lambda: paper(9),
+    "paper_rotor": lambda: rotor_paper(9),
+    "paper_dtr": dtr_paper,
 }
 
 
