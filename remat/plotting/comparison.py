@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from remat.report import Report
 
 KINDS = ("throughput", "overhead", "memory", "schedule")
+_MOST = 6.0  # times plain PyTorch that an axis shows
 _RAN = ("pass", "over", "thrash")
 
 
@@ -87,7 +88,7 @@ def plot_overhead(comparison: Comparison, ax: Axes) -> None:
         if points:
             ax.plot(*zip(*points, strict=True), label=name, **style)
         lines.append((points, failed, style))
-    top = 1 + 1.1 * (highest - 1) + 0.05
+    top = min(1 + 1.1 * (highest - 1) + 0.05, _MOST)  # how far beyond that it thrashes is no news
     for points, failed, style in lines:
         if points and failed:  # upwards from the last budget that works: dashed, it thrashed; dotted, it did not fit
             dash = "--" if any(entry.outcome == "thrash" for entry in failed) else ":"
