@@ -346,7 +346,7 @@ class Comparison:
             step + (" thrash" if entry.outcome == "thrash" and not failed else ""),
             "" if predicted is None or predicted.overhead is None or failed else f"{predicted.overhead:.2f}",
             "" if measured is None or measured.overhead is None else f"{measured.overhead:.2f}",
-            "" if throughput is None else f"{throughput:.3g}",
+            "" if throughput is None else f"{throughput:.3g}" if throughput < 1000 else f"{throughput:.0f}",  # noqa: PLR2004
             "" if failed or report is None else str(report.recomputations),
         ]
 
