@@ -7,7 +7,7 @@ DONE := $(VENV)/.installed
 .PHONY: help demo test lint bench clean
 
 help:
-	@echo "make demo   compare strategies on two networks, with figures in demo/ (two minutes once installed)"
+	@echo "make demo   compare strategies on two networks, with figures in demo/ (about three minutes once installed)"
 	@echo "make test   run the tests"
 	@echo "make lint   ruff, mypy and the import rules"
 	@echo "make bench  measure speed and memory, write benchmarks/results/"
