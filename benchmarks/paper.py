@@ -108,6 +108,7 @@ def throughput() -> tuple[list[dict[str, object]], dict[str, Comparison]]:
 def advantage(pairs: int) -> list[dict[str, object]]:
     """The persistent plan at the measured memory of `checkpoint_sequential`'s fastest number of segments."""
     rows: list[dict[str, object]] = []
+    ratios: list[tuple[float, float]] = []
     for name in NETWORKS:
         work = workload(name)
         chain = remat.profile(work.model, work.sample, loss=work.loss)
@@ -120,6 +121,7 @@ def advantage(pairs: int) -> list[dict[str, object]]:
         peak = peak_bytes(mine, work)
         ratio, seconds, their_seconds = paired(theirs[fastest], mine, pairs)
         planned = _planned_advantage(chain)
+        ratios.append((ratio.median, planned))
         rows.append(
             {
                 "what": "advantage over checkpoint_sequential",
@@ -137,10 +139,9 @@ def advantage(pairs: int) -> list[dict[str, object]]:
             f"checkpoint_sequential({fastest}) / persistent at its memory, {work.name}: {ratio}, planned {planned:.3f}",
             flush=True,
         )
-    mean = statistics.mean(row["ratio"].median for row in rows) - 1  # type: ignore[attr-defined]
-    planned = statistics.mean(row["planned_ratio"] for row in rows) - 1  # type: ignore[misc]
-    print(f"mean advantage: {mean:.1%}, planned {planned:.1%}", flush=True)
-    return [*rows, {"what": "mean advantage", "advantage": mean, "planned_advantage": planned}]
+    mean, planned_mean = (statistics.mean(values) - 1 for values in zip(*ratios, strict=True))
+    print(f"mean advantage: {mean:.1%}, planned {planned_mean:.1%}", flush=True)
+    return [*rows, {"what": "mean advantage", "advantage": mean, "planned_advantage": planned_mean}]
 
 
 def _planned_advantage(chain: remat.Chain) -> float:

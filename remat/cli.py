@@ -117,7 +117,7 @@ def _comparison(
     """The plans of every planner in a table, a row each, and the answers of `planner`."""
     from remat.solvers import make_solver
     from remat.solvers.base import store_all_peak
-    from remat.solvers.floating import MODEST_WORK, work
+    from remat.solvers.floating import is_quick
 
     console.print(
         f"{model}: {chain.length - 1} stages and the loss, {format_bytes(store_all_peak(chain))} and "
@@ -131,7 +131,7 @@ def _comparison(
     answers: list[Schedule | InfeasibleBudget] = []
     for name in dict.fromkeys((*_COMPARED, *chosen)):
         solver = chosen.get(name) or make_solver(name, slots=slots)
-        if name == "floating" and name not in chosen and work(chain) * slots > MODEST_WORK:
+        if name == "floating" and name not in chosen and not is_quick(chain, slots):
             console.print("(floating is left out: it takes long here; `--also floating --slots 50` tries it)")
             continue
         with console.status(f"planning with {name}"):

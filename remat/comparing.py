@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from remat.chain import Chain
-from remat.comparison import PLAIN, THRASH_LIMIT, Comparison, Entry, failed
+from remat.comparison import PLAIN, Comparison, Entry, failed
 from remat.errors import InfeasibleBudget, RematError, SolverStopped, UnsupportedModel
 from remat.live.context import DTR
 from remat.machine import machine
@@ -29,7 +29,7 @@ from remat.runtime.stages import describe, flatten, tensors
 from remat.schedule import Schedule, store_all_operations
 from remat.simulation import simulate
 from remat.solvers.base import Solver, store_all_peak
-from remat.strategies import Dynamic, Static, Strategy, make_strategies, takes_long
+from remat.strategies import THRASH_LIMIT, Dynamic, Static, Strategy, make_strategies, takes_long
 from remat.units import format_bytes, resolve_budget
 
 UNLIMITED = 2**50  # bytes: DTR that evicts nothing

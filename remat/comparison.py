@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from remat.runtime.dtr.simulator import Replay, timeline
 from remat.runtime.dtr.trace import Trace, read_instructions
 from remat.schedule import Schedule
 from remat.simulation import simulate
-from remat.strategies import make_strategies
+from remat.strategies import THRASH_LIMIT, make_strategies
 from remat.units import format_bytes, format_seconds, resolve_budget
 
 if TYPE_CHECKING:
@@ -347,7 +348,7 @@ class Comparison:
             step + (" thrash" if entry.outcome == "thrash" and not failed else ""),
             "" if predicted is None or predicted.overhead is None or failed else f"{predicted.overhead:.2f}",
             "" if measured is None or measured.overhead is None else f"{measured.overhead:.2f}",
-            "" if throughput is None else f"{throughput:.3g}" if throughput < 1000 else f"{throughput:.0f}",  # noqa: PLR2004
+            "" if throughput is None else _rate(throughput),
             "" if failed or report is None else str(report.recomputations),
         ]
 
@@ -450,11 +451,15 @@ def _is_right(entry: Entry) -> bool:
     return entry.gradients in ("", EQUAL) or entry.gradients.startswith(OWN)
 
 
+def _rate(per_second: float) -> str:
+    """Three digits, or all those before the point."""
+    return f"{per_second:.{max(2 - int(math.log10(per_second)), 0)}f}" if per_second >= 1 else f"{per_second:.3g}"
+
+
 def _over(report: Report) -> str:
     return " OVER" if report.outcome == "over" else ""
 
 
-THRASH_LIMIT = 5.0  # times the program's own time: what DTR takes above that is thrashing, whose extent is no news
 _SHORT: Sequence[str] = (
     *("", "planned\npeak", "peak", "a step\ntakes", "planned\nover-\nhead", "over-\nhead"),
     *("exam-\nples\n/ s", "recom-\nputed"),

@@ -12,14 +12,14 @@ from typing import TypeAlias
 
 import torch
 
-from remat.comparison import EQUAL, OWN, THRASH_LIMIT, Entry, failed
+from remat.comparison import EQUAL, OWN, Entry, failed
 from remat.errors import OutOfBudget, RematError, Thrashing, ThrashingWarning
 from remat.live.context import DTR
 from remat.measuring import Bench, LimitedStep, Step
 from remat.report import Report
 from remat.running import with_fields_of
 from remat.schedule import Operation, Schedule
-from remat.strategies import Dynamic, Strategy
+from remat.strategies import THRASH_LIMIT, Dynamic, Strategy
 from remat.units import format_bytes
 
 Progress: TypeAlias = Callable[[str, int, int], None]

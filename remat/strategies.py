@@ -11,9 +11,10 @@ from remat.errors import RematError
 from remat.runtime.dtr.heuristics import HEURISTICS, Heuristic, make_heuristic
 from remat.solvers import SOLVERS, make_solver
 from remat.solvers.base import Solver
-from remat.solvers.floating import MODEST_WORK, work
+from remat.solvers.floating import Floating, is_quick
 
 DEFAULTS = ("store_all", "sequential", "chen", "revolve", "persistent", "floating", "dtr")
+THRASH_LIMIT = 5.0  # times the program's own time: what DTR takes above that is thrashing, whose extent is no news
 DTR_HEURISTIC = "h_dtr_eq"  # what "dtr" alone stands for
 
 
@@ -78,8 +79,5 @@ def _make(item: str | Solver | Callable, slots: int) -> Strategy:
 
 def takes_long(strategy: Strategy, chain: Chain) -> bool:
     """Whether planning takes so long on this chain that only those who ask should wait: floating, for long ones."""
-    return (
-        isinstance(strategy, Static)
-        and strategy.name == "floating"
-        and work(chain) * getattr(strategy.solver, "slots", 1) > MODEST_WORK
-    )
+    solver = strategy.solver if isinstance(strategy, Static) else None
+    return isinstance(solver, Floating) and not is_quick(chain, solver.slots)

@@ -38,17 +38,16 @@ def plot(comparison: Comparison, kind: str | None, strategy: str | None, budget:
         legend(figure, axes, columns=3)
         return figure
     entry = _chosen(comparison, strategy, budget, planned=kind == "schedule")
-    if kind == "memory":
-        return plot_memory(comparison.with_timeline(entry.strategy, entry.budget_bytes or 0))
-    if entry.schedule is None:
-        if kind == "schedule":
-            raise RematError(f"{entry.strategy} has no schedule to draw; kind='memory' draws what it does")
-        return plot_memory(comparison.with_timeline(entry.strategy, entry.budget_bytes or 0))
     if kind == "schedule":
+        if entry.schedule is None:
+            raise RematError(f"{entry.strategy} has no schedule to draw; kind='memory' draws what it does")
         return plot_schedule(entry.schedule)
+    report = comparison.with_timeline(entry.strategy, entry.budget_bytes or 0)
+    if kind == "memory" or entry.schedule is None:
+        return plot_memory(report)
     figure = new_figure(10.4, 4.0)
     left, right = figure.subplots(1, 2)
-    plot_memory(comparison.with_timeline(entry.strategy, entry.budget_bytes or 0), left)
+    plot_memory(report, left)
     plot_schedule(entry.schedule, right)
     return figure
 

@@ -14,7 +14,7 @@ from remat.runtime.dtr.trace import Trace
 from remat.schedule import Schedule
 from remat.simulation import simulate
 from remat.solvers.base import Solver, store_all_peak
-from remat.strategies import Static, make_strategies, takes_long
+from remat.strategies import THRASH_LIMIT, Static, make_strategies, takes_long
 from remat.units import format_bytes, resolve_budget
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _overhead(chain: Chain, size: int, strategy: Any) -> float | None:
             return simulate(chain, strategy.solver.solve(chain, size)).overhead
         except InfeasibleBudget:
             return None
-    report, _ = Replay(Trace.from_chain(chain)).run(size, strategy.heuristic, thrash_limit=5.0)
+    report, _ = Replay(Trace.from_chain(chain)).run(size, strategy.heuristic, thrash_limit=THRASH_LIMIT)
     return report.overhead if report.outcome == "pass" else None
 
 

@@ -10,7 +10,7 @@ from remat.chain import Chain
 from remat.simulation import peak_and_makespan
 from remat.solvers.base import Operations, Plan, Solver, least_peak
 from remat.solvers.chen import Chen
-from remat.solvers.floating import MODEST_WORK, Floating, work
+from remat.solvers.floating import Floating, is_quick
 from remat.solvers.persistent import Persistent
 from remat.solvers.revolve import Revolve
 from remat.solvers.sequential import Sequential
@@ -50,6 +50,6 @@ class Fastest(Solver):
     def _solvers(self, chain: Chain) -> list[Solver]:
         """`persistent` first, which is taken where others are no faster."""
         solvers: list[Solver] = [Persistent(self.slots)]
-        if work(chain) * self.slots <= MODEST_WORK:
+        if is_quick(chain, self.slots):
             solvers.append(Floating(self.slots))
         return [*solvers, StoreAll(), Sequential(), Chen(), Revolve(self.slots)]

@@ -67,6 +67,11 @@ def work(chain: Chain) -> float:
     return chain.length**4 / 24
 
 
+def is_quick(chain: Chain, slots: int) -> bool:
+    """Whether planning takes no longer than people wait for what they have not asked for."""
+    return work(chain) * slots <= MODEST_WORK
+
+
 class FloatingTable(Table):
     """Cells (s, t, l): the backwards of stages l..t, from activation s and the gradient of l."""
 
