@@ -20,17 +20,26 @@ class Layout:
     Attributes:
         modules: for each stage but the loss, how many consecutive modules of the flattened `nn.Sequential` it runs.
         inputs: one line per tensor of the sample: its dtype, shape and device type, `float32[8, 3, 32, 32] cpu`.
+        calls: for a chain found in any other model, the module calls of each stage but the loss: the module's name,
+            with `#2` behind it for its second call in a forward. A stage without calls is what the model computes
+            between the others. None for an `nn.Sequential`.
     """
 
     modules: tuple[int, ...]
     inputs: tuple[str, ...]
+    calls: tuple[tuple[str, ...], ...] | None = None
 
     def to_fields(self) -> dict[str, Any]:
-        return {"modules": list(self.modules), "inputs": list(self.inputs)}
+        calls = None if self.calls is None else [list(names) for names in self.calls]
+        return {"modules": list(self.modules), "inputs": list(self.inputs), "calls": calls}
 
     @classmethod
     def from_fields(cls, content: dict[str, Any] | None) -> Layout | None:
-        return None if content is None else cls(tuple(content["modules"]), tuple(content["inputs"]))
+        if content is None:
+            return None
+        calls = content.get("calls")
+        named = None if calls is None else tuple(map(tuple, calls))
+        return cls(tuple(content["modules"]), tuple(content["inputs"]), named)
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,8 @@ class Chain:
         names: L+1 names for people.
         draws_random: L+1 flags: the stage draws random numbers, so a recomputation restores their generator.
         changes_buffers: L+1 flags: the stage changes buffers of its own (BatchNorm), which happens only once.
+        fixed: L+1 flags: the stage cannot be recomputed, being code of the model between the stages that can; its one
+            operation forward is F_all.
         layout: how the stages lie on the model they were measured on; None for chains made by hand.
 
     Raises:
@@ -72,6 +83,7 @@ class Chain:
     names: tuple[str, ...] = field(default=(), kw_only=True)
     draws_random: tuple[bool, ...] = field(default=(), kw_only=True)
     changes_buffers: tuple[bool, ...] = field(default=(), kw_only=True)
+    fixed: tuple[bool, ...] = field(default=(), kw_only=True)
     layout: Layout | None = field(default=None, kw_only=True)
 
     VERSION = 1
@@ -98,7 +110,7 @@ class Chain:
         set_field(self, "bwd_released_bytes", _of_length("bwd_released_bytes", released, stages, "L+1"))
         names = tuple(map(str, self.names)) or (*(f"stage {i}" for i in range(1, stages)), "loss")
         set_field(self, "names", _of_length("names", names, stages, "L+1"))
-        for name in ("draws_random", "changes_buffers"):
+        for name in ("draws_random", "changes_buffers", "fixed"):
             flags = tuple(map(bool, getattr(self, name))) or (False,) * stages
             set_field(self, name, _of_length(name, flags, stages, "L+1"))
         if self.layout is not None:

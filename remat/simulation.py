@@ -81,6 +81,8 @@ def _walk(chain: Chain, operations: Iterable[Operation]) -> Iterator[tuple[Opera
     for step, operation in enumerate(operations):
         kind, stage = operation
         missing = _what_is_missing(operation, own, kept, pending, chain.length)
+        if not missing and kind != B and chain.fixed[stage - 1] and (kind != F_ALL or pending < chain.length):
+            missing = f"stage {stage} is fixed: it runs forward once, before any backward, as F_all{stage}"
         if missing:
             raise InvalidSchedule(missing, step=step, operation=operation)
         if kind == B:

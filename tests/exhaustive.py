@@ -46,12 +46,14 @@ def _next(chain: Chain, own: frozenset, kept: frozenset, pending: int, stored: i
             continue
         cost = chain.fwd_seconds[before]
         passing = stored + act[stage] + chain.fwd_overhead_bytes[before]
-        if stage not in kept:
+        fixed = chain.fixed[before]
+        if stage not in kept and (pending == chain.length or not fixed):
             saving = stored + saved[before] + chain.save_overhead_bytes[before]
             yield cost, saving, (own, kept | {stage}, pending)
-            if before in own:
+            if before in own and not fixed:
                 yield cost, passing, ((own - {before}) | {stage}, kept, pending)
-        yield cost, passing, (own | {stage}, kept, pending)
+        if not fixed:
+            yield cost, passing, (own | {stage}, kept, pending)
 
 
 def fastest(graph: TrainingGraph, budget: int) -> float:

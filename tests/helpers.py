@@ -80,7 +80,7 @@ def without_loss(schedule: Schedule) -> list[Operation]:
 
 @st.composite
 def chains(draw: st.DrawFn, max_stages: int = 7, largest: int = 12) -> Chain:
-    """Small random chains; saved_l holds a_l, as in real ones."""
+    """Small random chains, half of them with fixed stages; saved_l holds a_l, as in real ones."""
     stages = draw(st.integers(1, max_stages))
 
     def some(count: int) -> list[int]:
@@ -88,4 +88,5 @@ def chains(draw: st.DrawFn, max_stages: int = 7, largest: int = 12) -> Chain:
 
     act = some(stages + 1)
     saved = [a + extra for a, extra in zip(act[1:], some(stages), strict=True)]
-    return Chain(act, saved, some(stages), some(stages), some(stages), some(stages))
+    fixed = draw(st.one_of(st.just([False] * stages), st.lists(st.booleans(), min_size=stages, max_size=stages)))
+    return Chain(act, saved, some(stages), some(stages), some(stages), some(stages), fixed=fixed)

@@ -80,7 +80,7 @@ def literal_persistent(chain: Chain, budget: int) -> float:
             best = f[s - 1] + b[s - 1] + (cost(s + 1, t, m - saved[s - 1]) if s < t else 0)
         for split in range(s + 1, t + 1):
             runs = [act[j] + chain.fwd_overhead_bytes[j - 1] + (act[j - 1] if j > s else 0) for j in range(s, split)]
-            if m >= grad[t] + max(runs):
+            if not any(chain.fixed[s - 1 : split - 1]) and m >= grad[t] + max(runs):
                 rest = cost(split, t, m - act[split - 1]) + cost(s, split - 1, m)
                 best = min(best, sum(f[s - 1 : split - 1]) + rest)
         return best

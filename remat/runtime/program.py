@@ -52,15 +52,15 @@ class Program:
         return any(self.phases) or not all(step.first for step in self.forward)
 
 
-def compile_schedule(schedule: Schedule) -> Program:
-    """The program of a valid schedule.
+def compile_schedule(schedule: Schedule, fixed: tuple[bool, ...] = ()) -> Program:
+    """The program of a valid schedule, on a chain with these `fixed` stages.
 
     Raises:
         InvalidSchedule: it breaks the rules of its operations, or asks for the loss to run again.
     """
     length = schedule.length
     zeros = (0,) * length
-    simulate(Chain((0,) * (length + 1), zeros, zeros, zeros, zeros, zeros), schedule)
+    simulate(Chain((0,) * (length + 1), zeros, zeros, zeros, zeros, zeros, fixed=fixed), schedule)
     for step, operation in enumerate(schedule.operations):
         if operation.stage == length and operation.kind not in (F_ALL, B):
             raise InvalidSchedule(

@@ -19,6 +19,7 @@ Arguments with the same name are the same everywhere:
     slots: int64 (act[n+1], saved[n]) in slots; for the floating recurrence, what keeping activation s takes from what
         comes behind, and what storing all of stage s takes.
     times: float64 (prefix sums of forward[n+1], both directions[n]).
+    save_all: bool (n,): whether stage s may be saved before the stages behind it have run.
     unit: bytes of a slot.
 """
 
@@ -137,7 +138,7 @@ def _begin_cell(flat, ranges, columns, s, t, sizes, slots, times, unit, save_all
     start = max(-(-_need_save_all(s, t, sizes) // unit), 0)
     if s < t:
         start = max(start, slots[1][s] + full[_row(s + 1, t)])
-    start = min(start, columns) if s == t or save_all else columns
+    start = min(start, columns) if s == t or save_all[s] else columns
     cost = np.float32(0)
     for stage in range(s, t + 1):
         cost += np.float32(times[1][stage])
@@ -201,7 +202,7 @@ def fill_persistent(  # noqa: PLR0912  # one loop nest; functions in it would hi
                 needs[1, row] = needs[0, row]
                 sweeps[row] = after
     for s in range(s_high - 1, s_low - 1, -1):
-        for t in range(max(s + 1, t_low), t_high if save_all else t_low):
+        for t in range(max(s + 1, t_low), t_high if save_all[s] else t_low):
             _save_all(flat, ranges, columns, s, t, sizes, slots, times, unit)
         sweep = np.int64(0)
         for split in range(s + 1, t_high):
@@ -229,7 +230,7 @@ def _best_split(flat, columns, s, t, m, sizes, slots, times, unit, save_all):
     most = target * (1 + 1e-5)  # seconds left for running forward, and some for rounding
     for stage in range(s, t + 1):
         most -= both[stage]
-    if m * unit >= _need_save_all(s, t, sizes) and (s == t or save_all):
+    if m * unit >= _need_save_all(s, t, sizes) and (s == t or save_all[s]):
         rest = np.float32(0)
         if s < t:
             rest = flat[_row(s + 1, t) * columns + m - saved_slots[s]] if m >= saved_slots[s] else np.float32(np.inf)
@@ -310,7 +311,7 @@ def fill_least_persistent(sizes, times, save_all):
         for s in range(t, -1, -1):
             top = np.iinfo(np.int64).max
             time, decision = np.inf, -1
-            if s == t or save_all:
+            if s == t or save_all[s]:
                 top, time, decision = _need_save_all(s, t, sizes), both[s], s
                 if s < t:
                     top = max(top, least[s + 1, t] + saved[s])

@@ -28,6 +28,7 @@ _KINDS = (F_ALL, F_CK, F_NONE, B)  # by the numbers that the kernels write
 _BEYOND = 1 / 32  # how far past the budget's slot schedules are read out; what rounding errors add up to
 _AROUND = 3  # slots tried above the largest one found to fit: peaks need not rise from slot to slot
 _FEWEST_SLOTS = 16  # with fewer, a table that must stay under a limit is not worth filling
+_NEVER = 2**60  # bytes
 _ENTRY = np.dtype(np.float32).itemsize
 
 
@@ -75,7 +76,7 @@ class Table(ABC):
             raise RematError(f"slots={slots}: at least one is needed; 500 is the usual number")
         self.chain, self.budget = chain, budget
         self.sizes, self.times = sizes_of(chain), times_of(chain)
-        divisor = math.gcd(*(int(size) for array in self.sizes for size in array)) or 1
+        divisor = divisor_of(self.sizes)
         room = max(budget - always(chain), 0)
         slots = self._slots_within(limit, slots, room // divisor, optimistic)
         # Units are a multiple of the sizes' common divisor, so that rounding loses nothing it need not.
@@ -237,9 +238,12 @@ def always(chain: Chain) -> int:
 
 
 def sizes_of(chain: Chain) -> tuple[np.ndarray, ...]:
-    """The chain's bytes as the kernels take them; the input, which is in `always`, counts as nothing."""
+    """The chain's bytes as the kernels take them; the input, which is in `always`, counts as nothing.
+
+    A fixed stage takes more than any budget without being stored, so no kernel plans that.
+    """
     bwd_extra = np.array(chain.bwd_overhead_bytes, np.int64) - np.array(chain.bwd_released_bytes, np.int64)
-    return (
+    sizes = (
         np.array((0, *chain.act_bytes[1:]), np.int64),
         np.array(chain.saved_bytes, np.int64),
         np.array(chain.fwd_overhead_bytes, np.int64),
@@ -247,6 +251,16 @@ def sizes_of(chain: Chain) -> tuple[np.ndarray, ...]:
         np.array(chain.grad_bytes, np.int64),
         np.array(chain.save_overhead_bytes, np.int64),
     )
+    fixed = np.array(chain.fixed)
+    sizes[2][fixed] = 0
+    divisor = divisor_of(sizes)
+    sizes[2][fixed] = _NEVER // divisor * divisor  # which a common divisor of the sizes still divides
+    return sizes
+
+
+def divisor_of(sizes: Iterable[np.ndarray]) -> int:
+    """The greatest common divisor of all sizes, 1 where they are all zero."""
+    return math.gcd(*(int(size) for array in sizes for size in array)) or 1
 
 
 def times_of(chain: Chain) -> tuple[np.ndarray, np.ndarray]:

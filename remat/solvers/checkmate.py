@@ -90,8 +90,17 @@ def _linear_program(chain: Chain, limit: int | None) -> tuple[Any, dict[tuple[in
     scale = 1 / max(limit or sum(act) + max(grad), 1)
     top = problem.add_variable("peak", 0) if limit is None else 1.0
     pairs = [(phase, stage) for phase in range(1, last + 1) for stage in range(1, phase + 1)]
+    stays = [
+        0,
+        *(chain.fixed[stage - 1] or (*chain.fixed, 0)[stage] for stage in range(1, last + 1)),
+    ]  # fixed; its input
     runs = {pair: problem.add_variable("run_{}_{}".format(*pair), 0, 1) for pair in pairs}
-    kept = {pair: problem.add_variable("kept_{}_{}".format(*pair), 0, 1 if pair[0] < last else 0) for pair in pairs}
+    kept = {
+        (phase, stage): problem.add_variable(
+            f"kept_{phase}_{stage}", int(stays[stage] and phase < last), int(phase < last)
+        )
+        for phase, stage in pairs
+    }
     for phase, stage in pairs:
         before = (phase, stage - 1)
         if stage > 1:

@@ -36,7 +36,7 @@ class Chen(Solver):
     def _candidates(self, chain: Chain) -> Iterator[Operations]:
         stages = chain.length - 1
         for segments in segment_counts(stages, self.segments):
-            yield segment_operations(_balanced_starts(chain.saved_bytes[:stages], segments), stages)
+            yield segment_operations(_balanced_starts(chain.saved_bytes[:stages], segments), stages, chain.fixed)
 
 
 def _balanced_starts(saved_bytes: Sequence[int], segments: int) -> list[int]:

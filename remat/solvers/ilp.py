@@ -140,6 +140,8 @@ class _Model:
                 passing = chain.act_bytes[stage] + chain.fwd_overhead_bytes[stage - 1]
                 for kind, needed in ((F_ALL, saving), (F_CK, passing), (F_NONE, passing)):
                     useful = kind == F_ALL or (stage < phase and (kind == F_CK or stage > 1))
+                    if chain.fixed[stage - 1]:
+                        useful = kind == F_ALL and phase == chain.length
                     if useful and before + needed <= self.limit:
                         name = f"{kind}_{phase}_{stage}"
                         self.runs[kind, phase, stage] = self.problem.add_variable(name, cat="Binary")

@@ -45,7 +45,10 @@ class Persistent(Solver):
 
 
 class PersistentTable(Table):
-    """Cells (s, t) of Theorem 4.8; without `save_all`, of the recurrence that only keeps activations (Revolve)."""
+    """Cells (s, t) of Theorem 4.8; without `save_all`, of the recurrence that only keeps activations (Revolve).
+
+    Fixed stages are saved in either.
+    """
 
     method: ClassVar[str] = "persistent"
 
@@ -68,11 +71,12 @@ class PersistentTable(Table):
         n = self.chain.length
         rows = self.rows(n)
         ranges = (np.empty(rows, np.int64), np.empty(rows, np.int64))
+        saved_early = _saved_early(self.chain, save_all=self.save_all)
         blocks = [(low, min(low + _TILE, n)) for low in range(0, n, _TILE)]
 
         def fill(i: int, j: int) -> None:
             tile = (*blocks[i], *blocks[j])
-            options = (self.sizes, self.slots, self.times, self.unit, self.save_all)
+            options = (self.sizes, self.slots, self.times, self.unit, saved_early)
             _kernels.fill_persistent(self.flat, ranges, self.columns, *tile, *options)
 
         # A tile needs those below it in its column and left of it in its row: tiles of one diagonal are independent.
@@ -80,7 +84,7 @@ class PersistentTable(Table):
         in_parallel(fill, diagonals, threads=n >= _THREADED_FROM)
 
     def _walk(self, slot: int) -> tuple[int, int, float]:
-        options = (self.sizes, self.slots, self.times, self.unit, self.save_all)
+        options = (self.sizes, self.slots, self.times, self.unit, _saved_early(self.chain, save_all=self.save_all))
         none = np.empty((0, 0), np.int64)
         room = self._room
         return _kernels.read_persistent(self.flat, self.columns, slot, none, *options, room.kinds, room.stages)
@@ -89,8 +93,14 @@ class PersistentTable(Table):
 def least_persistent_operations(chain: Chain, *, save_all: bool) -> Operations:
     """The memory-persistent schedule of least peak, exact in bytes: the recurrence as a minimax, O(n^3), no slots."""
     sizes, times = sizes_of(chain), times_of(chain)
-    decisions = _kernels.fill_least_persistent(sizes, times, save_all)
+    saved_early = _saved_early(chain, save_all=save_all)
+    decisions = _kernels.fill_least_persistent(sizes, times, saved_early)
     room = Room(chain.length)
     nothing, slots = np.empty(0, np.float32), (np.zeros_like(sizes[0]), np.zeros_like(sizes[1]))
-    options = (sizes, slots, times, 1, save_all)
+    options = (sizes, slots, times, 1, saved_early)
     return room.operations(_kernels.read_persistent(nothing, 1, 0, decisions, *options, room.kinds, room.stages)[0])
+
+
+def _saved_early(chain: Chain, *, save_all: bool) -> np.ndarray:
+    """Whether each stage may be saved before the stages behind it have run."""
+    return np.array(chain.fixed) | save_all

@@ -16,7 +16,7 @@ from remat.solvers.persistent import PersistentTable, least_persistent_operation
 class Revolve(Solver):
     """The fastest schedule that keeps activations only: F_all runs right before each B.
 
-    The recurrence of `Persistent` without "save all and go on".
+    The recurrence of `Persistent` without "save all and go on", but for fixed stages.
 
     Attributes:
         slots: into how many units the budget is divided; more are finer, slower and larger.

@@ -37,13 +37,13 @@ class Sequential(Solver):
     def _candidates(self, chain: Chain) -> Iterator[Operations]:
         stages = chain.length - 1
         for segments in segment_counts(stages, self.segments):
-            yield sequential_operations(stages, segments)
+            yield sequential_operations(stages, segments, chain.fixed)
 
 
-def sequential_operations(stages: int, segments: int) -> Operations:
+def sequential_operations(stages: int, segments: int, fixed: Sequence[bool] = ()) -> Operations:
     """The operations of `segments` equal segments over `stages` stages and the loss behind them."""
     size = stages // segments
-    return segment_operations([1 + size * k for k in range(segments)], stages)
+    return segment_operations([1 + size * k for k in range(segments)], stages, fixed)
 
 
 def segment_counts(stages: int, wanted: int | None) -> Sequence[int]:
@@ -59,17 +59,25 @@ def segment_counts(stages: int, wanted: int | None) -> Sequence[int]:
     return [wanted]
 
 
-def segment_operations(starts: Sequence[int], stages: int) -> Operations:
-    """The operations of segments that begin at the stages `starts`, and of the loss behind the last of `stages`."""
+def segment_operations(starts: Sequence[int], stages: int, fixed: Sequence[bool] = ()) -> Operations:
+    """The operations of segments that begin at the stages `starts`, and of the loss behind the last of `stages`.
+
+    A fixed stage is stored, and cuts the segment it lies in; what is behind the last of them is not run twice.
+    """
+    if any(fixed[starts[-1] - 1 : stages]):
+        starts = [*starts, max(stage for stage in range(1, stages + 1) if fixed[stage - 1])]
+    stored = [stage for stage in range(1, starts[-1]) if fixed and fixed[stage - 1]]
+    starts = sorted({*starts, *stored, *(stage + 1 for stage in stored)})
     operations: list[Operation] = []
     ends = [start - 1 for start in starts[1:]]
     segments = list(zip(starts[:-1], ends, strict=True))
     for start, end in segments:
-        operations.append(Operation(F_CK, start))
+        operations.append(Operation(F_ALL if start in stored else F_CK, start))
         operations.extend(forward(F_NONE, start + 1, end))
     operations.extend(forward(F_ALL, starts[-1], stages + 1))
     operations += [Operation(B, stage) for stage in range(stages + 1, starts[-1] - 1, -1)]
     for start, end in reversed(segments):
-        operations.extend(forward(F_ALL, start, end))
+        if start not in stored:
+            operations.extend(forward(F_ALL, start, end))
         operations += [Operation(B, stage) for stage in range(end, start - 1, -1)]
     return tuple(operations)
