@@ -23,15 +23,18 @@ class Layout:
         calls: for a chain found in any other model, the module calls of each stage but the loss: the module's name,
             with `#2` behind it for its second call in a forward. A stage without calls is what the model computes
             between the others. None for an `nn.Sequential`.
+        aside: calls of modules of stages that are no part of any.
     """
 
     modules: tuple[int, ...]
     inputs: tuple[str, ...]
     calls: tuple[tuple[str, ...], ...] | None = None
+    aside: tuple[str, ...] = ()
 
     def to_fields(self) -> dict[str, Any]:
         calls = None if self.calls is None else [list(names) for names in self.calls]
-        return {"modules": list(self.modules), "inputs": list(self.inputs), "calls": calls}
+        own = {"modules": list(self.modules), "inputs": list(self.inputs)}
+        return {**own, "calls": calls, "aside": list(self.aside)}
 
     @classmethod
     def from_fields(cls, content: dict[str, Any] | None) -> Layout | None:
@@ -39,7 +42,7 @@ class Layout:
             return None
         calls = content.get("calls")
         named = None if calls is None else tuple(map(tuple, calls))
-        return cls(tuple(content["modules"]), tuple(content["inputs"]), named)
+        return cls(tuple(content["modules"]), tuple(content["inputs"]), named, tuple(content.get("aside", ())))
 
 
 @dataclass(frozen=True)

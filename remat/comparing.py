@@ -25,7 +25,8 @@ from remat.profiling import profile
 from remat.rounds import Progress, Row, measure, sum_up
 from remat.runtime.dtr.simulator import Replay
 from remat.runtime.dtr.trace import Trace
-from remat.runtime.stages import describe, flatten, tensors
+from remat.runtime.stages import describe, flatten
+from remat.runtime.values import tensors
 from remat.schedule import Schedule, store_all_operations
 from remat.simulation import simulate
 from remat.solvers.base import Solver, store_all_peak

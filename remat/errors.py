@@ -102,7 +102,11 @@ class SolverStopped(RematError, TimeoutError):
 
 
 class UnsupportedModel(RematError, TypeError):
-    """The model is no chain that remat can run: not an `nn.Sequential`, empty, or with a stage it cannot handle."""
+    """The model is no chain that remat can run: empty, without one inside, or with a stage it cannot handle."""
+
+
+class LeftChain(RematError, RuntimeError):
+    """A forward took another path than the chain that was planned for, and the caller wants that to be an error."""
 
 
 class PlanMismatch(RematError, ValueError):

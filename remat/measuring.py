@@ -16,7 +16,8 @@ from remat.live.context import DTR
 from remat.meter import MemoryMeter, elapsed, rounded
 from remat.preserving import ForeignGradients, Sink, aliased_parameters, fixed_gradients, preserved
 from remat.runtime.environment import RandomState, accelerators
-from remat.runtime.stages import Stage, check_device, flatten, single_input, tensors
+from remat.runtime.stages import Stage, check_device, flatten, single_input
+from remat.runtime.values import tensors
 from remat.runtime.wrapper import apply
 from remat.schedule import Schedule
 

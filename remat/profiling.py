@@ -31,17 +31,8 @@ from remat.preserving import (
     preserved,
 )
 from remat.runtime.environment import BufferWatch, RandomState, accelerators
-from remat.runtime.stages import (
-    Stage,
-    check_device,
-    describe,
-    detached,
-    flatten,
-    map_tensors,
-    single_input,
-    stage_name,
-    tensors,
-)
+from remat.runtime.stages import Stage, check_device, describe, detached, flatten, single_input, stage_name
+from remat.runtime.values import map_tensors, tensors
 
 Loss = Callable[[Any], torch.Tensor]
 Progress = Callable[[str, int, int], None]

@@ -17,7 +17,8 @@ from remat.profiling import Loss, profile
 from remat.report import Report
 from remat.runtime.executor import Executor
 from remat.runtime.program import compile_schedule
-from remat.runtime.stages import describe, flatten, group, is_current, single_input, tensors
+from remat.runtime.stages import describe, flatten, group, is_current, single_input
+from remat.runtime.values import tensors
 from remat.runtime.wrapper import Wrapper
 from remat.schedule import Schedule
 from remat.simulation import simulate

@@ -11,7 +11,7 @@ from torch import nn
 
 from remat.chain import Chain
 from remat.profiling import profile
-from remat.runtime.stages import tensors
+from remat.runtime.values import tensors
 from remat.runtime.wrapper import ScheduledModule, apply
 from remat.schedule import B, Operation, Schedule
 from remat.solvers.persistent import Persistent

@@ -160,7 +160,7 @@ def test_memory_comes_back_after_an_error(sample: torch.Tensor) -> None:
 
 
 def _runs() -> list:
-    from remat.runtime.executor import _Run
+    from remat.runtime.executor import Run
 
     return [found for found in gc.get_objects() if type(found) is _Run]
 

@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from remat.errors import ReplayError
-from remat.runtime.stages import Stage, tensors
+from remat.runtime.stages import Stage
+from remat.runtime.values import tensors
 
 
 class RandomState:

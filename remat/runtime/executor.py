@@ -27,7 +27,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from remat.errors import ReplayError, UnsupportedModel
 from remat.runtime.environment import BufferWatch, FirstRun
 from remat.runtime.program import Program, Step
-from remat.runtime.stages import Stage, detached, tensors
+from remat.runtime.stages import Stage, detached
+from remat.runtime.values import tensors
 from remat.schedule import F_ALL, B, Operation
 
 Observer = Callable[[Operation], None]
@@ -53,7 +54,7 @@ class Executor:
             for stage in self.stages:
                 value = stage(value)
             return value
-        return _Run(self).forward(value)
+        return Run(self).forward(value)
 
 
 class _Slot:
@@ -61,7 +62,7 @@ class _Slot:
 
     __slots__ = ("__weakref__", "run", "stage", "tensor")
 
-    def __init__(self, run: _Run, stage: int) -> None:
+    def __init__(self, run: Run, stage: int) -> None:
         self.run = run
         self.stage = stage
         self.tensor: torch.Tensor | None = None
@@ -80,7 +81,7 @@ class _Stored(NamedTuple):
     versions: tuple[int, ...]
 
 
-class _Run:
+class Run:
     """One forward of the model and its backward."""
 
     def __init__(self, executor: Executor) -> None:
@@ -110,7 +111,7 @@ class _Run:
         index = step.operation.stage
         stage = self.executor.stages[index - 1]
         self._observe(step.operation)
-        versions = _versions(value)
+        versions = versions_of(value)
         first_run = None
         if not step.last:
             watch, preserve = self.executor.watches[index - 1], self.executor.preserve_random
@@ -118,16 +119,26 @@ class _Run:
         if step.operation.kind == F_ALL:
             output = stage(value)  # rule 2
         else:
-            with saved_tensors_hooks(_Deferrer(self, index), _unpack):
+            with self._deferring(index):
                 output = stage(value)
         if first_run is not None:
             first_run.ended()
+        self._first_run_ended(step, value, versions, output, output)
+        return output
+
+    def _first_run_ended(self, step: Step, value: Any, versions: tuple[int, ...], output: Any, returned: Any) -> None:
+        """Checks a first run, stores what is to be stored, and waits for the backward.
+
+        `output` is what is handed on; `returned` holds all tensors that the backward of the stage may begin from.
+        """
+        index = step.operation.stage
+        stage = self.executor.stages[index - 1]
         if not tensors(output):
             raise UnsupportedModel(
-                f"stage {stage.name!r} returned {type(output).__name__}, without a tensor in it; a stage hands its "
+                f"stage {stage.name!r} returned {type(returned).__name__}, without a tensor in it; a stage hands its "
                 "output to the next one, so its forward must return tensors"
             )
-        if not (step.last and index - 1 not in self.stored) and _versions(value) != versions:
+        if not (step.last and index - 1 not in self.stored) and versions_of(value) != versions:
             raise ReplayError(
                 f"stage {stage.name!r} changes its input in place, and a recomputation would read it changed; use "
                 "inplace=False there, or plan with remat.profile, which fuses such a stage with the one before it"
@@ -136,10 +147,13 @@ class _Run:
             self.stored.pop(index - 1, None)
         if step.store_output:
             self._store(index, output)
-        for node in dict.fromkeys(tensor.grad_fn for tensor in tensors(output) if tensor.grad_fn is not None):
+        for node in dict.fromkeys(tensor.grad_fn for tensor in tensors(returned) if tensor.grad_fn is not None):
             node.register_prehook(_Trigger(self, index))
             self.lowest = min(self.lowest, index)
-        return output
+
+    def _deferring(self, index: int) -> saved_tensors_hooks:
+        """Inside, slots take the place of what autograd would save of stage `index` (rule 3)."""
+        return saved_tensors_hooks(_Deferrer(self, index), _unpack)
 
     # Backward ----------------------------------------------------------------------------------------------------
 
@@ -150,17 +164,21 @@ class _Run:
         if self.program.recomputes:
             self._check_graph_task()
         try:
-            while self.pending >= index:
-                for step in self.program.phases[self.pending]:
-                    self._recompute(step)
-                self._observe(Operation(B, self.pending))
-                self.pending -= 1
+            self._advance(index)
         except BaseException as error:
             self.broken = f"the backward failed before: {error}; run the forward again"
             self._release()
             raise
         if self.pending < self.lowest:
             self._release()
+
+    def _advance(self, index: int) -> None:
+        """Runs what the schedule places before the backward of stage `index`."""
+        while self.pending >= index:
+            for step in self.program.phases[self.pending]:
+                self._recompute(step)
+            self._observe(Operation(B, self.pending))
+            self.pending -= 1
 
     def _check_graph_task(self) -> None:
         """Rule 7: one backward for one forward, of first order."""
@@ -185,20 +203,26 @@ class _Run:
         self.graph_task = task
 
     def _recompute(self, step: Step) -> None:
-        """Runs a stage again from a stored input; F_all fills the slots of its first run (rules 3 and 5)."""
+        """Runs a stage again from a stored input, as a step says."""
         index = step.operation.stage
-        stage = self.executor.stages[index - 1]
         self._observe(step.operation)
         value = self._load(index - 1)
         if step.drop_input:
             del self.stored[index - 1]
-        filling = step.operation.kind == F_ALL
-        filler = _Filler(stage.name, self.expected.get(index, []) if filling else None)
-        with torch.enable_grad(), self.first_runs[index].again(), saved_tensors_hooks(filler, _unpack):
-            output = stage(value)
-        filler.finish()
+        output = self._again(index, value, filling=step.operation.kind == F_ALL)
         if step.store_output:
             self._store(index, output)
+
+    def _again(self, index: int, value: Any, *, filling: bool) -> Any:
+        """Runs a stage again; `filling` the slots of its first run (rules 3 and 5)."""
+        filler = _Filler(self.executor.stages[index - 1].name, self.expected.get(index, []) if filling else None)
+        with torch.enable_grad(), self.first_runs[index].again(), saved_tensors_hooks(filler, _unpack):
+            output = self._call(index, value)
+        filler.finish()
+        return output
+
+    def _call(self, index: int, value: Any) -> Any:
+        return self.executor.stages[index - 1](value)
 
     def value_of(self, slot: _Slot) -> torch.Tensor:
         if slot.tensor is None:
@@ -213,11 +237,11 @@ class _Run:
     # Activations -------------------------------------------------------------------------------------------------
 
     def _store(self, index: int, value: Any) -> None:
-        self.stored[index] = _Stored(detached(value), _versions(value))
+        self.stored[index] = _Stored(detached(value), versions_of(value))
 
     def _load(self, index: int) -> Any:
         value, versions = self.stored[index]
-        now = _versions(value)
+        now = versions_of(value)
         if now != versions:
             what = (
                 "the model's input" if index == 0 else f"the output of stage {self.executor.stages[index - 1].name!r}"
@@ -246,7 +270,7 @@ class _Run:
 class _Trigger:
     """The hook on the node of a stage's output that starts the stage's backward."""
 
-    def __init__(self, run: _Run, index: int) -> None:
+    def __init__(self, run: Run, index: int) -> None:
         self.run = run
         self.index = index
 
@@ -257,10 +281,10 @@ class _Trigger:
 class _Deferrer:
     """The pack hook of a first run: keeps nothing, and remembers what there was to keep."""
 
-    def __init__(self, run: _Run, index: int) -> None:
+    def __init__(self, run: Run, index: int) -> None:
         self.run = run
         self.index = index
-        self.expected = run.expected[index] = []
+        self.expected = run.expected.setdefault(index, [])
 
     def __call__(self, tensor: torch.Tensor) -> _Slot:
         slot = _Slot(self.run, self.index)
@@ -311,5 +335,5 @@ def _unpack(slot: _Slot | None) -> torch.Tensor:
     return slot.run.value_of(slot)
 
 
-def _versions(value: Any) -> tuple[int, ...]:
+def versions_of(value: Any) -> tuple[int, ...]:
     return tuple(tensor._version for tensor in tensors(value) if not tensor.is_inference())

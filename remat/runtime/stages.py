@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
-from torch.utils import _pytree as pytree
 
 from remat.chain import Layout
 from remat.errors import PlanMismatch, UnsupportedModel
+from remat.runtime.values import map_tensors, tensors
 
 
 class Stage:
@@ -118,20 +118,6 @@ def is_current(model: nn.Module, stages: Sequence[Stage]) -> bool:
 def stage_name(names: Sequence[str]) -> str:
     """One name for a stage of several modules: the first and the last."""
     return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
-
-
-def tensors(value: Any) -> list[torch.Tensor]:
-    """All tensors in a value that passes between stages: a tensor, or tuples, lists and dicts of them."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """The same structure with `function` applied to its tensors."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    return pytree.tree_map_only(torch.Tensor, function, value)
 
 
 def detached(value: Any) -> Any:

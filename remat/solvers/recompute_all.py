@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -26,7 +27,7 @@ class RecomputeAll(Solver):
     def least_memory(self, chain: Chain) -> Operations:
         starts = [1, *(stage + 1 for stage in range(1, chain.length) if chain.fixed[stage - 1])]
         operations: list[Operation] = []
-        for start, end in zip(starts, starts[1:], strict=False):
+        for start, end in itertools.pairwise(starts):
             operations += [*_pass(start, end - 2), Operation(F_ALL, end - 1)]
         for stage in range(chain.length, 0, -1):
             start = max(start for start in starts if start <= stage)

@@ -1,0 +1,1 @@
+"""Finding chains in models that are no `nn.Sequential`."""

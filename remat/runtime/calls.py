@@ -1,0 +1,90 @@
+"""Module calls that can be made again: what was passed to them, with holes where a recomputation puts its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from remat.runtime.values import first_tensor, map_tensors, tensors
+
+
+class Hole(NamedTuple):
+    """Where something computed goes: tensor `position` of what call `call` of the stage returned; -1 is its input."""
+
+    call: int
+    position: int
+
+
+_INPUT = Hole(-1, 0)
+
+
+class StageCalls:
+    """The calls of one run of a stage, as they are made; afterwards they can be made again with another input.
+
+    What else was passed to them (masks, configuration, other tensors) is held, and passed again as it is.
+    """
+
+    def __init__(self, activation: torch.Tensor) -> None:
+        self._calls: list[tuple[Callable[..., Any], Any]] = []
+        self._holes: dict[int, Hole] = {id(activation): _INPUT}
+        self._alive: list[Any] = [activation]  # so that no other tensor gets an identity that has a hole
+        self.versions: list[tuple[torch.Tensor, int]] = []
+
+    def add(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A call that is about to be made."""
+        self._calls.append((forward, map_tensors(self._punched, (args, kwargs))))
+
+    def returned(self, output: Any) -> None:
+        """What the call returned that was added last."""
+        self._alive.append(output)
+        for position, tensor in enumerate(tensors(output)):
+            self._holes.setdefault(id(tensor), Hole(len(self._calls) - 1, position))
+
+    def complete(self) -> None:
+        """No more calls come: what they computed is no longer held."""
+        self._holes.clear()
+        self._alive.clear()
+
+    def side_inputs(self) -> list[torch.Tensor]:
+        """Tensors that were passed beside the input and what the calls hand to each other, each once."""
+        found = {id(tensor): tensor for _, arguments in self._calls for tensor in tensors(arguments)}
+        return list(found.values())
+
+    def again(self, value: torch.Tensor, replaced: dict[int, torch.Tensor] | None = None) -> tuple[Any, list[Any]]:
+        """Makes the calls with `value` as input; returns what the last one hands on, and what each returned.
+
+        `replaced`: other tensors for side inputs, by identity.
+        """
+        outputs: list[Any] = []
+        for forward, passed in self._calls:
+            args, kwargs = _filled(passed, value, outputs, replaced or {})
+            outputs.append(forward(*args, **kwargs))
+        return first_tensor(outputs[-1]), outputs
+
+    def _punched(self, tensor: torch.Tensor) -> Any:
+        hole = self._holes.get(id(tensor))
+        if hole is None:
+            self.versions.append((tensor, -1 if tensor.is_inference() else tensor._version))
+            return tensor
+        return _Punched(hole)
+
+
+class _Punched:
+    """A hole as a leaf of its own: a tuple would be taken apart."""
+
+    __slots__ = ("hole",)
+
+    def __init__(self, hole: Hole) -> None:
+        self.hole = hole
+
+
+def _filled(passed: Any, value: torch.Tensor, outputs: Sequence[Any], replaced: dict[int, torch.Tensor]) -> Any:
+    def fill(leaf: Any) -> Any:
+        if isinstance(leaf, _Punched):
+            call, position = leaf.hole
+            return value if call < 0 else tensors(outputs[call])[position]
+        return replaced.get(id(leaf), leaf)
+
+    return map_tensors(fill, passed, (torch.Tensor, _Punched))

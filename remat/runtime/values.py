@@ -1,0 +1,99 @@
+"""Values that calls take and return: tensors in tuples, lists, dicts, dataclasses and whatever pytree knows."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """All tensors in a value, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return list(_leaves(value, (torch.Tensor,)))
+
+
+def _leaves(value: Any, kinds: tuple[type, ...]) -> Iterator[Any]:
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, kinds):
+            yield leaf
+        elif _is_record(leaf):
+            for field in dataclasses.fields(leaf):
+                yield from _leaves(getattr(leaf, field.name), kinds)
+
+
+def map_tensors(function: Callable[[Any], Any], value: Any, kinds: tuple[type, ...] = (torch.Tensor,)) -> Any:
+    """The same structure with `function` applied to its tensors, or to leaves of other `kinds` too.
+
+    Dataclasses that hold none are not copied.
+    """
+    if isinstance(value, kinds):
+        return function(value)
+
+    def at_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, kinds):
+            return function(leaf)
+        return _map_record(function, leaf, kinds) if _is_record(leaf) else leaf
+
+    return pytree.tree_map(at_leaf, value)
+
+
+def _map_record(function: Callable[[Any], Any], record: Any, kinds: tuple[type, ...]) -> Any:
+    if next(_leaves(record, kinds), None) is None:
+        return record  # a configuration, say, which others may hold too
+    changed = copy.copy(record)
+    for field in dataclasses.fields(record):
+        object.__setattr__(changed, field.name, map_tensors(function, getattr(record, field.name), kinds))
+    return changed
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+class Arguments(NamedTuple):
+    """How a module is called."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def arguments(sample: Any) -> Arguments:
+    """The call that a sample stands for: a tuple holds positional arguments, a dict keyword arguments."""
+    if isinstance(sample, tuple) and not hasattr(sample, "_fields"):
+        return Arguments(sample, {})
+    if isinstance(sample, Mapping):
+        return Arguments((), dict(sample))
+    return Arguments((sample,), {})
+
+
+def activation_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The tensor that a module works on, where none is known to have been handed to it: the first, of floats if any."""
+    found = tensors((args, kwargs))
+    return next((tensor for tensor in found if tensor.is_floating_point()), found[0] if found else None)
+
+
+def first_tensor(output: Any) -> torch.Tensor | None:
+    """The tensor of an output that goes on."""
+    found = tensors(output)
+    return found[0] if found else None
+
+
+class Key(NamedTuple):
+    """Which data a tensor shows: two tensors with the same key are the same to read."""
+
+    storage: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def key_of(tensor: torch.Tensor) -> Key:
+    storage = tensor.untyped_storage()._cdata
+    return Key(storage, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype)
