@@ -15,9 +15,10 @@ from remat.errors import UnsupportedModel
 from remat.live.context import DTR
 from remat.meter import MemoryMeter, elapsed, rounded
 from remat.preserving import ForeignGradients, Sink, aliased_parameters, fixed_gradients, preserved
+from remat.runtime.driving import CallExecutor, driven, runs_in_place
 from remat.runtime.environment import RandomState, accelerators
 from remat.runtime.stages import Stage, check_device, flatten, single_input
-from remat.runtime.values import tensors
+from remat.runtime.values import arguments, loss_in, tensors
 from remat.runtime.wrapper import apply
 from remat.schedule import Schedule
 
@@ -35,7 +36,7 @@ class Bench:
     parameters, gradients, buffers and random numbers are what they were.
 
     Args:
-        chain: whether the model is run as a chain, whose sample is one input; else any module.
+        chain: whether the model is an `nn.Sequential` run as a chain, whose sample is one input; else any module.
 
     Raises:
         UnsupportedModel: `chain` and the model is none.
@@ -74,16 +75,25 @@ class Bench:
 
     def step(self, how: Schedule | DTR | None) -> Step:
         """A step by a schedule, under DTR (whose budget then holds the sample too), or plain; run once."""
-        kind = LimitedStep if isinstance(how, DTR) else Step
-        module, spread = (apply(self._model, how), False) if isinstance(how, Schedule) else (self._model, self._spread)
-        step = kind(module, self._value, self._loss, self._gradients, spread=spread)
-        if isinstance(step, LimitedStep):
-            assert isinstance(how, DTR)
-            step.limit(how, self.sample_bytes)
+        step = self._make_step(how)
         step(self._foreign)
         if isinstance(step, LimitedStep):
             step()  # operators' scratch memory is known from the second step on
         return step
+
+    def _make_step(self, how: Schedule | DTR | None) -> Step:
+        options = (self._value, self._loss, self._gradients)
+        if isinstance(how, DTR):
+            limited = LimitedStep(self._model, *options, spread=self._spread)
+            limited.limit(how, self.sample_bytes)
+            return limited
+        if how is None:
+            return Step(self._model, *options, spread=self._spread)
+        if runs_in_place(how):
+            driven_step = DrivenStep(self._model, *options, spread=self._spread)
+            driven_step.drive(CallExecutor(self._model, how))
+            return driven_step
+        return Step(apply(self._model, how), *options, spread=False)
 
     def peak_bytes(self, step: Step) -> int:
         """The most memory during a step above what was allocated before it, the sample included."""
@@ -165,26 +175,44 @@ class Step:
         end.backward()
 
     def _forward(self) -> torch.Tensor:
+        output = self._output()
         if self._loss is not None:
-            return self._loss(self._output())
-        outputs = self._differentiable()
+            return self._loss(output)
+        own = loss_in(output) if self._spread else None
+        if own is not None:
+            return own
+        outputs = _differentiable(output)
+        del output
         gradients = self._gradients.of(outputs)
         # Copies, made when the backward begins, are part of the step; the originals are not.
         return Sink.apply(lambda: tuple(gradient.clone() for gradient in gradients), *outputs)
 
-    def _differentiable(self) -> list[torch.Tensor]:
-        """The outputs that a gradient flows from."""
-        outputs = [tensor for tensor in tensors(self._output()) if tensor.requires_grad]
-        if not outputs:
-            raise UnsupportedModel("nothing in the model's output requires a gradient, so there is no step to run")
-        return outputs
+    def _output(self) -> Any:
+        if not self._spread:
+            return self._module(self._value)
+        call = arguments(self._value)
+        return self._module(*call.args, **call.kwargs)
+
+
+def _differentiable(output: Any) -> list[torch.Tensor]:
+    """The outputs that a gradient flows from."""
+    outputs = [tensor for tensor in tensors(output) if tensor.requires_grad]
+    if not outputs:
+        raise UnsupportedModel("nothing in the model's output requires a gradient, so there is no step to run")
+    return outputs
+
+
+class DrivenStep(Step):
+    """A training step of a model whose calls are driven by a schedule."""
+
+    _executor: CallExecutor
+
+    def drive(self, executor: CallExecutor) -> None:
+        self._executor = executor
 
     def _output(self) -> Any:
-        if self._spread and isinstance(self._value, tuple):
-            return self._module(*self._value)
-        if self._spread and isinstance(self._value, dict):
-            return self._module(**self._value)
-        return self._module(self._value)
+        with driven(self._module, self._executor):
+            return super()._output()
 
 
 class LimitedStep(Step):
@@ -200,7 +228,9 @@ class LimitedStep(Step):
     def __call__(self, foreign: ForeignGradients | None = None) -> None:
         if self._loss is None and self._gradients.missing:
             with self.dtr:  # gradients of the output are no part of the step, but who knows its shape?
-                forms = _forms(self._differentiable())
+                output = self._output()
+                forms = [] if self._spread and loss_in(output) is not None else _forms(_differentiable(output))
+                del output
             self._gradients.make(forms)
         with self.dtr:
             super().__call__(foreign)

@@ -11,6 +11,7 @@ from torch import nn
 from remat.live.context import DTR
 from remat.measuring import Bench, LimitedStep, Loss
 from remat.report import Report
+from remat.runtime.driving import runs_in_place
 from remat.schedule import Schedule
 
 
@@ -31,11 +32,11 @@ def run(
     and random numbers; no hook of a parameter is called.
 
     Args:
-        model: an `nn.Sequential`, nested or not; for DTR any module.
+        model: an `nn.Sequential`, nested or not; for DTR, and schedules of a chain found in it, any module.
         sample: its input: a tensor, a tuple of positional or a dict of keyword arguments; on the model's device.
         schedule: as for `remat.apply`; or a `remat.DTR`, whose budget then holds the sample too.
-        loss: a function of the output that returns a scalar. Without one the output is backpropagated with a fixed
-            random gradient of its own shape.
+        loss: a function of the output that returns a scalar. Without one it is the output's own where a model computes
+            it (`output.loss`), else the output is backpropagated with a fixed random gradient of its own shape.
         repeats: timed steps, of which the median is reported.
         baseline: also time plain PyTorch, in turn with the schedule's steps, for the report's `overhead`. The model
             must then fit without recomputation; without it `overhead` is None.
@@ -45,7 +46,8 @@ def run(
         MeasurementError: a PyTorch profiler is running.
         OutOfBudget, Thrashing: as `remat.DTR`.
     """
-    with Bench(model, sample, loss, chain=isinstance(schedule, Schedule)) as bench:
+    chain = isinstance(schedule, Schedule) and not runs_in_place(schedule)
+    with Bench(model, sample, loss, chain=chain) as bench:
         step = bench.step(schedule)
         peak = bench.peak_bytes(step)
         plain = bench.step(None) if baseline else None

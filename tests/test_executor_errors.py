@@ -162,7 +162,7 @@ def test_memory_comes_back_after_an_error(sample: torch.Tensor) -> None:
 def _runs() -> list:
     from remat.runtime.executor import Run
 
-    return [found for found in gc.get_objects() if type(found) is _Run]
+    return [found for found in gc.get_objects() if type(found) is Run]
 
 
 def test_nothing_is_held_after_a_step(sample: torch.Tensor) -> None:

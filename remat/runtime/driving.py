@@ -17,74 +17,36 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from remat.errors import LeftChain, PlanMismatch, RematError, ReplayError
+from remat.errors import LeftChain, RematError, ReplayError
 from remat.runtime.caches import without_caches
 from remat.runtime.calls import StageCalls
 from remat.runtime.environment import FirstRun
 from remat.runtime.executor import Executor, Run, versions_of
 from remat.runtime.interception import Forward, intercepted
+from remat.runtime.places import Counter, Place, Places, among
 from remat.runtime.program import Step, compile_schedule
-from remat.runtime.stages import Stage, stage_name
-from remat.runtime.values import activation_of, first_tensor, key_of, tensors
+from remat.runtime.values import activation_of, first_tensor
 from remat.schedule import F_ALL, Schedule
-
-
-class Place(NamedTuple):
-    """A call of the chain: its name, its stage, and whether it is the first and the last call of that."""
-
-    name: str
-    stage: int
-    first: bool
-    last: bool
 
 
 class CallExecutor(Executor):
     """A program bound to module calls.
 
-    Attributes:
-        places: the calls, in the order in which they come.
-        follows: stages that work on what the stage before them hands on.
+    Raises:
+        PlanMismatch: the schedule was made for another model.
     """
 
     def __init__(self, model: nn.Module, schedule: Schedule, *, preserve_random: bool = True) -> None:
-        layout = schedule.layout
-        if layout is None or layout.calls is None:
-            raise PlanMismatch(
-                "the schedule names no module calls, so it can only run on an nn.Sequential; profile this model and "
-                "solve for its chain"
-            )
-        fixed = (*(not names for names in layout.calls), False)
-        modules = dict(model.named_modules(remove_duplicate=False))
-        stages, places = [], []
-        for index, names in enumerate(layout.calls, start=1):
-            missing = [name for name in names if module_of(name) not in modules]
-            if missing:
-                raise PlanMismatch(f"the schedule was made for another model: this one has no module {missing[0]!r}")
-            parts = list(dict.fromkeys(modules[module_of(name)] for name in names))
-            stages.append(Stage(parts, stage_name(names) if names else "code outside of the stages"))
-            for part, name in enumerate(names):
-                places.append(Place(name, index, part == 0, part == len(names) - 1))
-        super().__init__(compile_schedule(schedule, fixed), stages, preserve_random=preserve_random)
-        self.model = model
-        self.places = tuple(places)
-        self.aside = frozenset(layout.aside)
-        self.follows = frozenset(
-            index for index in range(2, len(stages) + 1) if layout.calls[index - 1] and layout.calls[index - 2]
-        )
-        self.names = {modules[module_of(place.name)]: module_of(place.name) for place in places}
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the stages still are modules of the model: none of them replaced or removed since."""
-        present = dict(self.model.named_modules(remove_duplicate=False))
-        return all(present.get(name) is module for module, name in self.names.items())
+        self.places = Places(model, schedule.layout)
+        program = compile_schedule(schedule, self.places.fixed)
+        super().__init__(program, self.places.stages, preserve_random=preserve_random)
 
     def run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]) -> Any:
         """The model's own forward, under the program; `left` is told if it takes another path."""
         if not self.program.recomputes and self.observer is None:
             return forward(*args, **kwargs)
         run = CallRun(self)
-        with intercepted(self.names, run.arrive):
+        with intercepted(self.places.names, run.arrive):
             output = forward(*args, **kwargs)
         run.forward_ended()
         if run.left:
@@ -92,9 +54,9 @@ class CallExecutor(Executor):
         return output
 
 
-def module_of(call: str) -> str:
-    """The name of the module of a call."""
-    return call.partition("#")[0]
+def runs_in_place(schedule: Schedule) -> bool:
+    """Whether the schedule is for the calls of a model's modules, not for an `nn.Sequential`."""
+    return schedule.layout is not None and schedule.layout.calls is not None
 
 
 class _Open(NamedTuple):
@@ -119,7 +81,7 @@ class CallRun(Run):
         self._filled: set[int] = set()
         self._steps = iter(self.program.forward)
         self._position = 0
-        self._counts: dict[nn.Module, int] = {}
+        self._counter = Counter(executor.places)
         self._open: _Open | None = None
         self._handed: tuple[torch.Tensor, tuple[int, ...]] | None = None  # what the last stage handed to the next
 
@@ -127,13 +89,15 @@ class CallRun(Run):
 
     def arrive(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a module that has stages."""
-        count = self._counts[module] = self._counts.get(module, 0) + 1
-        name = self.executor.names[module] + (f"#{count}" if count > 1 else "")
-        if not self.left and name not in self.executor.aside:
-            self._expect(name, args, kwargs)
-        if self.left or self._open is None or name in self.executor.aside:
+        places = self.executor.places
+        name = self._counter.name(module)
+        if name in places.aside:
             return forward(*args, **kwargs)
-        opened, place = self._open, self.executor.places[self._position]
+        if not self.left:
+            self._expect(name, args, kwargs)
+        if self.left or self._open is None:
+            return forward(*args, **kwargs)
+        opened, place = self._open, places.calls[self._position]
         self._position += 1
         if not opened.step.last:
             opened.calls.add(forward, args, kwargs)
@@ -150,7 +114,7 @@ class CallRun(Run):
 
     def _expect(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Makes ready for the call, if it is the one that comes next in the chain."""
-        places = self.executor.places
+        places = self.executor.places.calls
         place = places[self._position] if self._position < len(places) else None
         if place is None or place.name != name:
             expected = f"{place.name!r}" if place is not None else "no more calls of stages"
@@ -162,7 +126,7 @@ class CallRun(Run):
 
     def _begin(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         index = place.stage
-        if index in self.executor.follows:
+        if index in self.executor.places.follows:
             value = self._handed_to(args, kwargs)
         else:
             value = activation_of(args, kwargs)
@@ -198,12 +162,7 @@ class CallRun(Run):
         handed, versions = self._handed
         if versions_of(handed) != versions:
             return None
-        given = tensors((args, kwargs))
-        same = next((tensor for tensor in given if tensor is handed), None)
-        if same is None:
-            key = key_of(handed)
-            same = next((tensor for tensor in given if key_of(tensor) == key), None)
-        return same
+        return among(handed, (args, kwargs))
 
     def _close(self, output: Any) -> None:
         """The first run of a stage is over."""
@@ -217,12 +176,12 @@ class CallRun(Run):
             self.calls[index] = calls
         handed = first_tensor(output)
         self._first_run_ended(step, value, versions, handed, output)
-        if handed is not None and index + 1 in self.executor.follows:
+        if handed is not None and index + 1 in self.executor.places.follows:
             self._handed = handed, versions_of(handed)
 
     def forward_ended(self) -> None:
         """The model's forward is over."""
-        places = self.executor.places
+        places = self.executor.places.calls
         if not self.left and self._position < len(places):
             self._leave(f"the forward ended before {places[self._position].name!r} was called")
         if not self.left:

@@ -54,7 +54,7 @@ def flatten(model: nn.Module) -> list[tuple[str, nn.Module]]:
     Raises:
         UnsupportedModel: not an `nn.Sequential`, or nothing in it.
     """
-    if not _is_sequential(model):
+    if not is_sequential(model):
         raise UnsupportedModel(
             f"{type(model).__name__} is not a chain: remat plans an nn.Sequential, whose modules run one after the "
             "other. Write the model as nn.Sequential(...) of its stages (each may be any module)."
@@ -65,7 +65,8 @@ def flatten(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return flat
 
 
-def _is_sequential(module: nn.Module) -> bool:
+def is_sequential(module: nn.Module) -> bool:
+    """Whether the module runs its children one after the other, and nothing else."""
     # A subclass that only builds itself differently still runs as a chain; one with its own forward does not.
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
@@ -75,7 +76,7 @@ def _flatten(prefix: str, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, child in model._modules.items():
         if child is None:
             continue
-        if _is_sequential(child) and not _has_hooks(child):
+        if is_sequential(child) and not _has_hooks(child):
             yield from _flatten(f"{prefix}{name}.", child)
         else:
             yield prefix + name, child

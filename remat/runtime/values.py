@@ -84,6 +84,12 @@ def first_tensor(output: Any) -> torch.Tensor | None:
     return found[0] if found else None
 
 
+def loss_in(output: Any) -> torch.Tensor | None:
+    """The loss that a model computes itself: a scalar called `loss` in its output."""
+    found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    return found if isinstance(found, torch.Tensor) and found.requires_grad and found.numel() == 1 else None
+
+
 class Key(NamedTuple):
     """Which data a tensor shows: two tensors with the same key are the same to read."""
 

@@ -1,0 +1,363 @@
+"""Measuring each stage of a found chain, and the code between the stages, while the model's own forward runs.
+
+The model runs forward as ever, but what a stage hands on is cut off from the stage: nothing of it is kept, and each is
+measured forward and backward by itself, as `remat.profiling` does with an nn.Sequential. What the code between keeps
+stays, and its backward is measured piece by piece at the end, from the last to the first.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from remat.errors import UnsupportedModel
+from remat.meter import MemoryMeter, Region
+from remat.preserving import ForeignGradients, RandomGradients, Sink, Source
+from remat.runtime.calls import StageCalls
+from remat.runtime.environment import BufferWatch, RandomState, accelerators
+from remat.runtime.interception import Forward, intercepted
+from remat.runtime.places import Counter, Place, Places, among
+from remat.runtime.stages import detached
+from remat.runtime.values import Arguments, activation_of, first_tensor, loss_in, map_tensors, tensors
+from remat.stage_costs import (
+    Boundary,
+    Marks,
+    SavedStorages,
+    gradient_bytes,
+    storage_bytes,
+)
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+# What is measured ----------------------------------------------------------------------------------------------------
+
+
+class Span(NamedTuple):
+    """What a measured stretch was: of which stage, and what of it."""
+
+    what: str
+    stage: int
+
+
+class Gauge(ABC):
+    """Measures stretches of a pass, one after the other."""
+
+    @abstractmethod
+    def span(self, what: str, stage: int) -> AbstractContextManager[None]: ...
+
+
+class Bytes(Gauge):
+    def __init__(self, device: torch.device) -> None:
+        self.meter = MemoryMeter(device)
+        self.order: list[Span] = []
+
+    def span(self, what: str, stage: int) -> AbstractContextManager[None]:
+        self.order.append(Span(what, stage))
+        return self.meter.region()
+
+    def regions(self) -> dict[Span, Region]:
+        return dict(zip(self.order, self.meter.regions, strict=True))
+
+
+class Seconds(Gauge):
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[Span, float] = {}
+        self._device = device
+
+    @contextmanager
+    def span(self, what: str, stage: int) -> Any:
+        self._synchronise()
+        start = time.perf_counter()
+        yield
+        self._synchronise()
+        self.seconds[Span(what, stage)] = time.perf_counter() - start
+
+    def _synchronise(self) -> None:
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).synchronize(self._device)
+
+
+@dataclass
+class Facts:
+    """What a pass found out beside its measurements."""
+
+    boundaries: dict[int, Boundary] = field(default_factory=dict)
+    marks: dict[int, Marks] = field(default_factory=dict)
+    act: dict[int, int] = field(default_factory=dict)  # bytes of what a stage hands on
+    grad: dict[int, int] = field(default_factory=dict)
+    kept_input: dict[int, bool] = field(default_factory=dict)  # code outside holds what it was handed
+    leaves: dict[int, set[int]] = field(default_factory=dict)  # leaves that the backward of a stage reaches
+    leaf_bytes: dict[int, int] = field(default_factory=dict)
+    side_gradients: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # last user, producer, bytes
+
+
+# A pass --------------------------------------------------------------------------------------------------------------
+
+
+class Pass:
+    """One forward of the model with every stage measured by itself, then the backward of what is between them."""
+
+    def __init__(self, places: Places, gauge: Gauge, foreign: ForeignGradients, *, memory: bool) -> None:
+        self.places, self.gauge, self.foreign, self.memory = places, gauge, foreign, memory
+        self.facts = Facts()
+        self._counter = Counter(places)
+        self._position = 0
+        self._calls: StageCalls | None = None
+        self._value: torch.Tensor | None = None
+        self._handed: torch.Tensor | None = None
+        self._outside: Any = None  # the open span of code outside
+        self._outside_input: StorageWeakRef | None = None
+        self._ends: dict[int, torch.Tensor] = {}  # of code outside: a scalar whose backward is that of the code
+        self._made_by: dict[int, int] = {}  # which stage a tensor that is passed to stages came from
+        self._alive: list[Any] = []  # what the executor would hold, and what must keep its identity
+
+    def run(self, model: nn.Module, sample: Arguments, loss: Loss | None) -> None:
+        self._open_outside(1)
+        with intercepted(self.places.names, self.arrive):
+            output = model(*sample.args, **sample.kwargs)
+        last = len(self.places.stages)
+        if self._position < len(self.places.calls):
+            raise UnsupportedModel(
+                f"{self.places.calls[self._position].name!r} was called when the chain was found, and not when it was "
+                "measured: the model takes another path each time. Train it under remat.DTR"
+            )
+        self._close_outside(last)
+        own = loss_in(output) if loss is None else None
+        ends = [own] if own is not None else [tensor for tensor in tensors(output) if tensor.requires_grad]
+        self.facts.act[last] = storage_bytes(own if own is not None else output)
+        self.facts.grad[last] = gradient_bytes(ends)
+        self._end(last, ends, as_it_is=own is not None)
+        if loss is not None:
+            given = detached(output)
+            del output, own, ends
+            self._measure(last + 1, loss, given, self.facts.act[last], self.facts.grad[last])
+        else:
+            del output, own, ends
+        self._handed = self._value = None
+        self._backward_of_code()
+
+    # Calls -------------------------------------------------------------------------------------------------------
+
+    def arrive(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = self._counter.name(module)
+        if name in self.places.aside:
+            return forward(*args, **kwargs)
+        place = self.places.calls[self._position] if self._position < len(self.places.calls) else None
+        if place is None or place.name != name:
+            raise UnsupportedModel(
+                f"{name!r} was called where {place.name if place else 'no stage'!r} came when the chain was found: the "
+                "model takes another path each time. Train it under remat.DTR"
+            )
+        self._position += 1
+        if place.first:
+            self._begin(place, args, kwargs)
+        calls, value = self._calls, self._value
+        assert calls is not None
+        assert value is not None
+        calls.add(forward, args, kwargs)
+        if not place.last:
+            with _saving_nothing():
+                output = forward(*args, **kwargs)
+            calls.returned(output)
+            return output
+        calls.complete()
+        return self._stage(place.stage, calls, value)
+
+    def _begin(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        index = place.stage
+        if index in self.places.follows:
+            value = None if self._handed is None else among(self._handed, (args, kwargs))
+        else:
+            value = activation_of(args, kwargs)
+        if value is None:
+            raise UnsupportedModel(f"{place.name!r} was not given what the stage before it handed on; run it as DTR")
+        self._handed = None
+        if index not in self.places.follows:
+            self._close_outside(index - 1)
+            self.facts.act[index - 1] = storage_bytes(value)
+            self.facts.grad[index - 1] = gradient_bytes(value)
+        if self.memory:
+            with self.gauge.span("level", index):
+                pass
+        self._calls, self._value = StageCalls(value), value
+
+    def _stage(self, index: int, calls: StageCalls, value: torch.Tensor) -> Any:
+        """Measures a stage; returns what it returned, cut off from it."""
+        self._calls = self._value = None
+        sides = [tensor for tensor in calls.side_inputs() if tensor.requires_grad and tensor.grad_fn is not None]
+        if index not in self.places.follows:
+            before = [tensor for tensor in (value, *sides) if not _is_cut(tensor) and id(tensor) not in self._made_by]
+            self._end(index - 1, before)
+        else:
+            late = [tensor for tensor in sides if not _is_cut(tensor) and id(tensor) not in self._made_by]
+            producer = max((stage for stage in self._ends if stage < index), default=0)
+            for tensor in late:  # made by code outside that ran between two linked stages: part of the last piece
+                self._made_by[id(tensor)] = producer
+        for tensor in sides:
+            producer = self._made_by.setdefault(id(tensor), index - 1)
+            self.facts.side_gradients[id(tensor)] = (index, producer, gradient_bytes(tensor))
+        self._alive += [calls, sides]
+
+        def again(passed: Any) -> Any:
+            first, *others = passed
+            replaced = {id(side): other for side, other in zip(sides, others, strict=True)}
+            return calls.again(first, replaced)[1][-1]
+
+        output = self._measure(index, again, [value, *sides], storage_bytes(value), gradient_bytes(value))
+        following = _cut(output)
+        for tensor in tensors(following)[1:]:
+            self._made_by[id(tensor)] = index
+        self._alive.append(tensors(following)[1:])
+        handed = first_tensor(following)
+        if index + 1 in self.places.follows:
+            self._handed = handed
+        else:
+            self._outside_input = None if handed is None else StorageWeakRef(handed.untyped_storage())
+            del handed, output
+            self._open_outside(index + 1)
+        return following
+
+    def _measure(self, index: int, run: Callable[[Any], Any], given: Any, act: int, grad: int) -> Any:
+        """The stretches of one stage: forward without saving, forward with, backward. Returns its output."""
+        given = detached(given)
+        first = tensors(given)[0]
+        stage = self.places.stages[index - 1] if index <= len(self.places.stages) else None
+        saved = SavedStorages()
+        if self.memory:
+            devices = accelerators(stage, given) if stage is not None else set()
+            watch = BufferWatch()
+            flags = tuple(part.training for part in stage.parts) if stage is not None else ()
+            before = watch.before(stage, flags) if stage is not None else {}
+            random = RandomState(devices)
+            with self.gauge.span("without", index), saved_tensors_hooks(saved, _no_backward):
+                output = run(_cut(given))
+            changed = watch.after(stage, flags, before) if stage is not None else {}
+            sizes = [was.copy.numel() * was.copy.element_size() for was in changed.values() if was.copy is not None]
+            self.facts.marks[index] = Marks(random != RandomState(devices), bool(changed), sum(sizes))
+            handed = first_tensor(output)
+            if handed is None:
+                raise UnsupportedModel(f"stage {stage.name if stage else 'loss'!r} returned no tensor")
+            self.facts.act[index], self.facts.grad[index] = storage_bytes(handed), gradient_bytes(handed)
+            self.facts.boundaries[index] = Boundary(
+                act=storage_bytes(handed),
+                grad=gradient_bytes(handed),
+                act_before=act,
+                grad_before=grad,
+                saves_input=saved.among(first),
+                saves_output=saved.among(handed),
+            )
+            del before, changed
+            following = map_tensors(_detached, output)
+            del output, handed
+        source = _cut(given)
+        with self.gauge.span("full", index):
+            output = run(source)
+        del source
+        if not self.memory:
+            following = map_tensors(_detached, output)
+        ends = [tensor for tensor in tensors(output) if tensor.requires_grad]
+        end = Sink.apply(RandomGradients(ends), *ends) if ends else None
+        del output, ends
+        if end is not None:
+            self._note_leaves(index, end, set())
+            self.foreign.keep(end, beside=tensors(given))
+        with self.gauge.span("backward", index):
+            if end is not None:
+                end.backward()
+        return following
+
+    # Code outside ------------------------------------------------------------------------------------------------
+
+    def _open_outside(self, index: int) -> None:
+        self._outside = self.gauge.span("outside", index)
+        self._outside.__enter__()
+
+    def _close_outside(self, index: int) -> None:
+        self._outside.__exit__(None, None, None)
+        self._outside = None
+        handed = self._outside_input
+        self.facts.kept_input[index] = handed is None or not handed.expired()
+
+    def _end(self, index: int, found: Sequence[torch.Tensor], *, as_it_is: bool = False) -> None:
+        """Notes where the backward of code outside begins."""
+        ends = [tensor for tensor in found if tensor.requires_grad and tensor.grad_fn is not None]
+        for tensor in ends:
+            self._made_by[id(tensor)] = index
+        if ends:
+            self._ends[index] = ends[0] if as_it_is else Sink.apply(RandomGradients(ends), *ends)
+        if index < len(self.places.stages):  # the output itself is not held in a step
+            self._alive.append(ends)
+
+    def _backward_of_code(self) -> None:
+        """Runs the backward of all code outside, from the last piece to the first."""
+        reached: dict[int, set[Any]] = {}
+        known: set[Any] = set()
+        shared: set[int] = set()  # pieces whose backward goes through an earlier one's graph, which must stay
+        for index in sorted(self._ends):
+            end = self._ends[index]
+            nodes = self._note_leaves(index, end, known)
+            if any(before in known for node in (*nodes, end.grad_fn) for before, _ in node.next_functions):
+                shared.add(index)
+            reached[index] = nodes
+            known |= nodes
+            self.foreign.keep(end)
+        del known, reached
+        for index in sorted(self._ends, reverse=True):
+            end = self._ends.pop(index)
+            with self.gauge.span("backward", index):
+                end.backward(retain_graph=index in shared)
+            del end
+
+    def _note_leaves(self, index: int, end: torch.Tensor, apart: set[Any]) -> set[Any]:
+        """Notes which leaves a backward reaches, and returns its nodes; leaves out those `apart` and behind them."""
+        nodes: set[Any] = set()
+        todo = [end.grad_fn]
+        while todo:
+            node = todo.pop()
+            if node is None or node in nodes or node in apart:
+                continue
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                self.facts.leaves.setdefault(index, set()).add(id(leaf))
+                self.facts.leaf_bytes[id(leaf)] = leaf.numel() * leaf.element_size()
+                self._alive.append(leaf)
+                continue
+            nodes.add(node)
+            todo.extend(before for before, _ in node.next_functions)
+        return nodes
+
+
+def _is_cut(tensor: torch.Tensor) -> bool:
+    """Whether the tensor came out of a stage, and is cut off from it."""
+    return tensor.grad_fn is not None and tensor.grad_fn.name() == "SourceBackward"
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _cut(output: Any) -> Any:
+    """The same output, part of a graph that ends here where it requires a gradient."""
+    found = [tensor for tensor in tensors(output) if tensor.requires_grad]
+    if not found:
+        return output
+    handed = {id(tensor): other for tensor, other in zip(found, Source.apply(*found), strict=True)}
+    return map_tensors(lambda tensor: handed.get(id(tensor), tensor), output)
+
+
+def _saving_nothing() -> saved_tensors_hooks:
+    return saved_tensors_hooks(lambda tensor: None, _no_backward)
+
+
+def _no_backward(_: None) -> torch.Tensor:
+    raise UnsupportedModel("the model runs a backward in its forward, which cannot be measured stage by stage")

@@ -1,0 +1,277 @@
+"""The chain of any model: found, measured stage by stage, and checked against a step."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.chain import Chain, Layout
+from remat.finding.find import SMALL, locate
+from remat.finding.found import FoundChain
+from remat.finding.measuring import Bytes, Facts, Loss, Pass, Seconds, Span
+from remat.meter import MemoryMeter, Region
+from remat.preserving import ForeignGradients, RandomGradients, Sink, aliased_parameters, preserved
+from remat.runtime.caches import without_caches
+from remat.runtime.driving import CallExecutor, driven
+from remat.runtime.environment import accelerators
+from remat.runtime.places import Places
+from remat.runtime.stages import Stage, check_device, describe
+from remat.runtime.values import Arguments, arguments, loss_in, tensors
+from remat.schedule import Schedule
+from remat.simulation import peak_and_makespan
+from remat.solvers.persistent import Persistent
+from remat.stage_costs import (
+    Marks,
+    Sizes,
+    cast_bytes,
+    executor_reserve,
+    gradient_bytes,
+    sizes_of_stage,
+    storage_bytes,
+    without_autocast_cache,
+)
+
+Progress = Callable[[str, int, int], None]
+
+
+def profile_calls(
+    model: nn.Module,
+    sample: Any,
+    *,
+    repeats: int,
+    loss: Loss | None,
+    small: float = SMALL,
+    stages: Sequence[str | nn.Module] | None = None,
+    tell: Progress,
+) -> Chain:
+    """`remat.profile` for a model that is no `nn.Sequential`."""
+    call = arguments(sample)
+    call = Arguments(call.args, without_caches(model, call.args, call.kwargs))
+    everything = Stage([model], "model")
+    device = check_device([everything], call)
+    modules = [model, loss] if isinstance(loss, nn.Module) else [model]
+    everywhere = preserved(modules, accelerators(everything, call))
+    with torch.enable_grad(), everywhere, aliased_parameters(modules) as foreign, without_autocast_cache():
+        tell("finding chains", 0, 1)
+        found = locate(model, call, stages=stages, small=small)
+        tell("finding chains", 1, 1)
+        chain = _measured(model, call, layout_of(found, sample), device, foreign, loss=loss, repeats=repeats, tell=tell)
+        tell("checking", 0, 1)
+        excess = _excess(model, call, chain, device, foreign, loss)
+        tell("checking", 1, 1)
+    return replace(chain, reserve_bytes=chain.reserve_bytes + excess)
+
+
+def layout_of(found: FoundChain, sample: Any) -> Layout:
+    """How the stages that were found lie on the model."""
+    return Layout(tuple(map(len, found.calls)), describe(sample), found.calls, found.aside)
+
+
+def _excess(
+    model: nn.Module,
+    call: Arguments,
+    chain: Chain,
+    device: torch.device,
+    foreign: ForeignGradients,
+    loss: Loss | None,
+) -> int:
+    """By how many bytes a step by the schedule of least memory exceeds what the chain predicts of it.
+
+    Stages are measured one by one; what they share with code outside may cost more when they come together.
+    """
+    schedule = Schedule(Persistent().least_memory(chain), layout=chain.layout)
+    executor = CallExecutor(model, schedule)
+
+    def step() -> None:
+        with driven(model, executor):
+            output = model(*call.args, **call.kwargs)
+        end = loss(output) if loss is not None else loss_in(output)
+        if end is None:
+            ends = [tensor for tensor in tensors(output) if tensor.requires_grad]
+            end = Sink.apply(RandomGradients(ends), *ends)
+            del ends
+        del output
+        foreign.keep(end)
+        end.backward()
+
+    step()
+    meter = MemoryMeter(device)
+    with meter.session(), meter.region():
+        step()
+    (region,) = meter.regions
+    measured = region.peak_bytes - region.start_bytes + chain.act_bytes[0]
+    return max(measured - peak_and_makespan(chain, schedule.operations)[0], 0)
+
+
+def _measured(
+    model: nn.Module,
+    sample: Arguments,
+    layout: Layout,
+    device: torch.device,
+    foreign: ForeignGradients,
+    *,
+    loss: Loss | None,
+    repeats: int,
+    tell: Callable[[str, int, int], None],
+) -> Chain:
+    """The chain of a model whose stages are the calls of `layout`.
+
+    Raises:
+        UnsupportedModel: the model takes another path than when its chain was found.
+    """
+    places = Places(model, layout)
+    tell("measuring memory", 0, 1)
+    Pass(places, Seconds(device), foreign, memory=False).run(model, sample, loss)  # what is set up once is set up
+    gauge = Bytes(device)
+    work = Pass(places, gauge, foreign, memory=True)
+    with gauge.meter.session():
+        work.run(model, sample, loss)
+    facts = work.facts
+    del work
+    tell("measuring memory", 1, 1)
+    times = []
+    for sweep in range(repeats):
+        tell("measuring time", sweep, repeats)
+        seconds = Seconds(device)
+        Pass(places, seconds, foreign, memory=False).run(model, sample, loss)
+        times.append(seconds.seconds)
+    tell("measuring time", repeats, repeats)
+    return _chain(places, layout, facts, gauge.regions(), times, sample, device, has_loss=loss is not None)
+
+
+def _chain(
+    places: Places,
+    layout: Layout,
+    facts: Facts,
+    regions: dict[Span, Region],
+    times: Sequence[dict[Span, float]],
+    sample: Arguments,
+    device: torch.device,
+    *,
+    has_loss: bool,
+) -> Chain:
+    last = len(places.stages)
+    carried = _carried(facts)
+    facts.act[0], facts.grad[0] = storage_bytes(sample), gradient_bytes(sample)
+    grads = [facts.grad[index] for index in range(last + 1)]
+    for begin, end, size in carried:
+        for index in range(end, begin):
+            grads[index] += size
+    # A gradient that is carried along is there before and after a backward, and counted in both: once too often.
+    twice = [0] * (last + 2)
+    for begin, end, size in carried:
+        for index in range(end + 1, begin + 1):
+            twice[index] += size
+
+    sizes: list[Sizes] = []
+    held = True
+    for index in range(1, last + 1):
+        if places.fixed[index - 1]:
+            sizes.append(_outside_sizes(index, facts, regions, is_last=index == last and not has_loss))
+            held = True
+        else:
+            sizes.append(_stage_sizes(index, facts, regions, held))
+            held = facts.boundaries[index].saves_output
+    extras = [size.bwd_extra - twice[index] for index, size in enumerate(sizes, start=1)]
+    if has_loss:
+        sizes.append(_stage_sizes(last + 1, facts, regions, True))
+        extras.append(sizes[-1].bwd_extra)
+        grads.append(facts.grad[last + 1])
+    else:
+        sizes.append(Sizes(0, 0, 0, 0, 0, 0, 0, False))
+        extras.append(0)
+        grads.append(0)
+    forward = [_median(times, ("outside" if fixed else "full"), index) for index, fixed in enumerate(places.fixed, 1)]
+    backward = [_median(times, "backward", index) for index in range(1, last + 2)]
+    if has_loss:
+        forward[-1] = _median(times, "full", last + 1)
+    real = [index for index in range(1, last + 1) if not places.fixed[index - 1]]
+    reserve = executor_reserve(
+        [places.stages[index - 1] for index in real],
+        [facts.marks[index] for index in real],
+        [sizes[index - 1] for index in real],
+    )
+    nothing = Marks(False, False, 0)
+    marks = [facts.marks.get(index, nothing) for index in range(1, last + 2)]
+    whole = [stage for stage in places.stages if stage.modules]
+    return Chain(
+        act_bytes=(facts.act[0], *(facts.act[index] for index in range(1, last + 1)), sizes[-1].act),
+        saved_bytes=tuple(size.saved for size in sizes),
+        fwd_overhead_bytes=tuple(size.fwd_overhead for size in sizes),
+        save_overhead_bytes=tuple(size.save_overhead for size in sizes),
+        bwd_overhead_bytes=tuple(max(extra, 0) for extra in extras),
+        bwd_released_bytes=tuple(max(-extra, 0) for extra in extras),
+        reserve_bytes=reserve + _growth(places, facts, regions) + sum(cast_bytes(stage, device) for stage in whole),
+        fwd_seconds=tuple(forward),
+        bwd_seconds=tuple(backward),
+        grad_bytes=tuple(grads),
+        names=(*(stage.name for stage in places.stages), "loss"),
+        draws_random=tuple(mark.draws_random for mark in marks),
+        changes_buffers=tuple(mark.changes_buffers for mark in marks),
+        fixed=places.fixed,
+        layout=layout,
+    )
+
+
+def _stage_sizes(index: int, facts: Facts, regions: dict[Span, Region], held: bool) -> Sizes:
+    without, full, backward = (regions[Span(what, index)] for what in ("without", "full", "backward"))
+    return sizes_of_stage(without, full, backward, facts.boundaries[index], held)
+
+
+def _outside_sizes(index: int, facts: Facts, regions: dict[Span, Region], *, is_last: bool) -> Sizes:
+    """The terms of the model for code outside of the stages.
+
+    It keeps what it has added to memory when it ends, and what it was handed if it let go of that meanwhile, since the
+    model counts its input until its backward.
+    """
+    forward = regions[Span("outside", index)]
+    backward = regions.get(Span("backward", index))
+    act_before = facts.act.get(index - 1, 0)
+    saved = max(forward.end_bytes - forward.start_bytes + (0 if facts.kept_input[index] else act_before), 0)
+    around = facts.grad[index] + facts.grad.get(index - 1, 0)
+    if backward is None:
+        extra = -min(facts.grad[index], facts.grad.get(index - 1, 0))
+    elif is_last:  # its output, held when the forward ends, is gone by then
+        extra = max(backward.peak_bytes - forward.start_bytes, 0) - saved - around
+    else:
+        extra = max(backward.peak_bytes - backward.start_bytes, facts.grad[index]) - around
+    return Sizes(
+        act=facts.act[index],
+        grad=facts.grad[index],
+        saved=saved,
+        fwd_overhead=max(forward.peak_bytes - forward.start_bytes - saved, 0),
+        save_overhead=max(forward.peak_bytes - forward.start_bytes - saved, 0),
+        bwd_extra=extra,
+        undeferred=0,
+        saves_output=True,
+    )
+
+
+def _carried(facts: Facts) -> list[tuple[int, int, int]]:
+    """Gradients that are held from one stage's backward to another's, as (first, last, bytes): those of tensors that
+    several stages are passed, and of parameters that several stages use, which autograd adds up before it goes on."""
+    found = [entry for entry in facts.side_gradients.values() if entry[0] > entry[1]]
+    users: dict[int, list[int]] = {}
+    for index, leaves in facts.leaves.items():
+        for leaf in leaves:
+            users.setdefault(leaf, []).append(index)
+    found += [(max(stages), min(stages), facts.leaf_bytes[leaf]) for leaf, stages in users.items() if len(stages) > 1]
+    return found
+
+
+def _growth(places: Places, facts: Facts, regions: dict[Span, Region]) -> int:
+    """What the model holds beside of what is handed from stage to stage where nothing lies between them."""
+    total = 0
+    for index in sorted(places.follows):
+        now, before = (regions[Span("level", stage)].start_bytes for stage in (index, index - 1))
+        total += max(now - before - facts.act[index - 1] + facts.act[index - 2], 0)
+    return total
+
+
+def _median(times: Sequence[dict[Span, float]], what: str, index: int) -> float:
+    return statistics.median(sweep.get(Span(what, index), 0.0) for sweep in times)

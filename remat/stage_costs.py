@@ -1,0 +1,134 @@
+"""What a stage costs in bytes, from what was measured while it ran: the terms of the model of memory (Section 3.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from remat.meter import Region, rounded
+from remat.preserving import Source
+from remat.runtime.stages import Stage
+from remat.runtime.values import map_tensors, tensors
+
+
+@dataclass(frozen=True)
+class Marks:
+    draws_random: bool
+    changes_buffers: bool
+    changed_bytes: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    act: int
+    grad: int
+    saved: int
+    fwd_overhead: int
+    save_overhead: int
+    bwd_extra: int  # what the backward needs beyond the model's terms; below zero if it needs less
+    undeferred: int  # what stays in memory although nothing was to be saved, as attributes of a Function's ctx do
+    saves_output: bool
+
+
+class SavedStorages:
+    """A pack hook that keeps nothing but notes whose memory would have been kept."""
+
+    def __init__(self) -> None:
+        self.pointers: set[int] = set()
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        self.pointers.add(tensor.untyped_storage().data_ptr())
+
+    def among(self, value: Any) -> bool:
+        return any(tensor.untyped_storage().data_ptr() in self.pointers for tensor in tensors(value) if tensor.numel())
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What is known of a stage from the values at its two ends."""
+
+    act: int
+    grad: int
+    act_before: int
+    grad_before: int
+    saves_input: bool
+    saves_output: bool
+
+
+def sizes_of_stage(without: Region, full: Region, backward: Region, at: Boundary, input_held: bool) -> Sizes:
+    """The terms of the model (Section 3.1) for one stage.
+
+    `input_held`: something else than this stage's backward keeps the input alive until then.
+    """
+    saved = max(full.end_bytes - full.start_bytes, at.act)
+    bwd_extra = 0
+    if at.grad:
+        bwd_extra = backward.peak_bytes - full.start_bytes - saved - at.grad - at.grad_before
+        if not (input_held or at.saves_input):
+            bwd_extra -= at.act_before  # gone by then: its last reader was this stage's forward
+    return Sizes(
+        act=at.act,
+        grad=at.grad,
+        saved=saved,
+        fwd_overhead=max(without.peak_bytes - without.start_bytes - at.act, 0),
+        save_overhead=max(full.peak_bytes - full.start_bytes - saved, 0),
+        bwd_extra=bwd_extra,
+        undeferred=max(without.end_bytes - without.start_bytes - at.act, 0),
+        saves_output=at.saves_output,
+    )
+
+
+def executor_reserve(stages: Sequence[Stage], marks: Sequence[Marks], sizes: Sequence[Sizes]) -> int:
+    """What the executor keeps beside the activations: per recomputed stage the old values of the buffers it changes
+    and the state of the generators it draws from; for one stage at a time copies to work on."""
+    state = torch.get_rng_state().numel() + 16
+    kept = sum(mark.changed_bytes + state * mark.draws_random for mark in marks)
+    working = max(sum(buffer.numel() * buffer.element_size() for *_, buffer in stage.buffers()) for stage in stages)
+    return kept + 2 * working + 3 * state + sum(size.undeferred for size in sizes)
+
+
+def cast_bytes(model: Stage, device: torch.device) -> int:
+    """What autocast's cache of cast parameters holds until the end of the forward, outside of any stage."""
+    if not (torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled()):
+        return 0
+    size = torch.get_autocast_dtype(device.type).itemsize
+    parameters = {parameter for parameter in model.parameters() if parameter.dtype == torch.float32}
+    return sum(rounded(parameter.numel() * size, device) for parameter in parameters if parameter.requires_grad)
+
+
+@contextmanager
+def without_autocast_cache() -> Iterator[None]:
+    """A parameter that the stage before has cast would otherwise seem to cost its stage nothing."""
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
+def storage_bytes(value: Any) -> int:
+    """What keeping a value keeps: whole storages, each once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors(value) if tensor.numel()}
+    return sum(rounded(tensor.untyped_storage().nbytes(), tensor.device) for tensor in storages.values())
+
+
+def gradient_bytes(value: Any) -> int:
+    return sum(
+        rounded(tensor.numel() * tensor.element_size(), tensor.device)
+        for tensor in tensors(value)
+        if tensor.requires_grad
+    )
+
+
+def sourced(value: Any) -> Any:
+    """`value` as if it came out of an earlier stage: part of a graph where it requires a gradient."""
+    differentiable = [tensor for tensor in tensors(value) if tensor.requires_grad]
+    if not differentiable:
+        return value
+    handed_on = iter(Source.apply(*differentiable))
+    return map_tensors(lambda tensor: next(handed_on) if tensor.requires_grad else tensor, value)
