@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from remat.errors import InvalidFile as InvalidFile
     from remat.errors import InvalidSchedule as InvalidSchedule
     from remat.errors import InvalidTrace as InvalidTrace
+    from remat.errors import LeftChain as LeftChain
     from remat.errors import MeasurementError as MeasurementError
     from remat.errors import OutOfBudget as OutOfBudget
     from remat.errors import PlanMismatch as PlanMismatch
@@ -36,12 +37,16 @@ if TYPE_CHECKING:
     from remat.errors import Thrashing as Thrashing
     from remat.errors import ThrashingWarning as ThrashingWarning
     from remat.errors import UnsupportedModel as UnsupportedModel
+    from remat.finding.find import find_chain as find_chain
+    from remat.finding.found import FoundChain as FoundChain
+    from remat.finding.found import FoundStage as FoundStage
     from remat.fitting import fit as fit
     from remat.live.context import DTR as DTR
     from remat.profiling import profile as profile
     from remat.report import Moment as Moment
     from remat.report import Report as Report
     from remat.running import run as run
+    from remat.runtime.driving import remove as remove
     from remat.runtime.dtr.freezing import freeze as freeze
     from remat.runtime.dtr.simulator import simulate_dtr as simulate_dtr
     from remat.runtime.dtr.trace import Trace as Trace
@@ -69,6 +74,7 @@ _HOMES = {
         "InvalidFile",
         "InvalidSchedule",
         "InvalidTrace",
+        "LeftChain",
         "MeasurementError",
         "OutOfBudget",
         "PlanMismatch",
@@ -79,11 +85,14 @@ _HOMES = {
         "ThrashingWarning",
         "UnsupportedModel",
     ),
+    "remat.finding.find": ("find_chain",),
+    "remat.finding.found": ("FoundChain", "FoundStage"),
     "remat.fitting": ("fit",),
     "remat.live.context": ("DTR",),
     "remat.profiling": ("profile",),
     "remat.report": ("Moment", "Report"),
     "remat.running": ("run",),
+    "remat.runtime.driving": ("remove",),
     "remat.runtime.dtr.freezing": ("freeze",),
     "remat.runtime.dtr.simulator": ("simulate_dtr",),
     "remat.runtime.dtr.trace": ("Trace",),

@@ -24,17 +24,19 @@ class Layout:
             with `#2` behind it for its second call in a forward. A stage without calls is what the model computes
             between the others. None for an `nn.Sequential`.
         aside: calls of modules of stages that are no part of any.
+        uncalled: modules that the sample's forward does not call; one that does is another path.
     """
 
     modules: tuple[int, ...]
     inputs: tuple[str, ...]
     calls: tuple[tuple[str, ...], ...] | None = None
     aside: tuple[str, ...] = ()
+    uncalled: tuple[str, ...] = ()
 
     def to_fields(self) -> dict[str, Any]:
         calls = None if self.calls is None else [list(names) for names in self.calls]
         own = {"modules": list(self.modules), "inputs": list(self.inputs)}
-        return {**own, "calls": calls, "aside": list(self.aside)}
+        return {**own, "calls": calls, "aside": list(self.aside), "uncalled": list(self.uncalled)}
 
     @classmethod
     def from_fields(cls, content: dict[str, Any] | None) -> Layout | None:
@@ -42,7 +44,8 @@ class Layout:
             return None
         calls = content.get("calls")
         named = None if calls is None else tuple(map(tuple, calls))
-        return cls(tuple(content["modules"]), tuple(content["inputs"]), named, tuple(content.get("aside", ())))
+        beside = (tuple(content.get(name, ())) for name in ("aside", "uncalled"))
+        return cls(tuple(content["modules"]), tuple(content["inputs"]), named, *beside)
 
 
 @dataclass(frozen=True)

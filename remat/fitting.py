@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from remat.chain import Chain
-from remat.errors import UnsupportedModel
 from remat.measuring import Loss
 from remat.rotor import Checkpointable
+from remat.runtime.driving import remove
 from remat.schedule import Schedule
 from remat.simulation import simulate
 from remat.solvers.base import store_all_peak
@@ -25,44 +26,49 @@ def fit(
     *,
     slots: int = 500,
     quiet: bool = False,
-) -> Checkpointable:
-    """Wraps `model` so that its training steps stay within `memory`, by the fastest plan of all planners.
+    stages: Sequence[str | nn.Module] | None = None,
+    other_path: str = "warn",
+) -> nn.Module:
+    """Makes the training steps of `model` stay within `memory`, by the fastest plan of all planners.
 
         model = remat.fit(model, sample, memory="8GiB")
 
     Args:
-        model: an `nn.Sequential`, nested or not.
+        model: any module.
         sample: its input, as it will be in training: a tensor, a tuple of positional or a dict of keyword arguments.
         memory: int (bytes), string ("8GiB"), or float in (0, 1] of the peak when everything is stored. It covers
             activations, their gradients and scratch memory, the sample included; not parameters, their gradients and
             optimiser state.
-        loss: a function of the output that returns a scalar; without one the loss is taken as free.
+        loss: a function of the output that returns a scalar; without one it is the output's own (`output.loss`), or
+            taken as free.
         slots: memory units of the dynamic programs.
         quiet: do not tell on stderr what was chosen and what it costs.
+        stages: names or modules to take for the stages, as in `remat.find_chain`; None: they are found.
+        other_path: what to do where a forward takes another path than the chain that was found: "warn" or "error".
 
     Returns:
-        A `rotor.Checkpointable`; its `state_dict` and parameter names are the model's own.
+        For an `nn.Sequential` a `rotor.Checkpointable`, whose `state_dict` and parameter names are the model's own.
+        Any other model itself, the same object of the same class, trained within the limit until
+        `remat.remove(model)`.
 
     Raises:
         InfeasibleBudget: nothing fits; tells the least memory that works. The model stays usable.
-        UnsupportedModel: the model is no chain; tells how DTR trains it.
+        UnsupportedModel: there is no chain in the model; tells how DTR trains it.
     """
-    if not isinstance(model, nn.Sequential):
-        budget = "2GiB" if isinstance(memory, float) else memory  # a share is of what cannot be known here
-        raise UnsupportedModel(
-            f"fit plans for an nn.Sequential, and this is a {type(model).__name__}. Put its blocks into one; or train "
-            f"it as it is under DTR:\n\n    with remat.DTR(budget={budget!r}):\n        loss = model(x)...\n"
-            "        loss.backward()"
-        )
     resolve_budget(memory, store_all_bytes=sys.maxsize)  # its form, before anything is measured
-    module = Checkpointable(model, mem_slots=slots, loss=loss)
-    module.measure(sample)
-    module.plan_with("fastest", memory)
+    module = Checkpointable(model, mem_slots=slots, loss=loss, stages=stages, other_path=other_path)
+    try:
+        module.measure(sample)
+        module.plan_with("fastest", memory)
+    except BaseException:
+        if module.drives:
+            remove(model)
+        raise
     assert module.chain is not None
     assert module.sequence is not None
     if not quiet:
         print(f"remat.fit: {_in_a_line(module.chain, module.sequence)}", file=sys.stderr)
-    return module
+    return model if module.drives else module
 
 
 def _in_a_line(chain: Chain, schedule: Schedule) -> str:

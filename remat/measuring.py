@@ -15,7 +15,7 @@ from remat.errors import UnsupportedModel
 from remat.live.context import DTR
 from remat.meter import MemoryMeter, elapsed, rounded
 from remat.preserving import ForeignGradients, Sink, aliased_parameters, fixed_gradients, preserved
-from remat.runtime.driving import CallExecutor, driven, runs_in_place
+from remat.runtime.driving import CallExecutor, driven, runs_in_place, undriven
 from remat.runtime.environment import RandomState, accelerators
 from remat.runtime.stages import Stage, check_device, flatten, single_input
 from remat.runtime.values import arguments, loss_in, tensors
@@ -59,6 +59,7 @@ class Bench:
     def __enter__(self) -> Bench:
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(undriven(self._model))
             stack.enter_context(preserved(self._parts, self._devices))
             self._foreign = stack.enter_context(aliased_parameters(self._parts))
             self._random = RandomState(self._devices)

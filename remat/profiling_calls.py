@@ -60,16 +60,16 @@ def profile_calls(
         tell("finding chains", 0, 1)
         found = locate(model, call, stages=stages, small=small)
         tell("finding chains", 1, 1)
-        chain = _measured(model, call, layout_of(found, sample), device, foreign, loss=loss, repeats=repeats, tell=tell)
+        chain = _measured(model, call, layout_of(found, call), device, foreign, loss=loss, repeats=repeats, tell=tell)
         tell("checking", 0, 1)
         excess = _excess(model, call, chain, device, foreign, loss)
         tell("checking", 1, 1)
     return replace(chain, reserve_bytes=chain.reserve_bytes + excess)
 
 
-def layout_of(found: FoundChain, sample: Any) -> Layout:
+def layout_of(found: FoundChain, call: Arguments) -> Layout:
     """How the stages that were found lie on the model."""
-    return Layout(tuple(map(len, found.calls)), describe(sample), found.calls, found.aside)
+    return Layout(tuple(map(len, found.calls)), describe(call), found.calls, found.aside, found.uncalled)
 
 
 def _excess(
@@ -206,7 +206,7 @@ def _chain(
         save_overhead_bytes=tuple(size.save_overhead for size in sizes),
         bwd_overhead_bytes=tuple(max(extra, 0) for extra in extras),
         bwd_released_bytes=tuple(max(-extra, 0) for extra in extras),
-        reserve_bytes=reserve + _growth(places, facts, regions) + sum(cast_bytes(stage, device) for stage in whole),
+        reserve_bytes=reserve + _held(places, facts, regions) + sum(cast_bytes(stage, device) for stage in whole),
         fwd_seconds=tuple(forward),
         bwd_seconds=tuple(backward),
         grad_bytes=tuple(grads),
@@ -264,13 +264,22 @@ def _carried(facts: Facts) -> list[tuple[int, int, int]]:
     return found
 
 
-def _growth(places: Places, facts: Facts, regions: dict[Span, Region]) -> int:
-    """What the model holds beside of what is handed from stage to stage where nothing lies between them."""
-    total = 0
+def _held(places: Places, facts: Facts, regions: dict[Span, Region]) -> int:
+    """What the model holds beside of what is handed from stage to stage where nothing lies between them, at most.
+
+    A variable of a caller that still names an earlier activation, or what a stage returns beside its output.
+    """
+    most = [0]  # in each run of stages
+    excess = 0
     for index in sorted(places.follows):
+        if index - 1 not in places.follows:  # a run begins; what it was handed counts as held anyway
+            most.append(0)
+            excess = 0
         now, before = (regions[Span("level", stage)].start_bytes for stage in (index, index - 1))
-        total += max(now - before - facts.act[index - 1] + facts.act[index - 2], 0)
-    return total
+        handed_on = facts.act[index - 2] if index - 1 in places.follows else 0
+        excess += now - before - facts.act[index - 1] + handed_on
+        most[-1] = max(most[-1], excess)
+    return sum(most)
 
 
 def _median(times: Sequence[dict[Span, float]], what: str, index: int) -> float:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +17,11 @@ from remat.chain import Chain
 from remat.errors import PlanMismatch, RematError
 from remat.profiling import Loss, profile
 from remat.report import Report
+from remat.runtime.driving import CallExecutor, Drive, check_other_path, undriven
 from remat.runtime.executor import Executor
 from remat.runtime.program import compile_schedule
-from remat.runtime.stages import describe, flatten, group, is_current, single_input
-from remat.runtime.values import tensors
+from remat.runtime.stages import describe, flatten, group, is_current, is_sequential, single_input
+from remat.runtime.values import Arguments, arguments, tensors
 from remat.runtime.wrapper import Wrapper
 from remat.schedule import Schedule
 from remat.simulation import simulate
@@ -52,28 +55,33 @@ class _State(NamedTuple):
     """What a measurement holds for."""
 
     inputs: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
     training: tuple[bool, ...]
     requires_grad: tuple[bool, ...]
     autocast: bool
 
 
 class Checkpointable(Wrapper):
-    """Wraps an `nn.Sequential` so that its training steps stay within a memory limit.
+    """Makes the training steps of a model stay within a memory limit.
 
-    The wrapper shares parameters, buffers, children and hooks with the model: `state_dict` and parameter names are
-    the model's own. In eval mode and without gradients the model runs untouched.
+    An `nn.Sequential` is wrapped. In any other model chains of module calls are found (`remat.find_chain`), and these
+    are driven in place while the model's own forward runs: the model itself, the same object of the same class, then
+    trains within the limit, and this object is the handle to plan with; `remat.remove(model)` ends it. Either way the
+    wrapper shares parameters, buffers, children and hooks with the model: `state_dict` and parameter names are the
+    model's own. In eval mode and without gradients the model runs untouched.
 
     The limit covers what a training step adds to what is there before it: activations, their gradients and the
-    scratch memory of operators, the sample included. Parameters, their gradients, buffers and optimiser state are
-    outside. The caller's loss is taken as free unless `loss` is given; and an output that the caller holds while
-    `backward` runs is not counted.
+    scratch memory of operators, the sample included, also of what lies outside of the chains. Parameters, their
+    gradients, buffers and optimiser state are outside. The caller's loss is taken as free unless `loss` is given, or
+    the model computes it (`output.loss`); and an output that the caller holds while `backward` runs is not counted.
 
     There are four ways to use it: sample and limit here; the sample here and `compute_sequence(limit)` later; the
     limit here and `measure(sample)` later; or neither, and the first training forward measures and plans. An input of
-    another shape than before is measured and planned for in turn, with a warning that says so.
+    another shape than before is measured and planned for in turn, with a warning that says so; where chains were found,
+    one that is nowhere larger than one measured before trains by that one's plan.
 
     Args:
-        model: an `nn.Sequential`, nested or not.
+        model: any module.
         input: a sample to measure with: a tensor, a tuple of positional or a dict of keyword arguments.
         mem_limit: int (bytes), string ("2GiB"), or float in (0, 1] of the peak when everything is stored. None takes
             0.9 of the memory that is free when planning.
@@ -82,9 +90,12 @@ class Checkpointable(Wrapper):
         force_python: accepted for compatibility; there is one implementation.
         preserve_rng_state: recompute with the random numbers of the first run. Without it dropout draws anew.
         loss: a function of the output that returns a scalar, measured as the last stage.
+        stages: names or modules to take for the stages, as in `remat.find_chain`; None: they are found.
+        other_path: what to do where a forward takes another path than the chain that was found: "warn", once, and run
+            as plain PyTorch from there on; or "error".
 
     Raises:
-        UnsupportedModel: the model is no chain.
+        UnsupportedModel: there is no chain in the model; tells how DTR trains it.
         InfeasibleBudget: nothing fits the limit; tells the least one that works. The model stays usable.
     """
 
@@ -99,11 +110,16 @@ class Checkpointable(Wrapper):
         preserve_rng_state: bool = True,
         *,
         loss: Loss | None = None,
+        stages: Sequence[str | nn.Module] | None = None,
+        other_path: str = "warn",
     ) -> None:
-        flatten(model)  # a model that is no chain is refused here, not at the first step
-        super().__init__(model)
+        in_place = stages is not None or not is_sequential(model)
+        if not in_place:
+            flatten(model)  # one without modules is refused here, not at the first step
+        check_other_path(other_path)
         if mem_limit is not None:
             resolve_budget(mem_limit, store_all_bytes=sys.maxsize)  # its form; the peak is not known yet
+        super().__init__(model)
         self.mem_limit = mem_limit
         self.mem_slots = mem_slots
         self.verbosity = verbosity
@@ -114,18 +130,25 @@ class Checkpointable(Wrapper):
         self._plan: _Plan | None = None
         self._plans: dict[_State, _Plan] = {}
         self._measured_state: _State | None = None
-        if input is not None:
-            self.measure(input)
-            if mem_limit is not None:
-                self.compute_sequence(mem_limit)
+        self.__dict__["stages"] = stages  # modules among them must not become children
+        self._drive = Drive(model, self._choose, other_path=other_path) if in_place else None
+        try:
+            if input is not None:
+                self.measure(input)
+                if mem_limit is not None:
+                    self.compute_sequence(mem_limit)
+        except BaseException:
+            if self._drive is not None:
+                self._drive.remove()
+            raise
 
     # Measuring and planning --------------------------------------------------------------------------------------
 
     def measure(self, input: Any) -> None:
         """Measures every stage on a sample, in train mode; plans made before are dropped. Leaves the model as found."""
         with self._in_train_mode():
-            self.chain = profile(self.wrapped, input, loss=self.loss)
-            self._measured_state = self._state(single_input(input))
+            self.chain = self._profile(input, self.loss)
+            self._measured_state = self._state(single_input(input) if self._drive is None else arguments(input))
         self._plan = None
         self._plans.clear()
         store_all = StoreAll().minimum_budget(self.chain)
@@ -134,6 +157,10 @@ class Checkpointable(Wrapper):
             f"measured {self.chain.length - 1} stages: {format_bytes(store_all)} and "
             f"{format_seconds(self.chain.store_all_seconds)} when everything is stored, {format_bytes(least)} at least"
         )
+
+    def _profile(self, sample: Any, loss: Loss | None) -> Chain:
+        with undriven(self.wrapped):
+            return profile(self.wrapped, sample, loss=loss, stages=self.stages)
 
     def compute_sequence(
         self,
@@ -206,10 +233,15 @@ class Checkpointable(Wrapper):
         return self.chain
 
     def _adopt(self, chain: Chain | None, schedule: Schedule) -> None:
-        program = compile_schedule(schedule)
         layout = schedule.layout or (chain.layout if chain is not None else None)
-        stages = group(self.wrapped, layout, schedule.length)
-        executor = Executor(program, stages, preserve_random=self.preserve_rng_state)
+        executor: Executor
+        if self._drive is not None:
+            placed = replace(schedule, layout=layout)
+            executor = CallExecutor(self.wrapped, placed, preserve_random=self.preserve_rng_state)
+        else:
+            program = compile_schedule(schedule)
+            stages = group(self.wrapped, layout, schedule.length)
+            executor = Executor(program, stages, preserve_random=self.preserve_rng_state)
         self._plan = _Plan(chain, schedule, executor)
 
     def _free_bytes(self) -> int:
@@ -220,6 +252,11 @@ class Checkpointable(Wrapper):
         import psutil  # only this question needs it
 
         return psutil.virtual_memory().available
+
+    @property
+    def drives(self) -> bool:
+        """Whether the model itself is driven in place, as all are that are no `nn.Sequential`."""
+        return self._drive is not None
 
     # The plan ----------------------------------------------------------------------------------------------------
 
@@ -256,33 +293,59 @@ class Checkpointable(Wrapper):
     # Running -----------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.training or not torch.is_grad_enabled():
-            return self._plainly(*args, **kwargs)
+        if self._drive is not None or not self.training or not torch.is_grad_enabled():
+            return self._plainly(*args, **kwargs)  # which is driven, where chains were found
         value = single_input(args or kwargs)
         return self._plan_for(value).executor.forward(value)
 
+    def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallExecutor | None:
+        """What runs a forward of a model that is driven in place."""
+        if not self.wrapped.training:
+            return None
+        executor = self._plan_for(Arguments(args, kwargs)).executor
+        assert isinstance(executor, CallExecutor)
+        return executor
+
+    def _is_current(self, executor: Executor) -> bool:
+        if isinstance(executor, CallExecutor):
+            return executor.places.is_current
+        return is_current(self.wrapped, executor.stages)
+
     def _plan_for(self, value: Any) -> _Plan:
-        if self._plan is not None and not is_current(self.wrapped, self._plan.executor.stages):
+        if self._plan is not None and not self._is_current(self._plan.executor):
             self._forget()
         if self._plan is not None and self._request is None:
             return self._plan
         state = self._state(value)
         if self.chain is None:
-            self.measure((value,))
+            self.measure(value if self._drive is not None else (value,))
         if state == self._measured_state:
             if self._plan is None:
                 self._plan_with(self._request or _Request(Persistent(self.mem_slots)))
             assert self._plan is not None
             return self._plan
         if state not in self._plans:
-            self._plans[state] = self._plan_anew(value, state)
+            self._plans[state] = self._covering(state) or self._plan_anew(value, state)
         return self._plans[state]
+
+    def _covering(self, state: _State) -> _Plan | None:
+        """The plan for the smallest input measured that is nowhere smaller, where the model is driven in place.
+
+        Batches of a language model differ in length all the time; what fits the longest fits the others.
+        """
+        if self._drive is None or self._plan is None or self._measured_state is None:
+            return None
+        known = {self._measured_state: self._plan, **self._plans}
+        fitting = [other for other in known if _covers(other, state)]
+        return known[min(fitting, key=lambda other: sum(map(prod, other.shapes)))] if fitting else None
 
     def _state(self, value: Any) -> _State:
         """What a measurement holds for: input, flags of modules, what needs gradients, autocast."""
-        device_type = tensors(value)[0].device.type
+        found = tensors(value)
+        device_type = found[0].device.type if found else "cpu"
         return _State(
             describe(value),
+            tuple(tuple(tensor.shape) for tensor in tensors(value)),
             tuple(module.training for module in self.wrapped.modules()),
             tuple(found.requires_grad for found in (*self.wrapped.parameters(), *tensors(value))),
             torch.is_autocast_enabled(device_type),
@@ -303,16 +366,17 @@ class Checkpointable(Wrapper):
 
     def _plan_anew(self, value: Any, state: _State) -> _Plan:
         note = ""
+        sample = value if self._drive is not None else (value,)
         before = self.chain, self._plan, self._request
         try:
             try:
-                self.chain = profile(self.wrapped, (value,), loss=self.loss)
+                self.chain = self._profile(sample, self.loss)
             except Exception as error:
                 if self.loss is None:
                     raise
                 # A loss often holds the targets of the batch it was given with, which another shape does not fit.
                 note = f"; the loss does not take it ({error}) and is taken as free"
-                self.chain = profile(self.wrapped, (value,))
+                self.chain = self._profile(sample, None)
             self._plan_with(self._request or _Request(Persistent(self.mem_slots)))
             assert self._plan is not None
             plan = self._plan
@@ -346,3 +410,14 @@ class Checkpointable(Wrapper):
 
     def _write(self, text: str) -> None:
         sys.stderr.write(f"remat: {text}\n")
+
+
+def _covers(one: _State, other: _State) -> bool:
+    """Whether an input of state `one` is of the same kind as one of `other`, and nowhere smaller."""
+    if one._replace(inputs=(), shapes=()) != other._replace(inputs=(), shapes=()):
+        return False
+    kinds = [[line.partition("[")[0] + line.rpartition("]")[2] for line in state.inputs] for state in (one, other)]
+    alike = kinds[0] == kinds[1] and all(len(a) == len(b) for a, b in zip(one.shapes, other.shapes, strict=True))
+    return alike and all(
+        x >= y for a, b in zip(one.shapes, other.shapes, strict=True) for x, y in zip(a, b, strict=True)
+    )

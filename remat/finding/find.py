@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,12 +19,14 @@ from remat.finding.recording import Call, Record, record
 from remat.finding.selecting import Selector, Unit
 from remat.preserving import preserved
 from remat.runtime.caches import without_caches
+from remat.runtime.driving import undriven
 from remat.runtime.environment import accelerators
-from remat.runtime.interception import Forward, intercepted
+from remat.runtime.interception import Forward, intercepted, outside_of_compiled
 from remat.runtime.stages import Stage
 from remat.runtime.values import Arguments, arguments
 
 SMALL = 0.05  # share of the upper quartile of work under which a stage is fused with its neighbour
+_MINOR = 0.25  # the same, where autograd keeps nothing between the two
 _SPARED = 0.05  # share of a run's memory that its ends may leave outside, where they are hardly worth a stage,
 _SLIGHT = 0.01  # because they have next to nothing to do, or no more than this share of the run's memory
 _SHOWN = 8  # calls outside that are named
@@ -50,7 +53,7 @@ def find_chain(
     Raises:
         UnsupportedModel: there is no chain, or `stages` do not form one; says why, and offers DTR.
     """
-    with _untouched(model, sample):
+    with _untouched(model, sample), undriven(model):
         return locate(model, arguments(sample), stages=stages, small=small)
 
 
@@ -79,6 +82,7 @@ def locate(
         memory_share=selector.covered_bytes(units) / max(written.saved_bytes, 1),
         time_share=min(sum(seconds) / total, 1.0) if total else 1.0,
         aside=_aside(written, units),
+        uncalled=_uncalled(model, written),
     )
 
 
@@ -137,13 +141,17 @@ def _trimmed(selector: Selector, units: Sequence[Unit], small: float) -> list[Un
 
 
 def _fused(selector: Selector, units: Sequence[Unit], small: float) -> list[Unit]:
-    """Units with little to do joined with the one before them in their run; the first with the next."""
-    threshold = _threshold(units, small)
+    """Units with little to do joined with the one before them in their run; the first with the next.
+
+    So are minor ones where nothing is kept for a backward in between: a place to cut there would cost an activation.
+    """
+    threshold, most = _threshold(units, small), _threshold(units, _MINOR)
     fused: list[Unit] = []
     for run in selector.runs(units):
         first = len(fused)
         for unit in run:
-            if len(fused) > first and min(unit.work, fused[-1].work) < threshold:
+            least = min(unit.work, fused[-1].work) if len(fused) > first else math.inf
+            if least < threshold or (least < most and not selector.keeps_between(fused[-1])):
                 fused[-1] = Unit((*fused[-1].calls, *unit.calls))
             else:
                 fused.append(unit)
@@ -238,7 +246,7 @@ def _group(model: nn.Module, selector: Selector, item: str | nn.Module) -> list[
         raise UnsupportedModel(
             f"{item if isinstance(item, str) else type(item).__name__!r} is not called in the forward"
         )
-    return [Unit((call,)) for call in calls]
+    return selector.joined_where_needed([Unit((call,)) for call in calls])
 
 
 # What is left --------------------------------------------------------------------------------------------------------
@@ -249,6 +257,19 @@ def _aside(written: Record, units: Sequence[Unit]) -> tuple[str, ...]:
     modules = {call.module for unit in units for call in unit.calls}
     stages = {call for unit in units for call in unit.calls}
     return tuple(call.name for call in written.calls() if call.module in modules and call not in stages)
+
+
+def _uncalled(model: nn.Module, written: Record) -> tuple[str, ...]:
+    """The outermost modules with a forward that was not called."""
+    called = {call.module for call in written.calls()}
+    found: list[str] = []
+    for module, name in outside_of_compiled(model).items():
+        has_forward = type(module).forward is not nn.Module.forward
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        holds_called = any(part in called for part in module.modules())
+        if has_forward and not inside and not holds_called:
+            found.append(name)
+    return tuple(found)
 
 
 def _outside(written: Record, units: Sequence[Unit]) -> tuple[tuple[str, int], ...]:

@@ -40,6 +40,7 @@ class FoundChain:
         memory_share: of all that autograd keeps for the backward, how much is kept for stages, 0 to 1.
         time_share: of the forward's time.
         aside: calls of modules of stages that are no part of any.
+        uncalled: modules that this forward does not call.
         notes: what people should know, such as calls that could not become stages, and why.
     """
 
@@ -49,6 +50,7 @@ class FoundChain:
     memory_share: float
     time_share: float
     aside: tuple[str, ...] = ()
+    uncalled: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property

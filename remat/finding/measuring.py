@@ -269,7 +269,7 @@ class Pass:
         end = Sink.apply(RandomGradients(ends), *ends) if ends else None
         del output, ends
         if end is not None:
-            self._note_leaves(index, end, set())
+            self._note_leaves(index, end, set(), beside=tensors(given))
             self.foreign.keep(end, beside=tensors(given))
         with self.gauge.span("backward", index):
             if end is not None:
@@ -318,8 +318,10 @@ class Pass:
                 end.backward(retain_graph=index in shared)
             del end
 
-    def _note_leaves(self, index: int, end: torch.Tensor, apart: set[Any]) -> set[Any]:
-        """Notes which leaves a backward reaches, and returns its nodes; leaves out those `apart` and behind them."""
+    def _note_leaves(
+        self, index: int, end: torch.Tensor, apart: set[Any], beside: Sequence[torch.Tensor] = ()
+    ) -> set[Any]:
+        """Notes which leaves a backward reaches, but those `beside`; returns its nodes without those `apart`."""
         nodes: set[Any] = set()
         todo = [end.grad_fn]
         while todo:
@@ -327,6 +329,8 @@ class Pass:
             if node is None or node in nodes or node in apart:
                 continue
             leaf = getattr(node, "variable", None)
+            if leaf is not None and any(leaf is other for other in beside):
+                continue
             if leaf is not None:
                 self.facts.leaves.setdefault(index, set()).add(id(leaf))
                 self.facts.leaf_bytes[id(leaf)] = leaf.numel() * leaf.element_size()

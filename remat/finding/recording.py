@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from remat.errors import UnsupportedModel
-from remat.runtime.interception import Forward, intercepted
+from remat.runtime.interception import Forward, intercepted, outside_of_compiled
 from remat.runtime.values import Arguments, Key, activation_of, first_tensor, key_of, tensors
 
 _OPERATIONS_PER_BYTE = 8  # that take about as long as moving one, on usual machines
@@ -120,7 +120,7 @@ def record(model: nn.Module, sample: Arguments) -> Record:
     recorder = _Recorder(model)
     with (
         torch.enable_grad(),
-        intercepted(model.modules(), recorder.call),
+        intercepted(recorder.names, recorder.call),
         saved_tensors_hooks(recorder.saved, _no_backward),
         _Operators(recorder),
     ):
@@ -139,7 +139,7 @@ def record(model: nn.Module, sample: Arguments) -> Record:
 
 class _Recorder:
     def __init__(self, model: nn.Module) -> None:
-        self.names = {module: name for name, module in model.named_modules()}
+        self.names = outside_of_compiled(model)
         self.own = {module: _own_storages(module) for module in self.names}
         self.counts: dict[nn.Module, int] = {}
         self.storages: dict[int, Storage] = {}

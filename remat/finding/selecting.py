@@ -94,13 +94,19 @@ class Selector:
         for child in call.children:
             if not child.returned or child.goes_on is None:
                 continue
-            for unit in self._refined(child) if child.children else [Unit((child,))]:
-                if found and self._only_together(found[-1], unit):
-                    found[-1] = Unit((*found[-1].calls, *unit.calls))
-                else:
-                    found.append(unit)
-        usable = [unit for unit in found if self.replayable(unit)]
+            found += self._refined(child) if child.children else [Unit((child,))]
+        usable = [unit for unit in self.joined_where_needed(found) if self.replayable(unit)]
         return [unit for run in self.runs(usable) if self._is_worth_it(run) for unit in run]
+
+    def joined_where_needed(self, units: Sequence[Unit]) -> list[Unit]:
+        """The units, with those joined that only work together."""
+        joined: list[Unit] = []
+        for unit in units:
+            if joined and self._only_together(joined[-1], unit):
+                joined[-1] = Unit((*joined[-1].calls, *unit.calls))
+            else:
+                joined.append(unit)
+        return joined
 
     def _only_together(self, one: Unit, other: Unit) -> bool:
         """Whether `other` changes in place what `one` hands on, or hands on a view of it."""
@@ -223,6 +229,10 @@ class Selector:
                     where = f"is used in {late[0]!r}, when {other.name!r} has begun"
                     return f"{storage.what}, computed in {one.name!r}, {where}"
         return ""
+
+    def keeps_between(self, unit: Unit) -> bool:
+        """Whether autograd keeps what the unit hands on."""
+        return unit.goes_on is None or self.storages[unit.goes_on.storage].saved_by is not None
 
     def replayable(self, unit: Unit) -> bool:
         return not self.why_not_again(unit)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -279,6 +279,15 @@ class Drive:
         self.standing_in = True
         model.__dict__["forward"] = _Driven(self)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, the model runs as it would by itself."""
+        before, self._busy = self._busy, True
+        try:
+            yield
+        finally:
+            self._busy = before
+
     def remove(self) -> None:
         """Gives the model its own forward back."""
         self.standing_in = False  # also where something else has been put around this forward since
@@ -359,13 +368,26 @@ def remove(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def driven(model: nn.Module, executor: CallExecutor) -> Any:
-    """Inside, the model trains by this executor, and leaving the chain is an error."""
-    drive = Drive(model, lambda args, kwargs: executor, other_path="error")
-    try:
+def driven(model: nn.Module, executor: CallExecutor) -> Iterator[None]:
+    """Inside, the model trains by this executor, whatever drives it else, and leaving the chain is an error."""
+
+    def run(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return executor.run(forward, args, without_caches(model, args, kwargs), _refuse)
+
+    with undriven(model), intercepted([model], run):
         yield
-    finally:
-        drive.remove()
+
+
+@contextmanager
+def undriven(model: nn.Module) -> Iterator[None]:
+    """Inside, the model runs as it would by itself."""
+    drive = drive_of(model)
+    with drive.paused() if drive is not None else nullcontext():
+        yield
+
+
+def _refuse(why: str) -> None:
+    raise LeftChain(f"this forward left the chain that was planned for: {why}")
 
 
 def check_other_path(other_path: str) -> None:

@@ -1,7 +1,8 @@
 """Standing in for the `forward` of modules, so that their calls can be watched or run in another way.
 
 The forward is replaced on the instance, inside of `__call__`: hooks of the module stay outside, and run as often as the
-model calls it. Class, children, parameters and state are not touched.
+model calls it. Class, children, parameters and state are not touched. Of a module that `module.compile()` has compiled,
+the compiled call is replaced instead, hooks and all: the compiler must not see what stands in.
 """
 
 from __future__ import annotations
@@ -14,23 +15,45 @@ from torch import nn
 
 Forward = Callable[..., Any]
 Handler = Callable[[nn.Module, Forward, tuple[Any, ...], dict[str, Any]], Any]
+_COMPILED = "_compiled_call_impl"  # where nn.Module keeps what compile() made
 _MISSING = object()
 
 
 @contextmanager
 def intercepted(modules: Iterable[nn.Module], handler: Handler) -> Iterator[None]:
     """Inside, `handler(module, forward, args, kwargs)` runs in place of the forward of each of `modules`."""
-    before = [(module, module.__dict__.get("forward", _MISSING), module.forward) for module in dict.fromkeys(modules)]
+    before = []
+    for module in dict.fromkeys(modules):
+        name = _COMPILED if is_compiled(module) else "forward"
+        before.append((module, name, module.__dict__.get(name, _MISSING), getattr(module, name)))
     try:
-        for module, _, forward in before:
-            module.__dict__["forward"] = _bound(handler, module, forward)
+        for module, name, _, forward in before:
+            module.__dict__[name] = _bound(handler, module, forward)
         yield
     finally:
-        for module, own, _ in before:
+        for module, name, own, _ in before:
             if own is _MISSING:
-                module.__dict__.pop("forward", None)
+                module.__dict__.pop(name, None)
             else:
-                module.__dict__["forward"] = own
+                module.__dict__[name] = own
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the module was compiled in place."""
+    return module.__dict__.get(_COMPILED) is not None
+
+
+def outside_of_compiled(model: nn.Module) -> dict[nn.Module, str]:
+    """The modules of `model` with their names, without those inside of a compiled one, which the compiler sees."""
+    closed: tuple[str, ...] = ()
+    found = {}
+    for name, module in model.named_modules():
+        if closed and name.startswith(closed):
+            continue
+        found[module] = name
+        if name and (is_compiled(module) or hasattr(module, "_orig_mod")):  # the latter is what torch.compile returns
+            closed = (*closed, f"{name}.")
+    return found
 
 
 def _bound(handler: Handler, module: nn.Module, forward: Forward) -> Forward:

@@ -31,7 +31,7 @@ class Places:
         follows: stages that work on what the stage before them hands on.
         calls: in the order in which they come.
         aside: calls of the same modules that are no part of a stage.
-        names: of the modules of stages.
+        names: of the modules of stages, and of those that are not called on the chain's path.
 
     Raises:
         PlanMismatch: the layout is that of another model.
@@ -62,13 +62,15 @@ class Places:
             if not self.fixed[index - 1] and not self.fixed[index - 2]
         )
         self.aside = frozenset(layout.aside)
-        self.names = {modules[module_of(place.name)]: module_of(place.name) for place in self.calls}
+        self._stage_names = {modules[module_of(place.name)]: module_of(place.name) for place in self.calls}
+        uncalled = {modules[name]: name for name in layout.uncalled if name in modules}
+        self.names = {**uncalled, **self._stage_names}
 
     @property
     def is_current(self) -> bool:
         """Whether the stages still are modules of the model: none of them replaced or removed since."""
         present = dict(self.model.named_modules(remove_duplicate=False))
-        return all(present.get(name) is module for module, name in self.names.items())
+        return all(present.get(name) is module for module, name in self._stage_names.items())
 
 
 class Counter:

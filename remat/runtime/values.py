@@ -65,6 +65,8 @@ class Arguments(NamedTuple):
 
 def arguments(sample: Any) -> Arguments:
     """The call that a sample stands for: a tuple holds positional arguments, a dict keyword arguments."""
+    if isinstance(sample, Arguments):
+        return sample
     if isinstance(sample, tuple) and not hasattr(sample, "_fields"):
         return Arguments(sample, {})
     if isinstance(sample, Mapping):

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from remat.errors import PlanMismatch
+from remat.runtime.driving import CallExecutor, Drive, runs_in_place
 from remat.runtime.executor import Executor
 from remat.runtime.program import compile_schedule
 from remat.runtime.stages import describe, group, is_current
+from remat.runtime.values import Arguments
 from remat.schedule import Schedule
 
 
@@ -24,6 +26,7 @@ class Wrapper(nn.Module):
         super().__init__()
         # The dictionaries are shared, not copied, so whatever is registered on one is seen by both.
         self.__dict__.update(model.__dict__)
+        self.__dict__.pop("forward", None)  # one that others have put on the model; it runs when the model does
         self.__dict__["wrapped"] = model  # not through __setattr__, which would register it as a child
 
     def __getattr__(self, name: str) -> Any:
@@ -73,35 +76,63 @@ class ScheduledModule(Wrapper):
     def forward(self, input: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._plainly(input)
-        if not is_current(self.wrapped, self.executor.stages):
-            raise PlanMismatch(
-                "modules of the model were replaced, added or removed since the schedule was applied; apply it again, "
-                "or profile the model as it is now and solve again"
-            )
-        layout = self.schedule.layout
-        if layout is not None:
-            found = describe(input)
-            if found != layout.inputs:
-                raise PlanMismatch(
-                    f"the schedule was made for input {', '.join(layout.inputs)}, this one is {', '.join(found)}, for "
-                    "which its budget promises nothing. Profile with such an input and solve again, wrap the model "
-                    "in rotor.Checkpointable, which does so by itself, or drop the promise with "
-                    "dataclasses.replace(schedule, layout=...)"
-                )
+        _check_current(is_current(self.wrapped, self.executor.stages))
+        _check_inputs(self.schedule, input)
         return self.executor.forward(input)
 
 
-def apply(model: nn.Module, schedule: Schedule, *, preserve_rng_state: bool = True) -> ScheduledModule:
-    """A module that shares everything with `model` and trains by `schedule`.
+def _check_current(current: bool) -> None:
+    if not current:
+        raise PlanMismatch(
+            "modules of the model were replaced, added or removed since the schedule was applied; apply it again, "
+            "or profile the model as it is now and solve again"
+        )
+
+
+def _check_inputs(schedule: Schedule, value: Any) -> None:
+    layout = schedule.layout
+    if layout is None:
+        return
+    found = describe(value)
+    if sorted(found) != sorted(layout.inputs):  # keyword arguments come in any order
+        raise PlanMismatch(
+            f"the schedule was made for input {', '.join(layout.inputs)}, this one is {', '.join(found)}, for "
+            "which its budget promises nothing. Profile with such an input and solve again, wrap the model "
+            "in rotor.Checkpointable, which does so by itself, or drop the promise with "
+            "dataclasses.replace(schedule, layout=...)"
+        )
+
+
+def apply(
+    model: nn.Module, schedule: Schedule, *, preserve_rng_state: bool = True, other_path: str = "warn"
+) -> nn.Module:
+    """Makes `model` train by `schedule`.
 
     Args:
-        model: an `nn.Sequential`, nested or not.
+        model: an `nn.Sequential`, nested or not; or any module, for a schedule of a chain found in it.
         schedule: for as many stages as the model has modules (and the loss), or made by `solve` for its chain.
         preserve_rng_state: recompute with the random numbers of the first run. Without it dropout draws anew.
+        other_path: what to do where a forward takes another path than the chain that was found: "warn", once, and run
+            as plain PyTorch from there on; or "error".
+
+    Returns:
+        For an `nn.Sequential` a `ScheduledModule` that shares everything with it. Any other model itself, whose
+        forward is driven from then on, until `remat.remove(model)`.
 
     Raises:
         InvalidSchedule: the schedule breaks the rules of its operations.
         PlanMismatch: the schedule was made for another model. Raised in `forward` if it is another input's.
         UnsupportedModel: the model is no chain.
+        LeftChain: in `forward`, with other_path="error".
     """
+    if runs_in_place(schedule):
+        executor = CallExecutor(model, schedule, preserve_random=preserve_rng_state)
+
+        def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallExecutor:
+            _check_current(executor.places.is_current)
+            _check_inputs(schedule, Arguments(args, kwargs))
+            return executor
+
+        Drive(model, choose, other_path=other_path)
+        return model
     return ScheduledModule(model, schedule, preserve_rng_state=preserve_rng_state)
