@@ -21,16 +21,17 @@ from remat.errors import InfeasibleBudget, RematError, SolverStopped, Unsupporte
 from remat.live.context import DTR
 from remat.machine import machine
 from remat.measuring import Bench, LimitedStep, Loss
+from remat.native import has_checkpointing
 from remat.profiling import profile
 from remat.rounds import Progress, Row, measure, sum_up
 from remat.runtime.dtr.simulator import Replay
 from remat.runtime.dtr.trace import Trace
-from remat.runtime.stages import describe, flatten
+from remat.runtime.stages import describe, is_sequential
 from remat.runtime.values import tensors
 from remat.schedule import Schedule, store_all_operations
 from remat.simulation import simulate
 from remat.solvers.base import Solver, store_all_peak
-from remat.strategies import THRASH_LIMIT, Dynamic, Static, Strategy, make_strategies, takes_long
+from remat.strategies import CHECKPOINTING, THRASH_LIMIT, Dynamic, Native, Static, Strategy, make_strategies, takes_long
 from remat.units import format_bytes, resolve_budget
 
 UNLIMITED = 2**50  # bytes: DTR that evicts nothing
@@ -59,14 +60,17 @@ def compare(
     overheads are ratios within a round. Plans that are the same sequence are run once. The model is left as found.
 
     Args:
-        model: an `nn.Sequential` for static strategies; any module for DTR.
+        model: any module; static strategies plan for the chains found in it, DTR for all of it.
         sample: its input: a tensor, a tuple of positional or a dict of keyword arguments; its first dimension counts
             the examples. On the model's device.
         budgets: each an int (bytes), a string ("2GiB"), or a float in (0, 1] of the store-all peak. They cover what
             `remat.run` measures, the sample included. None: five, in equal ratios from the least that works to that
             peak.
-        strategies: names of planners, `Solver` objects, "dtr", names or functions of DTR heuristics. None: store_all,
-            sequential, chen, revolve, persistent, floating (unless it would take long) and dtr.
+        strategies: names of planners, `Solver` objects, "dtr", names or functions of DTR heuristics;
+            "gradient_checkpointing" for that of the model's library (transformers, timm), and "torch.compile", with
+            several values of its `activation_memory_budget`, neither of which has a budget in bytes. None: store_all,
+            sequential, chen, revolve, persistent, floating (unless it would take long), dtr, and the library's
+            checkpointing where it has one.
         loss: a function of the output that returns a scalar; without one the output is backpropagated with a fixed
             random gradient.
         measure: False stops after the predictions, of DTR too: nothing larger than single stages is run.
@@ -88,6 +92,8 @@ def compare(
         InvalidFile: a file that holds no comparison.
     """
     chosen = make_strategies(strategies, slots)
+    if strategies is None and measure and has_checkpointing(model):
+        chosen += make_strategies([CHECKPOINTING])
     for budget in budgets or ():
         resolve_budget(budget, store_all_bytes=2**62)  # its form, before anything is measured
     if not repeats > 0:
@@ -178,31 +184,30 @@ class _Work:
         self.rows = [Row(self._plain_entry(), None)]
         for done, strategy in enumerate(chosen):
             self.tell(f"planning: {strategy.name}", done, len(chosen))
-            entries = self._static(strategy) if isinstance(strategy, Static) else self._dynamic(strategy, replay)
+            entries = self._entries(strategy, replay)
             self.rows += [Row(entry, strategy) for entry in entries]
         self._take_over()
         self.keep()
 
     def _profile(self, chosen: list[Strategy]) -> list[Strategy]:
         """Measures the stages if the model is a chain; returns the strategies that apply."""
-        dynamic = [strategy for strategy in chosen if isinstance(strategy, Dynamic)]
+        dynamic = [strategy for strategy in chosen if not isinstance(strategy, Static)]
         if len(dynamic) == len(chosen) and self.measure:
             return chosen
         try:
-            flatten(self.model)
+            if self.chain is None:
+                self.chain = profile(self.model, self.sample, loss=self.loss, progress=self.tell)
         except UnsupportedModel as error:
+            if is_sequential(self.model):
+                raise
             left_out = ", ".join(strategy.name for strategy in chosen if isinstance(strategy, Static))
             kind = type(self.model).__name__
             if not dynamic or not self.measure:
                 raise RematError(
-                    f"{left_out or 'predictions'} need an nn.Sequential, whose stages can be measured; this is a "
-                    f"{kind}. Put its blocks into one, or compare DTR alone, which runs any module: "
-                    "strategies=['dtr'], measure=True"
+                    f"{left_out or 'predictions'} need a chain of stages, and there is none in this {kind}: {error}"
                 ) from error
-            self.notes.append(f"{left_out} are left out: they plan for an nn.Sequential, and this is a {kind}")
+            self.notes.append(f"{left_out} are left out: no chain was found in this {kind}")
             return [*dynamic]
-        if self.chain is None:
-            self.chain = profile(self.model, self.sample, loss=self.loss, progress=self.tell)
         return chosen
 
     def _record(self) -> None:
@@ -228,7 +233,11 @@ class _Work:
         self.trace, self.extra = Trace.from_chain(self.chain), 0
 
     def _bench(self) -> Bench:
-        return Bench(self.model, self.sample, self.loss, chain=self.chain is not None)
+        return Bench(self.model, self.sample, self.loss, chain=self.chain is not None and not self._is_found())
+
+    def _is_found(self) -> bool:
+        """Whether the chain was found in a model that is no `nn.Sequential`."""
+        return self.chain is not None and self.chain.layout is not None and self.chain.layout.calls is not None
 
     def _most(self) -> int:
         """The store-all peak, which fractions are of."""
@@ -239,6 +248,8 @@ class _Work:
 
     def _least(self, strategy: Strategy, replay: Replay | None) -> int | None:
         """The least budget that works; None where that is not known, or would take long to find."""
+        if isinstance(strategy, Native):
+            return None
         if isinstance(strategy, Dynamic):
             assert replay is not None
             return _least_of_dtr(replay, strategy, self.extra)
@@ -269,6 +280,13 @@ class _Work:
         report, _ = Replay(self.trace).run(UNLIMITED)
         peak = report.peak_bytes - self.extra
         return Entry(PLAIN, None, replace(report, strategy=PLAIN, budget_bytes=None, peak_bytes=peak))
+
+    def _entries(self, strategy: Strategy, replay: Replay | None) -> list[Entry]:
+        if isinstance(strategy, Static):
+            return self._static(strategy)
+        if isinstance(strategy, Dynamic):
+            return self._dynamic(strategy, replay)
+        return [Entry(strategy.name, None)] if self.measure else []
 
     def _static(self, strategy: Static) -> list[Entry]:
         """The entries of a planner, all budgets at once where none of them stops it."""
@@ -378,7 +396,7 @@ class _Work:
 
     def _name(self) -> str:
         kind = type(self.model).__name__
-        return kind if self.chain is None else f"{kind} of {self.chain.length - 1} stages"
+        return kind if self.chain is None else f"{kind} of {self.chain.length - 1 - sum(self.chain.fixed)} stages"
 
 
 def _batch(sample: Any) -> int:

@@ -39,7 +39,7 @@ class Entry:
 
     Attributes:
         strategy: its name; `PLAIN` for the model left alone.
-        budget_bytes: the limit; None for plain PyTorch.
+        budget_bytes: the limit; None for plain PyTorch, and for libraries' own ways, which take none in bytes.
         predicted: by simulation; None where nothing could be predicted.
         measured: on this machine; None where it was not run. In both, `outcome` is "pass", "over" (the peak exceeds
             the budget), "infeasible", "oom", "thrash", "timeout" or "error", and `note` has the reason.
@@ -169,7 +169,7 @@ class Comparison:
             RematError: there is none; tells which there are.
         """
         names = [strategy] if strategy in (PLAIN, *self.strategies) else [make_strategies([strategy])[0].name]
-        size = None if budget is None else self._bytes(budget)
+        size = None if budget is None or self._takes_none(names) else self._bytes(budget)
         for entry in self.entries:
             if entry.strategy in names and entry.budget_bytes == size:
                 return entry
@@ -178,6 +178,10 @@ class Comparison:
             f"nothing was compared for {strategy!r} at {budget!r}; strategies are {', '.join(self.strategies)}, "
             f"budgets are {budgets}"
         )
+
+    def _takes_none(self, names: list[str]) -> bool:
+        """Whether these strategies take no budget in bytes."""
+        return all(entry.budget_bytes is None for entry in self.entries if entry.strategy in names)
 
     def best(self, budget: int | str | float) -> Entry:
         """The fastest entry whose peak is within `budget`, whichever budget it was planned for.
@@ -362,10 +366,7 @@ class Comparison:
         different = [entry for entry in checked if entry.gradients != EQUAL]
         if checked and not different:
             lines.append(f"gradients and buffers of all {len(checked)} equal plain PyTorch's to the last bit")
-        lines += [
-            f"{entry.strategy} at {format_bytes(entry.budget_bytes or 0)}: gradients {entry.gradients}"
-            for entry in different
-        ]
+        lines += [f"{_where(entry)}: gradients {entry.gradients}" for entry in different]
         return "\n".join([*lines, *self.notes])
 
     def plot(
@@ -454,6 +455,10 @@ def _is_right(entry: Entry) -> bool:
 def _rate(per_second: float) -> str:
     """Three digits, or all those before the point."""
     return f"{per_second:.{max(2 - int(math.log10(per_second)), 0)}f}" if per_second >= 1 else f"{per_second:.3g}"
+
+
+def _where(entry: Entry) -> str:
+    return entry.strategy if entry.budget_bytes is None else f"{entry.strategy} at {format_bytes(entry.budget_bytes)}"
 
 
 def _over(report: Report) -> str:

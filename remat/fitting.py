@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -17,6 +17,9 @@ from remat.simulation import simulate
 from remat.solvers.base import store_all_peak
 from remat.units import format_bytes, resolve_budget
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 
 def fit(
     model: nn.Module,
@@ -28,6 +31,7 @@ def fit(
     quiet: bool = False,
     stages: Sequence[str | nn.Module] | None = None,
     other_path: str = "warn",
+    group: ProcessGroup | None = None,
 ) -> nn.Module:
     """Makes the training steps of `model` stay within `memory`, by the fastest plan of all planners.
 
@@ -45,6 +49,7 @@ def fit(
         quiet: do not tell on stderr what was chosen and what it costs.
         stages: names or modules to take for the stages, as in `remat.find_chain`; None: they are found.
         other_path: what to do where a forward takes another path than the chain that was found: "warn" or "error".
+        group: processes that train this model together, as for `rotor.Checkpointable`.
 
     Returns:
         For an `nn.Sequential` a `rotor.Checkpointable`, whose `state_dict` and parameter names are the model's own.
@@ -56,7 +61,7 @@ def fit(
         UnsupportedModel: there is no chain in the model; tells how DTR trains it.
     """
     resolve_budget(memory, store_all_bytes=sys.maxsize)  # its form, before anything is measured
-    module = Checkpointable(model, mem_slots=slots, loss=loss, stages=stages, other_path=other_path)
+    module = Checkpointable(model, mem_slots=slots, loss=loss, stages=stages, other_path=other_path, group=group)
     try:
         module.measure(sample)
         module.plan_with("fastest", memory)

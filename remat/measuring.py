@@ -14,13 +14,16 @@ from torch import nn
 from remat.errors import UnsupportedModel
 from remat.live.context import DTR
 from remat.meter import MemoryMeter, elapsed, rounded
+from remat.native import checkpointed, compiled
 from remat.preserving import ForeignGradients, Sink, aliased_parameters, fixed_gradients, preserved
+from remat.runtime.caches import without_caches
 from remat.runtime.driving import CallExecutor, driven, runs_in_place, undriven
 from remat.runtime.environment import RandomState, accelerators
 from remat.runtime.stages import Stage, check_device, flatten, single_input
-from remat.runtime.values import arguments, loss_in, tensors
+from remat.runtime.values import Arguments, arguments, loss_in, tensors
 from remat.runtime.wrapper import apply
 from remat.schedule import Schedule
+from remat.strategies import Native
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -45,7 +48,7 @@ class Bench:
     def __init__(self, model: nn.Module, sample: Any, loss: Loss | None = None, *, chain: bool = True) -> None:
         self._model, self._loss = model, loss
         whole = Stage([module for _, module in flatten(model)] if chain else [model], "model")
-        self._value = single_input(sample) if chain else sample
+        self._value = single_input(sample) if chain else _call(model, sample)
         self._spread = not chain
         values = tensors(self._value)
         self.device = check_device([whole], self._value) if values else next(model.parameters()).device
@@ -74,20 +77,27 @@ class Bench:
         self._buffers.clear()
         self._inside.close()
 
-    def step(self, how: Schedule | DTR | None) -> Step:
-        """A step by a schedule, under DTR (whose budget then holds the sample too), or plain; run once."""
+    def step(self, how: Schedule | DTR | Native | None) -> Step:
+        """A step by a schedule, under DTR (whose budget then holds the sample too), a library's own way, or plain.
+
+        It is run once.
+        """
         step = self._make_step(how)
         step(self._foreign)
         if isinstance(step, LimitedStep):
             step()  # operators' scratch memory is known from the second step on
         return step
 
-    def _make_step(self, how: Schedule | DTR | None) -> Step:
+    def _make_step(self, how: Schedule | DTR | Native | None) -> Step:
         options = (self._value, self._loss, self._gradients)
         if isinstance(how, DTR):
             limited = LimitedStep(self._model, *options, spread=self._spread)
             limited.limit(how, self.sample_bytes)
             return limited
+        if isinstance(how, Native) and how.share is None:
+            return CheckpointedStep(self._model, *options, spread=self._spread)
+        if isinstance(how, Native):
+            return Step(compiled(self._model, how.share or 0.0), *options, spread=self._spread)
         if how is None:
             return Step(self._model, *options, spread=self._spread)
         if runs_in_place(how):
@@ -164,7 +174,7 @@ class Step:
     """
 
     def __init__(
-        self, module: nn.Module, value: Any, loss: Loss | None, gradients: _OutputGradients, *, spread: bool
+        self, module: Any, value: Any, loss: Loss | None, gradients: _OutputGradients, *, spread: bool
     ) -> None:
         self._module, self._value, self._loss, self._spread = module, value, loss, spread
         self._gradients = gradients
@@ -191,8 +201,13 @@ class Step:
     def _output(self) -> Any:
         if not self._spread:
             return self._module(self._value)
-        call = arguments(self._value)
-        return self._module(*call.args, **call.kwargs)
+        return self._module(*self._value.args, **self._value.kwargs)
+
+
+def _call(model: nn.Module, sample: Any) -> Arguments:
+    """How the model is called; without the caches that it would fill for generating."""
+    call = arguments(sample)
+    return Arguments(call.args, without_caches(model, call.args, call.kwargs))
 
 
 def _differentiable(output: Any) -> list[torch.Tensor]:
@@ -201,6 +216,14 @@ def _differentiable(output: Any) -> list[torch.Tensor]:
     if not outputs:
         raise UnsupportedModel("nothing in the model's output requires a gradient, so there is no step to run")
     return outputs
+
+
+class CheckpointedStep(Step):
+    """A training step under the checkpointing of the model's library."""
+
+    def _output(self) -> Any:
+        with checkpointed(self._module):
+            return super()._output()
 
 
 class DrivenStep(Step):

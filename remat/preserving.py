@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from remat.runtime.environment import RandomState
+from remat.runtime.sharding import is_sharded
 
 
 @contextmanager
@@ -36,9 +37,14 @@ def aliased_parameters(modules: Iterable[nn.Module]) -> Iterator[ForeignGradient
 
     A backward inside then accumulates into the aliases: it touches no `.grad` and calls no hook of a parameter, be it
     a user's, an optimiser's or DDP's. Leaves that are no parameters of `modules` (a loss's own, a parameter that a
-    module keeps in a list) cannot be replaced; what is yielded keeps their gradients.
+    module keeps in a list) cannot be replaced; what is yielded keeps their gradients. Nor can those that FSDP keeps in
+    shards, which it would lose track of: their gradients are set aside.
     """
     parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
+    if any(map(is_sharded, parts)):
+        with _set_aside(parts) as foreign:
+            yield foreign
+        return
     originals: list[tuple[nn.Module, str, nn.Parameter]] = []
     aliases: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
     try:
@@ -65,6 +71,23 @@ def aliased_parameters(modules: Iterable[nn.Module]) -> Iterator[ForeignGradient
         for part in parts:
             if isinstance(part, nn.RNNBase):
                 part._init_flat_weights()  # it keeps references to its parameters in a list of its own
+
+
+@contextmanager
+def _set_aside(parts: Iterable[nn.Module]) -> Iterator[ForeignGradients]:
+    """Zeros in place of the gradients of all parameters, which come back afterwards."""
+    own = dict.fromkeys(parameter for part in parts for parameter in part._parameters.values() if parameter is not None)
+    before = [(parameter, parameter.grad) for parameter in own]
+    foreign = ForeignGradients(own)
+    try:
+        for parameter in own:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        yield foreign
+    finally:
+        foreign.restore()
+        for parameter, gradient in before:
+            parameter.grad = gradient
 
 
 class ForeignGradients:

@@ -8,13 +8,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
+from remat.agreement import agree, from_first
 from remat.chain import Chain
 from remat.errors import PlanMismatch, RematError
+from remat.in_flight import plan_in_flight
 from remat.profiling import Loss, profile
 from remat.report import Report
 from remat.runtime.driving import CallExecutor, Drive, check_other_path, undriven
@@ -26,13 +28,16 @@ from remat.runtime.wrapper import Wrapper
 from remat.schedule import Schedule
 from remat.simulation import simulate
 from remat.solvers import make_solver
-from remat.solvers.base import Solver
+from remat.solvers.base import Solver, store_all_peak
 from remat.solvers.floating import Floating
 from remat.solvers.persistent import Persistent
 from remat.solvers.revolve import Revolve
 from remat.solvers.sequential import Sequential
 from remat.solvers.store_all import StoreAll
 from remat.units import format_bytes, format_seconds, resolve_budget
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 FREE_SHARE = 0.9  # of the free memory is the limit where none is given
 
@@ -93,6 +98,11 @@ class Checkpointable(Wrapper):
         stages: names or modules to take for the stages, as in `remat.find_chain`; None: they are found.
         other_path: what to do where a forward takes another path than the chain that was found: "warn", once, and run
             as plain PyTorch from there on; or "error".
+        group: processes that train this model together (`torch.distributed.group.WORLD` under
+            DistributedDataParallel or FSDP2): the first plans for the largest and slowest that any of them measured,
+            and all follow its plan. All have to measure and plan at the same time.
+        in_flight: how many forwards come before the first of their backwards, as in a pipeline; the limit is for what
+            all of them hold.
 
     Raises:
         UnsupportedModel: there is no chain in the model; tells how DTR trains it.
@@ -112,7 +122,11 @@ class Checkpointable(Wrapper):
         loss: Loss | None = None,
         stages: Sequence[str | nn.Module] | None = None,
         other_path: str = "warn",
+        group: ProcessGroup | None = None,
+        in_flight: int = 1,
     ) -> None:
+        if in_flight < 1:
+            raise RematError(f"in_flight={in_flight}: at least one forward comes before its backward")
         in_place = stages is not None or not is_sequential(model)
         if not in_place:
             flatten(model)  # one without modules is refused here, not at the first step
@@ -130,6 +144,8 @@ class Checkpointable(Wrapper):
         self._plan: _Plan | None = None
         self._plans: dict[_State, _Plan] = {}
         self._measured_state: _State | None = None
+        self.in_flight = in_flight
+        self.group = group
         self.__dict__["stages"] = stages  # modules among them must not become children
         self._drive = Drive(model, self._choose, other_path=other_path) if in_place else None
         try:
@@ -160,7 +176,8 @@ class Checkpointable(Wrapper):
 
     def _profile(self, sample: Any, loss: Loss | None) -> Chain:
         with undriven(self.wrapped):
-            return profile(self.wrapped, sample, loss=loss, stages=self.stages)
+            chain = profile(self.wrapped, sample, loss=loss, stages=self.stages)
+        return chain if self.group is None else agree(chain, self.group)
 
     def compute_sequence(
         self,
@@ -218,7 +235,7 @@ class Checkpointable(Wrapper):
             limit = request.limit if request.limit is not None else self.mem_limit
             if limit is None:
                 limit = int(FREE_SHARE * self._free_bytes())
-            schedule = request.solver.solve(chain, limit)
+            schedule = self._solved(request.solver, chain, limit)
         else:
             operations = request.solver.least_memory(chain)
             schedule = Schedule(operations, strategy=request.solver.name, layout=chain.layout)
@@ -226,6 +243,14 @@ class Checkpointable(Wrapper):
         self._request = request
         if self.verbosity > 0:
             self.display()
+
+    def _solved(self, solver: Solver, chain: Chain, limit: int | str | float) -> Schedule:
+        def plan() -> Schedule:
+            if self.in_flight == 1:
+                return solver.solve(chain, limit)
+            return plan_in_flight(chain, solver, resolve_budget(limit, store_all_peak(chain)), self.in_flight)
+
+        return plan() if self.group is None else from_first(plan, self.group)
 
     def _measured(self) -> Chain:
         if self.chain is None:
@@ -325,7 +350,14 @@ class Checkpointable(Wrapper):
             assert self._plan is not None
             return self._plan
         if state not in self._plans:
-            self._plans[state] = self._covering(state) or self._plan_anew(value, state)
+            covering = self._covering(state)
+            if covering is None and self.group is not None:
+                raise PlanMismatch(
+                    f"the input is {', '.join(state.inputs)}, larger or of another kind than what was measured, and "
+                    "this process cannot plan anew without the others of its group; call measure(sample) with the "
+                    "largest batch in all of them, and compute_sequence()"
+                )
+            self._plans[state] = covering or self._plan_anew(value, state)
         return self._plans[state]
 
     def _covering(self, state: _State) -> _Plan | None:

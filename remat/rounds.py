@@ -19,7 +19,7 @@ from remat.measuring import Bench, LimitedStep, Step
 from remat.report import Report
 from remat.running import with_fields_of
 from remat.schedule import Operation, Schedule
-from remat.strategies import THRASH_LIMIT, Dynamic, Strategy
+from remat.strategies import THRASH_LIMIT, Dynamic, Native, Strategy
 from remat.units import format_bytes
 
 Progress: TypeAlias = Callable[[str, int, int], None]
@@ -48,7 +48,7 @@ class Row:
         """Whether there is anything to run."""
         if isinstance(self.strategy, Dynamic):
             return self.entry.outcome != "thrash"  # an oom may only be the simulation's, which a run tells quickly
-        return self.strategy is None or self.entry.schedule is not None
+        return self.strategy is None or isinstance(self.strategy, Native) or self.entry.schedule is not None
 
     def rounds(self, repeats: int) -> int:
         """How often it is timed."""
@@ -130,7 +130,9 @@ def _look_at_all(
 
 def _start(bench: Bench, row: Row) -> bool:
     """Makes the step of a row and runs it once."""
-    how: Schedule | DTR | None = row.entry.schedule
+    how: Schedule | DTR | Native | None = row.entry.schedule
+    if isinstance(row.strategy, Native):
+        how = row.strategy
     if isinstance(row.strategy, Dynamic):
         assert row.entry.budget_bytes is not None
         how = DTR(row.entry.budget_bytes, row.strategy.heuristic, thrash_limit=THRASH_LIMIT)

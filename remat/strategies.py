@@ -1,4 +1,4 @@
-"""What can be compared: static planners, and DTR by heuristic, under the names that people write."""
+"""What can be compared: static planners, DTR by heuristic, and libraries' own ways, by the names that people write."""
 
 from __future__ import annotations
 
@@ -34,14 +34,31 @@ class Dynamic:
     heuristic: str | Heuristic
 
 
-Strategy: TypeAlias = Static | Dynamic
+@dataclass(frozen=True)
+class Native:
+    """A way of the model's library or of PyTorch, which takes no budget in bytes.
+
+    Attributes:
+        share: of `activation_memory_budget`; None for the library's checkpointing of every block.
+    """
+
+    name: str
+    share: float | None = None
+
+
+Strategy: TypeAlias = Static | Dynamic | Native
+CHECKPOINTING = "gradient_checkpointing"
+COMPILE = "torch.compile"
+_SHARES = (0.1, 0.3, 0.5, 0.75, 1.0)  # of activation_memory_budget, which says nothing of bytes: so a sweep
 
 
 def make_strategies(wanted: Sequence[str | Solver | Callable] | None, slots: int = 500) -> list[Strategy]:
     """The strategies of these names, or the default ones.
 
     Args:
-        wanted: names of planners, `Solver` objects, "dtr", names of heuristics, or functions that are heuristics.
+        wanted: names of planners, `Solver` objects, "dtr", names of heuristics, functions that are heuristics;
+            "gradient_checkpointing", which is the library's own; "torch.compile", several values of its
+            `activation_memory_budget`, or "torch.compile@0.3", one.
         slots: memory units of the dynamic programs.
 
     Raises:
@@ -49,7 +66,7 @@ def make_strategies(wanted: Sequence[str | Solver | Callable] | None, slots: int
     """
     if isinstance(wanted, str):
         wanted = [wanted]
-    made = [_make(item, slots) for item in (DEFAULTS if wanted is None else wanted)]
+    made = [strategy for item in (DEFAULTS if wanted is None else wanted) for strategy in _make_some(item, slots)]
     if not made:
         raise RematError("no strategies to compare; leave `strategies` out for the usual ones")
     distinct = {strategy.name: strategy for strategy in made}
@@ -62,6 +79,31 @@ def make_strategies(wanted: Sequence[str | Solver | Callable] | None, slots: int
     return list(distinct.values())
 
 
+def _make_some(item: str | Solver | Callable, slots: int) -> list[Strategy]:
+    if item == CHECKPOINTING:
+        return [Native(CHECKPOINTING)]
+    if item == COMPILE:
+        return [Native(f"{COMPILE}@{share:g}", share) for share in _SHARES]
+    if isinstance(item, str) and item.startswith(f"{COMPILE}@"):
+        share = item.removeprefix(f"{COMPILE}@")
+        if not _is_share(share):
+            raise RematError(f"{item!r}: activation_memory_budget is a number from 0 to 1, as in {COMPILE}@0.3")
+        return [Native(item, float(share))]
+    return [_make(item, slots)]
+
+
+def _is_share(text: str) -> bool:
+    try:
+        return 0 <= float(text) <= 1
+    except ValueError:
+        return False
+
+
+def family(name: str) -> str:
+    """What several strategies of one kind have in common: what comes before `@`."""
+    return name.partition("@")[0]
+
+
 def _make(item: str | Solver | Callable, slots: int) -> Strategy:
     if isinstance(item, Solver) or (isinstance(item, str) and item in SOLVERS):
         solver = make_solver(item, slots=slots)
@@ -69,9 +111,9 @@ def _make(item: str | Solver | Callable, slots: int) -> Strategy:
     if isinstance(item, str):
         heuristic = DTR_HEURISTIC if item == "dtr" else item.removeprefix("dtr ")
         if heuristic not in HEURISTICS:
+            names = (*SOLVERS, "dtr", *HEURISTICS, CHECKPOINTING, COMPILE)
             raise RematError(
-                f"unknown strategy {item!r}; choose from {', '.join((*SOLVERS, 'dtr', *HEURISTICS))}, or pass a Solver "
-                "or a heuristic function"
+                f"unknown strategy {item!r}; choose from {', '.join(names)}, or pass a Solver or a heuristic function"
             )
         return Dynamic(f"dtr {heuristic}", heuristic)
     return Dynamic(f"dtr {getattr(item, '__name__', item)}", make_heuristic(item))

@@ -280,9 +280,9 @@ def test_any_module_under_dtr_alone() -> None:
         warnings.simplefilter("error")
         found = remat.compare(case.model, tree, [0.9, 1.0], progress=False, loss=lambda output: output.sum())
     assert found.strategies == ["dtr h_dtr_eq"]
-    assert any("nn.Sequential" in note for note in found.notes)
+    assert any("no chain was found" in note for note in found.notes)
     assert found.at("dtr", 1.0).gradients == "equal"
-    with pytest.raises(remat.RematError, match=r"strategies=\['dtr'\]"):
+    with pytest.raises(remat.RematError, match="need a chain of stages"):
         remat.compare(case.model, tree, [0.9], ["persistent"], progress=False)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from remat.errors import RematError
 from remat.plotting.schedule import MIB, plot_memory, plot_schedule
 from remat.plotting.style import axes_for, legend, nested_styles, new_figure
+from remat.strategies import family
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,7 +55,7 @@ def plot(comparison: Comparison, kind: str | None, strategy: str | None, budget:
 
 def plot_throughput(comparison: Comparison, ax: Axes) -> None:
     """Throughput against peak memory; plain PyTorch is the square (Beaumont et al., Figure 6)."""
-    for name, style in zip(comparison.strategies, nested_styles(len(comparison.strategies)), strict=True):
+    for name, style in _styled(comparison):
         reports = [report for report in _reports(comparison, name) if comparison.throughput(report)]
         points = sorted({(report.peak_bytes / MIB, comparison.throughput(report)) for report in reports})
         if points:
@@ -70,18 +71,22 @@ def plot_throughput(comparison: Comparison, ax: Axes) -> None:
 
 
 def plot_overhead(comparison: Comparison, ax: Axes) -> None:
-    """Overhead against budget; where a line ends, a mark at the top says why (Kirisame et al., Figures 2 and 3)."""
+    """Overhead against budget, or against the peak where a strategy takes none.
+
+    Where a line ends, a mark at the top says why (Kirisame et al., Figures 2 and 3).
+    """
     highest = 1.0
     lines: list[tuple[list[tuple[float, float]], list[Entry], dict[str, Any]]] = []
-    for name, style in zip(comparison.strategies, nested_styles(len(comparison.strategies)), strict=True):
-        entries = [entry for entry in comparison.entries if entry.strategy == name]
+    for name, style in _styled(comparison):
+        entries = [entry for entry in comparison.entries if family(entry.strategy) == name]
         points, failed = [], []
         for entry in entries:
             report = entry.report
             if report is None or report.outcome not in _RAN:
                 failed.append(entry)
             elif report.overhead is not None and report.measured == comparison.timed:
-                points.append(((entry.budget_bytes or 0) / MIB, report.overhead))
+                size = report.peak_bytes if entry.budget_bytes is None else entry.budget_bytes
+                points.append((size / MIB, report.overhead))
         points.sort()
         highest = max([highest, *(overhead for _, overhead in points)])
         if points:
@@ -101,12 +106,18 @@ def plot_overhead(comparison: Comparison, ax: Axes) -> None:
     ax.grid(alpha=0.3)
 
 
+def _styled(comparison: Comparison) -> list[tuple[str, dict[str, Any]]]:
+    """Each strategy, or family of them, with how it is drawn."""
+    names = list(dict.fromkeys(map(family, comparison.strategies)))
+    return list(zip(names, nested_styles(len(names)), strict=True))
+
+
 def _how(comparison: Comparison, what: str) -> str:
     return f"{what}, {'measured' if comparison.timed else 'predicted'}"
 
 
 def _reports(comparison: Comparison, strategy: str) -> list[Report]:
-    entries = [entry for entry in comparison.entries if entry.strategy == strategy]
+    entries = [entry for entry in comparison.entries if family(entry.strategy) == strategy]
     reports = [entry.measured if comparison.timed else entry.predicted for entry in entries]
     return [report for report in reports if report is not None]
 

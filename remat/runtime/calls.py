@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from remat.runtime.values import first_tensor, map_tensors, tensors
+from remat.runtime.values import Key, first_tensor, key_of, map_tensors, tensors
 
 
 class Hole(NamedTuple):
@@ -29,6 +29,8 @@ class StageCalls:
     def __init__(self, activation: torch.Tensor) -> None:
         self._calls: list[tuple[Callable[..., Any], Any]] = []
         self._holes: dict[int, Hole] = {id(activation): _INPUT}
+        # Hooks of a module (FSDP's) may pass on another tensor of the same data.
+        self._alike: dict[Key, Hole] = {key_of(activation): _INPUT}
         self._alive: list[Any] = [activation]  # so that no other tensor gets an identity that has a hole
         self.versions: list[tuple[torch.Tensor, int]] = []
 
@@ -40,11 +42,14 @@ class StageCalls:
         """What the call returned that was added last."""
         self._alive.append(output)
         for position, tensor in enumerate(tensors(output)):
-            self._holes.setdefault(id(tensor), Hole(len(self._calls) - 1, position))
+            hole = Hole(len(self._calls) - 1, position)
+            self._holes.setdefault(id(tensor), hole)
+            self._alike.setdefault(key_of(tensor), hole)
 
     def complete(self) -> None:
         """No more calls come: what they computed is no longer held."""
         self._holes.clear()
+        self._alike.clear()
         self._alive.clear()
 
     def side_inputs(self) -> list[torch.Tensor]:
@@ -64,7 +69,7 @@ class StageCalls:
         return first_tensor(outputs[-1]), outputs
 
     def _punched(self, tensor: torch.Tensor) -> Any:
-        hole = self._holes.get(id(tensor))
+        hole = self._holes.get(id(tensor)) or self._alike.get(key_of(tensor))
         if hole is None:
             self.versions.append((tensor, -1 if tensor.is_inference() else tensor._version))
             return tensor

@@ -25,6 +25,7 @@ from remat.runtime.executor import Executor, Run, versions_of
 from remat.runtime.interception import Forward, intercepted
 from remat.runtime.places import Counter, Place, Places, among
 from remat.runtime.program import Step, compile_schedule
+from remat.runtime.sharding import unsharded
 from remat.runtime.values import activation_of, first_tensor
 from remat.schedule import F_ALL, Schedule
 
@@ -233,6 +234,10 @@ class CallRun(Run):
             self._filled.add(step.operation.stage)
         if step.last:
             self.calls.pop(step.operation.stage, None)
+
+    def _again(self, index: int, value: Any, *, filling: bool) -> Any:
+        with unsharded(self.executor.stages[index - 1].modules):
+            return super()._again(index, value, filling=filling)
 
     def _call(self, index: int, value: Any) -> Any:
         calls = self.calls[index]

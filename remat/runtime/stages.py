@@ -154,12 +154,13 @@ def single_input(sample: Any) -> Any:
 
 
 def check_device(stages: Sequence[Stage], value: Any) -> torch.device:
-    """The device that model and input share.
+    """The device that model and input share; the model's where the input holds no tensor.
 
     Raises:
         UnsupportedModel: they are on different devices.
     """
-    device = tensors(value)[0].device
+    found = tensors(value) or [parameter for stage in stages for parameter in stage.parameters()]
+    device = found[0].device if found else torch.device("cpu")
     for stage in stages:
         for parameter in stage.parameters():
             if isinstance(parameter, UninitializedParameter):

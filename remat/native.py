@@ -1,0 +1,65 @@
+"""What libraries offer themselves to save activation memory, to be compared with; none of it takes bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.errors import RematError
+
+
+def has_checkpointing(model: nn.Module) -> bool:
+    """Whether the model's library offers checkpointing of its blocks: transformers and timm do, for most models."""
+    if _names(model) is not None:
+        return bool(getattr(model, "supports_gradient_checkpointing", True))
+    return callable(getattr(model, "set_grad_checkpointing", None))
+
+
+@contextmanager
+def checkpointed(model: nn.Module) -> Iterator[None]:
+    """Inside, a forward of the model checkpoints every block, as its library does when told to.
+
+    Raises:
+        RematError: the model has no such option.
+    """
+    prefix = _names(model)
+    if prefix is not None:
+        disable: Any = getattr(model, f"{prefix}_disable")
+        getattr(model, f"{prefix}_enable")(**{f"{prefix}_kwargs": {"use_reentrant": False}})
+    elif callable(getattr(model, "set_grad_checkpointing", None)):
+        switch: Any = model.set_grad_checkpointing
+        switch(True)
+
+        def disable() -> None:
+            switch(False)
+    else:
+        raise RematError(
+            f"{type(model).__name__} has neither gradient_checkpointing_enable() nor set_grad_checkpointing()"
+        )
+    try:
+        yield
+    finally:
+        disable()
+
+
+def _names(model: nn.Module) -> str | None:
+    """What the methods of transformers' models begin with: the newer name where both are there."""
+    prefixes = ("activation_checkpointing", "gradient_checkpointing")
+    return next((prefix for prefix in prefixes if callable(getattr(model, f"{prefix}_enable", None))), None)
+
+
+def compiled(model: nn.Module, share: float) -> Callable[..., Any]:
+    """The model compiled with `activation_memory_budget` set to `share`, of what autograd would keep of its graph."""
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    # A function of its own for each share: compiled code is found again by its backend.
+    def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        with config.patch(activation_memory_budget=share):
+            return compile_fx(graph, inputs)
+
+    return torch.compile(model, backend=backend)

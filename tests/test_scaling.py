@@ -1,0 +1,229 @@
+"""Two processes over gloo: DistributedDataParallel, FSDP2 and pipeline stages, each within its limit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from helpers import chains
+from hypothesis import given, settings
+from library_models import Blocks
+from torch import nn
+
+import remat
+from remat import rotor
+from remat.agreement import largest
+from remat.errors import InfeasibleBudget, PlanMismatch, RematError
+from remat.in_flight import held_after_forward, plan_in_flight
+from remat.meter import MemoryMeter
+from remat.simulation import peak_and_makespan, simulate
+from remat.solvers.base import store_all_peak
+from remat.solvers.persistent import Persistent
+
+STEPS = 3
+
+
+def network() -> Blocks:
+    torch.manual_seed(0)
+    return Blocks(6, 64, dropout=0.0).train()
+
+
+def losses_of(model: nn.Module, data: torch.Tensor, *, together: bool = False) -> list[torch.Tensor]:
+    """Of some steps; `together`: the mean over all processes."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad(set_to_none=False)
+        loss = model(data).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().clone())
+        if together:
+            dist.all_reduce(losses[-1])
+            losses[-1] /= dist.get_world_size()
+    return losses
+
+
+def peak_of_a_step(model: nn.Module, data: torch.Tensor) -> int:
+    """Above what was there before it, the data included."""
+    meter = MemoryMeter(torch.device("cpu"))
+    with meter.session(), meter.region():
+        model(data).square().mean().backward()
+    (region,) = meter.regions
+    return region.peak_bytes - region.start_bytes + data.numel() * data.element_size()
+
+
+def spawn(work: Callable[[int], None], folder: Path) -> None:
+    mp.spawn(_process, (work, str(folder)), nprocs=2)
+    assert (folder / "done0").exists() and (folder / "done1").exists()
+
+
+def _process(rank: int, work: Callable[[int], None], folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    try:
+        torch.set_num_threads(1)
+        warnings.filterwarnings("ignore", message=".*returned a view tensor.*")  # FSDP's, of what is cut to be measured
+        work(rank)
+        Path(folder, f"done{rank}").touch()
+        dist.barrier()  # no process leaves while the other still needs it
+    finally:
+        dist.destroy_process_group()
+
+
+def _data() -> torch.Tensor:
+    torch.manual_seed(3)
+    return torch.randn(64, 8)
+
+
+def _data_parallel(rank: int) -> None:
+    data = _data()
+    part = data[32 * rank : 32 * rank + 32]
+    expected = losses_of(network(), data)
+    model = network()
+    module = rotor.Checkpointable(model, part, group=dist.group.WORLD)
+    module.compute_sequence(0.7)
+    assert module.sequence is not None and module.sequence.recomputations > 0
+    plans: list[Any] = [None, None]
+    dist.all_gather_object(plans, (module.chain, module.sequence))
+    assert plans[0] == plans[1]
+    parallel = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.02)
+    torch.testing.assert_close(losses_of(parallel, part, together=True), expected)
+    assert module.sequence.budget_bytes is not None
+    assert peak_of_a_step(parallel, part) <= module.sequence.budget_bytes
+    with pytest.raises(PlanMismatch, match="without the others"):
+        parallel(data)
+
+
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    spawn(_data_parallel, tmp_path)
+
+
+def _sharded(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+
+    def sharded() -> nn.Module:
+        model = network()
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    data = _data()
+    part = data[32 * rank : 32 * rank + 32]
+    expected = losses_of(network(), data)
+    plain = losses_of(sharded(), part, together=True)
+    for share in (0.8, 0.9, 1.0):
+        model = sharded()
+        module = rotor.Checkpointable(model, part, group=dist.group.WORLD, stages=["blocks"])
+        module.compute_sequence(share)
+        assert module.sequence is not None and (module.sequence.recomputations > 0) == (share < 1)
+        found = losses_of(model, part, together=True)
+        assert found == plain  # to the bit
+        torch.testing.assert_close(found, expected)
+        assert module.sequence.budget_bytes is not None
+        assert peak_of_a_step(model, part) <= module.sequence.budget_bytes
+
+
+def test_fully_sharded_data_parallel(tmp_path: Path) -> None:
+    spawn(_sharded, tmp_path)
+
+
+def _pipeline(rank: int) -> None:
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    data = _data()
+    micro = 4
+
+    def half() -> nn.Module:
+        whole = network()
+        whole.blocks = whole.blocks[:3] if rank == 0 else whole.blocks[3:]
+        if rank == 0:
+            whole.last = nn.Identity()
+        else:
+            whole.first = nn.Identity()
+        return whole
+
+    def trained(model: nn.Module) -> tuple[list[torch.Tensor], int]:
+        stage = PipelineStage(model, rank, 2, torch.device("cpu"))
+        schedule = ScheduleGPipe(stage, micro, loss_fn=lambda output, target: (output - target).square().mean())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        meter, left = MemoryMeter(torch.device("cpu")), []
+        for step in range(STEPS):
+            optimizer.zero_grad(set_to_none=False)
+            with meter.session(), meter.region():
+                given = (data,) if rank == 0 else ()
+                schedule.step(*given, **({} if rank == 0 else {"target": torch.zeros(64, 3)}))
+            optimizer.step()
+            left += [parameter.grad.clone() for parameter in model.parameters()] if step else []
+        return left, meter.regions[0].peak_bytes - meter.regions[0].start_bytes
+
+    expected, most = trained(half())
+    sample = data[:16] if rank == 0 else torch.randn(16, 64, requires_grad=True)
+    model = half()
+    module = rotor.Checkpointable(model, sample, in_flight=micro, stages=["blocks"])
+    limit = int(0.75 * (store_all_peak(module.chain) + (micro - 1) * _held_by_plain(module)))
+    module.compute_sequence(limit)
+    assert module.sequence is not None and module.sequence.recomputations > 0
+    found, peak = trained(model)
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))  # to the bit
+    assert peak <= limit < most
+
+
+def _held_by_plain(module: rotor.Checkpointable) -> int:
+    chain = module.chain
+    assert chain is not None
+    return held_after_forward(chain, remat.solve(chain, 1.0, solver="store_all"))
+
+
+def test_pipeline_stages_with_limits_of_their_own(tmp_path: Path) -> None:
+    spawn(_pipeline, tmp_path)
+
+
+# What needs no second process ----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(chains(), chains())
+def test_the_agreed_chain_is_as_large_as_the_largest(one: remat.Chain, other: remat.Chain) -> None:
+    if one.length != other.length or one.fixed != other.fixed:
+        with pytest.raises(PlanMismatch, match="different stages"):
+            largest([one, other])
+        return
+    agreed = largest([one, other])
+    schedule = Persistent().solve(agreed, store_all_peak(agreed) or 1)
+    for own in (one, other):
+        mine, common = (peak_and_makespan(chain, schedule.operations) for chain in (own, agreed))
+        assert mine[0] <= common[0] and mine[1] <= common[1]
+    assert largest([one, one]) == replace(one, save_overhead_bytes=one.save_overhead_bytes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(chains(max_stages=6))
+def test_several_forwards_in_flight_fit_together(chain: remat.Chain) -> None:
+    solver = Persistent()
+    limit = 3 * store_all_peak(chain)
+    if limit == 0:
+        return
+    schedule = plan_in_flight(chain, solver, limit, 3)
+    report = simulate(chain, schedule)
+    assert report.peak_bytes + 2 * held_after_forward(chain, schedule) <= limit
+    with pytest.raises(InfeasibleBudget) as caught:
+        plan_in_flight(chain, solver, 0, 3)
+    if caught.value.minimum:
+        assert plan_in_flight(chain, solver, caught.value.minimum, 3)
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(RematError, match="in_flight=0"):
+        rotor.Checkpointable(network(), in_flight=0)
+    with pytest.raises(RematError, match="other_path"):
+        rotor.Checkpointable(network(), other_path="ignore")
