@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from benchmarks.any_model import against_compile, against_libraries, any_model
 from benchmarks.comparing import comparing
 from benchmarks.dtr import dtr, static
 from benchmarks.frontier import frontier
@@ -22,6 +23,9 @@ BENCHMARKS = {
     "live": lambda: live(7),
     "frontier": lambda: frontier(6),
     "compare": comparing,
+    "any_model": any_model,
+    "any_model_libraries": against_libraries,
+    "any_model_compile": against_compile,
     "paper_rotor": lambda: rotor_paper(9),
     "paper_dtr": dtr_paper,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import pickle
 import warnings
@@ -17,7 +18,7 @@ from torch import nn
 import remat
 from remat import rotor
 from remat.errors import InfeasibleBudget, LeftChain, PlanMismatch, RematError, ReplayError, UnsupportedModel
-from remat.runtime.driving import drive_of
+from remat.runtime.driving import CallRun, drive_of
 from remat.runtime.values import arguments, loss_in, tensors
 from remat.solvers.base import store_all_peak
 
@@ -374,6 +375,32 @@ def test_two_forwards_before_their_backwards() -> None:
     model, _ = made("blocks")
     remat.fit(model, sample, 0.7, quiet=True, other_path="error")
     assert_same(both(plain, sample), both(model, sample))
+
+
+def _runs() -> int:
+    gc.collect()
+    return sum(type(found) is CallRun for found in gc.get_objects())
+
+
+@pytest.mark.parametrize("name", ["t5", "records"])
+def test_a_forward_without_a_backward_leaves_nothing_in_memory(name: str) -> None:
+    """Also where what is passed to a stage beside comes out of an earlier one, whose graph the run hangs on."""
+    model, sample = made(name)
+    chain = remat.profile(model, sample, repeats=1)
+    remat.apply(model, remat.solve(chain, remat.minimum_budget(chain)), other_path="error")
+    for _ in range(2):
+        model(**sample)
+    assert _runs() == 0
+    loss = loss_in(model(**sample))
+    loss.backward()
+    del loss
+    assert _runs() == 0
+    handle = model.register_forward_hook(lambda module, args, output: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(**sample)
+    handle.remove()
+    assert _runs() == 0
+    assert_same(train(made(name)[0], sample), train(copy.deepcopy(model), sample))
 
 
 # Other paths ---------------------------------------------------------------------------------------------------------

@@ -189,7 +189,7 @@ class Pass:
         if self.memory:
             with self.gauge.span("level", index):
                 pass
-        self._calls, self._value = StageCalls(value), value
+        self._calls, self._value = StageCalls(value, with_graphs=True), value
 
     def _stage(self, index: int, calls: StageCalls, value: torch.Tensor) -> Any:
         """Measures a stage; returns what it returned, cut off from it."""

@@ -23,10 +23,17 @@ _INPUT = Hole(-1, 0)
 class StageCalls:
     """The calls of one run of a stage, as they are made; afterwards they can be made again with another input.
 
-    What else was passed to them (masks, configuration, other tensors) is held, and passed again as it is.
+    What else was passed to them (masks, configuration, other tensors) is held, and passed again.
+
+    Args:
+        activation: what the stage works on.
+        with_graphs: hold tensors that were passed beside with their graphs; else apart from them, since a graph that
+            these calls hang on would hold itself.
     """
 
-    def __init__(self, activation: torch.Tensor) -> None:
+    def __init__(self, activation: torch.Tensor, *, with_graphs: bool = False) -> None:
+        self._with_graphs = with_graphs
+        self._apart: dict[int, torch.Tensor] = {}
         self._calls: list[tuple[Callable[..., Any], Any]] = []
         self._holes: dict[int, Hole] = {id(activation): _INPUT}
         # Hooks of a module (FSDP's) may pass on another tensor of the same data.
@@ -50,6 +57,7 @@ class StageCalls:
         """No more calls come: what they computed is no longer held."""
         self._holes.clear()
         self._alike.clear()
+        self._apart.clear()
         self._alive.clear()
 
     def side_inputs(self) -> list[torch.Tensor]:
@@ -70,10 +78,16 @@ class StageCalls:
 
     def _punched(self, tensor: torch.Tensor) -> Any:
         hole = self._holes.get(id(tensor)) or self._alike.get(key_of(tensor))
-        if hole is None:
-            self.versions.append((tensor, -1 if tensor.is_inference() else tensor._version))
-            return tensor
-        return _Punched(hole)
+        if hole is not None:
+            return _Punched(hole)
+        held = tensor
+        if tensor.grad_fn is not None and not self._with_graphs:
+            if id(tensor) not in self._apart:
+                self._apart[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
+                self._alive.append(tensor)
+            held = self._apart[id(tensor)]  # the same one for the same tensor: modules ask whether key is query
+        self.versions.append((held, -1 if held.is_inference() else held._version))
+        return held
 
 
 class _Punched:

@@ -52,7 +52,7 @@ class Places:
             if missing:
                 raise PlanMismatch(f"the schedule was made for another model: this one has no module {missing[0]!r}")
             parts = list(dict.fromkeys(modules[module_of(name)] for name in names))
-            self.stages.append(Stage(parts, stage_name(names) if names else "code outside of the stages"))
+            self.stages.append(Stage(parts, stage_name(names) if names else "(outside)"))
             last = len(names) - 1
             self.calls += [Place(name, index, part == 0, part == last) for part, name in enumerate(names)]
         self.fixed = (*(not names for names in layout.calls), False)
