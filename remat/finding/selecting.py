@@ -10,11 +10,11 @@ connection does pass by, so a block that has one stays whole.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from remat.errors import UnsupportedModel
-from remat.finding.recording import BEFORE, Call, Key, Record, Storage
+from remat.finding.recording import BEFORE, Call, Key, Record
 
 WHOLE = 2 / 3  # share of the model's memory from which on a call is too much for one stage
 WORTH = 0.01  # share of the model's memory that recomputing a run of units must be able to free
@@ -65,6 +65,13 @@ class Selector:
     def __init__(self, record: Record) -> None:
         self.record = record
         self.storages = record.storages
+        self._written = [(address, storage) for address, storage in self.storages.items() if storage.writes]
+        self._in_order = sorted(self.storages, key=lambda address: self.storages[address].born)
+        self._used_by: dict[int, list[tuple[int, int]]] = {}
+        for address, storage in self.storages.items():
+            for time, call in storage.uses:
+                self._used_by.setdefault(id(call), []).append((time, address))
+        self._born = [self.storages[address].born for address in self._in_order]
 
     # Choosing units --------------------------------------------------------------------------------------------------
 
@@ -122,24 +129,26 @@ class Selector:
     def freed_bytes(self, run: Sequence[Unit]) -> int:
         """What recomputing a run can free: what is computed in it and kept for a backward, but its output."""
         last = run[-1].goes_on
-        begin, end = run[0].begin, run[-1].end
-        return sum(
-            storage.size
-            for key, storage in self.storages.items()
-            if storage.saved_by is not None and begin <= storage.born < end and (last is None or key != last.storage)
-        )
+        made = self._made_between(run[0].begin, run[-1].end)
+        kept = (address for address in made if self.storages[address].saved_by is not None)
+        return sum(self.storages[address].size for address in kept if last is None or address != last.storage)
+
+    def _made_between(self, begin: int, end: int) -> Sequence[int]:
+        """The storages that were computed when so many operators had run."""
+        return self._in_order[bisect_left(self._born, begin) : bisect_left(self._born, end)]
 
     def _joined(self, call: Call, units: list[Unit]) -> list[Unit] | None:
         """The units with those joined that a tensor skips; None where something passes them by on its way in `call`."""
         if self._passed_by(call, units):
             return None
+        places = _places(units)
         joined: list[Unit] = []
         position = 0
         while position < len(units):
             last = position
             reached = position
             while reached <= last:  # what is joined may itself be skipped over
-                last = max(last, self._skip_from(units, reached, first=reached == 0))
+                last = max(last, self._skip_from(units, places, reached, first=reached == 0))
                 reached += 1
             group = units[position : last + 1]
             if not all(self.hands_on(a, b) for a, b in itertools.pairwise(group)):
@@ -151,7 +160,7 @@ class Selector:
             position = last + 1
         return joined
 
-    def _skip_from(self, units: Sequence[Unit], index: int, *, first: bool) -> int:
+    def _skip_from(self, units: Sequence[Unit], places: dict[int, int], index: int, *, first: bool) -> int:
         """The last unit that uses, past the next, what unit `index` hands on, or works on (`first`); else `index`."""
         unit = units[index]
         reach = index
@@ -161,9 +170,8 @@ class Selector:
         for key, after in handed:
             if key is None or not self.storages[key.storage].requires_grad:
                 continue
-            for later in range(after + 1, len(units)):
-                if any(units[later].has(call) for _, call in self.storages[key.storage].uses):
-                    reach = max(reach, later)
+            users = {places.get(id(call), -1) for _, call in self.storages[key.storage].uses}
+            reach = max([reach, *(later for later in users if later > after)])
         # A tensor that skips a unit on its way from this one makes all from the next one on belong together.
         return reach
 
@@ -172,14 +180,21 @@ class Selector:
 
         Only what a gradient flows through counts: masks and the like are small, and kept.
         """
-        for unit in units:
-            for key, storage in self.storages.items():
-                passes = storage.requires_grad and storage.born < unit.end and not self._is_lasting(key, call)
-                if not passes or (unit.goes_on is not None and key == unit.goes_on.storage):
-                    continue
-                for time, user in storage.uses:
-                    if unit.end <= time < call.end and not any(other.has(user) for other in units):
-                        return True
+        last: dict[int, int] = {}  # when code beside the units uses a storage for the last time
+        beside, places = [call], _places(units)
+        while beside:
+            user = beside.pop()
+            beside += [child for child in user.children if id(child) not in places]
+            for time, key in self._used_by.get(id(user), ()):
+                last[key] = max(last.get(key, BEFORE), time)
+        for key, time in last.items():
+            storage = self.storages[key]
+            if not storage.requires_grad or self._is_lasting(key, call):
+                continue
+            for unit in units:
+                handed = unit.goes_on is not None and key == unit.goes_on.storage
+                if storage.born < unit.end <= time and not handed:
+                    return True
         return False
 
     def _is_lasting(self, key: int, call: Call) -> bool:
@@ -214,16 +229,18 @@ class Selector:
         if not self.hands_on(one, other):
             what = self.storages[key.storage].what
             return f"the output of {one.name!r} ({what}) is not what {other.name!r} is given, or was changed in between"
-        for address, storage in self.storages.items():
-            inside = one.begin <= storage.born < one.end
+        storage = self.storages[key.storage]
+        late = [call.name for time, call in storage.uses if time >= other.end and not other.has(call)]
+        if late or any(time >= one.end for time, _ in storage.writes):
+            where = late[0] if late else other.name
+            return f"the output of {one.name!r} ({storage.what}) is used again, or changed, in {where!r}"
+        for address in self._made_between(one.begin, one.end):
+            storage = self.storages[address]
             if address == key.storage:
-                late = [call.name for time, call in storage.uses if time >= other.end and not other.has(call)]
-                if late or any(time >= one.end for time, _ in storage.writes):
-                    where = late[0] if late else other.name
-                    return f"the output of {one.name!r} ({storage.what}) is used again, or changed, in {where!r}"
-            elif inside and storage.returned:
+                continue
+            if storage.returned:
                 return f"{storage.what}, computed in {one.name!r}, is part of the model's output"
-            elif inside:
+            if storage.uses:
                 late = [call.name for time, call in storage.uses if time >= other.begin]
                 if late:
                     where = f"is used in {late[0]!r}, when {other.name!r} has begun"
@@ -246,23 +263,13 @@ class Selector:
         if unit.takes is None:
             return f"{unit.name!r} is given no tensor"
         own = frozenset().union(*(call.own for call in unit.calls))
-        for address, storage in self.storages.items():
-            if not storage.writes or unit.begin <= storage.born < unit.end:
-                continue
-            if address in own or self._is_kept_elsewhere(storage, unit):
+        for address, storage in self._written:
+            late = [call.name for time, call in storage.writes if time >= unit.begin]
+            if not late or unit.begin <= storage.born < unit.end or address in own:
                 continue
             if any(unit.has(call) for _, call in storage.uses):
-                late = [call.name for time, call in storage.writes if time >= unit.begin]
-                if late:
-                    return (
-                        f"{storage.what}, which {unit.name!r} uses, is changed in place in {late[0] or 'the model'!r}"
-                    )
+                return f"{storage.what}, which {unit.name!r} uses, is changed in place in {late[0] or 'the model'!r}"
         return ""
-
-    @staticmethod
-    def _is_kept_elsewhere(storage: Storage, unit: Unit) -> bool:
-        """A parameter or buffer of other modules that only they use."""
-        return storage.born == BEFORE and not any(unit.has(call) for _, call in storage.uses)
 
     # What chains cover -----------------------------------------------------------------------------------------------
 
@@ -274,17 +281,14 @@ class Selector:
             if storage.saved_by is not None and any(unit.has(storage.saved_by) for unit in units)
         )
 
-    def named(self, names: Sequence[str]) -> Iterator[Unit]:
-        """The units of these names: a call, or "first..last" of calls that hand on to each other.
 
-        Raises:
-            UnsupportedModel: no such call.
-        """
-        calls = {call.name: call for call in self.record.calls()}
-        for name in names:
-            if name not in calls:
-                raise UnsupportedModel(
-                    f"no module {name!r} is called in this model's forward; its calls are those of named_modules(), "
-                    "with '#2' behind the name for a second call"
-                )
-            yield Unit((calls[name],))
+def _places(units: Sequence[Unit]) -> dict[int, int]:
+    """By identity, each call that is one of a unit's or lies in it, and the number of the unit."""
+    places = {}
+    for number, unit in enumerate(units):
+        todo = [*unit.calls]
+        while todo:
+            call = todo.pop()
+            places[id(call)] = number
+            todo += call.children
+    return places
