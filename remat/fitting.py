@@ -84,5 +84,5 @@ def _in_a_line(chain: Chain, schedule: Schedule) -> str:
     most = format_bytes(store_all_peak(chain))
     return (
         f"{planner} within {limit}: {format_bytes(report.peak_bytes)} of the {most} that storing everything takes"
-        f"{overhead}, {report.recomputations} recomputations a step"
+        f"{overhead}, {report.recomputations} recomputation{'s' * (report.recomputations != 1)} a step"
     )

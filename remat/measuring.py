@@ -16,11 +16,11 @@ from remat.live.context import DTR
 from remat.meter import MemoryMeter, elapsed, rounded
 from remat.native import checkpointed, compiled
 from remat.preserving import ForeignGradients, Sink, aliased_parameters, fixed_gradients, preserved
-from remat.runtime.caches import without_caches
+from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.driving import CallExecutor, driven, runs_in_place, undriven
 from remat.runtime.environment import RandomState, accelerators
 from remat.runtime.stages import Stage, check_device, flatten, single_input
-from remat.runtime.values import Arguments, arguments, loss_in, tensors
+from remat.runtime.values import arguments, loss_in, tensors
 from remat.runtime.wrapper import apply
 from remat.schedule import Schedule
 from remat.strategies import Native
@@ -48,7 +48,7 @@ class Bench:
     def __init__(self, model: nn.Module, sample: Any, loss: Loss | None = None, *, chain: bool = True) -> None:
         self._model, self._loss = model, loss
         whole = Stage([module for _, module in flatten(model)] if chain else [model], "model")
-        self._value = single_input(sample) if chain else _call(model, sample)
+        self._value = single_input(sample) if chain else arguments(sample)
         self._spread = not chain
         values = tensors(self._value)
         self.device = check_device([whole], self._value) if values else next(model.parameters()).device
@@ -63,6 +63,7 @@ class Bench:
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(undriven(self._model))
+            stack.enter_context(caches_off(configs_with_caches(self._model)))
             stack.enter_context(preserved(self._parts, self._devices))
             self._foreign = stack.enter_context(aliased_parameters(self._parts))
             self._random = RandomState(self._devices)
@@ -202,12 +203,6 @@ class Step:
         if not self._spread:
             return self._module(self._value)
         return self._module(*self._value.args, **self._value.kwargs)
-
-
-def _call(model: nn.Module, sample: Any) -> Arguments:
-    """How the model is called; without the caches that it would fill for generating."""
-    call = arguments(sample)
-    return Arguments(call.args, without_caches(model, call.args, call.kwargs))
 
 
 def _differentiable(output: Any) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from remat.finding.found import FoundChain
 from remat.finding.measuring import Bytes, Facts, Loss, Pass, Seconds, Span
 from remat.meter import MemoryMeter, Region
 from remat.preserving import ForeignGradients, RandomGradients, Sink, aliased_parameters, preserved
-from remat.runtime.caches import without_caches
+from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.driving import CallExecutor, driven
 from remat.runtime.environment import accelerators
 from remat.runtime.places import Places
@@ -51,12 +51,17 @@ def profile_calls(
 ) -> Chain:
     """`remat.profile` for a model that is no `nn.Sequential`."""
     call = arguments(sample)
-    call = Arguments(call.args, without_caches(model, call.args, call.kwargs))
     everything = Stage([model], "model")
     device = check_device([everything], call)
     modules = [model, loss] if isinstance(loss, nn.Module) else [model]
     everywhere = preserved(modules, accelerators(everything, call))
-    with torch.enable_grad(), everywhere, aliased_parameters(modules) as foreign, without_autocast_cache():
+    with (
+        torch.enable_grad(),
+        everywhere,
+        caches_off(configs_with_caches(model)),
+        aliased_parameters(modules) as foreign,
+        without_autocast_cache(),
+    ):
         tell("finding chains", 0, 1)
         found = locate(model, call, stages=stages, small=small)
         tell("finding chains", 1, 1)

@@ -279,6 +279,10 @@ class Checkpointable(Wrapper):
         return psutil.virtual_memory().available
 
     @property
+    def _name(self) -> str:
+        return "remat" if self.drives else "rotor.Checkpointable"
+
+    @property
     def drives(self) -> bool:
         """Whether the model itself is driven in place, as all are that are no `nn.Sequential`."""
         return self._drive is not None
@@ -375,11 +379,13 @@ class Checkpointable(Wrapper):
         """What a measurement holds for: input, flags of modules, what needs gradients, autocast."""
         found = tensors(value)
         device_type = found[0].device.type if found else "cpu"
+        if self._drive is not None:  # numbers that trainers pass on take no memory to speak of
+            found = [tensor for tensor in found if tensor.ndim]
         return _State(
-            describe(value),
-            tuple(tuple(tensor.shape) for tensor in tensors(value)),
+            describe(found),
+            tuple(tuple(tensor.shape) for tensor in found),
             tuple(module.training for module in self.wrapped.modules()),
-            tuple(found.requires_grad for found in (*self.wrapped.parameters(), *tensors(value))),
+            tuple(found.requires_grad for found in (*self.wrapped.parameters(), *found)),
             torch.is_autocast_enabled(device_type),
         )
 
@@ -390,7 +396,7 @@ class Checkpointable(Wrapper):
                 "fits, or call measure(sample) and compute_sequence()"
             )
         warnings.warn(
-            "rotor.Checkpointable: modules of the model were replaced, added or removed; measuring and planning again",
+            f"{self._name}: modules of the model were replaced, added or removed; measuring and planning again",
             stacklevel=5,
         )
         self.chain = self._plan = self._measured_state = None
@@ -420,7 +426,7 @@ class Checkpointable(Wrapper):
             if state.inputs != self._measured_state.inputs
             else "train flags, frozen parameters or autocast are not as they were when it was measured"
         )
-        warnings.warn(f"rotor.Checkpointable: {what}; measured and planned for that too{note}", stacklevel=5)
+        warnings.warn(f"{self._name}: {what}; measured and planned for that too{note}", stacklevel=5)
         return plan
 
     @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import inspect
 import pickle
@@ -38,6 +39,13 @@ def made(name: str) -> tuple[nn.Module, Any]:
     return model.train(), sample
 
 
+@functools.cache
+def chain_of(name: str) -> remat.Chain:
+    """Measured once for all tests that plan for the same model."""
+    model, sample = made(name)
+    return remat.profile(model, sample, repeats=1)
+
+
 def train(model: nn.Module, sample: Any, steps: int = 3) -> list[torch.Tensor]:
     """Some steps of Adam: losses, gradients, parameters, buffers and the state of the random numbers."""
     torch.manual_seed(5)
@@ -71,8 +79,7 @@ def budgets_of(chain: remat.Chain, count: int) -> list[int]:
 def test_three_steps_are_plain_pytorchs_to_the_bit_at_three_budgets(name: str) -> None:
     model, sample = made(name)
     expected = train(model, sample)
-    model, sample = made(name)
-    chain = remat.profile(model, sample, repeats=1)
+    chain = chain_of(name)
     recomputations = []
     for budget in budgets_of(chain, 4)[:3]:
         again, sample = made(name)
@@ -87,7 +94,7 @@ def test_three_steps_are_plain_pytorchs_to_the_bit_at_three_budgets(name: str) -
 @pytest.mark.parametrize("name", EVERY)
 def test_measured_peaks_stay_within_ten_budgets(name: str) -> None:
     model, sample = made(name)
-    chain = remat.profile(model, sample, repeats=1)
+    chain = chain_of(name)
     for budget in budgets_of(chain, 10):
         report = remat.run(model, sample, remat.solve(chain, budget), repeats=1)
         assert 0 < report.peak_bytes <= budget
@@ -97,8 +104,7 @@ def test_measured_peaks_stay_within_ten_budgets(name: str) -> None:
 def test_the_prediction_is_near_what_is_measured(name: str) -> None:
     """At these sizes what the executor keeps, a generator's state a stage, is up to a tenth of all."""
     model, sample = made(name)
-    chain = remat.profile(model, sample, repeats=1)
-    schedule = remat.solve(chain, remat.minimum_budget(chain))
+    schedule = remat.solve(chain_of(name), remat.minimum_budget(chain_of(name)))
     peak = remat.run(model, sample, schedule, repeats=1).peak_bytes
     assert 0.75 * schedule.budget_bytes < peak <= schedule.budget_bytes
 
@@ -361,6 +367,75 @@ def test_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         remat.fit(model, sample, 0.6, quiet=True, other_path="error")
     assert_same(expected, step(model, sample))
+
+
+def test_a_forward_that_others_have_wrapped_in_autocast() -> None:
+    """As accelerate does: one instance, which cannot be entered twice; and the first step measures again under it."""
+
+    def wrapped(model: nn.Module) -> nn.Module:
+        model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+        return model
+
+    _, sample = made("blocks")
+    expected = train(wrapped(made("blocks")[0]), sample)
+    model, _ = made("blocks")
+    remat.fit(model, sample, 0.9, quiet=True)
+    with pytest.warns(UserWarning, match="autocast"):
+        found = train(wrapped(model), sample)
+    assert_same(expected, found)
+    assert not torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()
+
+
+class Around(nn.Module):
+    """A module of one's own around a model of a library."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **batch: Any) -> Any:
+        return self.inner(**batch)
+
+
+def test_caches_are_off_in_training_steps_wherever_the_model_is() -> None:
+    inner, sample = made("gpt2")
+    expected = train(inner, sample)
+    model = Around(made("gpt2")[0]).train()
+    remat.fit(model, sample, 0.6, quiet=True, other_path="error")
+    assert_same(expected, train(model, sample))
+    assert model.inner.config.use_cache is True
+    assert model(**sample).past_key_values is None
+    assert model.eval()(**sample).past_key_values is not None
+
+
+def test_numbers_among_the_arguments_are_no_other_input() -> None:
+    model, sample = made("gpt2")
+    remat.fit(model, sample, 0.6, quiet=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**sample, num_items_in_batch=torch.tensor(46)).loss.backward()
+
+
+def test_checkpointing_of_the_library_turned_on_later_is_noticed() -> None:
+    model, sample = made("gpt2")
+    remat.fit(model, sample, 0.6, quiet=True)
+    for block in model.transformer.h:
+        block.gradient_checkpointing = True
+    with pytest.raises(UnsupportedModel, match="of its own turned on"):
+        model(**sample)
+
+
+def test_a_model_compiled_as_a_whole_is_refused() -> None:
+    model, sample = made("blocks")
+    compiled = torch.compile(model, backend="eager")
+    for whole in (compiled, made("blocks")[0]):
+        if whole is not compiled:
+            whole.compile(backend="eager")
+        with pytest.raises(UnsupportedModel, match="Compile its blocks"):
+            remat.fit(whole, sample, 0.9, quiet=True)
+    remat.fit(model, sample, 0.8, quiet=True)
+    expected = train(made("blocks")[0], sample)
+    assert_same(expected, train(torch.compile(model, backend="aot_eager"), sample))  # runs as if it were not compiled
 
 
 def test_two_forwards_before_their_backwards() -> None:

@@ -18,8 +18,8 @@ from remat.finding.found import FoundChain, FoundStage
 from remat.finding.recording import Call, Record, record
 from remat.finding.selecting import Selector, Unit
 from remat.preserving import preserved
-from remat.runtime.caches import without_caches
-from remat.runtime.driving import undriven
+from remat.runtime.caches import caches_off, configs_with_caches
+from remat.runtime.driving import refuse_checkpointing, refuse_compiled, switches_of, undriven
 from remat.runtime.environment import accelerators
 from remat.runtime.interception import Forward, intercepted, outside_of_compiled
 from remat.runtime.stages import Stage
@@ -53,7 +53,7 @@ def find_chain(
     Raises:
         UnsupportedModel: there is no chain, or `stages` do not form one; says why, and offers DTR.
     """
-    with _untouched(model, sample), undriven(model):
+    with _untouched(model, sample), undriven(model), caches_off(configs_with_caches(model)):
         return locate(model, arguments(sample), stages=stages, small=small)
 
 
@@ -61,8 +61,8 @@ def locate(
     model: nn.Module, sample: Arguments, *, stages: Sequence[str | nn.Module] | None = None, small: float = SMALL
 ) -> FoundChain:
     """`find_chain` on a call of the model; changes buffers and random numbers."""
-    _refuse_checkpointing(model)
-    sample = Arguments(sample.args, without_caches(model, sample.args, sample.kwargs))
+    refuse_checkpointing(switches_of(model))
+    refuse_compiled(model)
     written = record(model, sample)
     selector = Selector(written)
     units = selector.choose() if stages is None else _chosen(model, selector, stages)
@@ -91,16 +91,6 @@ def _untouched(model: nn.Module, sample: Any) -> Iterator[None]:
     devices = accelerators(Stage([model], "model"), sample)
     with preserved([model], devices):
         yield
-
-
-def _refuse_checkpointing(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        on = getattr(module, "gradient_checkpointing", False) or getattr(module, "grad_checkpointing", False)
-        if on is True:
-            raise UnsupportedModel(
-                f"{name or 'the model'} has gradient checkpointing of its own turned on; turn it off "
-                "(gradient_checkpointing_disable(), set_grad_checkpointing(False)), so that a plan decides what to keep"
-            )
 
 
 def _no_chain(model: nn.Module, selector: Selector) -> str:

@@ -5,19 +5,31 @@ A block that is recomputed would add its keys a second time. So does transformer
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-_OPTION = "use_cache"  # of transformers' models, true by default in many
+
+def configs_with_caches(model: nn.Module) -> list[Any]:
+    """Configurations of the model and its parts that say `use_cache`, as transformers' do, each once."""
+    found = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", None) is True:
+            found[id(config)] = config
+    return list(found.values())
 
 
-def without_caches(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments, with caches off where the model has them and the caller does not ask for them."""
-    if kwargs.get(_OPTION) is not None or kwargs.get("past_key_values") is not None:
-        return kwargs
-    parameters = list(inspect.signature(type(model).forward).parameters)[1:]
-    if _OPTION not in parameters or parameters.index(_OPTION) < len(args):
-        return kwargs
-    return {**kwargs, _OPTION: False}
+@contextmanager
+def caches_off(configs: list[Any]) -> Iterator[None]:
+    """Inside, no caches are kept, where the caller does not ask for them."""
+    on = [config for config in configs if config.use_cache is True]
+    try:
+        for config in on:
+            config.use_cache = False
+        yield
+    finally:
+        for config in on:
+            config.use_cache = True

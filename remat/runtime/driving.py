@@ -8,6 +8,7 @@ is recomputed from what is stored when its backward comes.
 
 from __future__ import annotations
 
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,12 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from remat.errors import LeftChain, RematError, ReplayError
-from remat.runtime.caches import without_caches
+from remat.errors import LeftChain, RematError, ReplayError, UnsupportedModel
+from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.calls import StageCalls
 from remat.runtime.environment import FirstRun
 from remat.runtime.executor import Executor, Run, versions_of
-from remat.runtime.interception import Forward, intercepted
+from remat.runtime.interception import Forward, intercepted, is_compiled
 from remat.runtime.places import Counter, Place, Places, among
 from remat.runtime.program import Step, compile_schedule
 from remat.runtime.sharding import unsharded
@@ -41,13 +42,17 @@ class CallExecutor(Executor):
         self.places = Places(model, schedule.layout)
         program = compile_schedule(schedule, self.places.fixed)
         super().__init__(program, self.places.stages, preserve_random=preserve_random)
+        self._configs = configs_with_caches(model)
+        self._switches = switches_of(model)
 
     def run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]) -> Any:
         """The model's own forward, under the program; `left` is told if it takes another path."""
+        refuse_checkpointing(self._switches)
         if not self.program.recomputes and self.observer is None:
-            return forward(*args, **kwargs)
+            with caches_off(self._configs):
+                return forward(*args, **kwargs)
         run = CallRun(self)
-        with intercepted(self.places.names, run.arrive):
+        with caches_off(self._configs), intercepted(self.places.names, run.arrive):
             output = forward(*args, **kwargs)
         run.forward_ended()
         if run.left:
@@ -58,6 +63,32 @@ class CallExecutor(Executor):
 def runs_in_place(schedule: Schedule) -> bool:
     """Whether the schedule is for the calls of a model's modules, not for an `nn.Sequential`."""
     return schedule.layout is not None and schedule.layout.calls is not None
+
+
+def switches_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that have a switch for checkpointing of their own, of which transformers and timm have some."""
+    return [module for module in model.modules() if any(hasattr(module, name) for name in _SWITCHES)]
+
+
+def refuse_checkpointing(switches: list[nn.Module]) -> None:
+    """Raises UnsupportedModel where one of the switches is on."""
+    for module in switches:
+        if any(getattr(module, name, False) is True for name in _SWITCHES):
+            raise UnsupportedModel(
+                f"{type(module).__name__} has gradient checkpointing of its own turned on; turn it off "
+                "(gradient_checkpointing_disable(), in newer versions activation_checkpointing_disable(); "
+                "set_grad_checkpointing(False)), so that a plan decides what to keep"
+            )
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Raises UnsupportedModel where the model as a whole was compiled."""
+    forward = model.__dict__.get("forward")
+    if is_compiled(model) or hasattr(model, "_orig_mod") or hasattr(forward, "_torchdynamo_orig_callable"):
+        raise UnsupportedModel(
+            f"this {type(model).__name__} is compiled as a whole, and its stages cannot be run one by one. Compile its "
+            "blocks instead: for block in ...: block.compile()"
+        )
 
 
 class _Open(NamedTuple):
@@ -258,6 +289,9 @@ class CallRun(Run):
 # The model whose forward is driven ---------------------------------------------------------------------------------
 
 
+_SWITCHES = ("gradient_checkpointing", "grad_checkpointing")
+
+
 class Drive:
     """Stands in for the forward of a model, until `remove`; the model stays the same object of the same class.
 
@@ -293,6 +327,16 @@ class Drive:
         finally:
             self._busy = before
 
+    @contextmanager
+    def _bare(self) -> Iterator[None]:
+        """Inside, calling the model runs nothing that others have put around its forward, since that runs already."""
+        around = self.model.__dict__["forward"]
+        self.model.__dict__["forward"] = self.forward
+        try:
+            yield
+        finally:
+            self.model.__dict__["forward"] = around
+
     def remove(self) -> None:
         """Gives the model its own forward back."""
         self.standing_in = False  # also where something else has been put around this forward since
@@ -307,10 +351,10 @@ class Drive:
             return self.forward(*args, **kwargs)
         self._busy = True
         try:
-            executor = self.choose(args, kwargs)
+            with self._bare():
+                executor = self.choose(args, kwargs)
             if executor is None:
                 return self.forward(*args, **kwargs)
-            kwargs = without_caches(self.model, args, kwargs)
             return executor.run(self.forward, args, kwargs, self._left)
         finally:
             self._busy = False
@@ -335,7 +379,11 @@ class _Driven:
         self.__wrapped__ = drive.forward  # for inspect.signature, by which trainers choose what to pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.drive(*args, **kwargs)
+        dynamo: Any = sys.modules.get("torch._dynamo")
+        if dynamo is None:
+            return self.drive(*args, **kwargs)
+        # A compiler that was given the model afterwards must not see what runs here; compiled blocks stay compiled.
+        return dynamo.disable(self.drive)(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _plain_forward(memo.get(id(self.drive.model), self.drive.model))
@@ -377,7 +425,7 @@ def driven(model: nn.Module, executor: CallExecutor) -> Iterator[None]:
     """Inside, the model trains by this executor, whatever drives it else, and leaving the chain is an error."""
 
     def run(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return executor.run(forward, args, without_caches(model, args, kwargs), _refuse)
+        return executor.run(forward, args, kwargs, _refuse)
 
     with undriven(model), intercepted([model], run):
         yield
