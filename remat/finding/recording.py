@@ -5,6 +5,7 @@ Nothing is saved for a backward meanwhile, so the forward takes as much memory a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -214,18 +215,23 @@ class _Operators(TorchDispatchMode):
         now, call = recorder.clock, recorder.present
         if call is None:
             return operator(*args, **kwargs)
-        written = _written(operator, args, kwargs)
-        for tensor in tensors((args, kwargs)):
+        inputs = _flat((*args, *kwargs.values()))
+        for tensor in inputs:
             recorder.storage(tensor).uses.append((now, call))
+        written = _written(operator, args, kwargs)
         for tensor in written:
             recorder.storage(tensor).writes.append((now, call))
         output = operator(*args, **kwargs)
-        for tensor in tensors(output):
+        outputs = _flat((output,))
+        for tensor in outputs:
             recorder.storage(tensor, born=now)
         recorder.clock += 1
-        work = _work(operator, args, kwargs, output, written)
-        for holder in _outwards(call):
-            holder.work += work
+        if written or not _only_views(inputs, outputs):
+            count = flop_registry.get(operator._overloadpacket)
+            operations = count(*args, **kwargs, out_val=output) if count is not None else 0
+            work = sum(tensor.nbytes for tensor in (*inputs, *outputs)) + operations / _OPERATIONS_PER_BYTE
+            for holder in _outwards(call):
+                holder.work += work
         return output
 
 
@@ -236,24 +242,36 @@ def _outwards(call: Call | None) -> Iterator[Call]:
         call = call.parent
 
 
-def _work(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, written: list[Any]) -> float:
-    """What an operator has to do, in bytes; nothing if it only makes a view."""
-    inputs, outputs = tensors((args, kwargs)), tensors(output)
+def _flat(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments or results of an operator, which nests them in lists at most."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [item for item in value if isinstance(item, torch.Tensor)]
+    return found
+
+
+def _only_views(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
+    """Whether an operator, which writes to nothing, only looks at its inputs in another way."""
     there = {tensor.untyped_storage()._cdata for tensor in inputs}
-    if not written and all(tensor.untyped_storage()._cdata in there for tensor in outputs):
-        return 0.0
-    moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
-    count = flop_registry.get(operator._overloadpacket)
-    operations = count(*args, **kwargs, out_val=output) if count is not None else 0
-    return moved + operations / _OPERATIONS_PER_BYTE
+    return all(tensor.untyped_storage()._cdata in there for tensor in outputs)
+
+
+@functools.cache
+def _writes(operator: Any) -> tuple[tuple[int, str], ...]:
+    """Positions and names of the arguments that an operator writes to."""
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(operator._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 def _written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    found = []
-    for position, argument in enumerate(operator._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found.extend(tensors(value))
+    values = [args[position] if position < len(args) else kwargs.get(name) for position, name in _writes(operator)]
+    found = _flat(values)
     if operator._overloadpacket._qualified_op_name == "aten::native_batch_norm" and args[5]:
         found += [tensor for tensor in args[3:5] if tensor is not None]  # which its schema does not tell
     return found
