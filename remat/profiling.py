@@ -71,6 +71,7 @@ def profile(
     small: float = SMALL,
     stages: Sequence[str | nn.Module] | None = None,
     progress: Progress | None = None,
+    agreed: Callable[[Chain], Chain] | None = None,
 ) -> Chain:
     """Measures what every stage of `model` costs on `sample` (Beaumont et al., Section 5.1).
 
@@ -88,6 +89,7 @@ def profile(
             computes it (`output.loss`), else it is taken as free.
         small: modules whose forward takes less than this share of the upper quartile are fused with their neighbour.
         stages: names or modules to take for the stages, as in `find_chain`; None: they are found.
+        agreed: makes of the chain that was measured the one to plan for, as processes do that train together.
         progress: called with what is being done, how many steps of it are done, and how many there are.
 
     Returns:
@@ -102,7 +104,9 @@ def profile(
         raise ValueError(f"repeats={repeats}: at least one is needed")
     tell = progress or (lambda what, done, total: None)
     if stages is not None or not is_sequential(model):
-        return profile_calls(model, sample, repeats=repeats, loss=loss, small=small, stages=stages, tell=tell)
+        return profile_calls(
+            model, sample, repeats=repeats, loss=loss, small=small, stages=stages, tell=tell, agreed=agreed
+        )
     value = single_input(sample)
     flat = flatten(model)
     everything = Stage([module for _, module in flat], "model")
@@ -122,7 +126,7 @@ def profile(
         sizes.append(_free_loss(sizes[-1]))
         times.append((0.0, 0.0))
     of_loss = Marks(False, False, 0)
-    return Chain(
+    chain = Chain(
         act_bytes=(storage_bytes(value), *(size.act for size in sizes)),
         saved_bytes=tuple(size.saved for size in sizes),
         fwd_overhead_bytes=tuple(size.fwd_overhead for size in sizes),
@@ -138,6 +142,7 @@ def profile(
         changes_buffers=tuple(mark.changes_buffers for mark in (*marks, of_loss)),
         layout=Layout(tuple(len(stage.modules) for stage in grouped), layout_inputs),
     )
+    return chain if agreed is None else agreed(chain)
 
 
 # The probe -------------------------------------------------------------------------------------------------------

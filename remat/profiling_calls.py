@@ -48,6 +48,7 @@ def profile_calls(
     small: float = SMALL,
     stages: Sequence[str | nn.Module] | None = None,
     tell: Progress,
+    agreed: Callable[[Chain], Chain] | None = None,
 ) -> Chain:
     """`remat.profile` for a model that is no `nn.Sequential`."""
     call = arguments(sample)
@@ -66,10 +67,13 @@ def profile_calls(
         found = locate(model, call, stages=stages, small=small)
         tell("finding chains", 1, 1)
         chain = _measured(model, call, layout_of(found, call), device, foreign, loss=loss, repeats=repeats, tell=tell)
+        if agreed is not None:  # before the check, whose stages have to run in the same order in all processes
+            chain = agreed(chain)
         tell("checking", 0, 1)
         excess = _excess(model, call, chain, device, foreign, loss)
         tell("checking", 1, 1)
-    return replace(chain, reserve_bytes=chain.reserve_bytes + excess)
+    chain = replace(chain, reserve_bytes=chain.reserve_bytes + excess)
+    return chain if agreed is None else agreed(chain)
 
 
 def layout_of(found: FoundChain, call: Arguments) -> Layout:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,16 +17,17 @@ from torch import nn
 from remat.agreement import agree, from_first
 from remat.chain import Chain
 from remat.errors import PlanMismatch, RematError
-from remat.in_flight import plan_in_flight
-from remat.profiling import Loss, profile
+from remat.in_flight import held_after_forward, plan_in_flight
+from remat.profiling import SMALL, Loss, profile
 from remat.report import Report
 from remat.runtime.driving import CallExecutor, Drive, check_other_path, undriven
 from remat.runtime.executor import Executor
 from remat.runtime.program import compile_schedule
+from remat.runtime.sharding import is_sharded
 from remat.runtime.stages import describe, flatten, group, is_current, is_sequential, single_input
 from remat.runtime.values import Arguments, arguments, tensors
 from remat.runtime.wrapper import Wrapper
-from remat.schedule import Schedule
+from remat.schedule import Operation, Schedule, store_all_operations
 from remat.simulation import simulate
 from remat.solvers import make_solver
 from remat.solvers.base import Solver, store_all_peak
@@ -176,8 +178,12 @@ class Checkpointable(Wrapper):
 
     def _profile(self, sample: Any, loss: Loss | None) -> Chain:
         with undriven(self.wrapped):
-            chain = profile(self.wrapped, sample, loss=loss, stages=self.stages)
-        return chain if self.group is None else agree(chain, self.group)
+            if self.group is None:
+                return profile(self.wrapped, sample, loss=loss, stages=self.stages)
+            # Fused by how long they took, small modules could make up other stages in each process.
+            small = SMALL if self.drives else 0.0
+            agreed = partial(agree, group=self.group)
+            return profile(self.wrapped, sample, loss=loss, stages=self.stages, small=small, agreed=agreed)
 
     def compute_sequence(
         self,
@@ -248,9 +254,15 @@ class Checkpointable(Wrapper):
         def plan() -> Schedule:
             if self.in_flight == 1:
                 return solver.solve(chain, limit)
-            return plan_in_flight(chain, solver, resolve_budget(limit, store_all_peak(chain)), self.in_flight)
+            most = store_all_peak(chain) + self._held_by_others(chain, store_all_operations(chain.length))
+            return plan_in_flight(chain, solver, resolve_budget(limit, most), self.in_flight)
 
         return plan() if self.group is None else from_first(plan, self.group)
+
+    def _held_by_others(self, chain: Chain, operations: Sequence[Operation]) -> int:
+        """What the forwards hold that wait for their backward while another one's runs."""
+        others = self.in_flight - 1
+        return others * held_after_forward(chain, Schedule(tuple(operations))) if others else 0
 
     def _measured(self) -> Chain:
         if self.chain is None:
@@ -300,8 +312,10 @@ class Checkpointable(Wrapper):
         self._request = None  # it was given, not asked for, so it serves every input
 
     def get_expected_memory(self) -> int:
-        """Predicted peak in bytes of the present sequence."""
-        return self._prediction().peak_bytes
+        """Predicted peak in bytes of the present sequence, of all forwards in flight."""
+        peak = self._prediction().peak_bytes
+        assert self._plan is not None
+        return peak + self._held_by_others(self._measured(), self._plan.schedule.operations)
 
     def get_expected_makespan(self) -> float:
         """Predicted seconds per step of the present sequence, without the optimiser."""
@@ -331,6 +345,11 @@ class Checkpointable(Wrapper):
         """What runs a forward of a model that is driven in place."""
         if not self.wrapped.training:
             return None
+        if self.chain is None and any(map(is_sharded, self.wrapped.modules())):
+            raise RematError(
+                "a model in shards (fully_shard) cannot be measured inside of its first forward; call measure(sample) "
+                "in all processes before, or pass input=sample"
+            )
         executor = self._plan_for(Arguments(args, kwargs)).executor
         assert isinstance(executor, CallExecutor)
         return executor

@@ -8,6 +8,7 @@ stays, and its backward is measured piece by piece at the end, from the last to 
 from __future__ import annotations
 
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -123,7 +124,9 @@ class Pass:
 
     def run(self, model: nn.Module, sample: Arguments, loss: Loss | None) -> None:
         self._open_outside(1)
-        with intercepted(self.places.names, self.arrive):
+        with intercepted(self.places.names, self.arrive), warnings.catch_warnings():
+            # What is cut off from a stage is a view, of which FSDP warns in case it is changed in place.
+            warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
             output = model(*sample.args, **sample.kwargs)
         last = len(self.places.stages)
         if self._position < len(self.places.calls):

@@ -1,0 +1,59 @@
+"""`examples/distributed.py` as its users start it: two processes under torchrun, on the CPU, with and without remat."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "distributed.py"
+STEPS = 3
+SECONDS = 120  # after which ranks that wait for each other are ended; a run takes some 15
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this PyTorch is built without torch.distributed")
+
+
+def torchrun(*options: str) -> str:
+    """What the script prints, run by two processes."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        # A forward that leaves its chain, or a batch that is measured anew, would train to the same losses.
+        "PYTHONWARNINGS": "error:remat,error:rotor.Checkpointable",
+    }
+    with subprocess.Popen(
+        [*launcher, str(SCRIPT), *options],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            printed, errors = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # not kill: the launcher has to end the ranks
+            printed, errors = process.communicate()
+            pytest.fail(f"not done after {SECONDS} s; printed so far:\n{printed}\n{errors[-3000:]}")
+    assert process.returncode == 0, errors[-6000:]
+    return printed
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "pipeline"])
+def test_it_trains_as_without_remat(how: str) -> None:
+    printed = torchrun("--how", how, "--memory", "none", "0.7", "--steps", str(STEPS))
+    plain, limited = printed.split(f"{how} on 2 x cpu")[1:]
+    losses, found = (re.findall(r"^step \d+: loss (\S+)$", text, re.MULTILINE) for text in (plain, limited))
+    assert losses == found  # to the bit: nine digits tell any two float32 apart
+    assert len(losses) == STEPS == len(set(losses))
+    assert all(0 < float(loss) < 10 for loss in losses)
+    assert "plan" not in plain
+    plan = re.search(r"plan of rank 0: (\d+) bytes, (\d+) recomputations", limited)
+    assert plan is not None, printed
+    assert all(int(number) > 0 for number in plan.groups())
