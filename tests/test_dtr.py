@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -369,6 +370,10 @@ def test_theorem_3_2_the_adversary_wins_by_n_over_b() -> None:
 @settings(max_examples=100, deadline=None)
 @given(chains(max_stages=12), st.integers(3, 10), st.sampled_from(["h_dtr_eq", "h_lru", "h_dtr_local"]))
 def test_a_frozen_run_is_a_valid_schedule_within_its_budget(chain: Chain, tenths: int, heuristic: str) -> None:
+    if any(chain.fixed):
+        with pytest.raises(RematError, match="fixed stages"):
+            freeze(chain, 1.0, heuristic)
+        chain = replace(chain, fixed=())
     budget = max(store_all_peak(chain) * tenths // 10, 1)
     try:
         schedule = freeze(chain, budget, heuristic)

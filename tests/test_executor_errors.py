@@ -216,7 +216,6 @@ def test_a_plan_for_another_model_or_input(sample: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nn.Linear(4, 4), "Linear is not a chain: remat plans an nn.Sequential"),
         (nn.Sequential(), "the nn.Sequential is empty"),
         (nn.Sequential(nn.Sequential(), nn.Sequential()), "the nn.Sequential is empty"),
     ],
@@ -229,6 +228,21 @@ def test_a_model_that_is_no_chain(model: nn.Module, message: str, sample: torch.
     ):
         with pytest.raises(UnsupportedModel, match=message):
             use()
+
+
+def test_a_module_without_a_chain_in_it(sample: torch.Tensor) -> None:
+    model = nn.Linear(4, 4)
+    for use in (
+        lambda: remat.profile(model, sample),
+        lambda: remat.rotor.Checkpointable(model, sample),
+        lambda: remat.rotor.Checkpointable(model, mem_limit=1.0)(sample),
+    ):
+        with pytest.raises(UnsupportedModel, match="no chain of module calls was found in this Linear"):
+            use()
+        if "forward" in model.__dict__:
+            remat.remove(model)
+    with pytest.raises(UnsupportedModel, match="Linear is not a chain: remat plans an nn.Sequential"):
+        remat.apply(model, RECOMPUTE)  # a schedule written by hand names no calls
 
 
 def test_the_sample_on_another_device(sample: torch.Tensor) -> None:

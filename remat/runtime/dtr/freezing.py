@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from remat.chain import Chain
-from remat.errors import InfeasibleBudget
+from remat.errors import InfeasibleBudget, RematError
 from remat.runtime.dtr.core import Decision
 from remat.runtime.dtr.heuristics import Heuristic
 from remat.runtime.dtr.simulator import Replay
@@ -33,7 +33,13 @@ def freeze(chain: Chain, budget: int | str | float, heuristic: str | Heuristic =
 
     Raises:
         InfeasibleBudget: no run of DTR freezes to a schedule that fits; tells the least peak that one did.
+        RematError: the chain has fixed stages, which DTR recomputes like all others and no schedule can.
     """
+    if any(chain.fixed):
+        raise RematError(
+            "DTR recomputes the code outside of the stages too, which no schedule can; freeze a chain without fixed "
+            "stages (an nn.Sequential's), or train under remat.DTR itself"
+        )
     size = resolve_budget(budget, store_all_peak(chain))
     replay = Replay(Trace.from_chain(chain))
     most = replay.baseline.peak_bytes
