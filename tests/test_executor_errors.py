@@ -241,7 +241,7 @@ def test_a_module_without_a_chain_in_it(sample: torch.Tensor) -> None:
             use()
         if "forward" in model.__dict__:
             remat.remove(model)
-    with pytest.raises(UnsupportedModel, match="Linear is not a chain: remat plans an nn.Sequential"):
+    with pytest.raises(UnsupportedModel, match=r"Linear is not a chain: remat plans an nn\.Sequential"):
         remat.apply(model, RECOMPUTE)  # a schedule written by hand names no calls
 
 

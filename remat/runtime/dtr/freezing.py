@@ -11,7 +11,7 @@ from remat.runtime.dtr.core import Decision
 from remat.runtime.dtr.heuristics import Heuristic
 from remat.runtime.dtr.simulator import Replay
 from remat.runtime.dtr.trace import Trace
-from remat.schedule import F_ALL, F_CK, F_NONE, B, Operation, Schedule
+from remat.schedule import F_ALL, F_CK, F_NONE, B, Operation, Schedule, store_all_operations
 from remat.simulation import peak_and_makespan
 from remat.solvers.base import store_all_peak
 from remat.units import resolve_budget
@@ -64,6 +64,10 @@ def freeze(chain: Chain, budget: int | str | float, heuristic: str | Heuristic =
                 high = given
         if high - low <= 1:
             break
+    if fitting is None and size >= store_all_peak(chain):  # the trace may count a little more than the chain
+        everything = store_all_operations(chain.length)
+        name = f"dtr {heuristic}" if isinstance(heuristic, str) else "dtr"
+        return Schedule(everything, strategy=name, budget_bytes=size, layout=chain.layout)
     if fitting is None:
         raise InfeasibleBudget(size, least, "dtr")
     return fitting[1]
