@@ -169,13 +169,17 @@ def against_libraries(repeats: int = 7) -> list[dict[str, object]]:
 
 def against_compile() -> list[dict[str, object]]:
     """A small GPT-2: peak and time of torch.compile at values of its memory budget, and of remat, on one plot."""
-    model, sample = gpt2(layers=4, width=128, batch=4, length=128, words=500)
-    strategies = ["fastest", "gradient_checkpointing", "torch.compile"]
-    found = remat.compare(model, sample, [0.35, 0.5, 0.7, 0.85, 1.0], strategies, repeats=5, progress=False)
+    model, sample = gpt2(layers=3, width=128, batch=4, length=128, words=500)
+    for module in model.modules():  # compiled dropout draws other numbers, so gradients could not be compared
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    shares = (0.1, 0.5, 1.0)  # each is compiled anew, which takes minutes
+    strategies = ["fastest", "gradient_checkpointing", *(f"torch.compile@{share:g}" for share in shares)]
+    found = remat.compare(model, sample, [0.45, 0.7, 1.0], strategies, repeats=3, progress=False)
     print(found, flush=True)
     figure = found.plot("throughput")
     FIGURES.mkdir(parents=True, exist_ok=True)
     figure.savefig(FIGURES / "any_model_compile.png", dpi=110)
-    rows: list[dict[str, object]] = [{"what": "row", "model": "GPT-2, 4 blocks of 128", **row} for row in found.rows()]
+    rows: list[dict[str, object]] = [{"what": "row", "model": "GPT-2, 3 blocks of 128", **row} for row in found.rows()]
     write("any_model_compile", rows, "remat against torch.compile with activation_memory_budget, a small GPT-2")
     return rows

@@ -54,14 +54,12 @@ def _names(model: nn.Module) -> str | None:
 
 def compiled(model: nn.Module, share: float) -> Callable[..., Any]:
     """The model compiled with `activation_memory_budget` set to `share`, of what autograd would keep of its graph."""
-    from torch import _inductor as inductor
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
     # A function of its own for each share: compiled code is found again by its backend.
     def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        # With PyTorch's own random numbers, so that dropout drops the same.
-        with config.patch(activation_memory_budget=share), inductor.config.patch(fallback_random=True):
+        with config.patch(activation_memory_budget=share):
             return compile_fx(graph, inputs)
 
     return torch.compile(model, backend=backend)
