@@ -613,3 +613,26 @@ def test_a_sequential_in_which_chains_are_looked_for() -> None:
     expected = train(copy.deepcopy(outer), sample)
     assert remat.fit(outer, sample, 0.9, quiet=True, stages=["0.features"]) is outer
     assert_same(expected, train(outer, sample))
+
+
+# Comparing -----------------------------------------------------------------------------------------------------------
+
+
+def test_compare_takes_a_model_as_it_is_and_its_librarys_own_way(tmp_path: Any) -> None:
+    model, sample = made("gpt2")
+    file = tmp_path / "comparison.json"
+    strategies = ["persistent", "revolve", "gradient_checkpointing"]
+    found = remat.compare(model, sample, [0.7, 1.0], strategies, progress=False, repeats=1, file=file)
+    assert found.strategies == strategies and found.model == "GPT2LMHeadModel of 3 stages"
+    own = found.at("gradient_checkpointing", None)
+    assert own.measured is not None and own.gradients == "equal"
+    assert own.measured.peak_bytes < found.plain.peak_bytes
+    assert all(entry.gradients in ("", "equal") for entry in found.entries)
+    assert found.at("persistent", 0.7).measured.peak_bytes <= 0.7 * found.store_all_bytes
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    assert remat.Comparison.load(file).at("gradient_checkpointing", None) == own
+    assert found.plot() is not None
+    with pytest.raises(RematError, match="from 0 to 1"):
+        remat.compare(model, sample, [1.0], ["torch.compile@2"], progress=False)
+    with pytest.raises(RematError, match="unknown strategy"):
+        remat.compare(model, sample, [1.0], ["checkpointing"], progress=False)
