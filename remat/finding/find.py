@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from remat.errors import UnsupportedModel
 from remat.finding.found import FoundChain, FoundStage
-from remat.finding.recording import Call, Record, record
+from remat.finding.recording import Call, Record, no_backward, record
 from remat.finding.selecting import Selector, Unit
 from remat.preserving import preserved
 from remat.runtime.caches import caches_off, configs_with_caches
@@ -172,7 +172,7 @@ def _timed(model: nn.Module, sample: Arguments, units: Sequence[Unit]) -> tuple[
             seconds[index] += time.perf_counter() - start
         return output
 
-    with torch.enable_grad(), intercepted(names, call), saved_tensors_hooks(lambda tensor: None, _no_backward):
+    with torch.enable_grad(), intercepted(names, call), saved_tensors_hooks(lambda tensor: None, no_backward):
         start = time.perf_counter()
         model(*sample.args, **sample.kwargs)
         synchronise()
@@ -185,10 +185,6 @@ def _synchroniser(model: nn.Module) -> Callable[[], None]:
     if device.type == "cpu":
         return lambda: None
     return lambda: torch.get_device_module(device).synchronize(device)
-
-
-def _no_backward(_: None) -> torch.Tensor:
-    raise UnsupportedModel("the model runs a backward in its forward, which a watched forward cannot")
 
 
 # Stages that the caller names ----------------------------------------------------------------------------------------

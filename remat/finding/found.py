@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from html import escape
 
+from remat.runtime.stages import stage_name
 from remat.units import format_bytes
 
 
@@ -41,7 +42,6 @@ class FoundChain:
         time_share: of the forward's time.
         aside: calls of modules of stages that are no part of any.
         uncalled: modules that this forward does not call.
-        notes: what people should know, such as calls that could not become stages, and why.
     """
 
     model: str
@@ -51,7 +51,6 @@ class FoundChain:
     time_share: float
     aside: tuple[str, ...] = ()
     uncalled: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
     @property
     def chains(self) -> tuple[tuple[FoundStage, ...], ...]:
@@ -82,7 +81,6 @@ class FoundChain:
             ends = first if len(chain) == 1 else f"{first} ... {last}"
             lines.append(f"  {ends}: {_count(len(chain), 'stage')}, {format_bytes(saved)} saved")
         lines += [f"  outside: {name}, {format_bytes(size)} saved" for name, size in self.outside if size]
-        lines += [f"  {note}" for note in self.notes]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -94,19 +92,13 @@ class FoundChain:
         rows += [("outside", escape(name), format_bytes(size), "") for name, size in self.outside if size]
         body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
         head = "".join(f"<th>{title}</th>" for title in ("chain", "stage", "saved", "forward"))
-        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
-        return f"<p>{escape(self._summary())}</p><table><tr>{head}</tr>{body}</table>{notes}"
+        return f"<p>{escape(self._summary())}</p><table><tr>{head}</tr>{body}</table>"
 
     def _summary(self) -> str:
         return (
             f"{self.model}: {_count(len(self.stages), 'stage')} in {_count(len(self.chains), 'chain')}, with "
             f"{self.memory_share:.0%} of the activation memory and {self.time_share:.0%} of the forward's time"
         )
-
-
-def stage_name(calls: tuple[str, ...]) -> str:
-    """One name for a stage of several calls: the first and the last."""
-    return calls[0] if len(calls) == 1 else f"{calls[0]}..{calls[-1]}"
 
 
 def _count(number: int, what: str) -> str:

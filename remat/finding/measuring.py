@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat.errors import UnsupportedModel
+from remat.finding.recording import no_backward
 from remat.meter import MemoryMeter, Region
 from remat.preserving import ForeignGradients, RandomGradients, Sink, Source
 from remat.runtime.calls import StageCalls
@@ -242,7 +243,7 @@ class Pass:
             flags = tuple(part.training for part in stage.parts) if stage is not None else ()
             before = watch.before(stage, flags) if stage is not None else {}
             random = RandomState(devices)
-            with self.gauge.span("without", index), saved_tensors_hooks(saved, _no_backward):
+            with self.gauge.span("without", index), saved_tensors_hooks(saved, no_backward):
                 output = run(_cut(given))
             changed = watch.after(stage, flags, before) if stage is not None else {}
             sizes = [was.copy.numel() * was.copy.element_size() for was in changed.values() if was.copy is not None]
@@ -363,8 +364,4 @@ def _cut(output: Any) -> Any:
 
 
 def _saving_nothing() -> saved_tensors_hooks:
-    return saved_tensors_hooks(lambda tensor: None, _no_backward)
-
-
-def _no_backward(_: None) -> torch.Tensor:
-    raise UnsupportedModel("the model runs a backward in its forward, which cannot be measured stage by stage")
+    return saved_tensors_hooks(lambda tensor: None, no_backward)

@@ -122,7 +122,7 @@ def record(model: nn.Module, sample: Arguments) -> Record:
     with (
         torch.enable_grad(),
         intercepted(recorder.names, recorder.call),
-        saved_tensors_hooks(recorder.saved, _no_backward),
+        saved_tensors_hooks(recorder.saved, no_backward),
         _Operators(recorder),
     ):
         output = model(*sample.args, **sample.kwargs)
@@ -282,5 +282,6 @@ def _own_storages(module: nn.Module) -> frozenset[int]:
     return frozenset(tensor.untyped_storage()._cdata for tensor in owned if tensor.layout == torch.strided)
 
 
-def _no_backward(_: None) -> torch.Tensor:
+def no_backward(_: None) -> torch.Tensor:
+    """The unpack hook of a forward that keeps nothing."""
     raise UnsupportedModel("the model runs a backward in its forward, which a watched forward cannot")
