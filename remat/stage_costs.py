@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat.meter import Region, rounded
 from remat.preserving import Source
@@ -35,16 +36,24 @@ class Sizes:
 
 
 class SavedStorages:
-    """A pack hook that keeps nothing but notes whose memory would have been kept."""
+    """A pack hook that keeps nothing but notes whose memory would have been kept.
+
+    Storages are told apart by weak references: what is not kept is freed, and its address given to the next.
+    """
 
     def __init__(self) -> None:
-        self.pointers: set[int] = set()
+        self._storages: dict[int, StorageWeakRef] = {}
 
     def __call__(self, tensor: torch.Tensor) -> None:
-        self.pointers.add(tensor.untyped_storage().data_ptr())
+        storage = StorageWeakRef(tensor.untyped_storage())
+        self._storages.setdefault(storage.cdata, storage)
 
     def among(self, value: Any) -> bool:
-        return any(tensor.untyped_storage().data_ptr() in self.pointers for tensor in tensors(value) if tensor.numel())
+        return any(
+            StorageWeakRef(tensor.untyped_storage()).cdata in self._storages
+            for tensor in tensors(value)
+            if tensor.numel()
+        )
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import assert_same
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import remat
 from remat.errors import MeasurementError, UnsupportedModel
@@ -16,6 +17,7 @@ from remat.meter import MemoryMeter
 from remat.preserving import aliased_parameters
 from remat.simulation import simulate
 from remat.solvers.base import store_all_peak
+from remat.stage_costs import SavedStorages
 
 CPU = torch.device("cpu")
 
@@ -74,6 +76,19 @@ def test_sizes_of_linear_layers_by_hand() -> None:
 class AddOne(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.add_(1)
+
+
+def test_memory_that_is_used_anew_is_not_taken_for_what_was_saved() -> None:
+    """What is only noted, not kept, is freed at once, and the next tensor of its size gets its address."""
+    x = torch.randn(100_000, requires_grad=True)
+    for _ in range(100):  # in most of them some address is given out anew
+        saved = SavedStorages()
+        with saved_tensors_hooks(saved, lambda _: x):
+            result = x.exp()  # saves its result
+            assert saved.among(result)
+            del result
+            others = [torch.empty(100_000) for _ in range(3)]
+        assert not any(map(saved.among, others))
 
 
 def test_what_cannot_stand_alone_is_fused() -> None:
