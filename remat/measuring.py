@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -84,7 +84,8 @@ class Bench:
         It is run once.
         """
         step = self._make_step(how)
-        step(self._foreign)
+        with step.prepared():
+            step(self._foreign)
         if isinstance(step, LimitedStep):
             step()  # operators' scratch memory is known from the second step on
         return step
@@ -110,14 +111,15 @@ class Bench:
     def peak_bytes(self, step: Step) -> int:
         """The most memory during a step above what was allocated before it, the sample included."""
         meter = MemoryMeter(self.device)
-        with meter.session(), meter.region():
+        with step.prepared(), meter.session(), meter.region():
             step()
         (region,) = meter.regions
         return region.peak_bytes - region.start_bytes + self.sample_bytes
 
     def seconds(self, step: Step) -> float:
         """How long a step takes."""
-        return elapsed(self.device, step)
+        with step.prepared():
+            return elapsed(self.device, step)
 
     def left(self, step: Step) -> list[torch.Tensor]:
         """Gradients and buffers that a step leaves, as copies on the CPU; each starts from the same state."""
@@ -129,7 +131,8 @@ class Bench:
         for buffer, first in self._buffers:
             buffer.copy_(first)
         self._random.restore()
-        step()
+        with step.prepared():
+            step()
         gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
         return [tensor.to("cpu", copy=True) for tensor in (*gradients, *(buffer for buffer, _ in self._buffers))]
 
@@ -180,6 +183,10 @@ class Step:
         self._module, self._value, self._loss, self._spread = module, value, loss, spread
         self._gradients = gradients
 
+    def prepared(self) -> AbstractContextManager[None]:
+        """What is set up around a step and is no part of it."""
+        return nullcontext()
+
     def __call__(self, foreign: ForeignGradients | None = None) -> None:
         end = self._forward()
         if foreign is not None:
@@ -216,9 +223,8 @@ def _differentiable(output: Any) -> list[torch.Tensor]:
 class CheckpointedStep(Step):
     """A training step under the checkpointing of the model's library."""
 
-    def _output(self) -> Any:
-        with checkpointed(self._module):
-            return super()._output()
+    def prepared(self) -> AbstractContextManager[None]:
+        return checkpointed(self._module)
 
 
 class DrivenStep(Step):

@@ -21,29 +21,39 @@ def has_checkpointing(model: nn.Module) -> bool:
 
 @contextmanager
 def checkpointed(model: nn.Module) -> Iterator[None]:
-    """Inside, a forward of the model checkpoints every block, as its library does when told to.
+    """Inside, the model checkpoints every block, as its library does when told to; afterwards it is what it was.
+
+    Libraries switch it off less completely than on: transformers' models keep a hook on their embeddings.
 
     Raises:
         RematError: the model has no such option.
     """
+    before = {part: (dict(vars(part)), dict(part._forward_hooks)) for part in model.modules()}
     prefix = _names(model)
     if prefix is not None:
-        disable: Any = getattr(model, f"{prefix}_disable")
         getattr(model, f"{prefix}_enable")(**{f"{prefix}_kwargs": {"use_reentrant": False}})
     elif callable(getattr(model, "set_grad_checkpointing", None)):
         switch: Any = model.set_grad_checkpointing
         switch(True)
-
-        def disable() -> None:
-            switch(False)
     else:
         raise RematError(
             f"{type(model).__name__} has neither gradient_checkpointing_enable() nor set_grad_checkpointing()"
         )
+    changed = {
+        part: [name for name, value in vars(part).items() if name not in was or was[name] is not value]
+        for part, (was, _) in before.items()
+    }
     try:
         yield
     finally:
-        disable()
+        for part, (was, hooks) in before.items():
+            for name in changed[part]:
+                if name in was:
+                    vars(part)[name] = was[name]
+                else:
+                    vars(part).pop(name, None)
+            for added in part._forward_hooks.keys() - hooks.keys():
+                del part._forward_hooks[added]
 
 
 def _names(model: nn.Module) -> str | None:

@@ -622,6 +622,7 @@ def test_compare_takes_a_model_as_it_is_and_its_librarys_own_way(tmp_path: Any) 
     model, sample = made("gpt2")
     file = tmp_path / "comparison.json"
     strategies = ["persistent", "revolve", "gradient_checkpointing"]
+    before = {part: (dict(vars(part)), list(part._forward_hooks)) for part in model.modules()}
     found = remat.compare(model, sample, [0.7, 1.0], strategies, progress=False, repeats=1, file=file)
     assert found.strategies == strategies and found.model == "GPT2LMHeadModel of 3 stages"
     own = found.at("gradient_checkpointing", None)
@@ -629,7 +630,7 @@ def test_compare_takes_a_model_as_it_is_and_its_librarys_own_way(tmp_path: Any) 
     assert own.measured.peak_bytes < found.plain.peak_bytes
     assert all(entry.gradients in ("", "equal") for entry in found.entries)
     assert found.at("persistent", 0.7).measured.peak_bytes <= 0.7 * found.store_all_bytes
-    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    assert {part: (dict(vars(part)), list(part._forward_hooks)) for part in model.modules()} == before
     assert remat.Comparison.load(file).at("gradient_checkpointing", None) == own
     assert found.plot() is not None
     with pytest.raises(RematError, match="from 0 to 1"):
