@@ -97,21 +97,17 @@ class ForeignGradients:
         self._aliases = {id(alias) for alias in aliases}
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
-    def keep(self, root: torch.Tensor, *, beside: Iterable[torch.Tensor] = ()) -> None:
-        """Sets aside the gradients of the leaves that the backward of `root` reaches; zeros take their place.
-
-        `beside`: leaves to leave alone, because no gradient gets to them.
-        """
-        alone = self._aliases | {id(leaf) for leaf in beside}
+    def keep(self, root: torch.Tensor) -> None:
+        """Sets aside the gradients of the leaves that the backward of `root` reaches; zeros take their place."""
         todo, seen = [root.grad_fn], set()
         while todo:
             node = todo.pop()
-            if node is None or node in seen:
+            if node is None or node in seen or drops_gradients(node):
                 continue
             seen.add(node)
             todo.extend(before for before, _ in node.next_functions)
             leaf = getattr(node, "variable", None)
-            if leaf is not None and id(leaf) not in alone and id(leaf) not in self._kept:
+            if leaf is not None and id(leaf) not in self._aliases and id(leaf) not in self._kept:
                 self._kept[id(leaf)] = (leaf, leaf.grad)
                 leaf.grad = torch.zeros_like(leaf)
 
@@ -138,6 +134,11 @@ class Source(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return (None,) * len(gradients)
+
+
+def drops_gradients(node: Any) -> bool:
+    """Whether no gradient gets past this node of a graph."""
+    return node.name() == "SourceBackward"
 
 
 class Sink(torch.autograd.Function):

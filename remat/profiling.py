@@ -47,6 +47,7 @@ from remat.stage_costs import (
     Marks,
     SavedStorages,
     Sizes,
+    as_executed,
     cast_bytes,
     executor_reserve,
     gradient_bytes,
@@ -122,6 +123,7 @@ def profile(
         sizes = _measure_memory(runs, value, device, foreign, tell)
         times = _measure_time(runs, value, device, repeats, tell)
 
+    sizes[: len(grouped)] = map(as_executed, sizes, grouped)
     if loss is None:
         sizes.append(_free_loss(sizes[-1]))
         times.append((0.0, 0.0))
@@ -133,7 +135,7 @@ def profile(
         save_overhead_bytes=tuple(size.save_overhead for size in sizes),
         bwd_overhead_bytes=tuple(max(size.bwd_extra, 0) for size in sizes),
         bwd_released_bytes=tuple(max(-size.bwd_extra, 0) for size in sizes),
-        reserve_bytes=executor_reserve(grouped, marks, sizes) + cast_bytes(everything, device),
+        reserve_bytes=executor_reserve(marks, sizes) + cast_bytes(everything, device),
         fwd_seconds=tuple(forward for forward, _ in times),
         bwd_seconds=tuple(backward for _, backward in times),
         grad_bytes=(gradient_bytes(value), *(size.grad for size in sizes)),
@@ -174,7 +176,7 @@ def _probe(flat: Sequence[tuple[str, nn.Module]], value: Any, tell: Progress) ->
         watch = BufferWatch()
         before, random = watch.before(stage, flags), RandomState(devices)
         saved = SavedStorages()
-        with saved_tensors_hooks(saved, _cannot_unpack):
+        with saved_tensors_hooks(saved.note, _cannot_unpack):
             output = stage(copy)
         draws, changed = random != RandomState(devices), watch.after(stage, flags, before)
         changed_bytes = sum(
@@ -283,7 +285,7 @@ def _measure_stage(
 ) -> tuple[Any, Boundary]:
     """The three regions of one stage: forward without saving, forward with, backward. Returns its output too."""
     saved = SavedStorages()
-    with meter.region(), saved_tensors_hooks(saved, _cannot_unpack):
+    with meter.region(), saved_tensors_hooks(saved.note, _cannot_unpack):
         output = run(sourced(value))
     following = detached(output)
     boundary = Boundary(
@@ -303,7 +305,7 @@ def _measure_stage(
     end = Sink.apply(RandomGradients(differentiable), *differentiable) if differentiable else None
     del output, differentiable
     if end is not None:
-        foreign.keep(end, beside=tensors(value))
+        foreign.keep(end)
     with meter.region():
         if end is not None:
             end.backward()

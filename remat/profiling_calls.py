@@ -14,6 +14,7 @@ from remat.chain import Chain, Layout
 from remat.finding.find import SMALL, locate
 from remat.finding.found import FoundChain
 from remat.finding.measuring import Bytes, Facts, Loss, Pass, Seconds, Span
+from remat.finding.variables import LetGo, Variables
 from remat.meter import MemoryMeter, Region
 from remat.preserving import ForeignGradients, RandomGradients, Sink, aliased_parameters, preserved
 from remat.runtime.caches import caches_off, configs_with_caches
@@ -28,6 +29,7 @@ from remat.solvers.persistent import Persistent
 from remat.stage_costs import (
     Marks,
     Sizes,
+    as_executed,
     cast_bytes,
     executor_reserve,
     gradient_bytes,
@@ -135,7 +137,8 @@ def _measured(
     """
     places = Places(model, layout)
     tell("measuring memory", 0, 1)
-    Pass(places, Seconds(device), foreign, memory=False).run(model, sample, loss)  # what is set up once is set up
+    variables = Variables()  # followed in a first pass, in which what is set up once is set up
+    Pass(places, Seconds(device), foreign, memory=False, variables=variables).run(model, sample, loss)
     gauge = Bytes(device)
     work = Pass(places, gauge, foreign, memory=True)
     with gauge.meter.session():
@@ -150,13 +153,15 @@ def _measured(
         Pass(places, seconds, foreign, memory=False).run(model, sample, loss)
         times.append(seconds.seconds)
     tell("measuring time", repeats, repeats)
-    return _chain(places, layout, facts, gauge.regions(), times, sample, device, has_loss=loss is not None)
+    regions = gauge.regions()
+    return _chain(places, layout, facts, variables.let_go, regions, times, sample, device, has_loss=loss is not None)
 
 
 def _chain(
     places: Places,
     layout: Layout,
     facts: Facts,
+    let_go: Sequence[LetGo],
     regions: dict[Span, Region],
     times: Sequence[dict[Span, float]],
     sample: Arguments,
@@ -181,11 +186,13 @@ def _chain(
     held = True
     for index in range(1, last + 1):
         if places.fixed[index - 1]:
-            sizes.append(_outside_sizes(index, facts, regions, is_last=index == last and not has_loss))
+            is_last = index == last and not has_loss
+            sizes.append(_outside_sizes(index, facts, let_go, regions, is_last=is_last))
             held = True
         else:
-            sizes.append(_stage_sizes(index, facts, regions, held))
+            sizes.append(as_executed(_stage_sizes(index, facts, regions, held), places.stages[index - 1]))
             held = facts.boundaries[index].saves_output
+    sizes = _held_by_variables(sizes, let_go)
     extras = [size.bwd_extra - twice[index] for index, size in enumerate(sizes, start=1)]
     if has_loss:
         sizes.append(_stage_sizes(last + 1, facts, regions, True))
@@ -200,11 +207,7 @@ def _chain(
     if has_loss:
         forward[-1] = _median(times, "full", last + 1)
     real = [index for index in range(1, last + 1) if not places.fixed[index - 1]]
-    reserve = executor_reserve(
-        [places.stages[index - 1] for index in real],
-        [facts.marks[index] for index in real],
-        [sizes[index - 1] for index in real],
-    )
+    reserve = executor_reserve([facts.marks[index] for index in real], [sizes[index - 1] for index in real])
     nothing = Marks(False, False, 0)
     marks = [facts.marks.get(index, nothing) for index in range(1, last + 2)]
     whole = [stage for stage in places.stages if stage.modules]
@@ -232,7 +235,9 @@ def _stage_sizes(index: int, facts: Facts, regions: dict[Span, Region], held: bo
     return sizes_of_stage(without, full, backward, facts.boundaries[index], held)
 
 
-def _outside_sizes(index: int, facts: Facts, regions: dict[Span, Region], *, is_last: bool) -> Sizes:
+def _outside_sizes(
+    index: int, facts: Facts, let_go: Sequence[LetGo], regions: dict[Span, Region], *, is_last: bool
+) -> Sizes:
     """The terms of the model for code outside of the stages.
 
     It keeps what it has added to memory when it ends, and what it was handed if it let go of that meanwhile, since the
@@ -241,24 +246,43 @@ def _outside_sizes(index: int, facts: Facts, regions: dict[Span, Region], *, is_
     forward = regions[Span("outside", index)]
     backward = regions.get(Span("backward", index))
     act_before = facts.act.get(index - 1, 0)
-    saved = max(forward.end_bytes - forward.start_bytes + (0 if facts.kept_input[index] else act_before), 0)
+    # What goes away meanwhile and is not this piece's: it counts where it was made.
+    start = (
+        forward.start_bytes - facts.rebound[index] - sum(gone.size_bytes for gone in let_go if gone.gone_in == index)
+    )
+    saved = max(forward.end_bytes - start + (0 if facts.kept_input[index] else act_before), 0)
     around = facts.grad[index] + facts.grad.get(index - 1, 0)
     if backward is None:
         extra = -min(facts.grad[index], facts.grad.get(index - 1, 0))
     elif is_last:  # its output, held when the forward ends, is gone by then
-        extra = max(backward.peak_bytes - forward.start_bytes, 0) - saved - around
+        extra = max(backward.peak_bytes - start, 0) - saved - around
     else:
         extra = max(backward.peak_bytes - backward.start_bytes, facts.grad[index]) - around
+    overhead = max(forward.peak_bytes - start - saved, 0)
     return Sizes(
         act=facts.act[index],
         grad=facts.grad[index],
         saved=saved,
-        fwd_overhead=max(forward.peak_bytes - forward.start_bytes - saved, 0),
-        save_overhead=max(forward.peak_bytes - forward.start_bytes - saved, 0),
+        fwd_overhead=overhead,
+        save_overhead=overhead,
         bwd_extra=extra,
         undeferred=0,
         saves_output=True,
     )
+
+
+def _held_by_variables(sizes: Sequence[Sizes], let_go: Sequence[LetGo]) -> list[Sizes]:
+    """What only variables hold is there in the forward, until they are gone, and not in the backward."""
+    found = list(sizes)
+    for made_in, gone_in, size in let_go:
+        maker = found[made_in - 1]
+        found[made_in - 1] = replace(maker, saved=maker.saved - size, save_overhead=maker.save_overhead + size)
+        for index in range(made_in + 1, gone_in):
+            between = found[index - 1]
+            found[index - 1] = replace(
+                between, fwd_overhead=between.fwd_overhead + size, save_overhead=between.save_overhead + size
+            )
+    return found
 
 
 def _carried(facts: Facts) -> list[tuple[int, int, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat.meter import Region, rounded
 from remat.preserving import Source
+from remat.runtime.interception import uncompiled
 from remat.runtime.stages import Stage
 from remat.runtime.values import map_tensors, tensors
 
@@ -36,15 +37,16 @@ class Sizes:
 
 
 class SavedStorages:
-    """A pack hook that keeps nothing but notes whose memory would have been kept.
+    """A pack hook (`note`) that keeps nothing but notes whose memory would have been kept.
 
     Storages are told apart by weak references: what is not kept is freed, and its address given to the next.
     """
 
     def __init__(self) -> None:
         self._storages: dict[int, StorageWeakRef] = {}
+        self.note = uncompiled(self._note)
 
-    def __call__(self, tensor: torch.Tensor) -> None:
+    def _note(self, tensor: torch.Tensor) -> None:
         storage = StorageWeakRef(tensor.untyped_storage())
         self._storages.setdefault(storage.cdata, storage)
 
@@ -91,13 +93,31 @@ def sizes_of_stage(without: Region, full: Region, backward: Region, at: Boundary
     )
 
 
-def executor_reserve(stages: Sequence[Stage], marks: Sequence[Marks], sizes: Sequence[Sizes]) -> int:
+def executor_reserve(marks: Sequence[Marks], sizes: Sequence[Sizes]) -> int:
     """What the executor keeps beside the activations: per recomputed stage the old values of the buffers it changes
-    and the state of the generators it draws from; for one stage at a time copies to work on."""
-    state = torch.get_rng_state().numel() + 16
-    kept = sum(mark.changed_bytes + state * mark.draws_random for mark in marks)
-    working = max(sum(buffer.numel() * buffer.element_size() for *_, buffer in stage.buffers()) for stage in stages)
-    return kept + 2 * working + 3 * state + sum(size.undeferred for size in sizes)
+    and the state of the generators it draws from; and what a stage holds although nothing was to be saved."""
+    kept = sum(mark.changed_bytes + _state_bytes() * mark.draws_random for mark in marks)
+    return kept + sum(size.undeferred for size in sizes)
+
+
+def as_executed(size: Sizes, stage: Stage) -> Sizes:
+    """The terms of a stage that the executor runs, from those of the stage alone.
+
+    Running it forward takes states of the generator to compare and to put back, and copies of buffers to work on.
+    What a stage holds in any case is in the executor's reserve, so no part of what it saves.
+    """
+    buffers = sum(buffer.numel() * buffer.element_size() for *_, buffer in stage.buffers())
+    working = 2 * buffers + 3 * _state_bytes()
+    return replace(
+        size,
+        saved=max(size.saved - size.undeferred, size.act),
+        fwd_overhead=size.fwd_overhead + working,
+        save_overhead=size.save_overhead + working,
+    )
+
+
+def _state_bytes() -> int:
+    return torch.get_rng_state().numel()
 
 
 def cast_bytes(model: Stage, device: torch.device) -> int:

@@ -22,8 +22,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat.errors import UnsupportedModel
 from remat.finding.recording import no_backward
+from remat.finding.variables import Variables
 from remat.meter import MemoryMeter, Region
-from remat.preserving import ForeignGradients, RandomGradients, Sink, Source
+from remat.preserving import ForeignGradients, RandomGradients, Sink, Source, drops_gradients
 from remat.runtime.calls import StageCalls
 from remat.runtime.environment import BufferWatch, RandomState, accelerators
 from remat.runtime.interception import Forward, intercepted
@@ -101,16 +102,31 @@ class Facts:
     leaves: dict[int, set[int]] = field(default_factory=dict)  # leaves that the backward of a stage reaches
     leaf_bytes: dict[int, int] = field(default_factory=dict)
     side_gradients: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # last user, producer, bytes
+    rebound: dict[int, int] = field(default_factory=dict)  # what a caller's variable held of the stage before, at first
 
 
 # A pass --------------------------------------------------------------------------------------------------------------
 
 
 class Pass:
-    """One forward of the model with every stage measured by itself, then the backward of what is between them."""
+    """One forward of the model with every stage measured by itself, then the backward of what is between them.
 
-    def __init__(self, places: Places, gauge: Gauge, foreign: ForeignGradients, *, memory: bool) -> None:
+    Args:
+        memory: what is measured is memory.
+        variables: what follows the variables of the forward, in a pass in which nothing is measured.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        gauge: Gauge,
+        foreign: ForeignGradients,
+        *,
+        memory: bool,
+        variables: Variables | None = None,
+    ) -> None:
         self.places, self.gauge, self.foreign, self.memory = places, gauge, foreign, memory
+        self.variables = variables
         self.facts = Facts()
         self._counter = Counter(places)
         self._position = 0
@@ -119,7 +135,8 @@ class Pass:
         self._handed: torch.Tensor | None = None
         self._outside: Any = None  # the open span of code outside
         self._outside_input: StorageWeakRef | None = None
-        self._ends: dict[int, torch.Tensor] = {}  # of code outside: a scalar whose backward is that of the code
+        self._stage_input: tuple[StorageWeakRef, int] | None = None
+        self._ends: dict[int, list[torch.Tensor]] = {}  # of code outside: where its backward begins
         self._made_by: dict[int, int] = {}  # which stage a tensor that is passed to stages came from
         self._alive: list[Any] = []  # what the executor would hold, and what must keep its identity
 
@@ -135,7 +152,7 @@ class Pass:
                 f"{self.places.calls[self._position].name!r} was called when the chain was found, and not when it was "
                 "measured: the model takes another path each time. Train it under remat.DTR"
             )
-        self._close_outside(last)
+        self._close_outside(last, None)
         own = loss_in(output) if loss is None else None
         ends = [own] if own is not None else [tensor for tensor in tensors(output) if tensor.requires_grad]
         self.facts.act[last] = storage_bytes(own if own is not None else output)
@@ -148,6 +165,8 @@ class Pass:
         else:
             del output, own, ends
         self._handed = self._value = None
+        if self.variables is not None:
+            self.variables.piece_ended(last, None)
         self._backward_of_code()
 
     # Calls -------------------------------------------------------------------------------------------------------
@@ -173,6 +192,8 @@ class Pass:
             with _saving_nothing():
                 output = forward(*args, **kwargs)
             calls.returned(output)
+            if self.variables is not None:
+                self.variables.counts_elsewhere(output)
             return output
         calls.complete()
         return self._stage(place.stage, calls, value)
@@ -187,7 +208,7 @@ class Pass:
             raise UnsupportedModel(f"{place.name!r} was not given what the stage before it handed on; run it as DTR")
         self._handed = None
         if index not in self.places.follows:
-            self._close_outside(index - 1)
+            self._close_outside(index - 1, value)
             self.facts.act[index - 1] = storage_bytes(value)
             self.facts.grad[index - 1] = gradient_bytes(value)
         if self.memory:
@@ -219,6 +240,8 @@ class Pass:
 
         output = self._measure(index, again, [value, *sides], storage_bytes(value), gradient_bytes(value))
         following = _cut(output)
+        if self.variables is not None:
+            self.variables.counts_elsewhere(following)
         for tensor in tensors(following)[1:]:
             self._made_by[id(tensor)] = index
         self._alive.append(tensors(following)[1:])
@@ -227,7 +250,8 @@ class Pass:
             self._handed = handed
         else:
             self._outside_input = None if handed is None else StorageWeakRef(handed.untyped_storage())
-            del handed, output
+            self._stage_input = StorageWeakRef(value.untyped_storage()), storage_bytes(value)
+            del handed, output, value
             self._open_outside(index + 1)
         return following
 
@@ -243,7 +267,7 @@ class Pass:
             flags = tuple(part.training for part in stage.parts) if stage is not None else ()
             before = watch.before(stage, flags) if stage is not None else {}
             random = RandomState(devices)
-            with self.gauge.span("without", index), saved_tensors_hooks(saved, no_backward):
+            with self.gauge.span("without", index), saved_tensors_hooks(saved.note, no_backward):
                 output = run(_cut(given))
             changed = watch.after(stage, flags, before) if stage is not None else {}
             sizes = [was.copy.numel() * was.copy.element_size() for was in changed.values() if was.copy is not None]
@@ -273,8 +297,8 @@ class Pass:
         end = Sink.apply(RandomGradients(ends), *ends) if ends else None
         del output, ends
         if end is not None:
-            self._note_leaves(index, end, set(), beside=tensors(given))
-            self.foreign.keep(end, beside=tensors(given))
+            self._note_leaves(index, end, set())
+            self.foreign.keep(end)
         with self.gauge.span("backward", index):
             if end is not None:
                 end.backward()
@@ -286,46 +310,53 @@ class Pass:
         self._outside = self.gauge.span("outside", index)
         self._outside.__enter__()
 
-    def _close_outside(self, index: int) -> None:
+    def _close_outside(self, index: int, value: torch.Tensor | None) -> None:
+        """A piece ends: the next stage is called with `value`, or the model has returned."""
         self._outside.__exit__(None, None, None)
         self._outside = None
-        handed = self._outside_input
+        handed, given = self._outside_input, self._stage_input
         self.facts.kept_input[index] = handed is None or not handed.expired()
+        # The input of the stage before the piece, which a variable named until the stage's output took its place.
+        self.facts.rebound[index] = 0 if given is None or not given[0].expired() else given[1]
+        if self.variables is not None and value is not None:
+            self.variables.counts_elsewhere(value)
+            self.variables.piece_ended(index, Pass.run.__code__)
 
     def _end(self, index: int, found: Sequence[torch.Tensor], *, as_it_is: bool = False) -> None:
         """Notes where the backward of code outside begins."""
         ends = [tensor for tensor in found if tensor.requires_grad and tensor.grad_fn is not None]
         for tensor in ends:
             self._made_by[id(tensor)] = index
-        if ends:
-            self._ends[index] = ends[0] if as_it_is else Sink.apply(RandomGradients(ends), *ends)
-        if index < len(self.places.stages):  # the output itself is not held in a step
-            self._alive.append(ends)
+        if not ends:
+            return
+        if index == len(self.places.stages) and not as_it_is:  # the output itself is not held in a step
+            ends = [Sink.apply(RandomGradients(ends), *ends)]
+        self._ends[index] = ends
 
     def _backward_of_code(self) -> None:
         """Runs the backward of all code outside, from the last piece to the first."""
-        reached: dict[int, set[Any]] = {}
         known: set[Any] = set()
         shared: set[int] = set()  # pieces whose backward goes through an earlier one's graph, which must stay
+        scalars: dict[int, torch.Tensor] = {}
+        last = len(self.places.stages)
         for index in sorted(self._ends):
-            end = self._ends[index]
-            nodes = self._note_leaves(index, end, known)
-            if any(before in known for node in (*nodes, end.grad_fn) for before, _ in node.next_functions):
+            ends = self._ends[index]
+            scalar = scalars[index] = ends[0] if index == last else Sink.apply(RandomGradients(ends), *ends)
+            nodes = self._note_leaves(index, scalar, known)
+            if any(before in known for node in (*nodes, scalar.grad_fn) for before, _ in node.next_functions):
                 shared.add(index)
-            reached[index] = nodes
             known |= nodes
-            self.foreign.keep(end)
-        del known, reached
-        for index in sorted(self._ends, reverse=True):
-            end = self._ends.pop(index)
+            self.foreign.keep(scalar)
+        self._ends.pop(last, None)
+        ends = []
+        nodes = known = set()
+        for index in sorted(scalars, reverse=True):
+            scalar = scalars.pop(index)
             with self.gauge.span("backward", index):
-                end.backward(retain_graph=index in shared)
-            del end
+                scalar.backward(retain_graph=index in shared)
 
-    def _note_leaves(
-        self, index: int, end: torch.Tensor, apart: set[Any], beside: Sequence[torch.Tensor] = ()
-    ) -> set[Any]:
-        """Notes which leaves a backward reaches, but those `beside`; returns its nodes without those `apart`."""
+    def _note_leaves(self, index: int, end: torch.Tensor, apart: set[Any]) -> set[Any]:
+        """Notes which leaves a backward reaches; returns its nodes without those `apart`."""
         nodes: set[Any] = set()
         todo = [end.grad_fn]
         while todo:
@@ -333,21 +364,20 @@ class Pass:
             if node is None or node in nodes or node in apart:
                 continue
             leaf = getattr(node, "variable", None)
-            if leaf is not None and any(leaf is other for other in beside):
-                continue
             if leaf is not None:
                 self.facts.leaves.setdefault(index, set()).add(id(leaf))
                 self.facts.leaf_bytes[id(leaf)] = leaf.numel() * leaf.element_size()
                 self._alive.append(leaf)
                 continue
             nodes.add(node)
-            todo.extend(before for before, _ in node.next_functions)
+            if not drops_gradients(node):
+                todo.extend(before for before, _ in node.next_functions)
         return nodes
 
 
 def _is_cut(tensor: torch.Tensor) -> bool:
     """Whether the tensor came out of a stage, and is cut off from it."""
-    return tensor.grad_fn is not None and tensor.grad_fn.name() == "SourceBackward"
+    return tensor.grad_fn is not None and drops_gradients(tensor.grad_fn)
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ is recomputed from what is stored when its backward comes.
 
 from __future__ import annotations
 
-import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.calls import StageCalls
 from remat.runtime.environment import FirstRun
 from remat.runtime.executor import Executor, Run, versions_of
-from remat.runtime.interception import Forward, intercepted, is_compiled
+from remat.runtime.interception import Forward, intercepted, is_compiled, uncompiled
 from remat.runtime.places import Counter, Place, Places, among
 from remat.runtime.program import Step, compile_schedule
 from remat.runtime.sharding import unsharded
@@ -379,11 +378,8 @@ class _Driven:
         self.__wrapped__ = drive.forward  # for inspect.signature, by which trainers choose what to pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        dynamo: Any = sys.modules.get("torch._dynamo")
-        if dynamo is None:
-            return self.drive(*args, **kwargs)
-        # A compiler that was given the model afterwards must not see what runs here; compiled blocks stay compiled.
-        return dynamo.disable(self.drive)(*args, **kwargs)
+        # A compiler that was given the model afterwards must not see what runs here.
+        return uncompiled(self.drive)(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _plain_forward(memo.get(id(self.drive.model), self.drive.model))

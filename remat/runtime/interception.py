@@ -7,6 +7,7 @@ the compiled call is replaced instead, hooks and all: the compiler must not see 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +42,12 @@ def intercepted(modules: Iterable[nn.Module], handler: Handler) -> Iterator[None
 def is_compiled(module: nn.Module) -> bool:
     """Whether the module was compiled in place."""
     return module.__dict__.get(_COMPILED) is not None
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, kept from a compiler that is at work; blocks of a model that are compiled stay so."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    return function if dynamo is None else dynamo.disable(function)
 
 
 def outside_of_compiled(model: nn.Module) -> dict[nn.Module, str]:
