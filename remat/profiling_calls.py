@@ -276,11 +276,12 @@ def _held_by_variables(sizes: Sequence[Sizes], let_go: Sequence[LetGo]) -> list[
     found = list(sizes)
     for made_in, gone_in, size in let_go:
         maker = found[made_in - 1]
-        found[made_in - 1] = replace(maker, saved=maker.saved - size, save_overhead=maker.save_overhead + size)
+        held = max(min(size, maker.saved - maker.act), 0)  # what it hands on stays
+        found[made_in - 1] = replace(maker, saved=maker.saved - held, save_overhead=maker.save_overhead + held)
         for index in range(made_in + 1, gone_in):
             between = found[index - 1]
             found[index - 1] = replace(
-                between, fwd_overhead=between.fwd_overhead + size, save_overhead=between.save_overhead + size
+                between, fwd_overhead=between.fwd_overhead + held, save_overhead=between.save_overhead + held
             )
     return found
 

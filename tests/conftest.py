@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ DATA = Path(__file__).parent / "data"
 SHARED = Path(__file__).parents[2] / "shared"  # beside the project: data of others, which users do not have
 DTR_LOGS = SHARED / "data" / "dtr_logs.zip"
 needs_dtr_logs = pytest.mark.skipif(not DTR_LOGS.is_file(), reason="the DTR paper's logs are not beside the project")
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported
 
 
 @pytest.fixture(autouse=True)

@@ -348,8 +348,7 @@ class Pass:
             known |= nodes
             self.foreign.keep(scalar)
         self._ends.pop(last, None)
-        ends = []
-        nodes = known = set()
+        ends, nodes, known = [], set(), set()  # so that a backward frees what it is done with
         for index in sorted(scalars, reverse=True):
             scalar = scalars.pop(index)
             with self.gauge.span("backward", index):

@@ -1,0 +1,397 @@
+"""A model that is driven in place stays what it is, and a forward that takes another path is noticed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_same
+from library_models import Blocks, Residual, blocks, convolutions, records
+from torch import nn
+from training_any import budgets_of, made, train
+
+import remat
+from remat import rotor
+from remat.errors import InfeasibleBudget, LeftChain, PlanMismatch, RematError, ReplayError, UnsupportedModel
+from remat.runtime.driving import CallRun, drive_of
+from remat.runtime.values import loss_in
+from remat.solvers.base import store_all_peak
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+# The model stays itself ----------------------------------------------------------------------------------------------
+
+
+def test_fit_returns_the_model_itself_and_remove_gives_it_back() -> None:
+    model, sample = made("gpt2")
+    kind, keys = type(model), list(model.state_dict())
+    expected = train(made("gpt2")[0], sample)
+    fitted = remat.fit(model, sample, 0.5, quiet=True)
+    assert fitted is model and type(model) is kind and list(model.state_dict()) == keys
+    assert_same(expected, train(model, sample))
+    assert remat.remove(model) is model and "forward" not in model.__dict__
+    with pytest.raises(RematError, match="nothing to remove"):
+        remat.remove(model)
+
+
+def test_checkpointable_plans_at_the_first_forward_and_drives_the_model() -> None:
+    model, sample = made("blocks")
+    expected = train(made("blocks")[0], sample)
+    module = rotor.Checkpointable(model, mem_limit=0.7)
+    assert module.sequence is None
+    assert_same(expected, train(model, sample))
+    assert module.sequence is not None and module.sequence.recomputations > 0
+    assert module.get_expected_memory() <= 0.7 * store_all_peak(module.chain)
+    assert_same(train(made("blocks")[0], sample), train(rotor.Checkpointable(made("blocks")[0], sample, 0.7), sample))
+
+
+def test_a_budget_too_small_names_the_least_one_and_leaves_the_model() -> None:
+    model, sample = made("gpt2")
+    with pytest.raises(InfeasibleBudget) as caught:
+        remat.fit(model, sample, 1000, quiet=True)
+    assert drive_of(model) is None
+    remat.fit(model, sample, round(1.2 * caught.value.minimum), quiet=True)
+    with pytest.raises(RematError, match=r"remat.remove\(model\) first"):
+        remat.fit(model, sample, 0.9, quiet=True)
+
+
+def test_copies_pickles_and_signatures_are_the_models_own(tmp_path: Any) -> None:
+    model, sample = made("gpt2")
+    signature = inspect.signature(model.forward)
+    remat.fit(model, sample, 0.5, quiet=True)
+    assert inspect.signature(model.forward) == signature
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert drive_of(other) is None
+        assert_same(train(made("gpt2")[0], sample), train(other, sample))
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).train()
+    assert_same(list(model.state_dict().values()), list(loaded.state_dict().values()))
+
+
+def test_generate_and_eval_run_untouched() -> None:
+    plain, sample = made("gpt2")
+    model, _ = made("gpt2")
+    remat.fit(model, sample, 0.5, quiet=True)
+    prompt = sample["input_ids"][:, :4]
+    for each in (plain, model):
+        each.eval()
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(prompt)}
+    assert torch.equal(plain.generate(prompt, **options), model.generate(prompt, **options))
+    assert torch.equal(plain(**sample).logits, model(**sample).logits)
+
+
+def test_hooks_run_as_often_as_in_plain_pytorch() -> None:
+    def counted(model: nn.Module) -> list[str]:
+        seen: list[str] = []
+        block = model.blocks[1]
+        block.register_forward_pre_hook(lambda module, args: seen.append("before"))
+        block.register_forward_hook(lambda module, args, output: seen.append("after"))
+        block.register_full_backward_hook(lambda module, before, after: seen.append("backward"))
+        block.wide.weight.register_hook(lambda gradient: seen.append("gradient"))
+        return seen
+
+    plain, sample = made("blocks")
+    seen = counted(plain)
+    expected = train(plain, sample), list(seen)
+    model, _ = made("blocks")
+    seen = counted(model)
+    chain = remat.profile(model, sample, repeats=1)
+    seen.clear()
+    remat.apply(model, remat.solve(chain, remat.minimum_budget(chain)), other_path="error")
+    assert_same(expected[0], train(model, sample))
+    assert expected[1] == seen
+
+
+def test_blocks_compiled_by_torch_compile() -> None:
+    plain, sample = made("blocks")
+    model, _ = made("blocks")
+    for each in (plain, model):
+        for block in each.blocks:
+            block.compile(backend="aot_eager")
+    expected = train(plain, sample)
+    remat.fit(model, sample, 0.8, quiet=True, other_path="error")
+    assert_same(expected, train(model, sample))
+
+
+def test_frozen_parameters_as_adapters_leave_them() -> None:
+    def frozen() -> nn.Module:
+        model, _ = made("gpt2")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("mlp" in name)
+        return model
+
+    _, sample = made("gpt2")
+    expected = train(frozen(), sample)
+    model = frozen()
+    chain = remat.profile(model, sample, repeats=1)
+    schedule = remat.solve(chain, remat.minimum_budget(chain))
+    assert schedule.recomputations > 0
+    assert remat.run(model, sample, schedule, repeats=1).peak_bytes <= schedule.budget_bytes
+    remat.apply(model, schedule, other_path="error")
+    assert_same(expected, train(model, sample))
+
+
+def test_autocast() -> None:
+    def step(model: nn.Module, sample: Any) -> list[torch.Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return train(model, sample, steps=1)
+
+    plain, sample = made("llama")
+    expected = step(plain, sample)
+    model, _ = made("llama")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        remat.fit(model, sample, 0.6, quiet=True, other_path="error")
+    assert_same(expected, step(model, sample))
+
+
+def test_a_forward_that_others_have_wrapped_in_autocast() -> None:
+    """As accelerate does: one instance, which cannot be entered twice; and the first step measures again under it."""
+
+    def wrapped(model: nn.Module) -> nn.Module:
+        model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+        return model
+
+    _, sample = made("blocks")
+    expected = train(wrapped(made("blocks")[0]), sample)
+    model, _ = made("blocks")
+    remat.fit(model, sample, 0.9, quiet=True)
+    with pytest.warns(UserWarning, match="autocast"):
+        found = train(wrapped(model), sample)
+    assert_same(expected, found)
+    assert not torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()
+
+
+class Around(nn.Module):
+    """A module of one's own around a model of a library."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **batch: Any) -> Any:
+        return self.inner(**batch)
+
+
+def test_caches_are_off_in_training_steps_wherever_the_model_is() -> None:
+    inner, sample = made("gpt2")
+    expected = train(inner, sample)
+    model = Around(made("gpt2")[0]).train()
+    remat.fit(model, sample, 0.6, quiet=True, other_path="error")
+    assert_same(expected, train(model, sample))
+    assert model.inner.config.use_cache is True
+    assert model(**sample).past_key_values is None
+    assert model.eval()(**sample).past_key_values is not None
+
+
+def test_numbers_among_the_arguments_are_no_other_input() -> None:
+    model, sample = made("gpt2")
+    remat.fit(model, sample, 0.6, quiet=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**sample, num_items_in_batch=torch.tensor(46)).loss.backward()
+
+
+def test_checkpointing_of_the_library_turned_on_later_is_noticed() -> None:
+    model, sample = made("gpt2")
+    remat.fit(model, sample, 0.6, quiet=True)
+    for block in model.transformer.h:
+        block.gradient_checkpointing = True
+    with pytest.raises(UnsupportedModel, match="of its own turned on"):
+        model(**sample)
+
+
+def test_a_model_compiled_as_a_whole_is_refused() -> None:
+    model, sample = made("blocks")
+    compiled = torch.compile(model, backend="eager")
+    for whole in (compiled, made("blocks")[0]):
+        if whole is not compiled:
+            whole.compile(backend="eager")
+        with pytest.raises(UnsupportedModel, match="Compile its blocks"):
+            remat.fit(whole, sample, 0.9, quiet=True)
+    remat.fit(model, sample, 0.8, quiet=True)
+    expected = train(made("blocks")[0], sample)
+    assert_same(expected, train(torch.compile(model, backend="aot_eager"), sample))  # runs as if it were not compiled
+
+
+def test_two_forwards_before_their_backwards() -> None:
+    def both(model: nn.Module, sample: Any) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        first, second = model(sample), model(2 * sample)
+        second.square().mean().backward()
+        first.square().mean().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    plain, sample = made("blocks")
+    model, _ = made("blocks")
+    remat.fit(model, sample, 0.7, quiet=True, other_path="error")
+    assert_same(both(plain, sample), both(model, sample))
+
+
+def _runs() -> int:
+    gc.collect()
+    return sum(type(found) is CallRun for found in gc.get_objects())
+
+
+@pytest.mark.parametrize("name", ["t5", "records"])
+def test_a_forward_without_a_backward_leaves_nothing_in_memory(name: str) -> None:
+    """Also where what is passed to a stage beside comes out of an earlier one, whose graph the run hangs on."""
+    model, sample = made(name)
+    chain = remat.profile(model, sample, repeats=1)
+    remat.apply(model, remat.solve(chain, remat.minimum_budget(chain)), other_path="error")
+    for _ in range(2):
+        model(**sample)
+    assert _runs() == 0
+    loss = loss_in(model(**sample))
+    loss.backward()
+    del loss
+    assert _runs() == 0
+    handle = model.register_forward_hook(lambda module, args, output: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(**sample)
+    handle.remove()
+    assert _runs() == 0
+    assert_same(train(made(name)[0], sample), train(copy.deepcopy(model), sample))
+
+
+# Other paths ---------------------------------------------------------------------------------------------------------
+
+
+class Wandering(Blocks):
+    """Takes another path when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path = "all"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for index, block in enumerate(self.blocks):
+            if self.path == "skip" and index == 2:
+                continue
+            if self.path == "stop" and index == 3:
+                break
+            x = block(x)
+            if self.path == "change" and index == 1:
+                x = x * 1.5
+            if self.path == "in place" and index == 1:
+                x.mul_(1.5)
+            if self.path == "again" and index == 1:
+                x = block(x)
+        return self.last(x)
+
+
+def wandering(path: str) -> Wandering:
+    torch.manual_seed(1)
+    model = Wandering().train()
+    model.path = path
+    return model
+
+
+@pytest.mark.parametrize("path", ["skip", "stop", "change", "in place", "again"])
+def test_a_forward_that_leaves_the_chain_is_noticed_and_right(path: str) -> None:
+    sample = torch.randn(16, 8)
+    expected = train(wandering(path), sample)
+    chain = remat.profile(wandering("all"), sample, repeats=1)
+    for budget in budgets_of(chain, 3)[:2]:
+        schedule = remat.solve(chain, budget)
+        model = wandering(path)
+        remat.apply(model, schedule)
+        with pytest.warns(UserWarning, match="left the chain") as caught:
+            found = train(model, sample)
+        assert_same(expected, found, path)
+        assert sum("left the chain" in str(warning.message) for warning in caught) == 1
+        strict = wandering(path)
+        remat.apply(strict, schedule, other_path="error")
+        with pytest.raises(LeftChain, match=r"blocks\."):
+            train(strict, sample)
+        strict.path = "all"
+        assert_same(train(wandering("all"), sample), train(strict, sample))
+
+
+def test_a_sample_that_takes_another_path_than_the_training_data() -> None:
+    sample = torch.randn(16, 8)
+    model = wandering("stop")
+    chain = remat.profile(model, sample, repeats=1)
+    remat.apply(model, remat.solve(chain, remat.minimum_budget(chain)))
+    model.path = "all"
+    with pytest.warns(UserWarning, match=r"'blocks.3' was called"):
+        found = train(model, sample)
+    assert_same(train(wandering("all"), sample), found)
+
+
+def test_side_inputs_that_change_are_an_error() -> None:
+    class Masked(Blocks):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.mask = torch.ones(32)
+            x = self.first(x)
+            for block in self.blocks:
+                x = block(x, self.mask)
+            return self.last(x)
+
+    class Block(Residual):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return super().forward(x + mask)
+
+    model = Masked()
+    model.blocks = nn.ModuleList(Block(32, 0.0) for _ in range(4))
+    sample = torch.randn(16, 8)
+    remat.fit(model.train(), sample, 0.5, quiet=True)
+    output = model(sample)
+    model.mask.mul_(2)
+    with pytest.raises(ReplayError, match=r"passed to stage .blocks\."):
+        output.sum().backward()
+
+
+def test_shorter_inputs_train_by_the_plan_of_a_longer_one() -> None:
+    model, sample = made("gpt2")
+    rotor.Checkpointable(model, sample, 0.5)
+    shorter = {name: tensor[:, :16] for name, tensor in sample.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = train(model, shorter)
+    assert_same(train(made("gpt2")[0], shorter), found)
+    model, sample = made("gpt2")
+    module = rotor.Checkpointable(model, sample, 0.5)
+    wider = {name: torch.cat([tensor, tensor]) for name, tensor in sample.items()}
+    with pytest.warns(UserWarning, match="measured and planned for that too"):
+        found = train(model, wider)
+    assert_same(train(made("gpt2")[0], wider), found)
+    assert module.chain.layout.inputs[0] == "int64[2, 24] cpu"
+
+
+def test_a_schedule_of_another_model_or_input_is_refused() -> None:
+    model, sample = made("gpt2")
+    schedule = remat.solve(remat.profile(model, sample, repeats=1), 0.9)
+    with pytest.raises(PlanMismatch, match=r"no module 'transformer.h.0'"):
+        remat.apply(blocks()[0], schedule)
+    remat.apply(model, schedule)
+    with pytest.raises(PlanMismatch, match="was made for input"):
+        model(input_ids=sample["input_ids"])
+    model.transformer.h[1] = copy.deepcopy(model.transformer.h[0])
+    with pytest.raises(PlanMismatch, match="replaced"):
+        model(**sample)
+
+
+def test_schedules_of_found_chains_survive_a_file(tmp_path: Any) -> None:
+    model, sample = records()
+    chain = remat.profile(model.train(), sample, repeats=1)
+    schedule = remat.solve(chain, 0.8)
+    chain.save(tmp_path / "chain.json")
+    schedule.save(tmp_path / "schedule.json")
+    assert remat.Chain.load(tmp_path / "chain.json") == chain
+    assert remat.Schedule.load(tmp_path / "schedule.json") == schedule
+
+
+def test_a_sequential_in_which_chains_are_looked_for() -> None:
+    model, sample = convolutions()
+    outer = nn.Sequential(model, nn.Linear(5, 2)).train()
+    expected = train(copy.deepcopy(outer), sample)
+    assert remat.fit(outer, sample, 0.9, quiet=True, stages=["0.features"]) is outer
+    assert_same(expected, train(outer, sample))

@@ -1,0 +1,136 @@
+"""Chains are found in models that are no `nn.Sequential`, or named, or refused with a reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from library_models import LENGTH, gpt2, shared, t5
+from torch import nn
+from training_any import made
+
+import remat
+from remat import rotor
+from remat.errors import UnsupportedModel
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "vit", "convnext"])
+def test_chains_cover_nine_tenths_of_the_activation_memory(name: str) -> None:
+    model, sample = made(name)
+    assert remat.find_chain(model, sample).memory_share >= 0.9
+
+
+def names_of(found: remat.FoundChain) -> list[list[str]]:
+    return [[stage.name for stage in chain] for chain in found.chains]
+
+
+def test_blocks_come_out_as_stages() -> None:
+    model, sample = made("gpt2")
+    assert names_of(remat.find_chain(model, sample)) == [[f"transformer.h.{index}" for index in range(3)]]
+    model, sample = made("vit")
+    assert names_of(remat.find_chain(model, sample))[0][-3:] == [f"vit.layers.{index}" for index in range(3)]
+    model, sample = made("blocks")
+    assert names_of(remat.find_chain(model, sample)) == [[f"blocks.{index}" for index in range(4)]]
+    model, sample = made("resnet")
+    found = {call for stage in remat.find_chain(model, sample).stages for call in stage.calls}
+    assert {f"resnet.encoder.stages.{a}.layers.{b}" for a in range(4) for b in range(2)} <= found
+
+
+def test_encoder_and_decoder_are_chains_of_their_own() -> None:
+    model, sample = made("t5")
+    found = remat.find_chain(model, sample)
+    sides = [{stage.calls[0].partition(".")[0] for stage in chain} for chain in found.chains]
+    assert all(len(side) == 1 for side in sides)
+    assert {"encoder"} in sides and {"decoder"} in sides
+
+
+def test_what_works_in_place_belongs_to_what_it_works_on() -> None:
+    model, sample = made("convolutions")
+    for stage in remat.find_chain(model, sample, small=0.0).stages:
+        assert not stage.name.startswith(("features.2", "features.5", "features.8", "features.11"))
+
+
+def test_a_module_called_again_has_a_stage_for_each_call() -> None:
+    model, sample = shared()
+    (chain,) = names_of(remat.find_chain(model.train(), sample))
+    assert chain == ["blocks.0", "blocks.0#2", "blocks.0#3", "blocks.0#4"]
+
+
+def test_the_answer_shows_itself() -> None:
+    model, sample = made("gpt2")
+    found = remat.find_chain(model, sample)
+    text = str(found)
+    assert "transformer.h.0 ... transformer.h.2: 3 stages" in text and "outside: lm_head" in text
+    assert f"{found.memory_share:.0%} of the activation memory" in text
+    assert "<td>transformer.h.1</td>" in found._repr_html_()
+
+
+def test_stages_can_be_named() -> None:
+    model, sample = made("gpt2")
+    named = remat.find_chain(model, sample, stages=["transformer.h"])
+    given = remat.find_chain(model, sample, stages=[model.transformer.h])
+    assert names_of(named) == names_of(given) == [[f"transformer.h.{index}" for index in range(3)]]
+    chain = remat.profile(model, sample, stages=["transformer.h.0", "transformer.h.1"], repeats=1)
+    assert [name for name, fixed in zip(chain.names, chain.fixed, strict=True) if not fixed] == [
+        "transformer.h.0",
+        "transformer.h.1",
+        "loss",
+    ]
+
+
+def test_named_stages_that_are_no_chain_are_refused() -> None:
+    model, sample = made("gpt2")
+    with pytest.raises(UnsupportedModel, match=r"no module 'transformer.layers'"):
+        remat.find_chain(model, sample, stages=["transformer.layers"])
+    with pytest.raises(UnsupportedModel, match="lies in the stage"):
+        remat.find_chain(model, sample, stages=["transformer.h.0", "transformer.h.0.mlp"])
+    model, sample = t5()
+    with pytest.raises(UnsupportedModel) as caught:
+        remat.find_chain(model.train(), sample, stages=["encoder.block"])
+    assert "'encoder.block.0' and 'encoder.block.1'" in str(caught.value)  # both calls,
+    assert f"float32[{LENGTH}, {LENGTH}, 4]" in str(caught.value)  # and the position bias that the first one computes
+
+
+class Skips(nn.Module):
+    """What the first layer computes is used by the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.layers[0](x)
+        return self.layers[2](self.layers[1](first)) * first
+
+
+def test_a_tensor_that_skips_a_stage_is_named() -> None:
+    with pytest.raises(UnsupportedModel, match=r"the output of 'layers.0' \(float32\[4, 16\]\) is used again"):
+        remat.find_chain(Skips(), torch.randn(4, 16), stages=["layers"])
+
+
+def test_a_model_without_a_chain_is_offered_dtr() -> None:
+    class Formula(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.weight).tanh().exp().sum()
+
+    for refused in (
+        remat.find_chain,
+        lambda model, x: remat.fit(model, x, "1MiB", quiet=True),
+        lambda model, x: rotor.Checkpointable(model, x, "1MiB"),
+    ):
+        model = Formula()
+        with pytest.raises(UnsupportedModel, match=r"remat.DTR\(budget"):
+            refused(model, torch.randn(4, 8))
+        assert "forward" not in model.__dict__
+
+
+def test_checkpointing_of_the_library_must_be_off() -> None:
+    model, sample = gpt2()
+    model.train().gradient_checkpointing_enable()
+    with pytest.raises(UnsupportedModel, match="gradient_checkpointing_disable"):
+        remat.find_chain(model, sample)
