@@ -138,7 +138,7 @@ class Source(torch.autograd.Function):
 
 def drops_gradients(node: Any) -> bool:
     """Whether no gradient gets past this node of a graph."""
-    return isinstance(node, Source._backward_cls)  # type: ignore[attr-defined]  # its metaclass makes it
+    return isinstance(node, Source._backward_cls)
 
 
 class Sink(torch.autograd.Function):

@@ -123,7 +123,7 @@ def profile(
         sizes = _measure_memory(runs, value, device, foreign, tell)
         times = _measure_time(runs, value, device, repeats, tell)
 
-    sizes[: len(grouped)] = map(as_executed, sizes, grouped)
+    sizes[: len(grouped)] = map(as_executed, sizes, grouped, marks)
     if loss is None:
         sizes.append(_free_loss(sizes[-1]))
         times.append((0.0, 0.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch import nn
 from remat.chain import Chain, Layout
 from remat.finding.find import SMALL, locate
 from remat.finding.found import FoundChain
-from remat.finding.measuring import Bytes, Facts, Loss, Pass, Seconds, Span
+from remat.finding.measuring import Bytes, Facts, Loss, Pass, Seconds, Span, users_of_leaves
 from remat.finding.variables import LetGo, Variables
 from remat.meter import MemoryMeter, Region
 from remat.preserving import ForeignGradients, RandomGradients, Sink, aliased_parameters, preserved
@@ -138,9 +138,12 @@ def _measured(
     places = Places(model, layout)
     tell("measuring memory", 0, 1)
     variables = Variables()  # followed in a first pass, in which what is set up once is set up
-    Pass(places, Seconds(device), foreign, memory=False, variables=variables).run(model, sample, loss)
+    first = Pass(places, Seconds(device), foreign, memory=False, variables=variables)
+    first.run(model, sample, loss)
+    known = first.facts
+    del first
     gauge = Bytes(device)
-    work = Pass(places, gauge, foreign, memory=True)
+    work = Pass(places, gauge, foreign, memory=True, known=known)
     with gauge.meter.session():
         work.run(model, sample, loss)
     facts = work.facts
@@ -173,15 +176,20 @@ def _chain(
     carried = _carried(facts)
     facts.act[0], facts.grad[0] = storage_bytes(sample), gradient_bytes(sample)
     grads = [facts.grad[index] for index in range(last + 1)]
-    for begin, end, size in carried:
+    for begin, end, size, _ in carried:
         for index in range(end, begin):
             grads[index] += size
     # A gradient that is carried along is there before and after a backward, and counted in both: once too often.
     twice = [0] * (last + 2)
-    for begin, end, size in carried:
+    for begin, end, size, _ in carried:
         for index in range(end + 1, begin + 1):
             twice[index] += size
+    sums = [0] * (last + 2)
+    for *_, size, summed_in in carried:
+        if summed_in is not None:
+            sums[summed_in] = max(sums[summed_in], size)
 
+    lasting, passing = _beside(places, facts, regions)
     sizes: list[Sizes] = []
     held = True
     for index in range(1, last + 1):
@@ -190,10 +198,12 @@ def _chain(
             sizes.append(_outside_sizes(index, facts, let_go, regions, is_last=is_last))
             held = True
         else:
-            sizes.append(as_executed(_stage_sizes(index, facts, regions, held), places.stages[index - 1]))
+            alone = _stage_sizes(index, facts, regions, held)
+            executed = as_executed(alone, places.stages[index - 1], facts.marks[index])
+            sizes.append(_with_more(executed, passing.get(index, 0)))
             held = facts.boundaries[index].saves_output
     sizes = _held_by_variables(sizes, let_go)
-    extras = [size.bwd_extra - twice[index] for index, size in enumerate(sizes, start=1)]
+    extras = [size.bwd_extra - twice[index] + sums[index] for index, size in enumerate(sizes, start=1)]
     if has_loss:
         sizes.append(_stage_sizes(last + 1, facts, regions, True))
         extras.append(sizes[-1].bwd_extra)
@@ -218,7 +228,7 @@ def _chain(
         save_overhead_bytes=tuple(size.save_overhead for size in sizes),
         bwd_overhead_bytes=tuple(max(extra, 0) for extra in extras),
         bwd_released_bytes=tuple(max(-extra, 0) for extra in extras),
-        reserve_bytes=reserve + _held(places, facts, regions) + sum(cast_bytes(stage, device) for stage in whole),
+        reserve_bytes=reserve + lasting + sum(cast_bytes(stage, device) for stage in whole),
         fwd_seconds=tuple(forward),
         bwd_seconds=tuple(backward),
         grad_bytes=tuple(grads),
@@ -279,31 +289,45 @@ def _held_by_variables(sizes: Sequence[Sizes], let_go: Sequence[LetGo]) -> list[
         held = max(min(size, maker.saved - maker.act), 0)  # what it hands on stays
         found[made_in - 1] = replace(maker, saved=maker.saved - held, save_overhead=maker.save_overhead + held)
         for index in range(made_in + 1, gone_in):
-            between = found[index - 1]
-            found[index - 1] = replace(
-                between, fwd_overhead=between.fwd_overhead + held, save_overhead=between.save_overhead + held
-            )
+            found[index - 1] = _with_more(found[index - 1], held)
     return found
 
 
-def _carried(facts: Facts) -> list[tuple[int, int, int]]:
-    """Gradients that are held from one stage's backward to another's, as (first, last, bytes): those of tensors that
-    several stages are passed, and of parameters that several stages use, which autograd adds up before it goes on."""
-    found = [entry for entry in facts.side_gradients.values() if entry[0] > entry[1]]
-    users: dict[int, list[int]] = {}
-    for index, leaves in facts.leaves.items():
-        for leaf in leaves:
-            users.setdefault(leaf, []).append(index)
-    found += [(max(stages), min(stages), facts.leaf_bytes[leaf]) for leaf, stages in users.items() if len(stages) > 1]
+def _with_more(size: Sizes, extra: int) -> Sizes:
+    """With more memory in use while the stage runs forward."""
+    return replace(size, fwd_overhead=size.fwd_overhead + extra, save_overhead=size.save_overhead + extra)
+
+
+class _Carried(NamedTuple):
+    """A gradient that is held from one stage's backward to another's, since more is to be added to it."""
+
+    begin: int
+    end: int
+    size_bytes: int
+    summed_in: int | None  # the stage whose gradient is the second; the sum may take memory of its own
+
+
+def _carried(facts: Facts) -> list[_Carried]:
+    """The gradients of tensors that several stages are passed, and of parameters that several stages use, which
+    autograd adds up before it goes on."""
+    found = []
+    for users, producer, size in facts.sides.values():
+        last = sorted(users, reverse=True)
+        if last[0] > producer:
+            found.append(_Carried(last[0], producer, size, last[1] if len(last) > 1 else None))
+    for leaf, (first, second, *others) in users_of_leaves(facts).items():
+        found.append(_Carried(first, [second, *others][-1], leaf.numel() * leaf.element_size(), second))
     return found
 
 
-def _held(places: Places, facts: Facts, regions: dict[Span, Region]) -> int:
-    """What the model holds beside of what is handed from stage to stage where nothing lies between them, at most.
+def _beside(places: Places, facts: Facts, regions: dict[Span, Region]) -> tuple[int, dict[int, int]]:
+    """What is in memory beside of what is handed from stage to stage where nothing lies between them: what lasts, at
+    most; and what passes with the forward, by the stage that runs meanwhile.
 
     A variable of a caller that still names an earlier activation, or what a stage returns beside its output.
     """
-    most = [0]  # in each run of stages
+    most = [0]  # that lasts, in each run of stages
+    passing = {}
     excess = 0
     for index in sorted(places.follows):
         if index - 1 not in places.follows:  # a run begins; what it was handed counts as held anyway
@@ -312,8 +336,9 @@ def _held(places: Places, facts: Facts, regions: dict[Span, Region]) -> int:
         now, before = (regions[Span("level", stage)].start_bytes for stage in (index, index - 1))
         handed_on = facts.act[index - 2] if index - 1 in places.follows else 0
         excess += now - before - facts.act[index - 1] + handed_on
-        most[-1] = max(most[-1], excess)
-    return sum(most)
+        passing[index] = max(min(excess, facts.passing[index]), 0)
+        most[-1] = max(most[-1], excess - passing[index])
+    return sum(most), passing
 
 
 def _median(times: Sequence[dict[Span, float]], what: str, index: int) -> float:

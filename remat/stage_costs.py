@@ -100,17 +100,18 @@ def executor_reserve(marks: Sequence[Marks], sizes: Sequence[Sizes]) -> int:
     return kept + sum(size.undeferred for size in sizes)
 
 
-def as_executed(size: Sizes, stage: Stage) -> Sizes:
+def as_executed(size: Sizes, stage: Stage, mark: Marks) -> Sizes:
     """The terms of a stage that the executor runs, from those of the stage alone.
 
-    Running it forward takes states of the generator to compare and to put back, and copies of buffers to work on.
-    What a stage holds in any case is in the executor's reserve, so no part of what it saves.
+    Running it forward takes states of the generator to compare and to put back, and copies of buffers to work on;
+    a backward keeps those copies that it saved (a batch norm's does) in place of the buffers. What a stage holds in any
+    case is in the executor's reserve, so no part of what it saves.
     """
     buffers = sum(buffer.numel() * buffer.element_size() for *_, buffer in stage.buffers())
     working = 2 * buffers + 3 * _state_bytes()
     return replace(
         size,
-        saved=max(size.saved - size.undeferred, size.act),
+        saved=max(size.saved - size.undeferred, size.act) + mark.changed_bytes,
         fwd_overhead=size.fwd_overhead + working,
         save_overhead=size.save_overhead + working,
     )

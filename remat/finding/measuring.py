@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -90,6 +90,14 @@ class Seconds(Gauge):
             torch.get_device_module(self._device).synchronize(self._device)
 
 
+class Side(NamedTuple):
+    """A tensor passed to stages beside what they work on, with a gradient."""
+
+    users: list[int]
+    producer: int
+    gradient_bytes: int
+
+
 @dataclass
 class Facts:
     """What a pass found out beside its measurements."""
@@ -99,10 +107,12 @@ class Facts:
     act: dict[int, int] = field(default_factory=dict)  # bytes of what a stage hands on
     grad: dict[int, int] = field(default_factory=dict)
     kept_input: dict[int, bool] = field(default_factory=dict)  # code outside holds what it was handed
-    leaves: dict[int, set[int]] = field(default_factory=dict)  # leaves that the backward of a stage reaches
-    leaf_bytes: dict[int, int] = field(default_factory=dict)
-    side_gradients: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # last user, producer, bytes
-    rebound: dict[int, int] = field(default_factory=dict)  # what a caller's variable held of the stage before, at first
+    leaves: dict[int, set[torch.Tensor]] = field(default_factory=dict)  # those that the backward of a stage reaches
+    sides: dict[int, Side] = field(default_factory=dict)
+    # Of what stages returned and variables still named: gone by the end of a piece of code outside, and there when a
+    # stage of a run began but gone when the forward was over.
+    rebound: dict[int, int] = field(default_factory=dict)
+    passing: dict[int, int] = field(default_factory=dict)
 
 
 # A pass --------------------------------------------------------------------------------------------------------------
@@ -113,6 +123,7 @@ class Pass:
 
     Args:
         memory: what is measured is memory.
+        known: what an earlier pass found out.
         variables: what follows the variables of the forward, in a pass in which nothing is measured.
     """
 
@@ -123,10 +134,12 @@ class Pass:
         foreign: ForeignGradients,
         *,
         memory: bool,
+        known: Facts | None = None,
         variables: Variables | None = None,
     ) -> None:
         self.places, self.gauge, self.foreign, self.memory = places, gauge, foreign, memory
         self.variables = variables
+        self._begun_by = _begun_by(known) if known is not None else {}
         self.facts = Facts()
         self._counter = Counter(places)
         self._position = 0
@@ -135,7 +148,9 @@ class Pass:
         self._handed: torch.Tensor | None = None
         self._outside: Any = None  # the open span of code outside
         self._outside_input: StorageWeakRef | None = None
-        self._stage_input: tuple[StorageWeakRef, int] | None = None
+        self._returned: list[_Held] = []  # by stages, and still in memory
+        self._named: list[_Held] = []  # of that, and of the stage's input, when the open piece began
+        self._beside: dict[int, list[_Held]] = {}  # of that, what was there when a stage of a run began
         self._ends: dict[int, list[torch.Tensor]] = {}  # of code outside: where its backward begins
         self._made_by: dict[int, int] = {}  # which stage a tensor that is passed to stages came from
         self._alive: list[Any] = []  # what the executor would hold, and what must keep its identity
@@ -165,6 +180,7 @@ class Pass:
         else:
             del output, own, ends
         self._handed = self._value = None
+        self.facts.passing = {index: _gone(held) for index, held in self._beside.items()}
         if self.variables is not None:
             self.variables.piece_ended(last, None)
         self._backward_of_code()
@@ -192,6 +208,7 @@ class Pass:
             with _saving_nothing():
                 output = forward(*args, **kwargs)
             calls.returned(output)
+            self._returned += map(_held, tensors(output))
             if self.variables is not None:
                 self.variables.counts_elsewhere(output)
             return output
@@ -214,6 +231,8 @@ class Pass:
         if self.memory:
             with self.gauge.span("level", index):
                 pass
+            if index in self.places.follows:
+                self._beside[index] = self._still_returned(value)
         self._calls, self._value = StageCalls(value, with_graphs=True), value
 
     def _stage(self, index: int, calls: StageCalls, value: torch.Tensor) -> Any:
@@ -230,7 +249,8 @@ class Pass:
                 self._made_by[id(tensor)] = producer
         for tensor in sides:
             producer = self._made_by.setdefault(id(tensor), index - 1)
-            self.facts.side_gradients[id(tensor)] = (index, producer, gradient_bytes(tensor))
+            side = self.facts.sides.setdefault(id(tensor), Side([], producer, gradient_bytes(tensor)))
+            side.users.append(index)
         self._alive += [calls, sides]
 
         def again(passed: Any) -> Any:
@@ -246,11 +266,12 @@ class Pass:
             self._made_by[id(tensor)] = index
         self._alive.append(tensors(following)[1:])
         handed = first_tensor(following)
+        self._returned += map(_held, tensors(following))
         if index + 1 in self.places.follows:
             self._handed = handed
         else:
             self._outside_input = None if handed is None else StorageWeakRef(handed.untyped_storage())
-            self._stage_input = StorageWeakRef(value.untyped_storage()), storage_bytes(value)
+            self._named = [*self._still_returned(handed), _held(value)]
             del handed, output, value
             self._open_outside(index + 1)
         return following
@@ -299,7 +320,7 @@ class Pass:
         if end is not None:
             self._note_leaves(index, end, set())
             self.foreign.keep(end)
-        with self.gauge.span("backward", index):
+        with self._apart(index), self.gauge.span("backward", index):
             if end is not None:
                 end.backward()
         return following
@@ -314,13 +335,18 @@ class Pass:
         """A piece ends: the next stage is called with `value`, or the model has returned."""
         self._outside.__exit__(None, None, None)
         self._outside = None
-        handed, given = self._outside_input, self._stage_input
+        handed = self._outside_input
         self.facts.kept_input[index] = handed is None or not handed.expired()
-        # The input of the stage before the piece, which a variable named until the stage's output took its place.
-        self.facts.rebound[index] = 0 if given is None or not given[0].expired() else given[1]
+        self.facts.rebound[index] = _gone(self._named)
         if self.variables is not None and value is not None:
             self.variables.counts_elsewhere(value)
             self.variables.piece_ended(index, Pass.run.__code__)
+
+    def _still_returned(self, but: torch.Tensor | None) -> list[_Held]:
+        """What stages returned and is still in memory, but for what is handed on now."""
+        self._returned = [held for held in self._returned if not held.storage.expired()]
+        now = None if but is None else _held(but).storage.cdata
+        return [held for held in self._returned if held.storage.cdata != now]
 
     def _end(self, index: int, found: Sequence[torch.Tensor], *, as_it_is: bool = False) -> None:
         """Notes where the backward of code outside begins."""
@@ -351,8 +377,19 @@ class Pass:
         ends, nodes, known = [], set(), set()  # so that a backward frees what it is done with
         for index in sorted(scalars, reverse=True):
             scalar = scalars.pop(index)
-            with self.gauge.span("backward", index):
+            with self._apart(index), self.gauge.span("backward", index):
                 scalar.backward(retain_graph=index in shared)
+
+    @contextmanager
+    def _apart(self, index: int) -> Iterator[None]:
+        """Inside, gradients that this stage begins and others add to are new: there is nothing to add them to."""
+        leaves = self._begun_by.get(index, [])
+        gradients = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        yield
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient
 
     def _note_leaves(self, index: int, end: torch.Tensor, apart: set[Any]) -> set[Any]:
         """Notes which leaves a backward reaches; returns its nodes without those `apart`."""
@@ -364,14 +401,43 @@ class Pass:
                 continue
             leaf = getattr(node, "variable", None)
             if leaf is not None:
-                self.facts.leaves.setdefault(index, set()).add(id(leaf))
-                self.facts.leaf_bytes[id(leaf)] = leaf.numel() * leaf.element_size()
-                self._alive.append(leaf)
+                self.facts.leaves.setdefault(index, set()).add(leaf)
                 continue
             nodes.add(node)
             if not drops_gradients(node):
                 todo.extend(before for before, _ in node.next_functions)
         return nodes
+
+
+def users_of_leaves(facts: Facts) -> dict[torch.Tensor, list[int]]:
+    """Which stages the backward of which reaches a leaf, in the order of the backward, where there are several."""
+    users: dict[torch.Tensor, list[int]] = {}
+    for index in sorted(facts.leaves, reverse=True):
+        for leaf in facts.leaves[index]:
+            users.setdefault(leaf, []).append(index)
+    return {leaf: stages for leaf, stages in users.items() if len(stages) > 1}
+
+
+def _begun_by(facts: Facts) -> dict[int, list[torch.Tensor]]:
+    """The leaves of several stages, by the one whose gradient is the first."""
+    found: dict[int, list[torch.Tensor]] = {}
+    for leaf, (first, *_) in users_of_leaves(facts).items():
+        found.setdefault(first, []).append(leaf)
+    return found
+
+
+class _Held(NamedTuple):
+    storage: StorageWeakRef
+    size: int
+
+
+def _held(tensor: torch.Tensor) -> _Held:
+    return _Held(StorageWeakRef(tensor.untyped_storage()), storage_bytes(tensor))
+
+
+def _gone(held: Sequence[_Held]) -> int:
+    """Bytes of what is no longer in memory, each storage once."""
+    return sum({entry.storage.cdata: entry.size for entry in held if entry.storage.expired()}.values())
 
 
 def _is_cut(tensor: torch.Tensor) -> bool:
@@ -384,11 +450,11 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _cut(output: Any) -> Any:
-    """The same output, part of a graph that ends here where it requires a gradient."""
-    found = [tensor for tensor in tensors(output) if tensor.requires_grad]
-    if not found:
-        return output
-    handed = {id(tensor): other for tensor, other in zip(found, Source.apply(*found), strict=True)}
+    """The same output, each tensor part of a graph of its own that ends here, where it requires a gradient.
+
+    In one graph, whoever holds one of the tensors would hold the memory of all.
+    """
+    handed = {id(tensor): Source.apply(tensor)[0] for tensor in tensors(output) if tensor.requires_grad}
     return map_tensors(lambda tensor: handed.get(id(tensor), tensor), output)
 
 
