@@ -176,20 +176,17 @@ def _chain(
     carried = _carried(facts)
     facts.act[0], facts.grad[0] = storage_bytes(sample), gradient_bytes(sample)
     grads = [facts.grad[index] for index in range(last + 1)]
-    for begin, end, size, _ in carried:
-        for index in range(end, begin):
-            grads[index] += size
+    for each in carried:
+        for index in range(each.end, each.begin):
+            grads[index] += each.size_bytes
     # A gradient that is carried along is there before and after a backward, and counted in both: once too often.
-    twice = [0] * (last + 2)
-    for begin, end, size, _ in carried:
-        for index in range(end + 1, begin + 1):
-            twice[index] += size
-    sums = [0] * (last + 2)
-    for *_, size, summed_in in carried:
-        if summed_in is not None:
-            sums[summed_in] = max(sums[summed_in], size)
-
-    lasting, passing = _beside(places, facts, regions)
+    twice, sums = [0] * (last + 2), [0] * (last + 2)
+    for each in carried:
+        for index in range(each.end + 1, each.begin + each.measured):
+            twice[index] += each.size_bytes
+        for index in each.summed_in:
+            sums[index] = max(sums[index], each.size_bytes)
+    lasting, passing = _beside(places, facts, let_go, regions)
     sizes: list[Sizes] = []
     held = True
     for index in range(1, last + 1):
@@ -258,7 +255,7 @@ def _outside_sizes(
     act_before = facts.act.get(index - 1, 0)
     # What goes away meanwhile and is not this piece's: it counts where it was made.
     start = (
-        forward.start_bytes - facts.rebound[index] - sum(gone.size_bytes for gone in let_go if gone.gone_in == index)
+        forward.start_bytes - facts.rebound[index] - sum(gone.size_bytes for gone in let_go if gone.gone_by == index)
     )
     saved = max(forward.end_bytes - start + (0 if facts.kept_input[index] else act_before), 0)
     around = facts.grad[index] + facts.grad.get(index - 1, 0)
@@ -284,11 +281,11 @@ def _outside_sizes(
 def _held_by_variables(sizes: Sequence[Sizes], let_go: Sequence[LetGo]) -> list[Sizes]:
     """What only variables hold is there in the forward, until they are gone, and not in the backward."""
     found = list(sizes)
-    for made_in, gone_in, size in let_go:
+    for made_in, gone_by, size in let_go:
         maker = found[made_in - 1]
         held = max(min(size, maker.saved - maker.act), 0)  # what it hands on stays
         found[made_in - 1] = replace(maker, saved=maker.saved - held, save_overhead=maker.save_overhead + held)
-        for index in range(made_in + 1, gone_in):
+        for index in range(made_in + 1, gone_by):
             found[index - 1] = _with_more(found[index - 1], held)
     return found
 
@@ -299,28 +296,45 @@ def _with_more(size: Sizes, extra: int) -> Sizes:
 
 
 class _Carried(NamedTuple):
-    """A gradient that is held from one stage's backward to another's, since more is to be added to it."""
+    """A gradient that is held from one stage's backward to another's, since more is to be added to it.
+
+    Attributes:
+        begin, end: the stages, in the order of the backward.
+        summed_in: those with a gradient to add; a sum may take memory of its own, until it has taken the others' place.
+        measured: the gradient was held when the backward of `begin` was measured.
+    """
 
     begin: int
     end: int
     size_bytes: int
-    summed_in: int | None  # the stage whose gradient is the second; the sum may take memory of its own
+    summed_in: Sequence[int]
+    measured: bool
 
 
 def _carried(facts: Facts) -> list[_Carried]:
-    """The gradients of tensors that several stages are passed, and of parameters that several stages use, which
-    autograd adds up before it goes on."""
+    """The gradients of what several stages are passed, or work on besides the next one, and of parameters that several
+    stages use; autograd adds them up before it goes on."""
     found = []
-    for users, producer, size in facts.sides.values():
-        last = sorted(users, reverse=True)
-        if last[0] > producer:
-            found.append(_Carried(last[0], producer, size, last[1] if len(last) > 1 else None))
+    for side in facts.sides.values():
+        first, *others = sorted(side.users, reverse=True)
+        if first > side.producer:
+            found.append(_Carried(first, side.producer, side.gradient_bytes, others[:1], measured=False))
+    for (stage, position), pieces in facts.used.items():
+        end = stage if position else stage + 1  # whose gradient is the chain's own, and comes last
+        beyond = sorted((piece for piece in pieces if piece > end), reverse=True)
+        if beyond:
+            size = max(pieces[piece] for piece in beyond)
+            summed_in = beyond[1:2] if position else [*beyond[1:2], end]
+            found.append(_Carried(beyond[0], end, size, summed_in, measured=False))
     for leaf, (first, second, *others) in users_of_leaves(facts).items():
-        found.append(_Carried(first, [second, *others][-1], leaf.numel() * leaf.element_size(), second))
+        size = leaf.numel() * leaf.element_size()
+        found.append(_Carried(first, [second, *others][-1], size, [second], measured=True))
     return found
 
 
-def _beside(places: Places, facts: Facts, regions: dict[Span, Region]) -> tuple[int, dict[int, int]]:
+def _beside(
+    places: Places, facts: Facts, let_go: Sequence[LetGo], regions: dict[Span, Region]
+) -> tuple[int, dict[int, int]]:
     """What is in memory beside of what is handed from stage to stage where nothing lies between them: what lasts, at
     most; and what passes with the forward, by the stage that runs meanwhile.
 
@@ -335,7 +349,8 @@ def _beside(places: Places, facts: Facts, regions: dict[Span, Region]) -> tuple[
             excess = 0
         now, before = (regions[Span("level", stage)].start_bytes for stage in (index, index - 1))
         handed_on = facts.act[index - 2] if index - 1 in places.follows else 0
-        excess += now - before - facts.act[index - 1] + handed_on
+        gone = sum(held.size_bytes for held in let_go if held.gone_by == index)  # which does not count here anyway
+        excess += now - before - facts.act[index - 1] + handed_on + gone
         passing[index] = max(min(excess, facts.passing[index]), 0)
         most[-1] = max(most[-1], excess - passing[index])
     return sum(most), passing

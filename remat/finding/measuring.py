@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -90,12 +91,20 @@ class Seconds(Gauge):
             torch.get_device_module(self._device).synchronize(self._device)
 
 
-class Side(NamedTuple):
-    """A tensor passed to stages beside what they work on, with a gradient."""
+@dataclass
+class Side:
+    """A tensor passed to stages beside what they work on, with a gradient, of so many bytes at most."""
 
     users: list[int]
     producer: int
     gradient_bytes: int
+
+
+class Made(NamedTuple):
+    """Something that a stage returned and that has a gradient; `position` 0 is what the stage hands on."""
+
+    stage: int
+    position: int
 
 
 @dataclass
@@ -109,6 +118,7 @@ class Facts:
     kept_input: dict[int, bool] = field(default_factory=dict)  # code outside holds what it was handed
     leaves: dict[int, set[torch.Tensor]] = field(default_factory=dict)  # those that the backward of a stage reaches
     sides: dict[int, Side] = field(default_factory=dict)
+    used: dict[Made, dict[int, int]] = field(default_factory=dict)  # by which code outside; bytes of its gradient
     # Of what stages returned and variables still named: gone by the end of a piece of code outside, and there when a
     # stage of a run began but gone when the forward was over.
     rebound: dict[int, int] = field(default_factory=dict)
@@ -139,6 +149,7 @@ class Pass:
     ) -> None:
         self.places, self.gauge, self.foreign, self.memory = places, gauge, foreign, memory
         self.variables = variables
+        self._piece = 0  # of code outside, whose backward runs
         self._begun_by = _begun_by(known) if known is not None else {}
         self.facts = Facts()
         self._counter = Counter(places)
@@ -182,7 +193,7 @@ class Pass:
         self._handed = self._value = None
         self.facts.passing = {index: _gone(held) for index, held in self._beside.items()}
         if self.variables is not None:
-            self.variables.piece_ended(last, None)
+            self.variables.look(last)
         self._backward_of_code()
 
     # Calls -------------------------------------------------------------------------------------------------------
@@ -228,6 +239,8 @@ class Pass:
             self._close_outside(index - 1, value)
             self.facts.act[index - 1] = storage_bytes(value)
             self.facts.grad[index - 1] = gradient_bytes(value)
+        elif self.variables is not None:
+            self.variables.look(index)
         if self.memory:
             with self.gauge.span("level", index):
                 pass
@@ -248,18 +261,28 @@ class Pass:
             for tensor in late:  # made by code outside that ran between two linked stages: part of the last piece
                 self._made_by[id(tensor)] = producer
         for tensor in sides:
-            producer = self._made_by.setdefault(id(tensor), index - 1)
+            made = _made(tensor.grad_fn)
+            producer = self._made_by.setdefault(id(tensor), index - 1 if made is None else made.stage)
             side = self.facts.sides.setdefault(id(tensor), Side([], producer, gradient_bytes(tensor)))
             side.users.append(index)
         self._alive += [calls, sides]
+
+        def told(position: int, gradient: torch.Tensor) -> None:
+            if position:
+                side = self.facts.sides[id(sides[position - 1])]
+                side.gradient_bytes = max(side.gradient_bytes, storage_bytes(gradient))
 
         def again(passed: Any) -> Any:
             first, *others = passed
             replaced = {id(side): other for side, other in zip(sides, others, strict=True)}
             return calls.again(first, replaced)[1][-1]
 
-        output = self._measure(index, again, [value, *sides], storage_bytes(value), gradient_bytes(value))
-        following = _cut(output)
+        output = self._measure(index, again, [value, *sides], storage_bytes(value), gradient_bytes(value), told)
+        following = _cut(output, partial(self._came_back, index))
+        for position, tensor in enumerate(tensors(following)):
+            if tensor.requires_grad:
+                node: Any = tensor.grad_fn
+                node.made = Made(index, position)
         if self.variables is not None:
             self.variables.counts_elsewhere(following)
         for tensor in tensors(following)[1:]:
@@ -276,8 +299,25 @@ class Pass:
             self._open_outside(index + 1)
         return following
 
-    def _measure(self, index: int, run: Callable[[Any], Any], given: Any, act: int, grad: int) -> Any:
-        """The stretches of one stage: forward without saving, forward with, backward. Returns its output."""
+    def _came_back(self, stage: int, position: int, gradient: torch.Tensor) -> None:
+        """A gradient of what a stage returned, from the piece of code outside whose backward runs."""
+        pieces = self.facts.used.get(Made(stage, position), {})
+        if self._piece in pieces:  # with the memory that it is a view of, the gradient of a concatenation, say
+            pieces[self._piece] = max(pieces[self._piece], storage_bytes(gradient))
+
+    def _measure(
+        self,
+        index: int,
+        run: Callable[[Any], Any],
+        given: Any,
+        act: int,
+        grad: int,
+        told: Callable[[int, torch.Tensor], None] | None = None,
+    ) -> Any:
+        """The stretches of one stage: forward without saving, forward with, backward. Returns its output.
+
+        `told`: is told of the gradients of what is given.
+        """
         given = detached(given)
         first = tensors(given)[0]
         stage = self.places.stages[index - 1] if index <= len(self.places.stages) else None
@@ -308,7 +348,7 @@ class Pass:
             del before, changed
             following = map_tensors(_detached, output)
             del output, handed
-        source = _cut(given)
+        source = _cut(given, told)
         with self.gauge.span("full", index):
             output = run(source)
         del source
@@ -339,6 +379,7 @@ class Pass:
         self.facts.kept_input[index] = handed is None or not handed.expired()
         self.facts.rebound[index] = _gone(self._named)
         if self.variables is not None and value is not None:
+            self.variables.look(index)
             self.variables.counts_elsewhere(value)
             self.variables.piece_ended(index, Pass.run.__code__)
 
@@ -377,6 +418,7 @@ class Pass:
         ends, nodes, known = [], set(), set()  # so that a backward frees what it is done with
         for index in sorted(scalars, reverse=True):
             scalar = scalars.pop(index)
+            self._piece = index
             with self._apart(index), self.gauge.span("backward", index):
                 scalar.backward(retain_graph=index in shared)
 
@@ -397,6 +439,9 @@ class Pass:
         todo = [end.grad_fn]
         while todo:
             node = todo.pop()
+            made = _made(node)
+            if made is not None:
+                self.facts.used.setdefault(made, {}).setdefault(index, 0)
             if node is None or node in nodes or node in apart:
                 continue
             leaf = getattr(node, "variable", None)
@@ -449,13 +494,24 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _cut(output: Any) -> Any:
+def _cut(output: Any, told: Callable[[int, torch.Tensor], None] | None = None) -> Any:
     """The same output, each tensor part of a graph of its own that ends here, where it requires a gradient.
 
-    In one graph, whoever holds one of the tensors would hold the memory of all.
+    In one graph, whoever holds one of the tensors would hold the memory of all. `told` is told of each gradient that
+    comes back, after the position of the tensor.
     """
-    handed = {id(tensor): Source.apply(tensor)[0] for tensor in tensors(output) if tensor.requires_grad}
+    handed = {}
+    for position, tensor in enumerate(tensors(output)):
+        if tensor.requires_grad and id(tensor) not in handed:
+            (handed[id(tensor)],) = Source.apply(tensor)
+            if told is not None:
+                handed[id(tensor)].grad_fn.told = partial(told, position)
     return map_tensors(lambda tensor: handed.get(id(tensor), tensor), output)
+
+
+def _made(node: Any) -> Made | None:
+    """What a node of a graph stands for, if it is where the graph was cut off from a stage."""
+    return getattr(node, "made", None) if drops_gradients(node) else None
 
 
 def _saving_nothing() -> saved_tensors_hooks:

@@ -18,11 +18,12 @@ class LetGo(NamedTuple):
     """Memory that code outside of the stages made, that only variables held, and that was gone later in the forward.
 
     Attributes:
-        made_in, gone_in: the pieces of code outside in which it was made, and by whose end it was gone.
+        made_in: the piece of code outside in which it was made.
+        gone_by: the stage when begun, or the piece of code outside when ended, it was gone.
     """
 
     made_in: int
-    gone_in: int
+    gone_by: int
     size_bytes: int
 
 
@@ -42,24 +43,28 @@ class Variables:
         for tensor in tensors(value):
             self._see(tensor)
 
-    def piece_ended(self, piece: int, root: CodeType | None) -> None:
-        """A piece of code outside has come to its end; `root` is the function that called the model, or None if the
-        model has returned."""
+    def look(self, index: int) -> None:
+        """Notes what is gone by now: stage `index` begins, or a piece of code outside ends, or the model returned."""
         held = []
         for made_in, memory, size in self._held:
             if memory.expired():
-                self.let_go.append(LetGo(made_in, piece, size))
+                self.let_go.append(LetGo(made_in, index, size))
             else:
                 held.append((made_in, memory, size))
         self._held = held
-        if root is None:
-            return
+
+    def piece_ended(self, index: int, root: CodeType) -> None:
+        """Notes what variables hold that a piece of code outside made, which ends now.
+
+        Args:
+            root: the function that called the model.
+        """
         for value in _values_of_frames(root):
             for tensor in tensors(value):
                 storage = self._see(tensor)
                 if storage is not None:
                     size = rounded(tensor.untyped_storage().nbytes(), tensor.device)
-                    self._held.append((piece, storage, size))
+                    self._held.append((index, storage, size))
 
     def _see(self, tensor: torch.Tensor) -> StorageWeakRef | None:
         """A weak reference to the memory of a tensor, if it was not seen before."""
