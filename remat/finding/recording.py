@@ -6,7 +6,7 @@ Nothing is saved for a backward meanwhile, so the forward takes as much memory a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,7 @@ class Call:
         saved_bytes: what autograd would keep of what was computed in it or handed to it, its children's included.
         work: how much its operators, its children's included, have to do: bytes that they read and write, and
             a byte for every few operations of arithmetic. An estimate that is the same each time, as times are not.
-        own: storages of the module's parameters and buffers.
+        owned: storages of the parameters and buffers of all modules of the model.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Call:
     begin: int
     given: list[Key]
     takes: Key | None
-    own: frozenset[int]
+    owned: Mapping[nn.Module, frozenset[int]]
     end: int = BEFORE
     returned: list[Key] = field(default_factory=list)
     children: list[Call] = field(default_factory=list)
@@ -56,6 +56,11 @@ class Call:
     @property
     def goes_on(self) -> Key | None:
         return self.returned[0] if self.returned else None
+
+    @functools.cached_property
+    def own(self) -> frozenset[int]:
+        """Storages of the parameters and buffers of the module, and of those inside of it."""
+        return frozenset().union(*(self.owned.get(part, ()) for part in self.module.modules()))
 
     def has(self, other: Call | None) -> bool:
         """Whether `other` is this call or lies in it."""
@@ -141,7 +146,7 @@ def record(model: nn.Module, sample: Arguments) -> Record:
 class _Recorder:
     def __init__(self, model: nn.Module) -> None:
         self.names = outside_of_compiled(model)
-        self.own = {module: _own_storages(module) for module in self.names}
+        self.owned = {module: _own_storages(module) for module in model.modules()}
         self.counts: dict[nn.Module, int] = {}
         self.storages: dict[int, Storage] = {}
         self.alive: list[StorageWeakRef] = []
@@ -163,7 +168,7 @@ class _Recorder:
             self.clock,
             [key_of(tensor) for tensor in given],
             None if takes is None else key_of(takes),
-            self.own[module],
+            self.owned,
         )
         if self.present is not None:
             self.present.children.append(call)
@@ -278,8 +283,10 @@ def _written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
 
 
 def _own_storages(module: nn.Module) -> frozenset[int]:
-    owned = [*module.parameters(), *module.buffers()]
-    return frozenset(tensor.untyped_storage()._cdata for tensor in owned if tensor.layout == torch.strided)
+    owned = (*module._parameters.values(), *module._buffers.values())
+    return frozenset(
+        tensor.untyped_storage()._cdata for tensor in owned if tensor is not None and tensor.layout == torch.strided
+    )
 
 
 def no_backward(_: None) -> torch.Tensor:

@@ -13,8 +13,9 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from remat.finding.recording import BEFORE, Call, Key, Record
+from remat.finding.recording import BEFORE, Call, Key, Record, Storage
 
 WHOLE = 2 / 3  # share of the model's memory from which on a call is too much for one stage
 WORTH = 0.01  # share of the model's memory that recomputing a run of units must be able to free
@@ -65,7 +66,10 @@ class Selector:
     def __init__(self, record: Record) -> None:
         self.record = record
         self.storages = record.storages
-        self._written = [(address, storage) for address, storage in self.storages.items() if storage.writes]
+        self._written = [_Written.of(address, storage) for address, storage in self.storages.items() if storage.writes]
+        self._saved = [
+            (id(storage.saved_by), storage.size) for storage in self.storages.values() if storage.saved_by is not None
+        ]
         self._in_order = sorted(self.storages, key=lambda address: self.storages[address].born)
         self._used_by: dict[int, list[tuple[int, int]]] = {}
         for address, storage in self.storages.items():
@@ -262,24 +266,38 @@ class Selector:
         """
         if unit.takes is None:
             return f"{unit.name!r} is given no tensor"
-        own = frozenset().union(*(call.own for call in unit.calls))
-        for address, storage in self._written:
-            late = [call.name for time, call in storage.writes if time >= unit.begin]
-            if not late or unit.begin <= storage.born < unit.end or address in own:
+        begin, end = unit.begin, unit.end
+        for address, storage, last_write, used in self._written:
+            if last_write < begin or begin <= storage.born < end:
                 continue
-            if any(unit.has(call) for _, call in storage.uses):
-                return f"{storage.what}, which {unit.name!r} uses, is changed in place in {late[0] or 'the model'!r}"
+            meanwhile = storage.uses[bisect_left(used, begin) : bisect_left(used, end)]
+            if not meanwhile or any(address in call.own for call in unit.calls):
+                continue
+            if not any(unit.has(call) for _, call in meanwhile):
+                continue
+            late = next(call.name for time, call in storage.writes if time >= begin)
+            return f"{storage.what}, which {unit.name!r} uses, is changed in place in {late or 'the model'!r}"
         return ""
 
     # What chains cover -----------------------------------------------------------------------------------------------
 
     def covered_bytes(self, units: Sequence[Unit]) -> int:
         """What autograd would keep of what is saved in the units."""
-        return sum(
-            storage.size
-            for storage in self.storages.values()
-            if storage.saved_by is not None and any(unit.has(storage.saved_by) for unit in units)
-        )
+        places = _places(units)
+        return sum(size for saved_by, size in self._saved if saved_by in places)
+
+
+class _Written(NamedTuple):
+    """A storage that something writes to, with when it was written last, and when it was used, in order."""
+
+    address: int
+    storage: Storage
+    last_write: int
+    used: list[int]
+
+    @classmethod
+    def of(cls, address: int, storage: Storage) -> _Written:
+        return cls(address, storage, max(time for time, _ in storage.writes), [time for time, _ in storage.uses])
 
 
 def _places(units: Sequence[Unit]) -> dict[int, int]:
