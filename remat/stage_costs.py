@@ -105,7 +105,7 @@ def as_executed(size: Sizes, stage: Stage, mark: Marks) -> Sizes:
 
     Running it forward takes states of the generator to compare and to put back, and copies of buffers to work on;
     a backward keeps those copies that it saved (a batch norm's does) in place of the buffers. What a stage holds in any
-    case is in the executor's reserve, so no part of what it saves.
+    case is in the executor's reserve, so no part of what it saves; a run that is repeated holds it once more meanwhile.
     """
     buffers = sum(buffer.numel() * buffer.element_size() for *_, buffer in stage.buffers())
     working = 2 * buffers + 3 * _state_bytes()
@@ -113,7 +113,7 @@ def as_executed(size: Sizes, stage: Stage, mark: Marks) -> Sizes:
         size,
         saved=max(size.saved - size.undeferred, size.act) + mark.changed_bytes,
         fwd_overhead=size.fwd_overhead + working,
-        save_overhead=size.save_overhead + working,
+        save_overhead=size.save_overhead + working + size.undeferred,
     )
 
 
