@@ -52,9 +52,10 @@ def test_the_prediction_is_near_what_is_measured(name: str) -> None:
     assert 0.75 * schedule.budget_bytes < peak <= schedule.budget_bytes
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_every_block_checkpointed_takes_what_is_predicted_to_the_byte(name: str) -> None:
-    """What the models' variables hold in the forward, and of the executor only forwards need, is not in this peak."""
+@pytest.mark.parametrize("name", EVERY)
+def test_every_block_checkpointed_takes_what_is_predicted(name: str) -> None:
+    """To the byte where nothing is copied or held on the way that may or may not be: what the models' variables hold in
+    the forward, and of the executor only forwards need, is not in this peak."""
     model, sample = made(name)
     chain = chain_of(name)
     stored = dict(enumerate([*chain.fixed[:-1], True], start=1))
@@ -62,8 +63,9 @@ def test_every_block_checkpointed_takes_what_is_predicted_to_the_byte(name: str)
     for stage in reversed(stored):
         operations += [f"B{stage}"] if stored[stage] else [f"F_all{stage}", f"B{stage}"]
     schedule = replace(remat.Schedule.parse(" ".join(operations)), layout=chain.layout)
-    measured = remat.run(model, sample, schedule, repeats=1)
-    assert measured.peak_bytes == remat.simulate(chain, schedule).peak_bytes
+    measured = remat.run(model, sample, schedule, repeats=1).peak_bytes
+    predicted = remat.simulate(chain, schedule).peak_bytes
+    assert measured == predicted if name in ("gpt2", "llama", "transformer") else measured <= predicted
 
 
 def test_profiling_leaves_the_model_as_it_was() -> None:
