@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from remat.chain import Chain, Layout
+from remat.finding.facts import Facts, users_of_leaves
 from remat.finding.find import SMALL, locate
 from remat.finding.found import FoundChain
-from remat.finding.measuring import Bytes, Facts, Loss, Pass, Seconds, Span, users_of_leaves
+from remat.finding.measuring import Bytes, Loss, Pass, Seconds, Span
 from remat.finding.variables import LetGo, Variables
 from remat.meter import MemoryMeter, Region
 from remat.preserving import ForeignGradients, RandomGradients, Sink, aliased_parameters, preserved

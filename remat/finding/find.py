@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from remat.errors import UnsupportedModel
 from remat.finding.found import FoundChain, FoundStage
-from remat.finding.recording import Call, Record, no_backward, record
+from remat.finding.recording import Call, Record, record, saving_nothing
 from remat.finding.selecting import Selector, Unit
 from remat.preserving import preserved
 from remat.runtime.caches import caches_off, configs_with_caches
@@ -172,7 +171,7 @@ def _timed(model: nn.Module, sample: Arguments, units: Sequence[Unit]) -> tuple[
             seconds[index] += time.perf_counter() - start
         return output
 
-    with torch.enable_grad(), intercepted(names, call), saved_tensors_hooks(lambda tensor: None, no_backward):
+    with torch.enable_grad(), intercepted(names, call), saving_nothing():
         start = time.perf_counter()
         model(*sample.args, **sample.kwargs)
         synchronise()

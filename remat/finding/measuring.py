@@ -12,7 +12,6 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat.errors import UnsupportedModel
-from remat.finding.recording import no_backward
+from remat.finding.facts import Facts, Made, Side, begun_by
+from remat.finding.recording import no_backward, saving_nothing
 from remat.finding.variables import Variables
 from remat.meter import MemoryMeter, Region
 from remat.preserving import ForeignGradients, RandomGradients, Sink, Source, drops_gradients
@@ -91,40 +91,6 @@ class Seconds(Gauge):
             torch.get_device_module(self._device).synchronize(self._device)
 
 
-@dataclass
-class Side:
-    """A tensor passed to stages beside what they work on, with a gradient, of so many bytes at most."""
-
-    users: list[int]
-    producer: int
-    gradient_bytes: int
-
-
-class Made(NamedTuple):
-    """Something that a stage returned and that has a gradient; `position` 0 is what the stage hands on."""
-
-    stage: int
-    position: int
-
-
-@dataclass
-class Facts:
-    """What a pass found out beside its measurements."""
-
-    boundaries: dict[int, Boundary] = field(default_factory=dict)
-    marks: dict[int, Marks] = field(default_factory=dict)
-    act: dict[int, int] = field(default_factory=dict)  # bytes of what a stage hands on
-    grad: dict[int, int] = field(default_factory=dict)
-    kept_input: dict[int, bool] = field(default_factory=dict)  # code outside holds what it was handed
-    leaves: dict[int, set[torch.Tensor]] = field(default_factory=dict)  # those that the backward of a stage reaches
-    sides: dict[int, Side] = field(default_factory=dict)
-    used: dict[Made, dict[int, int]] = field(default_factory=dict)  # by which code outside; bytes of its gradient
-    # Of what stages returned and variables still named: gone by the end of a piece of code outside, and there when a
-    # stage of a run began but gone when the forward was over.
-    rebound: dict[int, int] = field(default_factory=dict)
-    passing: dict[int, int] = field(default_factory=dict)
-
-
 # A pass --------------------------------------------------------------------------------------------------------------
 
 
@@ -150,7 +116,7 @@ class Pass:
         self.places, self.gauge, self.foreign, self.memory = places, gauge, foreign, memory
         self.variables = variables
         self._piece = 0  # of code outside, whose backward runs
-        self._begun_by = _begun_by(known) if known is not None else {}
+        self._begun_by = begun_by(known) if known is not None else {}
         self.facts = Facts()
         self._counter = Counter(places)
         self._position = 0
@@ -216,7 +182,7 @@ class Pass:
         assert value is not None
         calls.add(forward, args, kwargs)
         if not place.last:
-            with _saving_nothing():
+            with saving_nothing():
                 output = forward(*args, **kwargs)
             calls.returned(output)
             self._returned += map(_held, tensors(output))
@@ -429,9 +395,11 @@ class Pass:
         gradients = [leaf.grad for leaf in leaves]
         for leaf in leaves:
             leaf.grad = None
-        yield
-        for leaf, gradient in zip(leaves, gradients, strict=True):
-            leaf.grad = gradient
+        try:
+            yield
+        finally:
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                leaf.grad = gradient
 
     def _note_leaves(self, index: int, end: torch.Tensor, apart: set[Any]) -> set[Any]:
         """Notes which leaves a backward reaches; returns its nodes without those `apart`."""
@@ -452,23 +420,6 @@ class Pass:
             if not drops_gradients(node):
                 todo.extend(before for before, _ in node.next_functions)
         return nodes
-
-
-def users_of_leaves(facts: Facts) -> dict[torch.Tensor, list[int]]:
-    """Which stages the backward of which reaches a leaf, in the order of the backward, where there are several."""
-    users: dict[torch.Tensor, list[int]] = {}
-    for index in sorted(facts.leaves, reverse=True):
-        for leaf in facts.leaves[index]:
-            users.setdefault(leaf, []).append(index)
-    return {leaf: stages for leaf, stages in users.items() if len(stages) > 1}
-
-
-def _begun_by(facts: Facts) -> dict[int, list[torch.Tensor]]:
-    """The leaves of several stages, by the one whose gradient is the first."""
-    found: dict[int, list[torch.Tensor]] = {}
-    for leaf, (first, *_) in users_of_leaves(facts).items():
-        found.setdefault(first, []).append(leaf)
-    return found
 
 
 class _Held(NamedTuple):
@@ -512,7 +463,3 @@ def _cut(output: Any, told: Callable[[int, torch.Tensor], None] | None = None) -
 def _made(node: Any) -> Made | None:
     """What a node of a graph stands for, if it is where the graph was cut off from a stage."""
     return getattr(node, "made", None) if drops_gradients(node) else None
-
-
-def _saving_nothing() -> saved_tensors_hooks:
-    return saved_tensors_hooks(lambda tensor: None, no_backward)

@@ -292,3 +292,8 @@ def _own_storages(module: nn.Module) -> frozenset[int]:
 def no_backward(_: None) -> torch.Tensor:
     """The unpack hook of a forward that keeps nothing."""
     raise UnsupportedModel("the model runs a backward in its forward, which a watched forward cannot")
+
+
+def saving_nothing() -> saved_tensors_hooks:
+    """A forward inside is the same computation as ever, and keeps nothing for a backward."""
+    return saved_tensors_hooks(lambda tensor: None, no_backward)
