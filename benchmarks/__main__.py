@@ -10,6 +10,7 @@ from benchmarks.dtr import dtr, static
 from benchmarks.frontier import frontier
 from benchmarks.live import live
 from benchmarks.paper import dtr_paper, rotor_paper
+from benchmarks.peaks import peaks
 from benchmarks.planners import planners
 from benchmarks.speed import prediction, sequential, store_all
 
@@ -20,6 +21,7 @@ BENCHMARKS = {
     "store_all": lambda: store_all(30),
     "sequential": lambda: sequential(10),
     "prediction": lambda: prediction(6),
+    "peaks": peaks,
     "live": lambda: live(7),
     "frontier": lambda: frontier(6),
     "compare": comparing,

@@ -1,0 +1,89 @@
+"""Predicted over measured peaks: schedules that random stage times lead to, and every block checkpointed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+import remat
+from benchmarks.any_model import MODELS
+from benchmarks.pairing import write
+from remat.models import gpt, resnet18, resnet50
+from remat.solvers.base import store_all_peak
+
+Example = tuple[nn.Module, Any, Callable[[Any], torch.Tensor] | None]
+
+
+def _language() -> Example:
+    tokens, targets = torch.randint(0, 256, (2, 8, 64))
+    model = gpt(6, 96, 4, context=64)
+    return model, tokens, lambda logits: nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _linear(batch: int) -> Example:
+    draw = random.Random(3)
+    widths = [draw.randint(100, 1000) for _ in range(13)]
+    return nn.Sequential(*map(nn.Linear, widths, widths[1:])), torch.randn(batch, widths[0]), None
+
+
+CHAINS: dict[str, Callable[[], Example]] = {
+    "ResNet-18": lambda: (resnet18(), torch.randn(4, 3, 64, 64), None),
+    "ResNet-50": lambda: (resnet50(), torch.randn(4, 3, 64, 64), None),
+    "GPT with its loss": _language,
+    "Linear, batch 64": lambda: _linear(64),
+    "Linear, batch 1500": lambda: _linear(1500),
+}
+
+
+def peaks(drawn: int = 3) -> list[dict[str, object]]:
+    """Ratios for chains, by all schedules for ten budgets of `drawn` draws of times, and for models as they are."""
+    rows: list[dict[str, object]] = []
+    for name, make in CHAINS.items():
+        torch.manual_seed(0)
+        model, sample, loss = make()
+        chain = remat.profile(model, sample, loss=loss, repeats=1)
+        ratios = [_ratio(model, sample, loss, chain, schedule) for schedule in _schedules(chain, drawn)]
+        rows.append({"what": "ten budgets, random times", "model": name, "predicted_over_measured": ratios})
+        print(f"{name}: {len(ratios)} schedules, {min(ratios):.4f} to {max(ratios):.4f}", flush=True)
+    for name, make_any in MODELS.items():
+        model, sample = make_any()
+        chain = remat.profile(model, sample, repeats=1)
+        ratio = _ratio(model, sample, None, chain, _every_block_checkpointed(chain))
+        rows.append({"what": "every block checkpointed", "model": name, "predicted_over_measured": [ratio]})
+        print(f"{name}, every block checkpointed: {ratio:.6f}", flush=True)
+    write("peaks", rows, "predicted peak / measured peak of a step")
+    return rows
+
+
+def _ratio(model: nn.Module, sample: Any, loss: Any, chain: remat.Chain, schedule: remat.Schedule) -> float:
+    measured = remat.run(model, sample, schedule, loss=loss, repeats=1).peak_bytes
+    return remat.simulate(chain, schedule).peak_bytes / measured
+
+
+def _schedules(chain: remat.Chain, drawn: int) -> Iterator[remat.Schedule]:
+    """Different schedules only."""
+    draw = random.Random(0)
+    least, most = remat.minimum_budget(chain), store_all_peak(chain)
+    seen = set()
+    for _ in range(drawn):
+        forward = tuple(seconds * draw.uniform(0.3, 3) for seconds in chain.fwd_seconds)
+        backward = tuple(seconds * draw.uniform(0.3, 3) for seconds in chain.bwd_seconds)
+        timed = replace(chain, fwd_seconds=forward, bwd_seconds=backward)
+        for step in range(10):
+            schedule = remat.solve(timed, least + (most - least) * step // 9)
+            if schedule.operations not in seen:
+                seen.add(schedule.operations)
+                yield schedule
+
+
+def _every_block_checkpointed(chain: remat.Chain) -> remat.Schedule:
+    stored = dict(enumerate([*chain.fixed[:-1], True], start=1))
+    operations = [f"F_{'all' if stored[stage] else 'ck'}{stage}" for stage in stored]
+    for stage in reversed(stored):
+        operations += [f"B{stage}"] if stored[stage] else [f"F_all{stage}", f"B{stage}"]
+    return replace(remat.Schedule.parse(" ".join(operations)), layout=chain.layout)
