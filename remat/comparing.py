@@ -26,7 +26,7 @@ from remat.profiling import profile
 from remat.rounds import Progress, Row, measure, sum_up
 from remat.runtime.dtr.simulator import Replay
 from remat.runtime.dtr.trace import Trace
-from remat.runtime.stages import describe, is_sequential
+from remat.runtime.stages import describe, describe_call, is_sequential
 from remat.runtime.values import tensors
 from remat.schedule import Schedule, store_all_operations
 from remat.simulation import simulate
@@ -51,6 +51,7 @@ def compare(
     slots: int = 500,
     file: str | os.PathLike[str] | None = None,
     progress: bool | Progress = True,
+    output_held: bool = True,
 ) -> Comparison:
     """What each strategy costs this model at each budget: planned, and then run on this machine.
 
@@ -79,6 +80,7 @@ def compare(
         file: the comparison is written there as JSON as it grows. If the file is there, it is taken up: its profile
             of the model is used, what was measured for the same strategies and budgets is not measured again, and what
             it holds of others stays in it.
+        output_held: hold the output until the backward is over, as most training loops do; as for `remat.profile`.
         progress: whether to show progress on stderr; or a function of what is done, how much of it, and of how much.
 
     Returns:
@@ -102,7 +104,7 @@ def compare(
         raise RematError(f"{file}: its folder does not exist; make it first")
     before = Comparison.load(file) if file is not None and Path(file).exists() else None
     with _shown(progress) as tell:
-        work = _Work(model, sample, loss, measure, tell, file)
+        work = _Work(model, sample, loss, measure, tell, file, output_held=output_held)
         if before is not None:
             work.take_up(before)
         work.plan(chosen, budgets, everything=strategies is not None)
@@ -126,7 +128,10 @@ class _Work:
         measure: bool,
         tell: Progress,
         file: str | os.PathLike[str] | None,
+        *,
+        output_held: bool,
     ) -> None:
+        self.output_held = output_held
         self.model, self.sample, self.loss = model, sample, loss
         self.measure, self.tell, self.file = measure, tell, file
         self.chain: Chain | None = None
@@ -139,7 +144,7 @@ class _Work:
         self.rows: list[Row] = []
         self.before: Comparison | None = None
         self.complete = not measure
-        self.fingerprint = _fingerprint(model, sample, loss)
+        self.fingerprint = _fingerprint(model, sample, loss, output_held)
 
     # Planning --------------------------------------------------------------------------------------------------------
 
@@ -196,7 +201,9 @@ class _Work:
             return chosen
         try:
             if self.chain is None:
-                self.chain = profile(self.model, self.sample, loss=self.loss, progress=self.tell)
+                self.chain = profile(
+                    self.model, self.sample, loss=self.loss, progress=self.tell, output_held=self.output_held
+                )
         except UnsupportedModel as error:
             if is_sequential(self.model):
                 raise
@@ -233,7 +240,8 @@ class _Work:
         self.trace, self.extra = Trace.from_chain(self.chain), 0
 
     def _bench(self) -> Bench:
-        return Bench(self.model, self.sample, self.loss, chain=self.chain is not None and not self._is_found())
+        in_a_row = self.chain is not None and not self._is_found()
+        return Bench(self.model, self.sample, self.loss, chain=in_a_row, output_held=self.output_held)
 
     def _is_found(self) -> bool:
         """Whether the chain was found in a model that is no `nn.Sequential`."""
@@ -405,11 +413,11 @@ def _batch(sample: Any) -> int:
     return found[0].shape[0] if found else 1
 
 
-def _fingerprint(model: nn.Module, sample: Any, loss: Loss | None) -> str:
+def _fingerprint(model: nn.Module, sample: Any, loss: Loss | None, output_held: bool) -> str:
     """What a measurement holds for: the model's modules and their flags, its tensors, the sample's form, autocast."""
     parts = [model, loss] if isinstance(loss, nn.Module) else [model]
-    found: list[object] = [describe(sample), loss is None, torch.is_autocast_enabled("cpu")]
-    found += [torch.is_autocast_enabled("cuda"), type(loss).__name__]
+    found: list[object] = [describe_call(sample), loss is None, output_held]
+    found.append(type(loss).__name__)
     for part in parts:
         found += [(name, type(module).__name__, module.training) for name, module in part.named_modules()]
         for kind in (part.named_parameters(), part.named_buffers()):

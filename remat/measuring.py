@@ -15,7 +15,14 @@ from remat.errors import UnsupportedModel
 from remat.live.context import DTR
 from remat.meter import MemoryMeter, elapsed, rounded
 from remat.native import checkpointed, compiled
-from remat.preserving import ForeignGradients, Sink, aliased_parameters, fixed_gradients, preserved
+from remat.preserving import (
+    ForeignGradients,
+    Sink,
+    aliased_parameters,
+    fixed_gradients,
+    preserved,
+    with_graph_of_its_own,
+)
 from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.driving import CallExecutor, driven, runs_in_place, undriven
 from remat.runtime.environment import RandomState, accelerators
@@ -23,6 +30,7 @@ from remat.runtime.stages import Stage, check_device, flatten, single_input
 from remat.runtime.values import arguments, loss_in, tensors
 from remat.runtime.wrapper import apply
 from remat.schedule import Schedule
+from remat.stage_costs import own_autocast_cache
 from remat.strategies import Native
 
 Loss = Callable[[Any], torch.Tensor]
@@ -40,15 +48,18 @@ class Bench:
 
     Args:
         chain: whether the model is an `nn.Sequential` run as a chain, whose sample is one input; else any module.
+        output_held: steps hold the output until their backward is over, as most training loops do.
 
     Raises:
         UnsupportedModel: `chain` and the model is none.
     """
 
-    def __init__(self, model: nn.Module, sample: Any, loss: Loss | None = None, *, chain: bool = True) -> None:
-        self._model, self._loss = model, loss
+    def __init__(
+        self, model: nn.Module, sample: Any, loss: Loss | None = None, *, chain: bool = True, output_held: bool = True
+    ) -> None:
+        self._model, self._loss, self._output_held = model, loss, output_held
         whole = Stage([module for _, module in flatten(model)] if chain else [model], "model")
-        self._value = single_input(sample) if chain else arguments(sample)
+        self._value = with_graph_of_its_own(single_input(sample) if chain else arguments(sample))
         self._spread = not chain
         values = tensors(self._value)
         self.device = check_device([whole], self._value) if values else next(model.parameters()).device
@@ -65,6 +76,7 @@ class Bench:
             stack.enter_context(undriven(self._model))
             stack.enter_context(caches_off(configs_with_caches(self._model)))
             stack.enter_context(preserved(self._parts, self._devices))
+            stack.enter_context(own_autocast_cache())
             self._foreign = stack.enter_context(aliased_parameters(self._parts))
             self._random = RandomState(self._devices)
             buffers = [buffer for part in self._parts for buffer in part.buffers()]
@@ -91,7 +103,7 @@ class Bench:
         return step
 
     def _make_step(self, how: Schedule | DTR | Native | None) -> Step:
-        options = (self._value, self._loss, self._gradients)
+        options = (self._value, Ending(self._loss, self._gradients, self._output_held))
         if isinstance(how, DTR):
             limited = LimitedStep(self._model, *options, spread=self._spread)
             limited.limit(how, self.sample_bytes)
@@ -111,6 +123,7 @@ class Bench:
     def peak_bytes(self, step: Step) -> int:
         """The most memory during a step above what was allocated before it, the sample included."""
         meter = MemoryMeter(self.device)
+        torch.clear_autocast_cache()  # a training step is an autocast block of its own, which casts parameters anew
         with step.prepared(), meter.session(), meter.region():
             step()
         (region,) = meter.regions
@@ -118,6 +131,7 @@ class Bench:
 
     def seconds(self, step: Step) -> float:
         """How long a step takes."""
+        torch.clear_autocast_cache()
         with step.prepared():
             return elapsed(self.device, step)
 
@@ -170,6 +184,14 @@ def _forms(outputs: list[torch.Tensor]) -> list[_Form]:
     return [_Form(output.shape, output.stride(), output.dtype, output.device) for output in outputs]
 
 
+class Ending(NamedTuple):
+    """How a step goes on from the model's output: to a loss, or with fixed gradients; the output is held, or not."""
+
+    loss: Loss | None
+    gradients: _OutputGradients
+    output_held: bool
+
+
 class Step:
     """One training step without the optimiser.
 
@@ -177,24 +199,28 @@ class Step:
         spread: whether a tuple or dict holds the arguments of the module.
     """
 
-    def __init__(
-        self, module: Any, value: Any, loss: Loss | None, gradients: _OutputGradients, *, spread: bool
-    ) -> None:
-        self._module, self._value, self._loss, self._spread = module, value, loss, spread
-        self._gradients = gradients
+    def __init__(self, module: Any, value: Any, ending: Ending, *, spread: bool) -> None:
+        self._module, self._value, self._spread = module, value, spread
+        self._loss, self._gradients, self._output_held = ending
+        self._held: Any = None
 
     def prepared(self) -> AbstractContextManager[None]:
         """What is set up around a step and is no part of it."""
         return nullcontext()
 
     def __call__(self, foreign: ForeignGradients | None = None) -> None:
-        end = self._forward()
-        if foreign is not None:
-            foreign.keep(end)
-        end.backward()
+        try:
+            end = self._forward()
+            if foreign is not None:
+                foreign.keep(end)
+            end.backward()
+        finally:
+            self._held = None
 
     def _forward(self) -> torch.Tensor:
         output = self._output()
+        if self._output_held:
+            self._held = output
         if self._loss is not None:
             return self._loss(output)
         own = loss_in(output) if self._spread else None

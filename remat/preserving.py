@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from remat.meter import rounded
 from remat.runtime.environment import RandomState
 from remat.runtime.sharding import is_sharded
+from remat.runtime.values import map_tensors, tensors
 
 
 @contextmanager
@@ -90,6 +92,19 @@ def _set_aside(parts: Iterable[nn.Module]) -> Iterator[ForeignGradients]:
             parameter.grad = gradient
 
 
+@contextmanager
+def set_apart(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Inside, the gradients of these leaves are new, as of one that others will add to: nothing is there to add to."""
+    before = [(leaf, leaf.grad) for leaf in leaves]
+    for leaf, _ in before:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, gradient in before:
+            leaf.grad = gradient
+
+
 class ForeignGradients:
     """The `.grad` of leaves that a measured backward reaches although they are not replaced by aliases."""
 
@@ -124,20 +139,36 @@ class ForeignGradients:
 class Source(torch.autograd.Function):
     """Hands an input on unchanged and drops its gradient, as if an earlier stage had taken it.
 
-    A leaf would keep the gradient, or copy it; between stages of a real backward neither happens. Who wants to know of
-    the gradients sets `told`, a function of them, on the node.
+    A leaf would keep the gradient, or copy it; between stages of a real backward neither happens. Nor is what comes out
+    a view, since code may change it in place, and its graph does not hold on to the inputs. Who wants to know of the
+    gradients sets `told`, a function of them, on the node. `cut_off` calls it.
     """
 
     @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> Any:
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        return tuple(tensor.data for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         told = getattr(ctx, "told", None)
         if told is not None:
             told(*gradients)
-        return (None,) * len(gradients)
+        return (None,) * (1 + len(gradients))
+
+
+# What makes the outputs of `Source` part of a graph, and by which it can be told whose: where code outside of stages is
+# handed on what these returned, and where a stage is handed its input.
+OUTSIDE, INSIDE = (torch.empty((), requires_grad=True) for _ in range(2))
+
+
+def cut_off(*tensors: torch.Tensor, anchor: torch.Tensor = INSIDE) -> tuple[torch.Tensor, ...]:
+    """The same data as if an earlier stage had computed it: each in a graph that ends here, at `anchor`."""
+    return Source.apply(anchor, *(tensor.detach() for tensor in tensors))
+
+
+def with_graph_of_its_own(value: Any) -> Any:
+    """The value with tensors that others have computed, and may still run backward through, cut off from that."""
+    return map_tensors(lambda tensor: tensor if tensor.grad_fn is None else cut_off(tensor)[0], value)
 
 
 def drops_gradients(node: Any) -> bool:
@@ -176,14 +207,70 @@ def _random_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.is_complex else torch.float32
 
 
-class RandomGradients:
-    """Makes random gradients for given tensors when called, in their memory format; holds no memory until then.
+class Form(NamedTuple):
+    """How a gradient lies in memory: backwards hand on transposed ones, and parts of larger ones.
 
-    Random, not zeros: some kernels take another way for zeros, and for another layout.
+    Attributes:
+        elements: of its whole memory.
+        bytes: of its whole memory, as the allocator counts.
     """
 
-    def __init__(self, like: Iterable[torch.Tensor]) -> None:
-        self._like = [(torch.empty_like(tensor, device="meta"), tensor.device) for tensor in like]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    elements: int
+    bytes: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Form:
+        memory = tensor.untyped_storage().nbytes()
+        return cls(
+            tensor.shape,
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            memory // tensor.element_size(),
+            rounded(memory, tensor.device),
+            tensor.dtype,
+            tensor.device,
+        )
+
+    def make(self) -> torch.Tensor:
+        """A random gradient that lies in memory like this one."""
+        whole = torch.empty(self.elements, dtype=self.dtype, device=self.device).normal_()
+        return whole.as_strided(self.shape, self.stride, self.offset)
+
+
+def contiguous_forms(value: Any) -> tuple[Form | None, ...]:
+    """Forms of contiguous gradients for the tensors that require one; empty where these lie so anyway."""
+    found = [tensor for tensor in tensors(value) if tensor.requires_grad]
+    if all(tensor.is_contiguous() for tensor in found):
+        return ()
+    return tuple(Form.of(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)) for tensor in found)
+
+
+class RandomGradients:
+    """Makes random gradients for given tensors when called; holds no memory until then.
+
+    Random, not zeros: some kernels take another way for zeros. They lie in memory as the tensor does, or in the form
+    that is known of its gradient: some kernels copy what lies in another way.
+
+    Args:
+        forms: for each tensor the form of its gradient, None where that is not known.
+    """
+
+    def __init__(self, like: Iterable[torch.Tensor], forms: Sequence[Form | None] = ()) -> None:
+        self._forms: list[Form | None] = []
+        self._like: list[tuple[torch.Tensor, torch.device]] = []
+        for position, tensor in enumerate(like):
+            form = forms[position] if position < len(forms) else None
+            known = form is not None and (form.shape, form.dtype) == (tensor.shape, tensor.dtype)
+            self._forms.append(form if known else None)
+            self._like.append((torch.empty_like(tensor, device="meta"), tensor.device))
 
     def __call__(self) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.empty_like(meta, device=device).normal_() for meta, device in self._like)
+        return tuple(
+            torch.empty_like(meta, device=device).normal_() if form is None else form.make()
+            for form, (meta, device) in zip(self._forms, self._like, strict=True)
+        )

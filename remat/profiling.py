@@ -10,9 +10,9 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,21 +20,26 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from remat.chain import Chain, Layout
 from remat.errors import UnsupportedModel
+from remat.finding.carried import Carrying, begun_by, carried_by_caller, carried_by_leaves, leaves_of
 from remat.meter import MemoryMeter, elapsed
 from remat.preserving import (
     ForeignGradients,
+    Form,
     RandomGradients,
     Sink,
     aliased_parameters,
+    contiguous_forms,
+    drops_gradients,
     fixed_gradients,
     preserved,
+    set_apart,
 )
-from remat.profiling_calls import profile_calls
+from remat.profiling_calls import SETTLING, profile_calls
 from remat.runtime.environment import BufferWatch, RandomState, accelerators
 from remat.runtime.stages import (
     Stage,
     check_device,
-    describe,
+    describe_call,
     detached,
     flatten,
     is_sequential,
@@ -43,6 +48,7 @@ from remat.runtime.stages import (
 )
 from remat.runtime.values import map_tensors, tensors
 from remat.stage_costs import (
+    NOTHING,
     Boundary,
     Marks,
     SavedStorages,
@@ -51,10 +57,11 @@ from remat.stage_costs import (
     cast_bytes,
     executor_reserve,
     gradient_bytes,
+    own_autocast_cache,
+    signed,
     sizes_of_stage,
     sourced,
     storage_bytes,
-    without_autocast_cache,
 )
 
 Loss = Callable[[Any], torch.Tensor]
@@ -73,6 +80,7 @@ def profile(
     stages: Sequence[str | nn.Module] | None = None,
     progress: Progress | None = None,
     agreed: Callable[[Chain], Chain] | None = None,
+    output_held: bool = True,
 ) -> Chain:
     """Measures what every stage of `model` costs on `sample` (Beaumont et al., Section 5.1).
 
@@ -90,6 +98,9 @@ def profile(
             computes it (`output.loss`), else it is taken as free.
         small: modules whose forward takes less than this share of the upper quartile are fused with their neighbour.
         stages: names or modules to take for the stages, as in `find_chain`; None: they are found.
+        output_held: count the output as held by the caller until the backward is over, as by
+            `out = model(x); loss = criterion(out, y); loss.backward()`. False where the loop drops it before, or never
+            names it: `criterion(model(x), y).backward()`.
         agreed: makes of the chain that was measured the one to plan for, as processes do that train together.
         progress: called with what is being done, how many steps of it are done, and how many there are.
 
@@ -106,39 +117,54 @@ def profile(
     tell = progress or (lambda what, done, total: None)
     if stages is not None or not is_sequential(model):
         return profile_calls(
-            model, sample, repeats=repeats, loss=loss, small=small, stages=stages, tell=tell, agreed=agreed
+            model,
+            sample,
+            repeats=repeats,
+            loss=loss,
+            small=small,
+            stages=stages,
+            tell=tell,
+            agreed=agreed,
+            output_held=output_held,
         )
     value = single_input(sample)
     flat = flatten(model)
     everything = Stage([module for _, module in flat], "model")
     device = check_device([everything], value)
-    layout_inputs = describe(value)
+    layout_inputs = describe_call(value)
     loss_modules = [loss] if isinstance(loss, nn.Module) else []  # which may have parameters and buffers too
     everywhere = preserved([*everything.modules, *loss_modules], accelerators(everything, value))
     aliased = aliased_parameters([model, *loss_modules])
-    with torch.enable_grad(), everywhere, aliased as foreign, without_autocast_cache():
+    with torch.enable_grad(), everywhere, aliased as foreign, own_autocast_cache():
         traits = list(_probe(flat, value, tell))
         grouped, marks = _fuse(flat, traits, small)
         runs: list[Stage | Loss] = [*grouped] if loss is None else [*grouped, loss]
-        sizes = _measure_memory(runs, value, device, foreign, tell)
+        casts = cast_bytes(device, partial(_run_all, runs, value))
+        memory = _measure_memory(runs, value, device, foreign, tell, output_held=output_held)
         times = _measure_time(runs, value, device, repeats, tell)
 
+    sizes = memory.sizes
     sizes[: len(grouped)] = map(as_executed, sizes, grouped, marks)
     if loss is None:
-        sizes.append(_free_loss(sizes[-1]))
+        sizes.append(NOTHING if output_held else _free_loss(sizes[-1]))
         times.append((0.0, 0.0))
+    grads = [memory.input_gradient, *(size.grad for size in sizes)]
+    output_bytes = sizes[len(grouped) - 1].act if output_held else 0
+    held_by_caller = carried_by_caller(grads[: len(grouped) + 1], output_bytes)
+    carrying = Carrying([*carried_by_leaves(memory.leaves), *held_by_caller])
+    more, less = signed(carrying.extras([size.bwd_extra for size in sizes]))
     of_loss = Marks(False, False, 0)
     chain = Chain(
         act_bytes=(storage_bytes(value), *(size.act for size in sizes)),
         saved_bytes=tuple(size.saved for size in sizes),
         fwd_overhead_bytes=tuple(size.fwd_overhead for size in sizes),
         save_overhead_bytes=tuple(size.save_overhead for size in sizes),
-        bwd_overhead_bytes=tuple(max(size.bwd_extra, 0) for size in sizes),
-        bwd_released_bytes=tuple(max(-size.bwd_extra, 0) for size in sizes),
-        reserve_bytes=executor_reserve(marks, sizes) + cast_bytes(everything, device),
+        bwd_overhead_bytes=more,
+        bwd_released_bytes=less,
+        reserve_bytes=executor_reserve(marks, sizes) + casts,
         fwd_seconds=tuple(forward for forward, _ in times),
         bwd_seconds=tuple(backward for _, backward in times),
-        grad_bytes=(gradient_bytes(value), *(size.grad for size in sizes)),
+        grad_bytes=carrying.gradients(grads),
         names=(*(stage.name for stage in grouped), "loss"),
         draws_random=tuple(mark.draws_random for mark in (*marks, of_loss)),
         changes_buffers=tuple(mark.changes_buffers for mark in (*marks, of_loss)),
@@ -259,29 +285,126 @@ def _fuse(
 # Memory ----------------------------------------------------------------------------------------------------------
 
 
+class _Memory(NamedTuple):
+    """What the gradient of the model's input and the stages take, and which leaves the backward of each reaches."""
+
+    input_gradient: int
+    sizes: list[Sizes]
+    leaves: dict[int, set[torch.Tensor]]
+
+
 def _measure_memory(
-    runs: Sequence[Stage | Loss], value: Any, device: torch.device, foreign: ForeignGradients, tell: Progress
-) -> list[Sizes]:
+    runs: Sequence[Stage | Loss],
+    value: Any,
+    device: torch.device,
+    foreign: ForeignGradients,
+    tell: Progress,
+    *,
+    output_held: bool,
+) -> _Memory:
+    value = detached(value)
+    layouts = _settled_layouts(runs, value, foreign, tell)
     meter = MemoryMeter(device)
     boundaries: list[Boundary] = []
-    value = detached(value)
+    given = last_given = value
     with meter.session():
         for index, run in enumerate(runs):
             tell("measuring memory", index, len(runs))
-            value, boundary = _measure_stage(run, value, meter, foreign)
+            last_given = given
+            given, boundary = _measure_stage(index, run, given, meter, foreign, layouts)
             boundaries.append(boundary)
+        contiguous = contiguous_forms(given) if isinstance(runs[-1], Stage) else ()
+        if contiguous:  # a loss that is not known sends back gradients of its own choice
+            layouts.forms[len(runs)] = contiguous
+            boundaries.append(_measure_stage(len(runs) - 1, runs[-1], last_given, meter, foreign, layouts)[1])
         tell("measuring memory", len(runs), len(runs))
-    held = True  # the model's input stays with the caller
+    stages = sum(isinstance(run, Stage) for run in runs)
     sizes = []
     for position, boundary in enumerate(boundaries):
+        index = position if position < len(runs) else stages - 1  # the last one is there twice
         without, full, backward = meter.regions[3 * position : 3 * position + 3]
-        sizes.append(sizes_of_stage(without, full, backward, boundary, held))
-        held = boundary.saves_output
-    return sizes
+        held = index == 0 or boundaries[index - 1].saves_output or (output_held and index == stages)
+        size = sizes_of_stage(without, full, backward, boundary, held)
+        if output_held and index == stages - 1 and not boundary.saves_output:  # it was measured without
+            size = replace(size, bwd_extra=size.bwd_extra + boundary.act)
+        sizes.append(size)
+    if contiguous:
+        other = sizes.pop()
+        sizes[-1] = replace(sizes[-1], bwd_extra=max(sizes[-1].bwd_extra, other.bwd_extra))
+    return _Memory(layouts.gradient_bytes(0, value), sizes, layouts.leaves)
+
+
+@dataclass
+class _Layouts:
+    """How gradients lie in memory and which leaves they go to, as seen in a backward of every stage by itself.
+
+    Attributes:
+        forms: of the gradients that come back to stage `index + 1`'s input, so that of the model's is number 0.
+        leaves: by stage, counted from 1.
+    """
+
+    forms: dict[int, tuple[Form | None, ...]] = field(default_factory=dict)
+    leaves: dict[int, set[torch.Tensor]] = field(default_factory=dict)
+
+    def gradient_bytes(self, index: int, value: Any) -> int:
+        """What the gradients of the value at this place take, with the memory that they are parts of."""
+        forms = [form for form in self.forms.get(index, ()) if form is not None]
+        return max(gradient_bytes(value), sum(form.bytes for form in forms))
+
+
+def _settled_layouts(runs: Sequence[Stage | Loss], value: Any, foreign: ForeignGradients, tell: Progress) -> _Layouts:
+    """Runs every stage forward and backward until gradients lie in memory as in the sweep before.
+
+    What a stage sends back may depend on what was sent back to it, from the last stage to the first.
+    """
+    layouts = _Layouts()
+    for sweep in range(SETTLING):
+        tell("looking at gradients", sweep, SETTLING)
+        found = _Layouts()
+        given = value
+        for index, run in enumerate(runs):
+            given = _look_at_gradients(index, run, given, foreign, layouts, found)
+        settled = found.forms == layouts.forms
+        layouts = found
+        if settled:
+            break
+    tell("looking at gradients", SETTLING, SETTLING)
+    return layouts
+
+
+def _look_at_gradients(
+    index: int, run: Stage | Loss, value: Any, foreign: ForeignGradients, known: _Layouts, found: _Layouts
+) -> Any:
+    """One stage forward and backward; returns its output."""
+    source = sourced(value)
+    for tensor in tensors(source):
+        if tensor.requires_grad and tensor.grad_fn is not None:
+            node: Any = tensor.grad_fn  # one for all of them
+            node.told = partial(_note_forms, found, index)
+    output = run(source)
+    following = detached(output)
+    del source
+    end = _end(output, known.forms.get(index + 1, ()))
+    del output
+    if end is not None:
+        found.leaves[index + 1] = leaves_of(end, drops_gradients)
+        foreign.keep(end)
+        end.backward()
+    return following
+
+
+def _note_forms(found: _Layouts, index: int, *gradients: torch.Tensor | None) -> None:
+    found.forms[index] = tuple(None if gradient is None else Form.of(gradient) for gradient in gradients)
+
+
+def _end(output: Any, forms: Sequence[Form | None]) -> torch.Tensor | None:
+    """What stands for all that follows a stage; None where no gradient comes from there."""
+    differentiable = [tensor for tensor in tensors(output) if tensor.requires_grad]
+    return Sink.apply(RandomGradients(differentiable, forms), *differentiable) if differentiable else None
 
 
 def _measure_stage(
-    run: Stage | Loss, value: Any, meter: MemoryMeter, foreign: ForeignGradients
+    index: int, run: Stage | Loss, value: Any, meter: MemoryMeter, foreign: ForeignGradients, layouts: _Layouts
 ) -> tuple[Any, Boundary]:
     """The three regions of one stage: forward without saving, forward with, backward. Returns its output too."""
     saved = SavedStorages()
@@ -290,23 +413,23 @@ def _measure_stage(
     following = detached(output)
     boundary = Boundary(
         act=storage_bytes(output),
-        grad=gradient_bytes(output),
+        grad=layouts.gradient_bytes(index + 1, output),
         act_before=storage_bytes(value),
-        grad_before=gradient_bytes(value),
+        grad_before=layouts.gradient_bytes(index, value),
         saves_input=saved.among(value),
         saves_output=saved.among(output),
+        returned=storage_bytes(output),
     )
     del output
     source = sourced(value)
     with meter.region():
         output = run(source)
     del source
-    differentiable = [tensor for tensor in tensors(output) if tensor.requires_grad]
-    end = Sink.apply(RandomGradients(differentiable), *differentiable) if differentiable else None
-    del output, differentiable
+    end = _end(output, layouts.forms.get(index + 1, ()))
+    del output
     if end is not None:
         foreign.keep(end)
-    with meter.region():
+    with set_apart(begun_by(layouts.leaves).get(index + 1, ())), meter.region():
         if end is not None:
             end.backward()
     return following, boundary
@@ -314,7 +437,7 @@ def _measure_stage(
 
 def _free_loss(last: Sizes) -> Sizes:
     """A loss that costs nothing. By its backward the output is gone, unless its stage saved it."""
-    return Sizes(0, 0, 0, 0, 0, 0 if last.saves_output else -last.act, undeferred=0, saves_output=False)
+    return NOTHING if last.saves_output else replace(NOTHING, bwd_extra=-last.act)
 
 
 # Time ------------------------------------------------------------------------------------------------------------
@@ -348,6 +471,13 @@ def _measure_time(
 
 
 # Shared ----------------------------------------------------------------------------------------------------------
+
+
+def _run_all(runs: Sequence[Stage | Loss], value: Any) -> None:
+    """One forward of everything, which keeps nothing for a backward."""
+    with _saving_nothing():
+        for run in runs:
+            value = run(value)
 
 
 def _run_in(run: Stage | Loss, box: list[Any]) -> None:

@@ -5,41 +5,55 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from remat.chain import Chain, Layout
-from remat.finding.facts import Facts, users_of_leaves
+from remat.finding.carried import Carrying, carried_by_activations, carried_by_caller, carried_by_leaves
+from remat.finding.facts import Facts
 from remat.finding.find import SMALL, locate
 from remat.finding.found import FoundChain
 from remat.finding.measuring import Bytes, Loss, Pass, Seconds, Span
+from remat.finding.recording import saving_nothing
 from remat.finding.variables import LetGo, Variables
 from remat.meter import MemoryMeter, Region
-from remat.preserving import ForeignGradients, RandomGradients, Sink, aliased_parameters, preserved
+from remat.preserving import (
+    ForeignGradients,
+    RandomGradients,
+    Sink,
+    aliased_parameters,
+    preserved,
+    with_graph_of_its_own,
+)
 from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.driving import CallExecutor, driven
 from remat.runtime.environment import accelerators
 from remat.runtime.places import Places
-from remat.runtime.stages import Stage, check_device, describe
+from remat.runtime.stages import Stage, check_device, describe_call
 from remat.runtime.values import Arguments, arguments, loss_in, tensors
 from remat.schedule import Schedule
 from remat.simulation import peak_and_makespan
 from remat.solvers.persistent import Persistent
 from remat.stage_costs import (
+    NOTHING,
     Marks,
     Sizes,
     as_executed,
     cast_bytes,
     executor_reserve,
     gradient_bytes,
+    own_autocast_cache,
+    signed,
     sizes_of_stage,
     storage_bytes,
-    without_autocast_cache,
 )
 
 Progress = Callable[[str, int, int], None]
+
+SETTLING = 3  # passes at most, until gradients lie in memory as in the pass before
 
 
 def profile_calls(
@@ -52,9 +66,10 @@ def profile_calls(
     stages: Sequence[str | nn.Module] | None = None,
     tell: Progress,
     agreed: Callable[[Chain], Chain] | None = None,
+    output_held: bool = True,
 ) -> Chain:
     """`remat.profile` for a model that is no `nn.Sequential`."""
-    call = arguments(sample)
+    call = with_graph_of_its_own(arguments(sample))
     everything = Stage([model], "model")
     device = check_device([everything], call)
     modules = [model, loss] if isinstance(loss, nn.Module) else [model]
@@ -64,24 +79,39 @@ def profile_calls(
         everywhere,
         caches_off(configs_with_caches(model)),
         aliased_parameters(modules) as foreign,
-        without_autocast_cache(),
+        own_autocast_cache(),
     ):
         tell("finding chains", 0, 1)
         found = locate(model, call, stages=stages, small=small)
         tell("finding chains", 1, 1)
-        chain = _measured(model, call, layout_of(found, call), device, foreign, loss=loss, repeats=repeats, tell=tell)
+        casts = cast_bytes(device, partial(_forward_only, model, call))
+        protocol = Protocol(loss, output_held)
+        chain = _measured(model, call, layout_of(found, call), device, foreign, protocol, repeats=repeats, tell=tell)
+        chain = replace(chain, reserve_bytes=chain.reserve_bytes + casts)
         if agreed is not None:  # before the check, whose stages have to run in the same order in all processes
             chain = agreed(chain)
         tell("checking", 0, 1)
-        excess = _excess(model, call, chain, device, foreign, loss)
+        excess = _excess(model, call, chain, device, foreign, protocol)
         tell("checking", 1, 1)
     chain = replace(chain, reserve_bytes=chain.reserve_bytes + excess)
     return chain if agreed is None else agreed(chain)
 
 
+class Protocol(NamedTuple):
+    """How a training step goes on from the model's output."""
+
+    loss: Loss | None
+    output_held: bool
+
+
+def _forward_only(model: nn.Module, call: Arguments) -> None:
+    with saving_nothing():
+        model(*call.args, **call.kwargs)
+
+
 def layout_of(found: FoundChain, call: Arguments) -> Layout:
     """How the stages that were found lie on the model."""
-    return Layout(tuple(map(len, found.calls)), describe(call), found.calls, found.aside, found.uncalled)
+    return Layout(tuple(map(len, found.calls)), describe_call(call), found.calls, found.aside, found.uncalled)
 
 
 def _excess(
@@ -90,7 +120,7 @@ def _excess(
     chain: Chain,
     device: torch.device,
     foreign: ForeignGradients,
-    loss: Loss | None,
+    protocol: Protocol,
 ) -> int:
     """By how many bytes a step by the schedule of least memory exceeds what the chain predicts of it.
 
@@ -102,16 +132,19 @@ def _excess(
     def step() -> None:
         with driven(model, executor):
             output = model(*call.args, **call.kwargs)
-        end = loss(output) if loss is not None else loss_in(output)
+        end = protocol.loss(output) if protocol.loss is not None else loss_in(output)
         if end is None:
             ends = [tensor for tensor in tensors(output) if tensor.requires_grad]
             end = Sink.apply(RandomGradients(ends), *ends)
             del ends
+        held = output if protocol.output_held else None
         del output
         foreign.keep(end)
         end.backward()
+        del held
 
     step()
+    torch.clear_autocast_cache()  # the copies in it count
     meter = MemoryMeter(device)
     with meter.session(), meter.region():
         step()
@@ -126,8 +159,8 @@ def _measured(
     layout: Layout,
     device: torch.device,
     foreign: ForeignGradients,
+    protocol: Protocol,
     *,
-    loss: Loss | None,
     repeats: int,
     tell: Callable[[str, int, int], None],
 ) -> Chain:
@@ -136,19 +169,41 @@ def _measured(
     Raises:
         UnsupportedModel: the model takes another path than when its chain was found.
     """
-    places = Places(model, layout)
+    places, loss = Places(model, layout), protocol.loss
     tell("measuring memory", 0, 1)
     variables = Variables()  # followed in a first pass, in which what is set up once is set up
     first = Pass(places, Seconds(device), foreign, memory=False, variables=variables)
     first.run(model, sample, loss)
     known = first.facts
     del first
-    gauge = Bytes(device)
-    work = Pass(places, gauge, foreign, memory=True, known=known)
-    with gauge.meter.session():
-        work.run(model, sample, loss)
-    facts = work.facts
-    del work
+    for _ in range(SETTLING):
+        gauge = Bytes(device)
+        work = Pass(places, gauge, foreign, memory=True, known=known, output_held=protocol.output_held)
+        with gauge.meter.session():
+            work.run(model, sample, loss)
+        settled, known, odd_ends = work.facts.forms == known.forms, work.facts, work.odd_ends
+        del work
+        if settled:
+            break
+    facts, regions = known, gauge.regions()
+    if odd_ends and loss is None:
+        gauge = Bytes(device)
+        with gauge.meter.session():
+            again = Pass(
+                places,
+                gauge,
+                foreign,
+                memory=True,
+                known=known,
+                contiguous=True,
+                output_held=protocol.output_held,
+            )
+            again.run(model, sample, loss)
+            del again
+        end = Span("backward", len(places.stages))
+        regions[end] = max(
+            regions[end], gauge.regions()[end], key=lambda region: region.peak_bytes - region.start_bytes
+        )
     tell("measuring memory", 1, 1)
     times = []
     for sweep in range(repeats):
@@ -157,7 +212,6 @@ def _measured(
         Pass(places, seconds, foreign, memory=False).run(model, sample, loss)
         times.append(seconds.seconds)
     tell("measuring time", repeats, repeats)
-    regions = gauge.regions()
     return _chain(places, layout, facts, variables.let_go, regions, times, sample, device, has_loss=loss is not None)
 
 
@@ -174,42 +228,38 @@ def _chain(
     has_loss: bool,
 ) -> Chain:
     last = len(places.stages)
-    carried = _carried(facts)
+    held_output = regions.get(Span("held", last))
+    output_bytes = 0 if held_output is None else max(held_output.start_bytes - held_output.end_bytes, 0)
     facts.act[0], facts.grad[0] = storage_bytes(sample), gradient_bytes(sample)
-    grads = [facts.grad[index] for index in range(last + 1)]
-    for each in carried:
-        for index in range(each.end, each.begin):
-            grads[index] += each.size_bytes
-    # A gradient that is carried along is there before and after a backward, and counted in both: once too often.
-    twice, sums = [0] * (last + 2), [0] * (last + 2)
-    for each in carried:
-        for index in range(each.end + 1, each.begin + each.measured):
-            twice[index] += each.size_bytes
-        for index in each.summed_in:
-            sums[index] = max(sums[index], each.size_bytes)
-    lasting, passing = _beside(places, facts, let_go, regions)
-    sizes: list[Sizes] = []
+    of_activations = [facts.grad.get(index, 0) for index in range(last + 2)]
+    carrying = Carrying(
+        [
+            *carried_by_activations(facts),
+            *carried_by_leaves(facts.leaves),
+            *carried_by_caller(of_activations[: last + 1], output_bytes),
+        ]
+    )
+    alone: list[Sizes] = []
     held = True
     for index in range(1, last + 1):
         if places.fixed[index - 1]:
             is_last = index == last and not has_loss
-            sizes.append(_outside_sizes(index, facts, let_go, regions, is_last=is_last))
+            alone.append(_outside_sizes(index, facts, let_go, regions, is_last=is_last))
             held = True
         else:
-            alone = _stage_sizes(index, facts, regions, held)
-            executed = as_executed(alone, places.stages[index - 1], facts.marks[index])
-            sizes.append(_with_more(executed, passing.get(index, 0)))
+            alone.append(_stage_sizes(index, facts, regions, held))
             held = facts.boundaries[index].saves_output
+    lasting, passing = _beside(places, facts, let_go, regions, alone)
+    sizes = [
+        size
+        if places.fixed[index - 1]
+        else _with_more(as_executed(size, places.stages[index - 1], facts.marks[index]), passing.get(index, 0))
+        for index, size in enumerate(alone, start=1)
+    ]
     sizes = _held_by_variables(sizes, let_go)
-    extras = [size.bwd_extra - twice[index] + sums[index] for index, size in enumerate(sizes, start=1)]
-    if has_loss:
-        sizes.append(_stage_sizes(last + 1, facts, regions, True))
-        extras.append(sizes[-1].bwd_extra)
-        grads.append(facts.grad[last + 1])
-    else:
-        sizes.append(Sizes(0, 0, 0, 0, 0, 0, 0, False))
-        extras.append(0)
-        grads.append(0)
+    sizes.append(_stage_sizes(last + 1, facts, regions, True) if has_loss else NOTHING)
+    more, less = signed(carrying.extras([size.bwd_extra for size in sizes]))
+    grads = carrying.gradients(of_activations)
     forward = [_median(times, ("outside" if fixed else "full"), index) for index, fixed in enumerate(places.fixed, 1)]
     backward = [_median(times, "backward", index) for index in range(1, last + 2)]
     if has_loss:
@@ -218,18 +268,17 @@ def _chain(
     reserve = executor_reserve([facts.marks[index] for index in real], [sizes[index - 1] for index in real])
     nothing = Marks(False, False, 0)
     marks = [facts.marks.get(index, nothing) for index in range(1, last + 2)]
-    whole = [stage for stage in places.stages if stage.modules]
     return Chain(
         act_bytes=(facts.act[0], *(facts.act[index] for index in range(1, last + 1)), sizes[-1].act),
         saved_bytes=tuple(size.saved for size in sizes),
         fwd_overhead_bytes=tuple(size.fwd_overhead for size in sizes),
         save_overhead_bytes=tuple(size.save_overhead for size in sizes),
-        bwd_overhead_bytes=tuple(max(extra, 0) for extra in extras),
-        bwd_released_bytes=tuple(max(-extra, 0) for extra in extras),
-        reserve_bytes=reserve + lasting + sum(cast_bytes(stage, device) for stage in whole),
+        bwd_overhead_bytes=more,
+        bwd_released_bytes=less,
+        reserve_bytes=reserve + lasting,
         fwd_seconds=tuple(forward),
         bwd_seconds=tuple(backward),
-        grad_bytes=tuple(grads),
+        grad_bytes=grads,
         names=(*(stage.name for stage in places.stages), "loss"),
         draws_random=tuple(mark.draws_random for mark in marks),
         changes_buffers=tuple(mark.changes_buffers for mark in marks),
@@ -296,45 +345,8 @@ def _with_more(size: Sizes, extra: int) -> Sizes:
     return replace(size, fwd_overhead=size.fwd_overhead + extra, save_overhead=size.save_overhead + extra)
 
 
-class _Carried(NamedTuple):
-    """A gradient that is held from one stage's backward to another's, since more is to be added to it.
-
-    Attributes:
-        begin, end: the stages, in the order of the backward.
-        summed_in: those with a gradient to add; a sum may take memory of its own, until it has taken the others' place.
-        measured: the gradient was held when the backward of `begin` was measured.
-    """
-
-    begin: int
-    end: int
-    size_bytes: int
-    summed_in: Sequence[int]
-    measured: bool
-
-
-def _carried(facts: Facts) -> list[_Carried]:
-    """The gradients of what several stages are passed, or work on besides the next one, and of parameters that several
-    stages use; autograd adds them up before it goes on."""
-    found = []
-    for side in facts.sides.values():
-        first, *others = sorted(side.users, reverse=True)
-        if first > side.producer:
-            found.append(_Carried(first, side.producer, side.gradient_bytes, others[:1], measured=False))
-    for (stage, position), pieces in facts.used.items():
-        end = stage if position else stage + 1  # whose gradient is the chain's own, and comes last
-        beyond = sorted((piece for piece in pieces if piece > end), reverse=True)
-        if beyond:
-            size = max(pieces[piece] for piece in beyond)
-            summed_in = beyond[1:2] if position else [*beyond[1:2], end]
-            found.append(_Carried(beyond[0], end, size, summed_in, measured=False))
-    for leaf, (first, second, *others) in users_of_leaves(facts).items():
-        size = leaf.numel() * leaf.element_size()
-        found.append(_Carried(first, [second, *others][-1], size, [second], measured=True))
-    return found
-
-
 def _beside(
-    places: Places, facts: Facts, let_go: Sequence[LetGo], regions: dict[Span, Region]
+    places: Places, facts: Facts, let_go: Sequence[LetGo], regions: dict[Span, Region], sizes: Sequence[Sizes]
 ) -> tuple[int, dict[int, int]]:
     """What is in memory beside of what is handed from stage to stage where nothing lies between them: what lasts, at
     most; and what passes with the forward, by the stage that runs meanwhile.
@@ -351,7 +363,7 @@ def _beside(
         now, before = (regions[Span("level", stage)].start_bytes for stage in (index, index - 1))
         handed_on = facts.act[index - 2] if index - 1 in places.follows else 0
         gone = sum(held.size_bytes for held in let_go if held.gone_by == index)  # which does not count here anyway
-        excess += now - before - facts.act[index - 1] + handed_on + gone
+        excess += now - before - facts.act[index - 1] + handed_on + gone - sizes[index - 2].lasting
         passing[index] = max(min(excess, facts.passing[index]), 0)
         most[-1] = max(most[-1], excess - passing[index])
     return sum(most), passing

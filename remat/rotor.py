@@ -24,7 +24,7 @@ from remat.runtime.driving import CallExecutor, Drive, check_other_path, undrive
 from remat.runtime.executor import Executor
 from remat.runtime.program import compile_schedule
 from remat.runtime.sharding import is_sharded
-from remat.runtime.stages import describe, flatten, group, is_current, is_sequential, single_input
+from remat.runtime.stages import describe_call, flatten, group, is_current, is_sequential, single_input
 from remat.runtime.values import Arguments, arguments, tensors
 from remat.runtime.wrapper import Wrapper
 from remat.schedule import Operation, Schedule, store_all_operations
@@ -65,7 +65,6 @@ class _State(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     training: tuple[bool, ...]
     requires_grad: tuple[bool, ...]
-    autocast: bool
 
 
 class Checkpointable(Wrapper):
@@ -80,7 +79,7 @@ class Checkpointable(Wrapper):
     The limit covers what a training step adds to what is there before it: activations, their gradients and the
     scratch memory of operators, the sample included, also of what lies outside of the chains. Parameters, their
     gradients, buffers and optimiser state are outside. The caller's loss is taken as free unless `loss` is given, or
-    the model computes it (`output.loss`); and an output that the caller holds while `backward` runs is not counted.
+    the model computes it (`output.loss`).
 
     There are four ways to use it: sample and limit here; the sample here and `compute_sequence(limit)` later; the
     limit here and `measure(sample)` later; or neither, and the first training forward measures and plans. An input of
@@ -105,6 +104,8 @@ class Checkpointable(Wrapper):
             and all follow its plan. All have to measure and plan at the same time.
         in_flight: how many forwards come before the first of their backwards, as in a pipeline; the limit is for what
             all of them hold.
+        output_held: count the output as held by the caller until the backward is over, as by
+            `out = model(x); loss = criterion(out, y); loss.backward()`; False where the loop never names it.
 
     Raises:
         UnsupportedModel: there is no chain in the model; tells how DTR trains it.
@@ -126,6 +127,7 @@ class Checkpointable(Wrapper):
         other_path: str = "warn",
         group: ProcessGroup | None = None,
         in_flight: int = 1,
+        output_held: bool = True,
     ) -> None:
         if in_flight < 1:
             raise RematError(f"in_flight={in_flight}: at least one forward comes before its backward")
@@ -147,6 +149,7 @@ class Checkpointable(Wrapper):
         self._plans: dict[_State, _Plan] = {}
         self._measured_state: _State | None = None
         self.in_flight = in_flight
+        self.output_held = output_held
         self.group = group
         self.__dict__["stages"] = stages  # modules among them must not become children
         self._drive = Drive(model, self._choose, other_path=other_path) if in_place else None
@@ -178,12 +181,13 @@ class Checkpointable(Wrapper):
 
     def _profile(self, sample: Any, loss: Loss | None) -> Chain:
         with undriven(self.wrapped):
+            options: dict[str, Any] = {"loss": loss, "stages": self.stages, "output_held": self.output_held}
             if self.group is None:
-                return profile(self.wrapped, sample, loss=loss, stages=self.stages)
+                return profile(self.wrapped, sample, **options)
             # Fused by how long they took, small modules could make up other stages in each process.
             small = SMALL if self.drives else 0.0
             agreed = partial(agree, group=self.group)
-            return profile(self.wrapped, sample, loss=loss, stages=self.stages, small=small, agreed=agreed)
+            return profile(self.wrapped, sample, small=small, agreed=agreed, **options)
 
     def compute_sequence(
         self,
@@ -397,15 +401,13 @@ class Checkpointable(Wrapper):
     def _state(self, value: Any) -> _State:
         """What a measurement holds for: input, flags of modules, what needs gradients, autocast."""
         found = tensors(value)
-        device_type = found[0].device.type if found else "cpu"
         if self._drive is not None:  # numbers that trainers pass on take no memory to speak of
             found = [tensor for tensor in found if tensor.ndim]
         return _State(
-            describe(found),
+            describe_call(found),
             tuple(tuple(tensor.shape) for tensor in found),
             tuple(module.training for module in self.wrapped.modules()),
             tuple(found.requires_grad for found in (*self.wrapped.parameters(), *found)),
-            torch.is_autocast_enabled(device_type),
         )
 
     def _forget(self) -> None:

@@ -23,11 +23,12 @@ def run(
     loss: Loss | None = None,
     repeats: int = 3,
     baseline: bool = False,
+    output_held: bool = True,
 ) -> Report:
     """Measures training steps (forward, loss, backward) of `model` under `schedule`.
 
     Peak memory is that of one step above what was allocated before it (parameters, their gradients, buffers), plus
-    the bytes of the sample. The output is handed to the loss and not held during the backward. Memory and time are
+    the bytes of the sample. Memory and time are
     taken in different steps, after one to warm up. The model is left as found: its parameters, gradients, buffers
     and random numbers; no hook of a parameter is called.
 
@@ -38,6 +39,7 @@ def run(
         loss: a function of the output that returns a scalar. Without one it is the output's own where a model computes
             it (`output.loss`), else the output is backpropagated with a fixed random gradient of its own shape.
         repeats: timed steps, of which the median is reported.
+        output_held: hold the output until the backward is over, as most training loops do; as for `remat.profile`.
         baseline: also time plain PyTorch, in turn with the schedule's steps, for the report's `overhead`. The model
             must then fit without recomputation; without it `overhead` is None.
 
@@ -47,7 +49,7 @@ def run(
         OutOfBudget, Thrashing: as `remat.DTR`.
     """
     chain = isinstance(schedule, Schedule) and not runs_in_place(schedule)
-    with Bench(model, sample, loss, chain=chain) as bench:
+    with Bench(model, sample, loss, chain=chain, output_held=output_held) as bench:
         step = bench.step(schedule)
         peak = bench.peak_bytes(step)
         plain = bench.step(None) if baseline else None

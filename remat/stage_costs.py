@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from remat.meter import Region, rounded
-from remat.preserving import Source
+from remat.meter import MemoryMeter, Region, rounded
+from remat.preserving import cut_off
 from remat.runtime.interception import uncompiled
 from remat.runtime.stages import Stage
 from remat.runtime.values import map_tensors, tensors
@@ -34,6 +34,15 @@ class Sizes:
     bwd_extra: int  # what the backward needs beyond the model's terms; below zero if it needs less
     undeferred: int  # what stays in memory although nothing was to be saved, as attributes of a Function's ctx do
     saves_output: bool
+    lasting: int = 0  # what stays when the graph is gone too, as autocast's cast copies of parameters do
+
+
+NOTHING = Sizes(0, 0, 0, 0, 0, 0, undeferred=0, saves_output=False)  # of a loss that is taken as free
+
+
+def signed(extras: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What backwards need beyond the model's terms, and by how much they stay below: the two fields of `Chain`."""
+    return tuple(max(extra, 0) for extra in extras), tuple(max(-extra, 0) for extra in extras)
 
 
 class SavedStorages:
@@ -60,7 +69,7 @@ class SavedStorages:
 
 @dataclass(frozen=True)
 class Boundary:
-    """What is known of a stage from the values at its two ends."""
+    """What is known of a stage from the values at its two ends; `returned`: bytes of all that it returned."""
 
     act: int
     grad: int
@@ -68,6 +77,7 @@ class Boundary:
     grad_before: int
     saves_input: bool
     saves_output: bool
+    returned: int
 
 
 def sizes_of_stage(without: Region, full: Region, backward: Region, at: Boundary, input_held: bool) -> Sizes:
@@ -81,15 +91,17 @@ def sizes_of_stage(without: Region, full: Region, backward: Region, at: Boundary
         bwd_extra = backward.peak_bytes - full.start_bytes - saved - at.grad - at.grad_before
         if not (input_held or at.saves_input):
             bwd_extra -= at.act_before  # gone by then: its last reader was this stage's forward
+    lasting = max(full.start_bytes - without.start_bytes - at.returned, 0)
     return Sizes(
         act=at.act,
         grad=at.grad,
         saved=saved,
-        fwd_overhead=max(without.peak_bytes - without.start_bytes - at.act, 0),
+        fwd_overhead=max(without.peak_bytes - without.start_bytes - at.act - lasting, 0),
         save_overhead=max(full.peak_bytes - full.start_bytes - saved, 0),
         bwd_extra=bwd_extra,
-        undeferred=max(without.end_bytes - without.start_bytes - at.act, 0),
+        undeferred=max(without.end_bytes - without.start_bytes - at.act - lasting, 0),
         saves_output=at.saves_output,
+        lasting=lasting,
     )
 
 
@@ -97,7 +109,7 @@ def executor_reserve(marks: Sequence[Marks], sizes: Sequence[Sizes]) -> int:
     """What the executor keeps beside the activations: per recomputed stage the old values of the buffers it changes
     and the state of the generators it draws from; and what a stage holds although nothing was to be saved."""
     kept = sum(mark.changed_bytes + _state_bytes() * mark.draws_random for mark in marks)
-    return kept + sum(size.undeferred for size in sizes)
+    return kept + sum(size.undeferred + size.lasting for size in sizes)
 
 
 def as_executed(size: Sizes, stage: Stage, mark: Marks) -> Sizes:
@@ -121,24 +133,29 @@ def _state_bytes() -> int:
     return torch.get_rng_state().numel()
 
 
-def cast_bytes(model: Stage, device: torch.device) -> int:
-    """What autocast's cache of cast parameters holds until the end of the forward, outside of any stage."""
+def cast_bytes(device: torch.device, forward: Callable[[], object]) -> int:
+    """Bytes of the copies of parameters that autocast keeps in its cache until the autocast block ends.
+
+    Runs `forward` once, without keeping anything for a backward. The cache is full afterwards, so that no stage that is
+    measured seems to pay for a copy that another has made, or will find there.
+    """
     if not (torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled()):
         return 0
-    size = torch.get_autocast_dtype(device.type).itemsize
-    parameters = {parameter for parameter in model.parameters() if parameter.dtype == torch.float32}
-    return sum(rounded(parameter.numel() * size, device) for parameter in parameters if parameter.requires_grad)
+    torch.clear_autocast_cache()
+    meter = MemoryMeter(device, may_be_idle=True)
+    with meter.session(), meter.region():
+        forward()
+    (region,) = meter.regions
+    return region.end_bytes - region.start_bytes
 
 
 @contextmanager
-def without_autocast_cache() -> Iterator[None]:
-    """A parameter that the stage before has cast would otherwise seem to cost its stage nothing."""
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
+def own_autocast_cache() -> Iterator[None]:
+    """Afterwards autocast's cache is empty, so that no copies of parameters that were measured with stay in memory."""
     try:
         yield
     finally:
-        torch.set_autocast_cache_enabled(cached)
+        torch.clear_autocast_cache()
 
 
 def storage_bytes(value: Any) -> int:
@@ -160,5 +177,5 @@ def sourced(value: Any) -> Any:
     differentiable = [tensor for tensor in tensors(value) if tensor.requires_grad]
     if not differentiable:
         return value
-    handed_on = iter(Source.apply(*differentiable))
+    handed_on = iter(cut_off(*differentiable))
     return map_tensors(lambda tensor: next(handed_on) if tensor.requires_grad else tensor, value)

@@ -128,7 +128,8 @@ CASES = {
 def test_every_kind_of_schedule_equals_plain_pytorch(name: str) -> None:
     case = CASES[name]
     model, sample = case.model(), case.sample()
-    chain = chain_of(model, (sample,))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=case.autocast):
+        chain = chain_of(model, (sample,))
     plain = copy.deepcopy(model)
     sample_of_plain = sample.detach().clone().requires_grad_(sample.requires_grad)
     expected = train_step(plain, sample_of_plain, autocast=case.autocast)

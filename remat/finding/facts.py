@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from remat.preserving import Form
 from remat.stage_costs import Boundary, Marks
 
 
@@ -42,20 +43,5 @@ class Facts:
     # stage of a run began but gone when the forward was over.
     rebound: dict[int, int] = field(default_factory=dict)
     passing: dict[int, int] = field(default_factory=dict)
-
-
-def users_of_leaves(facts: Facts) -> dict[torch.Tensor, list[int]]:
-    """Which stages the backward of which reaches a leaf, in the order of the backward, where there are several."""
-    users: dict[torch.Tensor, list[int]] = {}
-    for index in sorted(facts.leaves, reverse=True):
-        for leaf in facts.leaves[index]:
-            users.setdefault(leaf, []).append(index)
-    return {leaf: stages for leaf, stages in users.items() if len(stages) > 1}
-
-
-def begun_by(facts: Facts) -> dict[int, list[torch.Tensor]]:
-    """The leaves of several stages, by the one whose gradient is the first."""
-    found: dict[int, list[torch.Tensor]] = {}
-    for leaf, (first, *_) in users_of_leaves(facts).items():
-        found.setdefault(first, []).append(leaf)
-    return found
+    # How the gradient lies in memory that comes back to what a stage handed on (to the model's input: 0).
+    forms: dict[int, Form] = field(default_factory=dict)

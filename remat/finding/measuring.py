@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import warnings
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -21,11 +22,23 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat.errors import UnsupportedModel
-from remat.finding.facts import Facts, Made, Side, begun_by
+from remat.finding.carried import begun_by
+from remat.finding.facts import Facts, Made, Side
 from remat.finding.recording import no_backward, saving_nothing
 from remat.finding.variables import Variables
 from remat.meter import MemoryMeter, Region
-from remat.preserving import ForeignGradients, RandomGradients, Sink, Source, drops_gradients
+from remat.preserving import (
+    INSIDE,
+    OUTSIDE,
+    ForeignGradients,
+    Form,
+    RandomGradients,
+    Sink,
+    contiguous_forms,
+    cut_off,
+    drops_gradients,
+    set_apart,
+)
 from remat.runtime.calls import StageCalls
 from remat.runtime.environment import BufferWatch, RandomState, accelerators
 from remat.runtime.interception import Forward, intercepted
@@ -101,6 +114,8 @@ class Pass:
         memory: what is measured is memory.
         known: what an earlier pass found out.
         variables: what follows the variables of the forward, in a pass in which nothing is measured.
+        contiguous: gradients of the model's output are contiguous, also where the output is not.
+        output_held: the output lives until all backwards are over, and what it held until then is the last span.
     """
 
     def __init__(
@@ -112,13 +127,19 @@ class Pass:
         memory: bool,
         known: Facts | None = None,
         variables: Variables | None = None,
+        contiguous: bool = False,
+        output_held: bool = False,
     ) -> None:
         self.places, self.gauge, self.foreign, self.memory = places, gauge, foreign, memory
-        self.variables = variables
+        self.variables, self._contiguous, self._output_held = variables, contiguous, output_held
+        self.odd_ends = False  # the output does not lie contiguous, so that its gradient may lie as it does or not
         self._piece = 0  # of code outside, whose backward runs
-        self._begun_by = begun_by(known) if known is not None else {}
+        self._begun_by = begun_by(known.leaves) if known is not None else {}
+        self._forms = known.forms if known is not None else {}
         self.facts = Facts()
         self._counter = Counter(places)
+        self._measured_runs: list[range] = []  # sequence numbers of the graphs of stages, which are not run again
+        self._measuring = False
         self._position = 0
         self._calls: StageCalls | None = None
         self._value: torch.Tensor | None = None
@@ -146,27 +167,34 @@ class Pass:
             )
         self._close_outside(last, None)
         own = loss_in(output) if loss is None else None
-        ends = [own] if own is not None else [tensor for tensor in tensors(output) if tensor.requires_grad]
+        used = self._used_by(loss, output) if loss is not None else tensors(output)
+        ends = [own] if own is not None else [tensor for tensor in used if tensor.requires_grad]
         self.facts.act[last] = storage_bytes(own if own is not None else output)
         self.facts.grad[last] = gradient_bytes(ends)
         self._end(last, ends, as_it_is=own is not None)
+        held = output if self._output_held else None
+        del own, ends, used
         if loss is not None:
             given = detached(output)
-            del output, own, ends
+            del output
             self._measure(last + 1, loss, given, self.facts.act[last], self.facts.grad[last])
+            del given
         else:
-            del output, own, ends
+            del output
         self._handed = self._value = None
         self.facts.passing = {index: _gone(held) for index, held in self._beside.items()}
         if self.variables is not None:
             self.variables.look(last)
         self._backward_of_code()
+        if self._output_held:
+            with self.gauge.span("held", last):
+                del held
 
     # Calls -------------------------------------------------------------------------------------------------------
 
     def arrive(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = self._counter.name(module)
-        if name in self.places.aside:
+        if self._measuring or name in self.places.aside:
             return forward(*args, **kwargs)
         place = self.places.calls[self._position] if self._position < len(self.places.calls) else None
         if place is None or place.name != name:
@@ -182,7 +210,7 @@ class Pass:
         assert value is not None
         calls.add(forward, args, kwargs)
         if not place.last:
-            with saving_nothing():
+            with self._graph_of_a_stage(), saving_nothing():
                 output = forward(*args, **kwargs)
             calls.returned(output)
             self._returned += map(_held, tensors(output))
@@ -204,7 +232,7 @@ class Pass:
         if index not in self.places.follows:
             self._close_outside(index - 1, value)
             self.facts.act[index - 1] = storage_bytes(value)
-            self.facts.grad[index - 1] = gradient_bytes(value)
+            self.facts.grad[index - 1] = self._gradient_bytes(index - 1, value)
         elif self.variables is not None:
             self.variables.look(index)
         if self.memory:
@@ -213,6 +241,7 @@ class Pass:
             if index in self.places.follows:
                 self._beside[index] = self._still_returned(value)
         self._calls, self._value = StageCalls(value, with_graphs=True), value
+        self._counted = self._counter.now()
 
     def _stage(self, index: int, calls: StageCalls, value: torch.Tensor) -> Any:
         """Measures a stage; returns what it returned, cut off from it."""
@@ -234,17 +263,23 @@ class Pass:
         self._alive += [calls, sides]
 
         def told(position: int, gradient: torch.Tensor) -> None:
-            if position:
+            if not position:
+                self.facts.forms[index - 1] = Form.of(gradient)
+            else:
                 side = self.facts.sides[id(sides[position - 1])]
                 side.gradient_bytes = max(side.gradient_bytes, storage_bytes(gradient))
 
         def again(passed: Any) -> Any:
             first, *others = passed
             replaced = {id(side): other for side, other in zip(sides, others, strict=True)}
+            self._counter.back_to(self._counted)  # it runs several times, and counts once
             return calls.again(first, replaced)[1][-1]
 
-        output = self._measure(index, again, [value, *sides], storage_bytes(value), gradient_bytes(value), told)
-        following = _cut(output, partial(self._came_back, index))
+        counted = self._counter.now()
+        act, grad = storage_bytes(value), self._gradient_bytes(index - 1, value)
+        output = self._measure(index, again, [value, *sides], act, grad, told)
+        self._counter.add(counted)
+        following = _cut(output, partial(self._came_back, index), OUTSIDE)
         for position, tensor in enumerate(tensors(following)):
             if tensor.requires_grad:
                 node: Any = tensor.grad_fn
@@ -267,6 +302,8 @@ class Pass:
 
     def _came_back(self, stage: int, position: int, gradient: torch.Tensor) -> None:
         """A gradient of what a stage returned, from the piece of code outside whose backward runs."""
+        if not position:
+            self.facts.forms[stage] = Form.of(gradient)
         pieces = self.facts.used.get(Made(stage, position), {})
         if self._piece in pieces:  # with the memory that it is a view of, the gradient of a concatenation, say
             pieces[self._piece] = max(pieces[self._piece], storage_bytes(gradient))
@@ -288,13 +325,18 @@ class Pass:
         first = tensors(given)[0]
         stage = self.places.stages[index - 1] if index <= len(self.places.stages) else None
         saved = SavedStorages()
+        before: Any = {}
         if self.memory:
             devices = accelerators(stage, given) if stage is not None else set()
             watch = BufferWatch()
             flags = tuple(part.training for part in stage.parts) if stage is not None else ()
             before = watch.before(stage, flags) if stage is not None else {}
             random = RandomState(devices)
-            with self.gauge.span("without", index), saved_tensors_hooks(saved.note, no_backward):
+            with (
+                self._graph_of_a_stage(),
+                self.gauge.span("without", index),
+                saved_tensors_hooks(saved.note, no_backward),
+            ):
                 output = run(_cut(given))
             changed = watch.after(stage, flags, before) if stage is not None else {}
             sizes = [was.copy.numel() * was.copy.element_size() for was in changed.values() if was.copy is not None]
@@ -302,34 +344,73 @@ class Pass:
             handed = first_tensor(output)
             if handed is None:
                 raise UnsupportedModel(f"stage {stage.name if stage else 'loss'!r} returned no tensor")
-            self.facts.act[index], self.facts.grad[index] = storage_bytes(handed), gradient_bytes(handed)
+            self.facts.act[index], self.facts.grad[index] = storage_bytes(handed), self._gradient_bytes(index, handed)
             self.facts.boundaries[index] = Boundary(
                 act=storage_bytes(handed),
-                grad=gradient_bytes(handed),
+                grad=self.facts.grad[index],
                 act_before=act,
                 grad_before=grad,
                 saves_input=saved.among(first),
                 saves_output=saved.among(handed),
+                returned=storage_bytes(output),
             )
-            del before, changed
             following = map_tensors(_detached, output)
             del output, handed
         source = _cut(given, told)
-        with self.gauge.span("full", index):
+        with self._graph_of_a_stage(), self.gauge.span("full", index):
             output = run(source)
-        del source
+        del source, before  # copies of buffers, which no level that is compared may miss
         if not self.memory:
             following = map_tensors(_detached, output)
         ends = [tensor for tensor in tensors(output) if tensor.requires_grad]
-        end = Sink.apply(RandomGradients(ends), *ends) if ends else None
+        end = self._sink(index, ends) if ends else None
         del output, ends
         if end is not None:
             self._note_leaves(index, end, set())
             self.foreign.keep(end)
-        with self._apart(index), self.gauge.span("backward", index):
+        with set_apart(self._begun_by.get(index, ())), self.gauge.span("backward", index):
             if end is not None:
                 end.backward()
         return following
+
+    def _used_by(self, loss: Loss, output: Any) -> list[torch.Tensor]:
+        """The tensors of the output that the loss sends a gradient to; of others the graph is never run backward."""
+        reached: set[int] = set()
+        source = _cut(detached(output), lambda position, _: reached.add(position))
+        with torch.enable_grad():
+            end = loss(source)
+        del source
+        if end.requires_grad:
+            self.foreign.keep(end)
+            end.backward()
+        return [tensor for position, tensor in enumerate(tensors(output)) if position in reached]
+
+    def _gradient_bytes(self, index: int, value: torch.Tensor) -> int:
+        """What the gradient of what stage `index` hands on takes, with the memory that it is a part of."""
+        form = self._forms.get(index) if value.requires_grad else None
+        return max(gradient_bytes(value), 0 if form is None else form.bytes)
+
+    def _sink(self, index: int, ends: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What stands for all that follows `ends`, of which the first is what is handed to the next stage."""
+        return Sink.apply(RandomGradients(ends, [self._forms.get(index)]), *ends)
+
+    @contextmanager
+    def _graph_of_a_stage(self) -> Iterator[None]:
+        """Inside, the graph of a stage is built, which the backward of code outside must not enter.
+
+        It would where the stage hands out more than it returns, as by a hook that collects what routers computed.
+        """
+        first, before = torch._C._autograd._get_sequence_nr(), self._measuring
+        self._measuring = True
+        try:
+            yield
+        finally:
+            self._measuring = before
+            self._measured_runs.append(range(first, torch._C._autograd._get_sequence_nr()))
+
+    def _is_of_a_stage(self, node: Any) -> bool:
+        position = bisect_right(self._measured_runs, node._sequence_nr(), key=lambda run: run.start)
+        return position > 0 and node._sequence_nr() in self._measured_runs[position - 1]
 
     # Code outside ------------------------------------------------------------------------------------------------
 
@@ -363,7 +444,9 @@ class Pass:
         if not ends:
             return
         if index == len(self.places.stages) and not as_it_is:  # the output itself is not held in a step
-            ends = [Sink.apply(RandomGradients(ends), *ends)]
+            forms = contiguous_forms(ends)
+            self.odd_ends = bool(forms)
+            ends = [Sink.apply(RandomGradients(ends, forms if self._contiguous else ()), *ends)]
         self._ends[index] = ends
 
     def _backward_of_code(self) -> None:
@@ -371,11 +454,16 @@ class Pass:
         known: set[Any] = set()
         shared: set[int] = set()  # pieces whose backward goes through an earlier one's graph, which must stay
         scalars: dict[int, torch.Tensor] = {}
+        inputs: dict[int, list[torch.Tensor]] = {}  # what a backward goes to, where it must not go everywhere
         last = len(self.places.stages)
         for index in sorted(self._ends):
             ends = self._ends[index]
-            scalar = scalars[index] = ends[0] if index == last else Sink.apply(RandomGradients(ends), *ends)
-            nodes = self._note_leaves(index, scalar, known)
+            scalar = scalars[index] = ends[0] if index == last else self._sink(index, ends)
+            reached = self._note_leaves(index, scalar, known)
+            nodes = reached.nodes
+            if reached.of_stages:
+                inputs[index] = [*reached.leaves, OUTSIDE]
+            del reached
             if any(before in known for node in (*nodes, scalar.grad_fn) for before, _ in node.next_functions):
                 shared.add(index)
             known |= nodes
@@ -385,25 +473,15 @@ class Pass:
         for index in sorted(scalars, reverse=True):
             scalar = scalars.pop(index)
             self._piece = index
-            with self._apart(index), self.gauge.span("backward", index):
-                scalar.backward(retain_graph=index in shared)
+            with set_apart(self._begun_by.get(index, ())), self.gauge.span("backward", index):
+                scalar.backward(retain_graph=index in shared, inputs=inputs.get(index))
 
-    @contextmanager
-    def _apart(self, index: int) -> Iterator[None]:
-        """Inside, gradients that this stage begins and others add to are new: there is nothing to add them to."""
-        leaves = self._begun_by.get(index, [])
-        gradients = [leaf.grad for leaf in leaves]
-        for leaf in leaves:
-            leaf.grad = None
-        try:
-            yield
-        finally:
-            for leaf, gradient in zip(leaves, gradients, strict=True):
-                leaf.grad = gradient
-
-    def _note_leaves(self, index: int, end: torch.Tensor, apart: set[Any]) -> set[Any]:
-        """Notes which leaves a backward reaches; returns its nodes without those `apart`."""
+    def _note_leaves(self, index: int, end: torch.Tensor, apart: set[Any]) -> _Reached:
+        """Notes which leaves a backward reaches; its nodes are without those `apart`."""
         nodes: set[Any] = set()
+        leaves: set[torch.Tensor] = set()
+        outside = index in self._ends
+        of_stages = False
         todo = [end.grad_fn]
         while todo:
             node = todo.pop()
@@ -414,12 +492,25 @@ class Pass:
                 continue
             leaf = getattr(node, "variable", None)
             if leaf is not None:
-                self.facts.leaves.setdefault(index, set()).add(leaf)
+                leaves.add(leaf)
+                continue
+            if outside and not drops_gradients(node) and self._is_of_a_stage(node):
+                of_stages = True
                 continue
             nodes.add(node)
             if not drops_gradients(node):
                 todo.extend(before for before, _ in node.next_functions)
-        return nodes
+        if leaves:
+            self.facts.leaves.setdefault(index, set()).update(leaves)
+        return _Reached(nodes, leaves, of_stages)
+
+
+class _Reached(NamedTuple):
+    """Nodes and leaves that a backward goes to, and whether it would go on into the graph of a stage."""
+
+    nodes: set[Any]
+    leaves: set[torch.Tensor]
+    of_stages: bool
 
 
 class _Held(NamedTuple):
@@ -445,7 +536,7 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _cut(output: Any, told: Callable[[int, torch.Tensor], None] | None = None) -> Any:
+def _cut(output: Any, told: Callable[[int, torch.Tensor], None] | None = None, anchor: torch.Tensor = INSIDE) -> Any:
     """The same output, each tensor part of a graph of its own that ends here, where it requires a gradient.
 
     In one graph, whoever holds one of the tensors would hold the memory of all. `told` is told of each gradient that
@@ -454,9 +545,10 @@ def _cut(output: Any, told: Callable[[int, torch.Tensor], None] | None = None) -
     handed = {}
     for position, tensor in enumerate(tensors(output)):
         if tensor.requires_grad and id(tensor) not in handed:
-            (handed[id(tensor)],) = Source.apply(tensor)
+            (handed[id(tensor)],) = cut_off(tensor, anchor=anchor)
             if told is not None:
-                handed[id(tensor)].grad_fn.told = partial(told, position)
+                node: Any = handed[id(tensor)].grad_fn
+                node.told = partial(told, position)
     return map_tensors(lambda tensor: handed.get(id(tensor), tensor), output)
 
 

@@ -223,6 +223,8 @@ class Selector:
         key = one.goes_on
         if key is None or key not in other.calls[0].given or other.begin < one.end:
             return False
+        if key != other.takes and other.takes is not None and self.storages[other.takes.storage].born >= one.end:
+            return False  # a side input: what it works on was computed in between, as by a decoder's embedding
         return not any(one.end <= time < other.begin for time, _ in self.storages[key.storage].writes)
 
     def obstacle(self, one: Unit, other: Unit) -> str:

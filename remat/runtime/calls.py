@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from remat.runtime.stages import attached
 from remat.runtime.values import Key, first_tensor, key_of, map_tensors, tensors
 
 
@@ -83,11 +84,17 @@ class StageCalls:
         held = tensor
         if tensor.grad_fn is not None and not self._with_graphs:
             if id(tensor) not in self._apart:
-                self._apart[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
+                self._apart[id(tensor)] = _apart_from_graph(tensor)
                 self._alive.append(tensor)
             held = self._apart[id(tensor)]  # the same one for the same tensor: modules ask whether key is query
         self.versions.append((held, -1 if held.is_inference() else held._version))
         return held
+
+
+def _apart_from_graph(tensor: torch.Tensor) -> torch.Tensor:
+    apart = tensor.detach().requires_grad_(tensor.requires_grad)
+    with torch.enable_grad():
+        return attached(apart)
 
 
 class _Punched:

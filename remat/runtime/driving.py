@@ -110,6 +110,7 @@ class CallRun(Run):
         self.left = ""  # why the forward is no longer that of the chain
         self.calls: dict[int, StageCalls] = {}
         self._filled: set[int] = set()
+        self._repeating = False
         self._steps = iter(self.program.forward)
         self._position = 0
         self._counter = Counter(executor.places)
@@ -121,6 +122,8 @@ class CallRun(Run):
     def arrive(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a module that has stages."""
         places = self.executor.places
+        if self._repeating:  # a call inside of a stage that runs again
+            return forward(*args, **kwargs)
         name = self._counter.name(module)
         if name in places.aside:
             return forward(*args, **kwargs)
@@ -266,8 +269,12 @@ class CallRun(Run):
             self.calls.pop(step.operation.stage, None)
 
     def _again(self, index: int, value: Any, *, filling: bool) -> Any:
-        with unsharded(self.executor.stages[index - 1].modules):
-            return super()._again(index, value, filling=filling)
+        self._repeating = True
+        try:
+            with unsharded(self.executor.stages[index - 1].modules):
+                return super()._again(index, value, filling=filling)
+        finally:
+            self._repeating = False
 
     def _call(self, index: int, value: Any) -> Any:
         calls = self.calls[index]

@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from remat.errors import ReplayError, UnsupportedModel
 from remat.runtime.environment import BufferWatch, FirstRun
 from remat.runtime.program import Program, Step
-from remat.runtime.stages import Stage, detached
+from remat.runtime.stages import Stage, attached, detached
 from remat.runtime.values import tensors
 from remat.schedule import F_ALL, B, Operation
 
@@ -217,7 +217,7 @@ class Run:
         """Runs a stage again; `filling` the slots of its first run (rules 3 and 5)."""
         filler = _Filler(self.executor.stages[index - 1].name, self.expected.get(index, []) if filling else None)
         with torch.enable_grad(), self.first_runs[index].again(), saved_tensors_hooks(filler, _unpack):
-            output = self._call(index, value)
+            output = self._call(index, attached(value))
         filler.finish()
         return output
 

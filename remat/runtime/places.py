@@ -85,6 +85,18 @@ class Counter:
         count = self._counts[module] = self._counts.get(module, 0) + 1
         return self._names[module] + (f"#{count}" if count > 1 else "")
 
+    def now(self) -> dict[nn.Module, int]:
+        """How often each module was called so far."""
+        return dict(self._counts)
+
+    def back_to(self, counts: dict[nn.Module, int]) -> None:
+        """As if what was called since had not been."""
+        self._counts = dict(counts)
+
+    def add(self, counts: dict[nn.Module, int]) -> None:
+        """As if each module had been called at least so often."""
+        self._counts = {module: max(count, counts.get(module, 0)) for module, count in (counts | self._counts).items()}
+
 
 def module_of(call: str) -> str:
     """The name of the module of a call."""

@@ -126,12 +126,30 @@ def detached(value: Any) -> Any:
     return map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
 
 
+def attached(value: Any) -> Any:
+    """Detached values as if an earlier stage had just computed them: no leaves, where they require a gradient.
+
+    Autocast keeps cast copies of leaves until its block ends, and with them the leaves. To be called with gradients on.
+    """
+    return map_tensors(lambda tensor: tensor.view_as(tensor) if tensor.requires_grad else tensor, value)
+
+
 def describe(value: Any) -> tuple[str, ...]:
     """One line per tensor, as `Layout.inputs` has it."""
     return tuple(
         f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} {tensor.device.type}"
         for tensor in tensors(value)
     )
+
+
+def describe_call(value: Any) -> tuple[str, ...]:
+    """What a measurement with this input holds for: a line per tensor, and one for autocast where it is on."""
+    lines = describe(value)
+    for kind in sorted({tensor.device.type for tensor in tensors(value)}):
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            cache = "" if torch.is_autocast_cache_enabled() else " without its cache"
+            lines += (f"autocast to {str(torch.get_autocast_dtype(kind)).removeprefix('torch.')} on {kind}{cache}",)
+    return lines
 
 
 def single_input(sample: Any) -> Any:

@@ -11,7 +11,7 @@ from remat.errors import PlanMismatch
 from remat.runtime.driving import CallExecutor, Drive, runs_in_place
 from remat.runtime.executor import Executor
 from remat.runtime.program import compile_schedule
-from remat.runtime.stages import describe, group, is_current
+from remat.runtime.stages import describe_call, group, is_current
 from remat.runtime.values import Arguments
 from remat.schedule import Schedule
 
@@ -93,7 +93,7 @@ def _check_inputs(schedule: Schedule, value: Any) -> None:
     layout = schedule.layout
     if layout is None:
         return
-    found = describe(value)
+    found = describe_call(value)
     if sorted(found) != sorted(layout.inputs):  # keyword arguments come in any order
         raise PlanMismatch(
             f"the schedule was made for input {', '.join(layout.inputs)}, this one is {', '.join(found)}, for "

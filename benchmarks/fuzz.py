@@ -1,0 +1,658 @@
+"""Random models under random limits in random training loops: `python -m benchmarks.fuzz --help`.
+
+Each case follows from its number and the seed alone. A model is made twice from the same state; one copy trains as it
+is, the other within a limit, by the same loop with the same random numbers. All that the steps leave is compared, bit
+for bit, and then the allocator's peak of one more step with the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import math
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import remat
+from benchmarks.fuzz_models import Draw, Program, in_words, other, seasoned, sequential
+from benchmarks.pairing import RESULTS
+from remat import rotor
+from remat.machine import machine
+from remat.meter import MemoryMeter
+from remat.runtime.values import loss_in, map_tensors, tensors
+from remat.solvers.base import store_all_peak
+from remat.storage import write_whole
+
+KINDS = {"sequential": sequential, "other": other}
+ATTEMPTS = 60  # programs that plain PyTorch refuses, before a case is given up
+SECONDS = 60  # for one case
+SAVED_EVERY = 20
+
+Record = list[tuple[str, torch.Tensor | None]]
+
+
+class CaseTimeout(BaseException):
+    """A case took too long; no `Exception`, so that nobody takes it for one of theirs."""
+
+
+# The case ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Loop:
+    """How the model is trained.
+
+    Attributes:
+        autocast: "" for none, "forward" with the backward outside of it, or "whole".
+        loss: "own" of the output, "sum" or "mean" of the outputs, or "given" to `fit` as well.
+        holds: whether a variable holds the output while the backward runs.
+        batches: of one step. Several are accumulated.
+        order: "each" forward has its backward before the next, or all forwards come first: "first in" or "last in"
+            tells whose backward comes first.
+        backbone: whether the input is computed by another model that trains too.
+        input_gradient: whether the input is a leaf that needs a gradient.
+        late: whether the optimiser is made from what `fit` returned, not before.
+    """
+
+    steps: int
+    autocast: str
+    loss: str
+    holds: bool
+    batches: int
+    order: str
+    backbone: bool
+    input_gradient: bool
+    evaluates: bool
+    clips: bool
+    smaller_last: bool
+    optimizer: str
+    to_none: bool
+    late: bool
+
+    def __str__(self) -> str:
+        said = [f"{self.steps} steps of {self.batches} batches", self.optimizer, f"loss {self.loss}"]
+        said += [f"autocast {self.autocast}"] if self.autocast else []
+        said += [f"backward {self.order}"] if self.order != "each" else []
+        flags = ("holds", "backbone", "input_gradient", "evaluates", "clips", "smaller_last", "to_none", "late")
+        return ", ".join([*said, *(name.replace("_", " ") for name in flags if getattr(self, name))])
+
+
+def draw_loop(draw: Draw, program: Program, interface: str) -> Loop:
+    single = len(program.inputs) == 1 and program.spread == "tensor"
+    floating = not any(given.below for given in program.inputs.values())
+    float32 = not {"bfloat16", "float64"} & set(program.notes)
+    backbone = single and floating and draw.chance(0.12)
+    order = draw.choice(["first in", "last in"]) if draw.chance(0.06) else "each"
+    return Loop(
+        steps=draw.randint(2, 3),
+        autocast=draw.choice(["forward", "whole"]) if float32 and draw.chance(0.3) else "",
+        # An output with a loss is planned for with that loss, unless another is given.
+        loss=draw.choice(["own"] * 5 + ["given"])
+        if program.own_loss
+        else draw.choice(["sum", "mean", "given", "given"]),
+        holds=draw.chance(0.25),
+        batches=2 if order != "each" or draw.chance(0.2) else 1,
+        order=order,
+        backbone=backbone,
+        input_gradient=not backbone and floating and program.spread != "dict" and draw.chance(0.12),
+        evaluates="a norm in eval mode" not in program.notes and draw.chance(0.15),
+        clips=draw.chance(0.15),
+        smaller_last=program.count > 3 and interface != "apply" and draw.chance(0.12),
+        optimizer=draw.choice(["SGD", "AdamW"]),
+        to_none=draw.chance(0.5),
+        late=draw.chance(0.5),
+    )
+
+
+class Criterion(nn.Module):
+    """A loss that keeps its targets; `head`: one with parameters of its own."""
+
+    def __init__(self, draw: Draw, output: Any) -> None:
+        super().__init__()
+        first, *_ = results(output)
+        choices = ["mse", "square", "smooth", "head"] + ["cross entropy"] * 3 * (first.dim() > 1 and first.shape[1] > 1)
+        self.kind = draw.choice(choices)
+        self.all = draw.chance(0.4)
+        self.head = nn.Linear(first.shape[-1], 3, dtype=first.dtype) if self.kind == "head" else None
+        if self.kind == "cross entropy":
+            shape = first.shape[:-1] if first.dim() == 3 else (first.shape[0], *first.shape[2:])
+            self.target = torch.randint(0, first.shape[-1] if first.dim() == 3 else first.shape[1], shape)
+        else:
+            self.target = torch.randn_like(first)
+
+    def forward(self, output: Any, *, strict: bool = False) -> torch.Tensor:
+        first, *others = results(output)
+        target = self.target if strict else self.target[: len(first)]
+        if self.kind == "cross entropy":
+            flat = first.flatten(0, 1) if first.dim() == 3 else first
+            loss = F.cross_entropy(flat, target.flatten() if first.dim() == 3 else target)
+        elif self.head is not None:
+            loss = self.head(first).square().mean()
+        elif self.kind == "square":
+            loss = first.float().square().mean()
+        else:
+            loss = (F.mse_loss if self.kind == "mse" else F.smooth_l1_loss)(first, target)
+        return loss + sum(tensor.float().square().mean() for tensor in others) if self.all and others else loss
+
+
+def results(output: Any) -> list[torch.Tensor]:
+    """The tensors of an output that a loss is computed of."""
+    return [tensor for tensor in tensors(output) if tensor.is_floating_point() and tensor.dim()]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A limit as it was asked for: `share` of the way from the least to storing everything, below 0 too small."""
+
+    share: float
+    form: str
+
+    def between(self, least: int, most: int) -> tuple[int | str | float, int]:
+        """The limit as people would write it, and in bytes."""
+        size = (
+            round(least + self.share * (most - least)) if self.share >= 0 else max(1, round((1 + self.share) * least))
+        )
+        if self.form == "string":
+            return (f"{size}B", size) if self.share <= 0 else _in_kib(size)
+        if self.form == "float" and 0 < self.share <= 1:
+            return min(size / most, 1.0), math.floor(min(size / most, 1.0) * most)
+        return size, size
+
+
+def _in_kib(size: int) -> tuple[str, int]:
+    text = f"{size / 1024:.3f}KiB"
+    return text, math.floor(float(text.removesuffix("KiB")) * 1024)
+
+
+def draw_limit(draw: Draw) -> Limit:
+    share = draw.choices([draw.uniform(-0.7, -0.01), 0.0, draw.random(), 1.0], [0.12, 0.15, 0.65, 0.08])[0]
+    return Limit(share, draw.choice(["int", "int", "string", "float"]))
+
+
+@dataclass
+class Side:
+    """One of the two copies, and what it trains with."""
+
+    model: Any
+    backbone: nn.Module | None
+    criterion: Criterion | None
+    optimizer: torch.optim.Optimizer | None = None
+
+    def parts(self) -> list[tuple[str, nn.Module]]:
+        named = {"model": self.model, "backbone": self.backbone, "criterion": self.criterion}
+        return [(name, part) for name, part in named.items() if part is not None]
+
+    def parameters(self) -> list[nn.Parameter]:
+        found = [parameter for _, part in self.parts() for parameter in part.parameters()]
+        return [parameter for parameter in {id(p): p for p in found}.values() if parameter.requires_grad]
+
+
+@dataclass
+class Outcome:
+    """What became of a case; `ratio`: the measured peak over the limit."""
+
+    outcome: str
+    text: str = ""
+    ratio: float | None = None
+    limit: str = ""
+    warned: list[str] = field(default_factory=list)
+
+
+class Case:
+    """A model, a limit and a loop. Raises what plain PyTorch raises where it does not take the program."""
+
+    def __init__(self, seed: int, number: int, attempt: int) -> None:
+        self.kind = list(KINDS)[number % 2]
+        draw = Draw(f"{seed}/{number}/{attempt}")
+        self.seed = draw.getrandbits(31)
+        torch.manual_seed(self.seed)
+        self.program = seasoned(draw, KINDS[self.kind](draw))
+        interfaces = {"fit": 55, "rotor": 15, "rotor, at the first step": 8, "apply": 22}
+        self.interface = draw.choices(list(interfaces), list(interfaces.values()))[0]
+        self.loop = draw_loop(draw, self.program, self.interface)
+        self.limit = draw_limit(draw)
+        self.solver = draw.choice(["persistent", "persistent", "floating", "fastest"])
+        self.in_flight = 2 if self.loop.order != "each" and self.interface == "rotor" else 1
+        self.detached, self.strict = draw.chance(0.5), draw.chance(0.5)
+        self.scaled = draw.chance(0.5)
+        self.sample = self.program.batch(self.program.count)
+        self.batches = [[self._batch(step) for _ in range(self.loop.batches)] for step in range(self.loop.steps)]
+        backbone = self._backbone() if self.loop.backbone else None
+        criterion = self._criterion(draw, backbone) if self.loop.loss == "given" else None
+        self._first = Side(self.program.model, backbone, criterion)
+        self.plain = self._copy()
+        self.expected = self.train(self.plain)
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.program.notes)}: {in_words(self.program.model)}"
+
+    def _batch(self, step: int) -> Any:
+        smaller = self.loop.smaller_last and step == self.loop.steps - 1
+        return self.program.batch(self.program.count * 2 // 3 if smaller else self.program.count)
+
+    def _backbone(self) -> nn.Module:
+        width = self.sample.shape[1] if self.sample.dim() == 4 else self.sample.shape[-1]
+        first = nn.Conv2d(width, width, 3, padding=1) if self.sample.dim() == 4 else nn.Linear(width, width)
+        return nn.Sequential(first, nn.Tanh()).to(self.sample.dtype)
+
+    def _criterion(self, draw: Draw, backbone: nn.Module | None) -> Criterion:
+        with torch.no_grad(), self._autocast():
+            value = self.sample if backbone is None else backbone(self.sample)
+            return Criterion(draw, called(copy.deepcopy(self.program.model), value))
+
+    def _copy(self) -> Side:
+        """A copy of the model, and of what it trains with, from before the first step."""
+        return Side(*copy.deepcopy((self._first.model, self._first.backbone, self._first.criterion)))
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast("cpu", torch.bfloat16) if self.loop.autocast else nullcontext()
+
+    # The loop --------------------------------------------------------------------------------------------------------
+
+    def train(self, side: Side) -> Record:
+        """The loop; returns all that its steps leave, by name."""
+        loop = self.loop
+        side.optimizer = side.optimizer or self.optimizer(side)
+        left: Record = []
+        for step, batches in enumerate(self.batches):
+            torch.manual_seed(self.seed + step)
+            side.optimizer.zero_grad(set_to_none=loop.to_none)
+            if loop.evaluates and step:
+                side.model.eval()
+                with torch.no_grad(), self._autocast():
+                    seen(called(side.model, self.fed(side, batches[0])), f"step {step}: evaluation", left)
+                side.model.train()
+            given = [self.fresh(batch) for batch in batches]
+            self.step(side, given, (f"step {step}: ", left))
+            state(side, given, f"step {step}: ", left)
+            if loop.clips:
+                nn.utils.clip_grad_norm_(side.parameters(), 1.0)
+            side.optimizer.step()
+            left += [(f"step {step}: {name} after the optimiser", p.detach().clone()) for name, p in named(side)]
+        return left
+
+    def optimizer(self, side: Side) -> torch.optim.Optimizer:
+        kind = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}[self.loop.optimizer]
+        return kind(side.parameters(), lr=1e-3)
+
+    def fresh(self, batch: Any) -> Any:
+        """A batch of one's own, whose leaves need a gradient where the loop says so."""
+        needs = self.loop.input_gradient
+        return map_tensors(lambda tensor: tensor.detach().clone().requires_grad_(needs), batch)
+
+    def fed(self, side: Side, batch: Any) -> Any:
+        """What the model takes: the batch, or what the backbone makes of it."""
+        return batch if side.backbone is None else side.backbone(batch)
+
+    def step(
+        self, side: Side, batches: Sequence[Any], noted: tuple[str, Record] | None = None, *, holds: bool | None = None
+    ) -> None:
+        """Forwards, losses and backwards of the batches of a step."""
+        holds = self.loop.holds if holds is None else holds
+        for group in [[batch] for batch in batches] if self.loop.order == "each" else [batches]:
+            with self._autocast():
+                ends = [self._forward(side, batch, noted, holds) for batch in group]
+                if self.loop.autocast == "whole":
+                    self._backward(ends)
+            if self.loop.autocast != "whole":
+                self._backward(ends)
+            del ends
+
+    def _forward(
+        self, side: Side, batch: Any, noted: tuple[str, Record] | None, holds: bool
+    ) -> tuple[torch.Tensor, Any]:
+        output = called(side.model, self.fed(side, batch))
+        if noted is not None:
+            seen(output, f"{noted[0]}output", noted[1])
+        loss = self._loss(side, output)
+        if noted is not None:
+            noted[1].append((f"{noted[0]}loss", loss.detach().clone()))
+        return loss, output if holds else None
+
+    def _loss(self, side: Side, output: Any) -> torch.Tensor:
+        if self.loop.loss == "own":
+            loss = loss_in(output)
+            assert loss is not None
+            return loss
+        if side.criterion is not None:
+            return side.criterion(output)
+        ends = [tensor for tensor in tensors(output) if tensor.is_floating_point() and tensor.requires_grad]
+        first, *others = [end.sum() if self.loop.loss == "sum" else end.mean() for end in ends]
+        return sum(others, first)
+
+    def _backward(self, ends: Sequence[tuple[torch.Tensor, Any]]) -> None:
+        for loss, _ in ends if self.loop.order != "last in" else reversed(ends):
+            (loss / len(self.batches[0]) if self.scaled and len(self.batches[0]) > 1 else loss).backward()
+
+    # Within the limit ------------------------------------------------------------------------------------------------
+
+    def check(self) -> Outcome:
+        """Trains within the limit, compares and measures."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = self._checked()
+        found.warned = [str(each.message) for each in caught if str(each.message).startswith(("remat", "rotor"))]
+        if found.outcome == "over" and (self.program.wanders or any("left the chain" in text for text in found.warned)):
+            found.outcome = "over, left the chain"
+        return found
+
+    def _checked(self) -> Outcome:
+        side = self._copy()
+        if not self.loop.late:
+            side.optimizer = self.optimizer(side)
+        given = self.fresh(self.sample)
+        with self._autocast():
+            sample = self.fed(side, given)
+        if side.backbone is not None and self.detached:
+            sample = sample.detach().requires_grad_()
+        loss = self._given_loss(side)
+        with self._autocast():
+            chain = remat.profile(side.model, sample, loss=loss)
+            least, most = remat.minimum_budget(chain), store_all_peak(chain)
+        asked, size = self._limit(least, most)
+        note = f"{asked!r} = {size} bytes, least {least}, all {most}"
+        side.model, size, note = self._planned(side.model, sample, loss, asked, size, least, chain, note)
+        del sample, given, chain
+        different = differences(self.expected, self.train(side))
+        if different:
+            if differences(self.expected, self.train(self._copy())):
+                raise NotRepeatable("plain PyTorch does not repeat itself")
+            return Outcome("bits", different, limit=note)
+        peak = self.peak(side)
+        if peak <= size:
+            return Outcome("pass", ratio=peak / size, limit=note)
+        text = f"measured {peak} bytes, {peak - size} over {size}"
+        if self.loop.holds:
+            without = self.peak(side, holds=False)
+            if without <= size:
+                return Outcome("over, output held", f"{text}; {without} without", peak / size, note)
+            text = f"{text}; {without} without the output held"
+        return Outcome("over", text, peak / size, note)
+
+    def _given_loss(self, side: Side) -> Callable[[Any], torch.Tensor] | None:
+        """The loss as it is given to `fit`: a module, or a function that holds the targets of the sample."""
+        criterion = side.criterion
+        if criterion is None or criterion.head is not None or not self.strict:
+            return criterion
+        return lambda output: criterion(output, strict=True)
+
+    def _limit(self, least: int, most: int) -> tuple[int | str | float, int]:
+        if self.in_flight > 1:
+            size = round((1.2 + abs(self.limit.share)) * most)
+            return size, size
+        if self.interface == "rotor, at the first step":  # where nobody could catch that it is too small
+            size = round(1.1 * least + max(self.limit.share, 0) * max(most - least, 0))
+            return size, size
+        return self.limit.between(least, most)
+
+    def _planned(
+        self, model: nn.Module, sample: Any, loss: Any, asked: Any, size: int, least: int, chain: Any, note: str
+    ) -> tuple[Any, int, str]:
+        """What trains within the limit, that limit in bytes, and a note on it.
+
+        The least limit of one measurement may be a little less than that of the next, since what is fused depends on
+        times; both have to name one that works.
+        """
+        with self._autocast():
+            for attempt in range(3):
+                try:
+                    return *self._plan(model, sample, loss, asked, size, chain), note
+                except remat.InfeasibleBudget as error:
+                    if attempt == 2:
+                        raise
+                    after = "was too small" if attempt == 0 else "did not work"
+                    note = f"{note}; {asked} {after}, {error.minimum} is named"
+                    asked = size = error.minimum
+        raise AssertionError("not reached")
+
+    def _plan(self, model: nn.Module, sample: Any, loss: Any, asked: Any, size: int, chain: Any) -> tuple[Any, int]:
+        if self.interface == "fit":
+            return remat.fit(model, sample, memory=asked, loss=loss, quiet=True), size
+        if self.interface == "apply":
+            schedule = remat.solve(chain, asked, self.solver)
+            assert schedule.budget_bytes is not None
+            return remat.apply(model, schedule), schedule.budget_bytes
+        first = sample if self.interface == "rotor" else None
+        made = rotor.Checkpointable(model, first, mem_limit=asked, loss=loss, in_flight=self.in_flight)
+        sequence = made.sequence
+        return made, size if sequence is None or self.in_flight > 1 else sequence.budget_bytes or size
+
+    def peak(self, side: Side, *, holds: bool | None = None) -> int:
+        """The allocator's peak of one more step above what was there before it, with the bytes of what is fed."""
+        for parameter in side.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
+        given = [self.fresh(self.sample) for _ in range(self.in_flight)]
+        if side.backbone is not None:
+            with self._autocast():
+                given = [side.backbone(each).detach().requires_grad_() for each in given]
+        alone = Side(side.model, None, side.criterion)
+        storages = {id(s): s for each in given for s in (tensor.untyped_storage() for tensor in tensors(each))}
+        meter = MemoryMeter(torch.device("cpu"))
+        with meter.session(), meter.region():
+            self.step(alone, given, holds=holds)
+        (region,) = meter.regions
+        return region.peak_bytes - region.start_bytes + sum(storage.nbytes() for storage in storages.values())
+
+
+class NotRepeatable(Exception):
+    """The program is none that can be compared: plain PyTorch does not give the same twice."""
+
+
+def called(model: Any, batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple) else model(batch)
+
+
+def seen(output: Any, name: str, left: Record) -> None:
+    """Notes an output; of those of transformers what does not depend on caches of keys and values."""
+    logits = getattr(output, "logits", None)
+    found = tensors(output) if logits is None else [logits, *(getattr(output, "hidden_states", None) or ())]
+    left += [(f"{name} {index}", tensor.detach().clone()) for index, tensor in enumerate(found)]
+
+
+def named(side: Side) -> Iterator[tuple[str, nn.Parameter]]:
+    for part, module in side.parts():
+        for name, parameter in module.named_parameters():
+            yield f"{part}.{name}", parameter
+
+
+def state(side: Side, batches: Sequence[Any], name: str, left: Record) -> None:
+    """Notes gradients of parameters and inputs, buffers and the state of the random numbers."""
+    left.append((f"{name}random numbers", torch.get_rng_state()))
+    for key, parameter in named(side):
+        left.append((f"{name}gradient of {key}", None if parameter.grad is None else parameter.grad.clone()))
+    for index, tensor in enumerate(tensors(list(batches))):
+        left.append((f"{name}gradient of input {index}", None if tensor.grad is None else tensor.grad.clone()))
+    for part, module in side.parts():
+        left += [(f"{name}buffer {part}.{key}", buffer.clone()) for key, buffer in module.named_buffers()]
+
+
+def differences(expected: Record, found: Record) -> str:
+    """What differs in a bit, the first few by name; empty if nothing does."""
+    if [name for name, _ in expected] != [name for name, _ in found]:
+        return f"{len(expected)} results of plain PyTorch, {len(found)} within the limit, or of other names"
+    told = [f"{name}: {_difference(a, b)}" for (name, a), (_, b) in zip(expected, found, strict=True)
+            if not _same(a, b)]  # fmt: skip
+    return f"{len(told)} of {len(expected)} differ: {'; '.join(told[:4])}" if told else ""
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(*(tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)))
+
+
+def _difference(a: torch.Tensor | None, b: torch.Tensor | None) -> str:
+    if a is None or b is None:
+        return f"{'none' if a is None else 'there'}, within the limit {'none' if b is None else 'there'}"
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return f"{a.dtype} {tuple(a.shape)}, within the limit {b.dtype} {tuple(b.shape)}"
+    return f"off by {(a.double() - b.double()).abs().max().item():.3g} of {a.double().abs().max().item():.3g}"
+
+
+# Many cases ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _within(seconds: float) -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise CaseTimeout(f"more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def made(seed: int, number: int, told: Callable[[str], None]) -> tuple[Case, int]:
+    """The case of a number, and how many programs before it plain PyTorch refused."""
+    for attempt in range(ATTEMPTS):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return Case(seed, number, attempt), attempt
+        except Exception as error:  # whatever plain PyTorch has against the program
+            told(f"attempt {attempt}: plain PyTorch: {type(error).__name__}: {error}")
+    raise RuntimeError(f"case {number}: plain PyTorch refused {ATTEMPTS} programs")
+
+
+def run(seed: int, number: int, told: Callable[[str], None] = lambda text: None) -> tuple[dict[str, Any], int]:
+    """Runs a case; returns its row, and how many programs before it plain PyTorch refused."""
+    row: dict[str, Any] = {"number": number}
+    attempts = 0
+    try:
+        with _within(SECONDS):
+            case, attempts = made(seed, number, told)
+            row |= {"kind": case.kind, "model": str(case), "loop": str(case.loop), "interface": case.interface}
+            told("\n".join(f"{key}: {value}" for key, value in row.items()))
+            told(f"{case.limit}, {case.program.model}")
+            try:
+                found = case.check()
+            except remat.RematError as error:
+                told(traceback.format_exc())
+                found = Outcome("refused", f"{type(error).__name__}: {error}")
+            except NotRepeatable as error:
+                found = Outcome("not counted", str(error))
+            except Exception as error:
+                told(traceback.format_exc())
+                found = Outcome("raw error", f"{type(error).__name__}: {error}\n{_where(error)}")
+    except CaseTimeout as error:
+        told(traceback.format_exc())
+        found = Outcome("timeout", str(error))
+    row |= {"outcome": found.outcome, "limit": found.limit, "ratio": found.ratio, "text": found.text}
+    if found.warned:
+        row["warned"] = found.warned
+    told(json.dumps(row, indent=1))
+    return row, attempts
+
+
+def _where(error: BaseException) -> str:
+    """The last lines of code that an error came through."""
+    frames = traceback.extract_tb(error.__traceback__)[-3:]
+    return " > ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames)
+
+
+class Results:
+    """The file of results: goes on where it stopped."""
+
+    def __init__(self, path: Path, seed: int) -> None:
+        self.path = path
+        self.found: dict[str, Any] = {
+            "note": "Random models, limits and training loops: python -m benchmarks.fuzz. All cases that did not pass",
+            "machine": machine(),
+            "seed": seed,
+            "next": dict.fromkeys(KINDS, 0),
+            "counts": {kind: {} for kind in KINDS},
+            "programs_that_plain_pytorch_refused": 0,
+            "least_limit_named_anew": 0,
+            "seconds": 0.0,
+            "worst": {},
+            "cases": [],
+        }
+        if path.exists():
+            self.found = json.loads(path.read_text(encoding="utf-8"))
+            if self.found["seed"] != seed:
+                raise SystemExit(f"{path} holds cases of seed {self.found['seed']}; give another file with --out")
+
+    def add(self, kind: str, row: dict[str, Any], attempts: int, seconds: float) -> None:
+        found, outcome = self.found, row["outcome"]
+        found["next"][kind] = row["number"] + 1
+        found["counts"][kind][outcome] = found["counts"][kind].get(outcome, 0) + 1
+        found["programs_that_plain_pytorch_refused"] += attempts
+        found["least_limit_named_anew"] += "did not work" in row["limit"]
+        found["seconds"] += seconds
+        if row["ratio"] is not None and row["ratio"] > found["worst"].get(outcome, {}).get("ratio", 0.0):
+            found["worst"][outcome] = {"ratio": row["ratio"], "number": row["number"]}
+        if outcome != "pass":
+            found["cases"].append(row)
+
+    def save(self) -> None:
+        write_whole(self.path, (json.dumps(self.found, indent=1) + "\n").encode())
+
+    def __str__(self) -> str:
+        counts = [f"{kind}: {', '.join(f'{n} {name}' for name, n in sorted(of.items()))}"
+                  for kind, of in self.found["counts"].items() if of]  # fmt: skip
+        cases = sum(sum(of.values()) for of in self.found["counts"].values())
+        worst = max((of["ratio"] for of in self.found["worst"].values()), default=0.0)
+        return (
+            f"{'; '.join(counts)}; worst peak / limit {worst:.4f}; {self.found['seconds'] / max(cases, 1):.2f} s each"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--cases", type=int, default=1000, help="numbers 0 to this, even ones sequential, odd ones other"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, metavar="N", help="run this number alone, tell all about it, write nothing")
+    parser.add_argument("--kind", choices=list(KINDS), help="only cases of this kind")
+    parser.add_argument("--out", type=Path, default=RESULTS / "fuzz.json", help="goes on where this file stopped")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.only is not None:
+        run(options.seed, options.only, told=print)
+        return
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    results, since = Results(options.out, options.seed), 0
+    kinds = list(KINDS)
+    try:
+        for number in range(options.cases):
+            kind = kinds[number % 2]
+            if number < results.found["next"][kind] or options.kind not in {None, kind}:
+                continue
+            start = time.perf_counter()
+            row, attempts = run(options.seed, number)
+            results.add(kind, row, attempts, time.perf_counter() - start)
+            since += 1
+            if since % SAVED_EVERY == 0:
+                gc.collect()
+                results.save()
+                print(f"{number + 1}/{options.cases}: {results}", flush=True)
+    finally:
+        results.save()
+    print(f"{results}; {options.out}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
