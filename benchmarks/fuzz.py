@@ -208,7 +208,6 @@ class Outcome:
     outcome: str
     text: str = ""
     ratio: float | None = None
-    limit: str = ""
     warned: list[str] = field(default_factory=list)
 
 
@@ -236,6 +235,7 @@ class Case:
         self._first = Side(self.program.model, backbone, criterion)
         self.plain = self._copy()
         self.expected = self.train(self.plain)
+        self.note = ""  # on the limit, once there is one
 
     def __str__(self) -> str:
         return f"{', '.join(self.program.notes)}: {in_words(self.program.model)}"
@@ -364,24 +364,26 @@ class Case:
             chain = remat.profile(side.model, sample, loss=loss)
             least, most = remat.minimum_budget(chain), store_all_peak(chain)
         asked, size = self._limit(least, most)
-        note = f"{asked!r} = {size} bytes, least {least}, all {most}"
-        side.model, size, note = self._planned(side.model, sample, loss, asked, size, least, chain, note)
+        self.note = f"{asked!r} = {size} bytes, least {least}, all {most}"
+        side.model, size = self._planned(side.model, sample, loss, asked, size, chain)
         del sample, given, chain
         different = differences(self.expected, self.train(side))
         if different:
             if differences(self.expected, self.train(self._copy())):
                 raise NotRepeatable("plain PyTorch does not repeat itself")
-            return Outcome("bits", different, limit=note)
+            return Outcome("bits", different)
         peak = self.peak(side)
         if peak <= size:
-            return Outcome("pass", ratio=peak / size, limit=note)
+            return Outcome("pass", ratio=peak / size)
         text = f"measured {peak} bytes, {peak - size} over {size}"
+        if isinstance(asked, float) and self.interface == "fit":
+            text += " (of storing everything as measured here, which may differ a little from what `fit` measured)"
         if self.loop.holds:
             without = self.peak(side, holds=False)
             if without <= size:
-                return Outcome("over, output held", f"{text}; {without} without", peak / size, note)
+                return Outcome("over, output held", f"{text}; {without} without", peak / size)
             text = f"{text}; {without} without the output held"
-        return Outcome("over", text, peak / size, note)
+        return Outcome("over", text, peak / size)
 
     def _given_loss(self, side: Side) -> Callable[[Any], torch.Tensor] | None:
         """The loss as it is given to `fit`: a module, or a function that holds the targets of the sample."""
@@ -400,9 +402,9 @@ class Case:
         return self.limit.between(least, most)
 
     def _planned(
-        self, model: nn.Module, sample: Any, loss: Any, asked: Any, size: int, least: int, chain: Any, note: str
-    ) -> tuple[Any, int, str]:
-        """What trains within the limit, that limit in bytes, and a note on it.
+        self, model: nn.Module, sample: Any, loss: Any, asked: Any, size: int, chain: remat.Chain
+    ) -> tuple[Any, int]:
+        """What trains within the limit, and that limit in bytes.
 
         The least limit of one measurement may be a little less than that of the next, since what is fused depends on
         times; both have to name one that works.
@@ -410,12 +412,12 @@ class Case:
         with self._autocast():
             for attempt in range(3):
                 try:
-                    return *self._plan(model, sample, loss, asked, size, chain), note
+                    return self._plan(model, sample, loss, asked, size, chain)
                 except remat.InfeasibleBudget as error:
                     if attempt == 2:
                         raise
                     after = "was too small" if attempt == 0 else "did not work"
-                    note = f"{note}; {asked} {after}, {error.minimum} is named"
+                    self.note += f"; {asked} {after}, {error.minimum} is named"
                     asked = size = error.minimum
         raise AssertionError("not reached")
 
@@ -538,32 +540,39 @@ def made(seed: int, number: int, told: Callable[[str], None]) -> tuple[Case, int
 
 def run(seed: int, number: int, told: Callable[[str], None] = lambda text: None) -> tuple[dict[str, Any], int]:
     """Runs a case; returns its row, and how many programs before it plain PyTorch refused."""
-    row: dict[str, Any] = {"number": number}
+    row: dict[str, Any] = {"number": number, "kind": list(KINDS)[number % 2], "limit": ""}
     attempts = 0
     try:
         with _within(SECONDS):
             case, attempts = made(seed, number, told)
-            row |= {"kind": case.kind, "model": str(case), "loop": str(case.loop), "interface": case.interface}
+            row |= {"model": str(case), "loop": str(case.loop), "interface": case.interface}
             told("\n".join(f"{key}: {value}" for key, value in row.items()))
             told(f"{case.limit}, {case.program.model}")
             try:
-                found = case.check()
-            except remat.RematError as error:
-                told(traceback.format_exc())
-                found = Outcome("refused", f"{type(error).__name__}: {error}")
-            except NotRepeatable as error:
-                found = Outcome("not counted", str(error))
-            except Exception as error:
-                told(traceback.format_exc())
-                found = Outcome("raw error", f"{type(error).__name__}: {error}\n{_where(error)}")
+                found = _checked(case, told)
+            finally:
+                row["limit"] = case.note
     except CaseTimeout as error:
         told(traceback.format_exc())
         found = Outcome("timeout", str(error))
-    row |= {"outcome": found.outcome, "limit": found.limit, "ratio": found.ratio, "text": found.text}
+    row |= {"outcome": found.outcome, "ratio": found.ratio, "text": found.text}
     if found.warned:
         row["warned"] = found.warned
     told(json.dumps(row, indent=1))
     return row, attempts
+
+
+def _checked(case: Case, told: Callable[[str], None]) -> Outcome:
+    try:
+        return case.check()
+    except remat.RematError as error:
+        told(traceback.format_exc())
+        return Outcome("refused", f"{type(error).__name__}: {error}")
+    except NotRepeatable as error:
+        return Outcome("not counted", str(error))
+    except Exception as error:
+        told(traceback.format_exc())
+        return Outcome("raw error", f"{type(error).__name__}: {error}; at {_where(error)}")
 
 
 def _where(error: BaseException) -> str:

@@ -1373,7 +1373,7 @@ class LayerDrop(Answering):
     def forward(self, x: torch.Tensor) -> Any:
         x = self.first(x)
         for block in self.blocks:
-            if not self.training or torch.rand(()).item() > 0.15:
+            if not self.training or torch.rand(()).item() > 0.04:
                 x = block(x)
         return self.answer(self.last(x), x)
 

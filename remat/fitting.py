@@ -1,4 +1,4 @@
-"""`fit`: picks the planner whose plan is fastest within a memory limit, and wraps the model to train by it."""
+"""`fit`: picks the planner whose plan is fastest within a memory limit, and makes the model train by it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,28 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from remat.chain import Chain
+from remat.errors import InfeasibleBudget, RematError
 from remat.measuring import Loss
 from remat.rotor import Checkpointable
-from remat.runtime.driving import remove
+from remat.runtime.wrapper import Wrapper
 from remat.schedule import Schedule
 from remat.simulation import simulate
+from remat.solvers import make_solver
 from remat.solvers.base import store_all_peak
 from remat.units import format_bytes, resolve_budget
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+AUTO = "auto"
+_OVERHEADS = (0.05, 0.1, 0.2)  # of which a table tells the limits
+_TRIED = 64  # limits between the least and storing everything
+
 
 def fit(
     model: nn.Module,
     sample: Any,
-    memory: int | str | float,
+    memory: int | str | float = AUTO,
     loss: Loss | None = None,
     *,
     slots: int = 500,
@@ -32,48 +38,80 @@ def fit(
     stages: Sequence[str | nn.Module] | None = None,
     other_path: str = "warn",
     group: ProcessGroup | None = None,
+    output_held: bool = True,
 ) -> nn.Module:
     """Makes the training steps of `model` stay within `memory`, by the fastest plan of all planners.
 
-        model = remat.fit(model, sample, memory="8GiB")
+        remat.fit(model, sample, memory="8GiB")
+
+    It can be called again, on the same model, for another limit or sample: the plan of before is replaced. Where
+    anything fails, the model stays as it was, with the plan that it had.
 
     Args:
         model: any module.
         sample: its input, as it will be in training: a tensor, a tuple of positional or a dict of keyword arguments.
-        memory: int (bytes), string ("8GiB"), or float in (0, 1] of the peak when everything is stored. It covers
-            activations, their gradients and scratch memory, the sample included; not parameters, their gradients and
-            optimiser state.
+        memory: int (bytes), string ("8GiB"), float in (0, 1] of the peak when everything is stored, or "auto": 0.9 of
+            the memory that is free, less what gradients that are not there yet and an optimiser like Adam will take. It
+            covers activations, their gradients and scratch memory, the sample included; not parameters, their
+            gradients and optimiser state.
         loss: a function of the output that returns a scalar; without one it is the output's own (`output.loss`), or
             taken as free.
         slots: memory units of the dynamic programs.
-        quiet: do not tell on stderr what was chosen and what it costs.
+        quiet: do not tell on stderr what was chosen and what it costs, and with "auto" what other limits would cost.
         stages: names or modules to take for the stages, as in `remat.find_chain`; None: they are found.
         other_path: what to do where a forward takes another path than the chain that was found: "warn" or "error".
         group: processes that train this model together, as for `rotor.Checkpointable`.
+        output_held: count the output as held by the caller until the backward is over, as by
+            `out = model(x); loss = criterion(out, y); loss.backward()`; False where the loop never names it.
 
     Returns:
-        For an `nn.Sequential` a `rotor.Checkpointable`, whose `state_dict` and parameter names are the model's own.
-        Any other model itself, the same object of the same class, trained within the limit until
-        `remat.remove(model)`.
+        The model itself, the same object of the same class, trained within the limit until `remat.remove(model)`.
 
     Raises:
-        InfeasibleBudget: nothing fits; tells the least memory that works. The model stays usable.
+        InfeasibleBudget: nothing fits; tells the least memory that works.
+        InvalidBudget: `memory` in another form.
+        RematError: `model` is no module, or wrapped by remat already.
         UnsupportedModel: there is no chain in the model; tells how DTR trains it.
     """
-    resolve_budget(memory, store_all_bytes=sys.maxsize)  # its form, before anything is measured
-    module = Checkpointable(model, mem_slots=slots, loss=loss, stages=stages, other_path=other_path, group=group)
-    try:
-        module.measure(sample)
-        module.plan_with("fastest", memory)
-    except BaseException:
-        if module.drives:
-            remove(model)
-        raise
-    assert module.chain is not None
-    assert module.sequence is not None
+    _check_model(model)
+    if memory != AUTO:
+        resolve_budget(memory, store_all_bytes=2**62)  # its form, before anything is measured
+    handle = Checkpointable(
+        model,
+        mem_slots=slots,
+        loss=loss,
+        stages=stages,
+        other_path=other_path,
+        group=group,
+        output_held=output_held,
+        in_place=False,
+    )
+    handle.measure(sample)
+    assert handle.chain is not None
+    if memory == AUTO and not quiet:
+        _write(_choices(handle.chain, slots))
+    handle.plan_with("fastest", handle.automatic_limit() if memory == AUTO else memory)
+    handle.take_place()
+    assert handle.sequence is not None
     if not quiet:
-        print(f"remat.fit: {_in_a_line(module.chain, module.sequence)}", file=sys.stderr)
-    return model if module.drives else module
+        _write(f"remat.fit: {_in_a_line(handle.chain, handle.sequence)}")
+    return model
+
+
+def _check_model(model: object) -> None:
+    if isinstance(model, Wrapper):
+        raise RematError(
+            f"this model is wrapped in a {type(model).__name__} already; fit the model inside, `.wrapped`, or plan "
+            "anew with the wrapper's own methods"
+        )
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise RematError(f"{model.__name__} is a class; pass a model of it, {model.__name__}(...)")
+    if not isinstance(model, nn.Module):
+        raise RematError(f"the model is a {type(model).__name__}; pass a torch.nn.Module")
+
+
+def _write(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _in_a_line(chain: Chain, schedule: Schedule) -> str:
@@ -86,3 +124,21 @@ def _in_a_line(chain: Chain, schedule: Schedule) -> str:
         f"{planner} within {limit}: {format_bytes(report.peak_bytes)} of the {most} that storing everything takes"
         f"{overhead}, {report.recomputations} recomputation{'s' * (report.recomputations != 1)} a step"
     )
+
+
+def _choices(chain: Chain, slots: int) -> str:
+    """What limits there are to choose from: a line each for the least and for the overheads that people ask for."""
+    solver = make_solver("fastest", slots=slots)
+    least, most = solver.minimum_budget(chain), store_all_peak(chain)
+    limits = sorted({least + (most - least) * step // _TRIED for step in range(_TRIED + 1)})
+    found = [
+        (limit, simulate(chain, answer).overhead or 1.0)
+        for limit, answer in zip(limits, solver.solve_many(chain, limits), strict=True)
+        if not isinstance(answer, InfeasibleBudget)
+    ]
+    lines = [f"remat.fit: limits to choose from, of {format_bytes(most)} that storing everything takes:"]
+    lines.append(f"  least          {format_bytes(found[0][0]):>9}  {found[0][1]:.2f} x the time")
+    for wanted in _OVERHEADS:
+        limit, overhead = next(choice for choice in found if choice[1] <= 1 + wanted)
+        lines.append(f"  {wanted:4.0%} overhead  {format_bytes(limit):>9}  {overhead:.2f} x the time")
+    return "\n".join(lines)

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from remat.chain import Chain, Layout
 from remat.errors import UnsupportedModel
-from remat.finding.carried import Carrying, begun_by, carried_by_caller, carried_by_leaves, leaves_of
+from remat.finding.carried import Carrying, begun_by, carried_by_leaves, leaves_of
 from remat.meter import MemoryMeter, elapsed
 from remat.preserving import (
     ForeignGradients,
@@ -150,8 +150,7 @@ def profile(
         times.append((0.0, 0.0))
     grads = [memory.input_gradient, *(size.grad for size in sizes)]
     output_bytes = sizes[len(grouped) - 1].act if output_held else 0
-    held_by_caller = carried_by_caller(grads[: len(grouped) + 1], output_bytes)
-    carrying = Carrying([*carried_by_leaves(memory.leaves), *held_by_caller])
+    carrying = Carrying(carried_by_leaves(memory.leaves))
     more, less = signed(carrying.extras([size.bwd_extra for size in sizes]))
     of_loss = Marks(False, False, 0)
     chain = Chain(
@@ -161,7 +160,7 @@ def profile(
         save_overhead_bytes=tuple(size.save_overhead for size in sizes),
         bwd_overhead_bytes=more,
         bwd_released_bytes=less,
-        reserve_bytes=executor_reserve(marks, sizes) + casts,
+        reserve_bytes=executor_reserve(marks, sizes) + casts + output_bytes,
         fwd_seconds=tuple(forward for forward, _ in times),
         bwd_seconds=tuple(backward for _, backward in times),
         grad_bytes=carrying.gradients(grads),
@@ -325,8 +324,8 @@ def _measure_memory(
         without, full, backward = meter.regions[3 * position : 3 * position + 3]
         held = index == 0 or boundaries[index - 1].saves_output or (output_held and index == stages)
         size = sizes_of_stage(without, full, backward, boundary, held)
-        if output_held and index == stages - 1 and not boundary.saves_output:  # it was measured without
-            size = replace(size, bwd_extra=size.bwd_extra + boundary.act)
+        if output_held and index == stages - 1 and not boundary.saves_output:  # it is counted for the whole step
+            size = replace(size, saved=size.saved - boundary.act, bwd_extra=size.bwd_extra + boundary.act)
         sizes.append(size)
     if contiguous:
         other = sizes.pop()

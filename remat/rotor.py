@@ -20,8 +20,9 @@ from remat.errors import PlanMismatch, RematError
 from remat.in_flight import held_after_forward, plan_in_flight
 from remat.profiling import SMALL, Loss, profile
 from remat.report import Report
-from remat.runtime.driving import CallExecutor, Drive, check_other_path, undriven
-from remat.runtime.executor import Executor
+from remat.runtime.driving import CallExecutor, Drive, check_other_path, drive_of, refuse_driven, undriven
+from remat.runtime.executor import Executor, Lock
+from remat.runtime.interception import beyond_compiler
 from remat.runtime.program import compile_schedule
 from remat.runtime.sharding import is_sharded
 from remat.runtime.stages import describe_call, flatten, group, is_current, is_sequential, single_input
@@ -106,6 +107,8 @@ class Checkpointable(Wrapper):
             all of them hold.
         output_held: count the output as held by the caller until the backward is over, as by
             `out = model(x); loss = criterion(out, y); loss.backward()`; False where the loop never names it.
+        in_place: whether the model itself trains by the plan at once, and not only this wrapper; None: where chains are
+            found, which only work so, but not for an `nn.Sequential`. With False `take_place` does it later.
 
     Raises:
         UnsupportedModel: there is no chain in the model; tells how DTR trains it.
@@ -128,13 +131,17 @@ class Checkpointable(Wrapper):
         group: ProcessGroup | None = None,
         in_flight: int = 1,
         output_held: bool = True,
+        in_place: bool | None = None,
     ) -> None:
         if in_flight < 1:
             raise RematError(f"in_flight={in_flight}: at least one forward comes before its backward")
-        in_place = stages is not None or not is_sequential(model)
-        if not in_place:
+        found = stages is not None or not is_sequential(model)
+        if not found:
             flatten(model)  # one without modules is refused here, not at the first step
         check_other_path(other_path)
+        in_place = found if in_place is None else in_place
+        if in_place:
+            refuse_driven(model)
         if mem_limit is not None:
             resolve_budget(mem_limit, store_all_bytes=sys.maxsize)  # its form; the peak is not known yet
         super().__init__(model)
@@ -152,7 +159,12 @@ class Checkpointable(Wrapper):
         self.output_held = output_held
         self.group = group
         self.__dict__["stages"] = stages  # modules among them must not become children
-        self._drive = Drive(model, self._choose, other_path=other_path) if in_place else None
+        self._found = found
+        self._lock = Lock()
+        self._other_path = other_path
+        self._drive: Drive | None = None
+        if in_place:
+            self.take_place()
         try:
             if input is not None:
                 self.measure(input)
@@ -163,13 +175,20 @@ class Checkpointable(Wrapper):
                 self._drive.remove()
             raise
 
+    def take_place(self) -> None:
+        """Makes the model itself train by the present plan; a plan that it trained by before ends."""
+        before = drive_of(self.wrapped)
+        if before is not None:
+            before.remove()
+        self._drive = Drive(self.wrapped, self._choose, self._lock, other_path=self._other_path)
+
     # Measuring and planning --------------------------------------------------------------------------------------
 
     def measure(self, input: Any) -> None:
         """Measures every stage on a sample, in train mode; plans made before are dropped. Leaves the model as found."""
         with self._in_train_mode():
             self.chain = self._profile(input, self.loss)
-            self._measured_state = self._state(single_input(input) if self._drive is None else arguments(input))
+            self._measured_state = self._state(arguments(input) if self._found else single_input(input))
         self._plan = None
         self._plans.clear()
         store_all = StoreAll().minimum_budget(self.chain)
@@ -185,7 +204,7 @@ class Checkpointable(Wrapper):
             if self.group is None:
                 return profile(self.wrapped, sample, **options)
             # Fused by how long they took, small modules could make up other stages in each process.
-            small = SMALL if self.drives else 0.0
+            small = SMALL if self._found else 0.0
             agreed = partial(agree, group=self.group)
             return profile(self.wrapped, sample, small=small, agreed=agreed, **options)
 
@@ -240,11 +259,16 @@ class Checkpointable(Wrapper):
         self._plan_with(_Request(make_solver(solver, slots=self.mem_slots), mem_limit))
 
     def _plan_with(self, request: _Request) -> None:
+        """Plans for what was measured; plans for other inputs were made as asked for before, and are dropped."""
+        self._plan_as(request)
+        self._plans.clear()
+
+    def _plan_as(self, request: _Request) -> None:
         chain = self._measured()
         if request.bounded:
             limit = request.limit if request.limit is not None else self.mem_limit
             if limit is None:
-                limit = int(FREE_SHARE * self._free_bytes())
+                limit = self.automatic_limit()
             schedule = self._solved(request.solver, chain, limit)
         else:
             operations = request.solver.least_memory(chain)
@@ -276,14 +300,21 @@ class Checkpointable(Wrapper):
     def _adopt(self, chain: Chain | None, schedule: Schedule) -> None:
         layout = schedule.layout or (chain.layout if chain is not None else None)
         executor: Executor
-        if self._drive is not None:
+        if self._found:
             placed = replace(schedule, layout=layout)
             executor = CallExecutor(self.wrapped, placed, preserve_random=self.preserve_rng_state)
         else:
             program = compile_schedule(schedule)
             stages = group(self.wrapped, layout, schedule.length)
             executor = Executor(program, stages, preserve_random=self.preserve_rng_state)
+        executor.lock = self._lock
         self._plan = _Plan(chain, schedule, executor)
+
+    def automatic_limit(self) -> int:
+        """0.9 of the memory that is free, less what gradients that are not there yet will take, and Adam's state."""
+        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        missing = sum(parameter.nbytes for parameter in parameters if parameter.grad is None)
+        return max(int(FREE_SHARE * self._free_bytes()) - missing - 2 * sum(p.nbytes for p in parameters), 1)
 
     def _free_bytes(self) -> int:
         device = next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
@@ -300,7 +331,7 @@ class Checkpointable(Wrapper):
 
     @property
     def drives(self) -> bool:
-        """Whether the model itself is driven in place, as all are that are no `nn.Sequential`."""
+        """Whether the model itself trains by the plan, as all do that are no `nn.Sequential`."""
         return self._drive is not None
 
     # The plan ----------------------------------------------------------------------------------------------------
@@ -313,6 +344,7 @@ class Checkpointable(Wrapper):
     @sequence.setter
     def sequence(self, schedule: Schedule) -> None:
         self._adopt(self.chain, schedule)
+        self._plans.clear()
         self._request = None  # it was given, not asked for, so it serves every input
 
     def get_expected_memory(self) -> int:
@@ -341,12 +373,16 @@ class Checkpointable(Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._drive is not None or not self.training or not torch.is_grad_enabled():
-            return self._plainly(*args, **kwargs)  # which is driven, where chains were found
-        value = single_input(args or kwargs)
-        return self._plan_for(value).executor.forward(value)
+            return self._plainly(*args, **kwargs)  # which trains by the plan, where that is in place
+        return beyond_compiler(self._by_plan)(single_input(args or kwargs))
 
-    def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallExecutor | None:
-        """What runs a forward of a model that is driven in place."""
+    def _by_plan(self, value: Any) -> Any:
+        with self._lock:
+            executor = self._plan_for(value).executor
+        return executor.forward(value)
+
+    def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executor | None:
+        """What runs a forward of a model that trains by the plan itself."""
         if not self.wrapped.training:
             return None
         if self.chain is None and any(map(is_sharded, self.wrapped.modules())):
@@ -354,9 +390,7 @@ class Checkpointable(Wrapper):
                 "a model in shards (fully_shard) cannot be measured inside of its first forward; call measure(sample) "
                 "in all processes before, or pass input=sample"
             )
-        executor = self._plan_for(Arguments(args, kwargs)).executor
-        assert isinstance(executor, CallExecutor)
-        return executor
+        return self._plan_for(Arguments(args, kwargs) if self._found else single_input(args or kwargs)).executor
 
     def _is_current(self, executor: Executor) -> bool:
         if isinstance(executor, CallExecutor):
@@ -370,7 +404,7 @@ class Checkpointable(Wrapper):
             return self._plan
         state = self._state(value)
         if self.chain is None:
-            self.measure(value if self._drive is not None else (value,))
+            self.measure(value if self._found else (value,))
         if state == self._measured_state:
             if self._plan is None:
                 self._plan_with(self._request or _Request(Persistent(self.mem_slots)))
@@ -392,7 +426,7 @@ class Checkpointable(Wrapper):
 
         Batches of a language model differ in length all the time; what fits the longest fits the others.
         """
-        if self._drive is None or self._plan is None or self._measured_state is None:
+        if not self._found or self._plan is None or self._measured_state is None:
             return None
         known = {self._measured_state: self._plan, **self._plans}
         fitting = [other for other in known if _covers(other, state)]
@@ -401,7 +435,7 @@ class Checkpointable(Wrapper):
     def _state(self, value: Any) -> _State:
         """What a measurement holds for: input, flags of modules, what needs gradients, autocast."""
         found = tensors(value)
-        if self._drive is not None:  # numbers that trainers pass on take no memory to speak of
+        if self._found:  # numbers that trainers pass on take no memory to speak of
             found = [tensor for tensor in found if tensor.ndim]
         return _State(
             describe_call(found),
@@ -425,7 +459,7 @@ class Checkpointable(Wrapper):
 
     def _plan_anew(self, value: Any, state: _State) -> _Plan:
         note = ""
-        sample = value if self._drive is not None else (value,)
+        sample = value if self._found else (value,)
         before = self.chain, self._plan, self._request
         try:
             try:
@@ -436,7 +470,7 @@ class Checkpointable(Wrapper):
                 # A loss often holds the targets of the batch it was given with, which another shape does not fit.
                 note = f"; the loss does not take it ({error}) and is taken as free"
                 self.chain = self._profile(sample, None)
-            self._plan_with(self._request or _Request(Persistent(self.mem_slots)))
+            self._plan_as(self._request or _Request(Persistent(self.mem_slots)))
             assert self._plan is not None
             plan = self._plan
         finally:

@@ -27,7 +27,7 @@ def run(
 ) -> Report:
     """Measures training steps (forward, loss, backward) of `model` under `schedule`.
 
-    Peak memory is that of one step above what was allocated before it (parameters, their gradients, buffers), plus
+    The outcome is "over" where the peak exceeds the schedule's budget. Peak memory is that of one step above what was allocated before it (parameters, their gradients, buffers), plus
     the bytes of the sample. Memory and time are
     taken in different steps, after one to warm up. The model is left as found: its parameters, gradients, buffers
     and random numbers; no hook of a parameter is called.
@@ -70,11 +70,16 @@ def run(
     )
     if isinstance(step, LimitedStep):
         return with_fields_of(step.dtr.report(), measured)
+    assert isinstance(schedule, Schedule)
     names = ["strategy", "budget_bytes", "recomputations", "planning_seconds"]
-    return replace(measured, **{name: getattr(schedule, name) for name in names})
+    within = schedule.budget_bytes is None or peak <= schedule.budget_bytes
+    outcome = "pass" if within else "over"
+    return replace(measured, outcome=outcome, **{name: getattr(schedule, name) for name in names})
 
 
 def with_fields_of(own: Report, measured: Report) -> Report:
     """What a DTR block says of itself, with what was measured from outside."""
     names = ["strategy", "outcome", "budget_bytes", "recomputations", "evictions", "accesses", "note"]
-    return replace(measured, **{name: getattr(own, name) for name in names})
+    found = replace(measured, **{name: getattr(own, name) for name in names})
+    over = found.budget_bytes is not None and found.peak_bytes > found.budget_bytes
+    return replace(found, outcome="over") if over and found.outcome == "pass" else found

@@ -123,7 +123,7 @@ def as_executed(size: Sizes, stage: Stage, mark: Marks) -> Sizes:
     working = 2 * buffers + 3 * _state_bytes()
     return replace(
         size,
-        saved=max(size.saved - size.undeferred, size.act) + mark.changed_bytes,
+        saved=max(size.saved - size.undeferred, min(size.act, size.saved)) + mark.changed_bytes,
         fwd_overhead=size.fwd_overhead + working,
         save_overhead=size.save_overhead + working + size.undeferred,
     )

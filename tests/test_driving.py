@@ -58,8 +58,14 @@ def test_a_budget_too_small_names_the_least_one_and_leaves_the_model() -> None:
         remat.fit(model, sample, 1000, quiet=True)
     assert drive_of(model) is None
     remat.fit(model, sample, round(1.2 * caught.value.minimum), quiet=True)
+    drive = drive_of(model)
+    with pytest.raises(InfeasibleBudget):
+        remat.fit(model, sample, 1000, quiet=True)
+    assert drive is not None and drive_of(model) is drive  # the plan that it had
+    assert remat.fit(model, sample, 0.9, quiet=True) is model
+    assert drive_of(model) not in (None, drive)
     with pytest.raises(RematError, match=r"remat.remove\(model\) first"):
-        remat.fit(model, sample, 0.9, quiet=True)
+        rotor.Checkpointable(model, sample, 0.9)
 
 
 def test_copies_pickles_and_signatures_are_the_models_own(tmp_path: Any) -> None:

@@ -12,6 +12,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +22,8 @@ from remat.errors import LeftChain, RematError, ReplayError, UnsupportedModel
 from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.calls import StageCalls
 from remat.runtime.environment import FirstRun
-from remat.runtime.executor import Executor, Run, versions_of
-from remat.runtime.interception import Forward, intercepted, is_compiled, uncompiled
+from remat.runtime.executor import Executor, Lock, Run, versions_of
+from remat.runtime.interception import Forward, beyond_compiler, intercepted, is_compiled
 from remat.runtime.places import Counter, Place, Places, among
 from remat.runtime.program import Step, compile_schedule
 from remat.runtime.sharding import unsharded
@@ -51,9 +52,11 @@ class CallExecutor(Executor):
             with caches_off(self._configs):
                 return forward(*args, **kwargs)
         run = CallRun(self)
-        with caches_off(self._configs), intercepted(self.places.names, run.arrive):
-            output = forward(*args, **kwargs)
-        run.forward_ended()
+        with self.lock:
+            with caches_off(self._configs), intercepted(self.places.names, run.arrive):
+                output = forward(*args, **kwargs)
+            run.forward_ended()
+        run.in_forward = False
         if run.left:
             left(run.left)
         return output
@@ -303,21 +306,23 @@ class Drive:
 
     Args:
         choose: what runs a call with these arguments; None: the model's own forward.
+        lock: the one of the executors that are chosen.
         other_path: "warn" once where a forward takes another path than the chain's, or "error".
     """
 
     def __init__(
         self,
         model: nn.Module,
-        choose: Callable[[tuple[Any, ...], dict[str, Any]], CallExecutor | None],
+        choose: Callable[[tuple[Any, ...], dict[str, Any]], Executor | None],
+        lock: Lock | None = None,
         *,
         other_path: str = "warn",
     ) -> None:
         check_other_path(other_path)
-        if drive_of(model) is not None:
-            raise RematError("this model trains by a plan already; call remat.remove(model) first")
+        refuse_driven(model)
         self.model, self.choose, self.other_path = model, choose, other_path
-        self._busy = False
+        self._runs_in: int | None = None  # the thread in which the model's own forward runs
+        self._lock = lock or Lock()
         self._warned = False
         self._before = model.__dict__.get("forward")
         self.forward: Forward = model.forward
@@ -326,12 +331,13 @@ class Drive:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, the model runs as it would by itself."""
-        before, self._busy = self._busy, True
-        try:
-            yield
-        finally:
-            self._busy = before
+        """Inside, the model runs as it would by itself in this thread, and not in others."""
+        with self._lock:
+            before, self._runs_in = self._runs_in, get_ident()
+            try:
+                yield
+            finally:
+                self._runs_in = before
 
     @contextmanager
     def _bare(self) -> Iterator[None]:
@@ -353,17 +359,14 @@ class Drive:
                 self.model.__dict__["forward"] = self._before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._busy or not self.standing_in or not torch.is_grad_enabled():
+        if self._runs_in == get_ident() or not self.standing_in or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        self._busy = True
-        try:
+        with self.paused():
             with self._bare():
                 executor = self.choose(args, kwargs)
-            if executor is None:
-                return self.forward(*args, **kwargs)
-            return executor.run(self.forward, args, kwargs, self._left)
-        finally:
-            self._busy = False
+            if executor is not None:
+                return executor.run(self.forward, args, kwargs, self._left)
+        return self.forward(*args, **kwargs)
 
     def _left(self, why: str) -> None:
         message = (
@@ -386,7 +389,7 @@ class _Driven:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # A compiler that was given the model afterwards must not see what runs here.
-        return uncompiled(self.drive)(*args, **kwargs)
+        return beyond_compiler(self.drive)(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _plain_forward(memo.get(id(self.drive.model), self.drive.model))
@@ -407,6 +410,15 @@ def drive_of(model: nn.Module) -> Drive | None:
             return forward.drive if forward.drive.standing_in else None
         forward = getattr(forward, "__wrapped__", None) or getattr(forward, "__func__", None)
     return None
+
+
+def refuse_driven(model: nn.Module) -> None:
+    """Raises RematError where the model trains by a plan already."""
+    if drive_of(model) is not None:
+        raise RematError(
+            "this model trains by a plan already; call remat.remove(model) first, or remat.fit(model, ...), which "
+            "plans anew"
+        )
 
 
 def remove(model: nn.Module) -> nn.Module:

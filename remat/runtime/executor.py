@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +29,28 @@ from torch.autograd.graph import saved_tensors_hooks
 from remat.errors import ReplayError, UnsupportedModel
 from remat.runtime.environment import BufferWatch, FirstRun
 from remat.runtime.program import Program, Step
-from remat.runtime.stages import Stage, attached, detached
+from remat.runtime.stages import Stage, attached, detached, single_input
 from remat.runtime.values import tensors
 from remat.schedule import F_ALL, B, Operation
 
 Observer = Callable[[Operation], None]
+Forward = Callable[..., Any]
+
+
+class Lock:
+    """A lock that one thread may take several times; a copy of it, as of a model that holds one, is another lock."""
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[Lock], tuple[()]]:
+        return Lock, ()
 
 
 class Executor:
@@ -39,6 +58,8 @@ class Executor:
 
     Attributes:
         observer: told of every operation when it begins, the loss's excepted; for tests and timelines.
+        lock: held while the model runs forward and while stages are recomputed, which changes flags and buffers of its
+            modules for a while; executors of one model share it.
     """
 
     def __init__(self, program: Program, stages: Sequence[Stage], *, preserve_random: bool = True) -> None:
@@ -46,6 +67,7 @@ class Executor:
         self.stages = tuple(stages)
         self.preserve_random = preserve_random
         self.observer: Observer | None = None
+        self.lock = Lock()
         self.watches = tuple(BufferWatch() for _ in stages)
 
     def forward(self, value: Any) -> Any:
@@ -54,7 +76,15 @@ class Executor:
             for stage in self.stages:
                 value = stage(value)
             return value
-        return Run(self).forward(value)
+        run = Run(self)
+        with self.lock:
+            value = run.forward(value)
+        run.in_forward = False
+        return value
+
+    def run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]) -> Any:
+        """As `forward`, in place of the model's own one, which is not needed."""
+        return self.forward(single_input(args or kwargs))
 
 
 class _Slot:
@@ -94,6 +124,7 @@ class Run:
         self.lowest = executor.program.stages + 1  # the first stage with a backward; those before are frozen
         self.graph_task: int | None = None
         self.broken = ""
+        self.in_forward = True
 
     # Forward -----------------------------------------------------------------------------------------------------
 
@@ -164,7 +195,9 @@ class Run:
         if self.program.recomputes:
             self._check_graph_task()
         try:
-            self._advance(index)
+            # A backward that runs inside of the forward runs under the lock already, perhaps in another thread.
+            with nullcontext() if self.in_forward else self.executor.lock:
+                self._advance(index)
         except BaseException as error:
             self.broken = f"the backward failed before: {error}; run the forward again"
             self._release()

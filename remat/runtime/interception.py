@@ -2,7 +2,8 @@
 
 The forward is replaced on the instance, inside of `__call__`: hooks of the module stay outside, and run as often as the
 model calls it. Class, children, parameters and state are not touched. Of a module that `module.compile()` has compiled,
-the compiled call is replaced instead, hooks and all: the compiler must not see what stands in.
+the compiled call is replaced instead, hooks and all: the compiler must not see what stands in. Calls from other threads
+go to the forward that was there.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
+import torch
 from torch import nn
 
 Forward = Callable[..., Any]
@@ -23,13 +26,13 @@ _MISSING = object()
 @contextmanager
 def intercepted(modules: Iterable[nn.Module], handler: Handler) -> Iterator[None]:
     """Inside, `handler(module, forward, args, kwargs)` runs in place of the forward of each of `modules`."""
-    before = []
+    before: list[tuple[nn.Module, str, Any, Forward]] = []
     for module in dict.fromkeys(modules):
         name = _COMPILED if is_compiled(module) else "forward"
         before.append((module, name, module.__dict__.get(name, _MISSING), getattr(module, name)))
     try:
         for module, name, _, forward in before:
-            module.__dict__[name] = _bound(handler, module, forward)
+            module.__dict__[name] = _bound(handler, module, forward, get_ident())
         yield
     finally:
         for module, name, own, _ in before:
@@ -50,6 +53,11 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return function if dynamo is None else dynamo.disable(function)
 
 
+def beyond_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, kept from a compiler that traces its caller; what it calls may be compiled by itself."""
+    return uncompiled(function) if torch.compiler.is_compiling() else function
+
+
 def outside_of_compiled(model: nn.Module) -> dict[nn.Module, str]:
     """The modules of `model` with their names, without those inside of a compiled one, which the compiler sees."""
     closed: tuple[str, ...] = ()
@@ -63,8 +71,10 @@ def outside_of_compiled(model: nn.Module) -> dict[nn.Module, str]:
     return found
 
 
-def _bound(handler: Handler, module: nn.Module, forward: Forward) -> Forward:
+def _bound(handler: Handler, module: nn.Module, forward: Forward, thread: int) -> Forward:
     def call(*args: Any, **kwargs: Any) -> Any:
+        if get_ident() != thread:  # another thread's call of the same model
+            return forward(*args, **kwargs)
         return handler(module, forward, args, kwargs)
 
     return call

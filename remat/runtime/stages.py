@@ -76,10 +76,16 @@ def _flatten(prefix: str, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, child in model._modules.items():
         if child is None:
             continue
-        if is_sequential(child) and not _has_hooks(child):
+        if is_sequential(child) and not _has_hooks(child) and not _is_changed(child):
             yield from _flatten(f"{prefix}{name}.", child)
         else:
             yield prefix + name, child
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """Whether the forward of this one module is not that of its class."""
+    own = module.__dict__.get("forward")
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -153,19 +159,18 @@ def describe_call(value: Any) -> tuple[str, ...]:
 
 
 def single_input(sample: Any) -> Any:
-    """The one input of a chain, out of a sample: a tensor, a tuple of positional or a dict of keyword arguments.
+    """The one input of an `nn.Sequential`, out of a sample: itself, (input,) or {"input": input}.
+
+    A tuple of several values, or another dict, is that one input itself, since there can be no other arguments.
 
     Raises:
-        UnsupportedModel: several arguments (an `nn.Sequential` takes one), or no tensor among them.
+        UnsupportedModel: no tensor in it.
     """
     value = sample
-    if isinstance(sample, (tuple, dict)):
-        if len(sample) != 1:
-            raise UnsupportedModel(
-                f"the sample has {len(sample)} arguments, an nn.Sequential takes one; to pass a tuple as that one "
-                "argument write sample=((a, b),)"
-            )
-        (value,) = sample.values() if isinstance(sample, dict) else sample
+    if isinstance(sample, tuple) and len(sample) == 1:
+        (value,) = sample
+    elif isinstance(sample, dict) and list(sample) == ["input"]:  # as nn.Sequential calls it
+        value = sample["input"]
     if not tensors(value):
         raise UnsupportedModel(f"the sample holds no tensor, found {type(value).__name__}")
     return value

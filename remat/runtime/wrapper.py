@@ -10,6 +10,7 @@ from torch import nn
 from remat.errors import PlanMismatch
 from remat.runtime.driving import CallExecutor, Drive, runs_in_place
 from remat.runtime.executor import Executor
+from remat.runtime.interception import beyond_compiler
 from remat.runtime.program import compile_schedule
 from remat.runtime.stages import describe_call, group, is_current
 from remat.runtime.values import Arguments
@@ -78,7 +79,7 @@ class ScheduledModule(Wrapper):
             return self._plainly(input)
         _check_current(is_current(self.wrapped, self.executor.stages))
         _check_inputs(self.schedule, input)
-        return self.executor.forward(input)
+        return beyond_compiler(self.executor.forward)(input)
 
 
 def _check_current(current: bool) -> None:
@@ -133,6 +134,6 @@ def apply(
             _check_inputs(schedule, Arguments(args, kwargs))
             return executor
 
-        Drive(model, choose, other_path=other_path)
+        Drive(model, choose, executor.lock, other_path=other_path)
         return model
     return ScheduledModule(model, schedule, preserve_rng_state=preserve_rng_state)

@@ -63,7 +63,9 @@ def run(problem: Any, backend: str, time_limit: float, gap: float) -> Answer:
             bound = _bound_in_cbc_log(log.read_text(), gap)
     status = problem.sol_status
     found = status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
-    return Answer(found, status == pulp.LpSolutionOptimal, status == pulp.LpSolutionInfeasible, bound)
+    # CBC's "integer infeasible" is a proof, though PuLP's `sol_status` then says "no solution found".
+    infeasible = not found and problem.status == pulp.LpStatusInfeasible
+    return Answer(found, status == pulp.LpSolutionOptimal, infeasible, bound)
 
 
 def _bound_in_cbc_log(log: str, gap: float) -> float | None:

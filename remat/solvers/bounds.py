@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget
 from remat.solvers._tables import always
@@ -19,7 +21,9 @@ def lower_bound(
 
     The floating recurrence (`remat.solvers.floating`), which is exact over all sequences, with sizes rounded down to
     slots and the budget rounded up: every schedule that fits the bytes fits the slots too. More slots bring it nearer
-    to the optimum.
+    to the optimum. Where a stage saves less than its output (saved_l < a_l, as those may whose output nobody's backward
+    needs), saving all of it is the cheaper way to keep its output, which the recurrence does not know; there the output
+    counts as no larger than what is saved, which only makes more schedules fit.
 
     Args:
         chain: what the stages cost.
@@ -34,12 +38,21 @@ def lower_bound(
     size = resolve_budget(budget, store_all_peak(chain))
     if size >= store_all_peak(chain):
         return chain.store_all_seconds
+    chain = _relaxed(chain)
     least = Floating().minimum_budget(chain)
     if size < least:
         raise InfeasibleBudget(size, least, "floating")
     limit = None if table_limit is None else resolve_budget(table_limit)
+    if size >= store_all_peak(chain):
+        return chain.store_all_seconds
     table = FloatingTable(chain, size, slots, limit=limit, optimistic=True)
     last = -(-(size - always(chain)) // table.unit)
     # A cell is two additions of smaller ones, at most 2n deep: what float32 may have added on the way is taken off.
     seconds = float(table.whole[last]) * (1 - (4 * chain.length + 2) * _HALF_ULP)
     return max(seconds, chain.store_all_seconds)
+
+
+def _relaxed(chain: Chain) -> Chain:
+    """The chain with no activation larger than what its stage saves."""
+    smaller = map(min, chain.act_bytes[1:-1], chain.saved_bytes[:-1])
+    return replace(chain, act_bytes=(chain.act_bytes[0], *smaller, chain.act_bytes[-1]))
