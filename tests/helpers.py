@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from remat.chain import Chain
+from remat.meter import MemoryMeter
 from remat.profiling import profile
 from remat.runtime.values import tensors
 from remat.runtime.wrapper import ScheduledModule, apply
@@ -19,6 +20,7 @@ from remat.solvers.recompute_all import RecomputeAll
 from remat.solvers.revolve import Revolve
 from remat.solvers.sequential import Sequential
 from remat.solvers.store_all import StoreAll
+from remat.stage_costs import storage_bytes
 
 Step = Callable[[nn.Module, Any], Any]
 
@@ -90,3 +92,18 @@ def chains(draw: st.DrawFn, max_stages: int = 7, largest: int = 12) -> Chain:
     saved = [a + extra for a, extra in zip(act[1:], some(stages), strict=True)]
     fixed = draw(st.one_of(st.just([False] * stages), st.lists(st.booleans(), min_size=stages, max_size=stages)))
     return Chain(act, saved, some(stages), some(stages), some(stages), some(stages), fixed=fixed)
+
+
+def gradients_of(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def peak_of_a_step(step: Callable[[], object], sample: Any, *, warm_up: int = 1) -> int:
+    """The most memory during a step above what was allocated before it, the sample included."""
+    for _ in range(warm_up):
+        step()
+    meter = MemoryMeter(torch.device("cpu"))
+    with meter.session(), meter.region():
+        step()
+    (region,) = meter.regions
+    return region.peak_bytes - region.start_bytes + storage_bytes(sample)

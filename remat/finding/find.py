@@ -20,7 +20,7 @@ from remat.preserving import preserved
 from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.driving import refuse_checkpointing, refuse_compiled, switches_of, undriven
 from remat.runtime.environment import accelerators
-from remat.runtime.interception import Forward, intercepted, outside_of_compiled
+from remat.runtime.interception import Forward, blocks_as_written, intercepted, outside_of_compiled
 from remat.runtime.stages import Stage
 from remat.runtime.values import Arguments, arguments
 
@@ -171,7 +171,7 @@ def _timed(model: nn.Module, sample: Arguments, units: Sequence[Unit]) -> tuple[
             seconds[index] += time.perf_counter() - start
         return output
 
-    with torch.enable_grad(), intercepted(names, call), saving_nothing():
+    with torch.enable_grad(), blocks_as_written(), intercepted(names, call), saving_nothing():
         start = time.perf_counter()
         model(*sample.args, **sample.kwargs)
         synchronise()

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from remat.errors import UnsupportedModel
-from remat.runtime.interception import Forward, intercepted, outside_of_compiled
+from remat.runtime.interception import Forward, blocks_as_written, intercepted, outside_of_compiled
 from remat.runtime.values import Arguments, Key, activation_of, first_tensor, key_of, tensors
 
 _OPERATIONS_PER_BYTE = 8  # that take about as long as moving one, on usual machines
@@ -126,6 +126,7 @@ def record(model: nn.Module, sample: Arguments) -> Record:
     recorder = _Recorder(model)
     with (
         torch.enable_grad(),
+        blocks_as_written(),
         intercepted(recorder.names, recorder.call),
         saved_tensors_hooks(recorder.saved, no_backward),
         _Operators(recorder),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import get_ident
 from typing import Any
 
@@ -56,6 +56,14 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def beyond_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, kept from a compiler that traces its caller; what it calls may be compiled by itself."""
     return uncompiled(function) if torch.compiler.is_compiling() else function
+
+
+def blocks_as_written() -> AbstractContextManager[Any]:
+    """Inside, compiled blocks run as they are written.
+
+    Code that the compiler meets while operators are watched it marks as never to be compiled again.
+    """
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def outside_of_compiled(model: nn.Module) -> dict[nn.Module, str]:

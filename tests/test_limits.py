@@ -1,0 +1,245 @@
+"""Training loops as people write them: their measured peak stays within the limit, with plain PyTorch's gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_same, gradients_of, peak_of_a_step
+from library_models import gpt2
+from torch import nn
+
+import remat
+from remat.errors import PlanMismatch
+from remat.runtime.values import arguments
+from remat.solvers.base import store_all_peak
+
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+Loop = Callable[[nn.Module, Any], None]
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+class Blocks(nn.Module):
+    """Found, not an `nn.Sequential`; with `words`, its output is large beside what its blocks save."""
+
+    def __init__(self, count: int = 6, width: int = 256, words: int = 0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual(width) for _ in range(count))
+        self.head = nn.Linear(width, words) if words else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class First(nn.Module):
+    def forward(self, pair: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return pair[0]
+
+
+def call(model: nn.Module, sample: Any) -> Any:
+    args, kwargs = arguments(sample)
+    return model(*args, **kwargs)
+
+
+def check(
+    model: nn.Module, sample: Any, loop: Loop, shares: tuple[float, ...] = (0.0, 0.4, 1.0), **options: Any
+) -> None:
+    """At the least limit and some above it: `fit`, one step to warm up, and the peak of the next."""
+    plain = copy.deepcopy(model)
+    for _ in range(2):
+        loop(plain, sample)
+    expected = gradients_of(plain)
+    chain = remat.profile(model, sample, repeats=1, **options)
+    least, most = remat.minimum_budget(chain), store_all_peak(chain)
+    for share in (0.0, 0.4, 1.0):
+        limit = round(least + share * (most - least)) + 20_000 * (share > 0)  # generators' states vary by what is fused
+        trained = copy.deepcopy(model)
+        try:
+            remat.fit(trained, sample, limit, quiet=True, **options)
+        except remat.InfeasibleBudget as error:  # measured anew, some bytes more
+            limit = error.minimum
+            remat.fit(trained, sample, limit, quiet=True, **options)
+        for parameter in trained.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        loop(trained, sample)
+        peak = peak_of_a_step(lambda trained=trained: loop(trained, sample), sample, warm_up=0)
+        assert peak <= limit, f"{peak / limit:.3f} of the limit at share {share}"
+        assert_same(expected, gradients_of(trained), f"share {share}")
+
+
+# Autocast ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])
+@pytest.mark.parametrize("kind", ["found", "sequential", "gpt2"])
+def test_under_autocast(kind: str, inside: bool) -> None:
+    if kind == "gpt2":
+        model, sample = gpt2(n_embd=96, **NO_DROPOUT)
+    else:
+        sample = torch.randn(64, 256)
+        model = Blocks() if kind == "found" else nn.Sequential(*(Residual(256) for _ in range(6)))
+
+    def loop(model: nn.Module, sample: Any) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = call(model, sample)
+            loss = output.loss if kind == "gpt2" else output.float().square().mean()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        chain = remat.profile(model, sample, repeats=1)
+    casts = sum(p.numel() * 2 for p in model.parameters() if p.dim() > 1 and kind != "gpt2")
+    assert chain.reserve_bytes >= casts
+
+    with torch.autocast("cpu", torch.bfloat16):  # measured as it is trained
+        chain = remat.profile(model, sample, repeats=1)
+        least = remat.minimum_budget(chain)
+    for limit in (round(1.02 * least), (least + store_all_peak(chain)) // 2):
+        trained, plain = copy.deepcopy(model), copy.deepcopy(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            remat.fit(trained, sample, limit, quiet=True)
+        for each in (trained, plain):
+            for parameter in each.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            loop(each, sample)
+        peak = peak_of_a_step(lambda trained=trained: loop(trained, sample), sample, warm_up=0)
+        loop(plain, sample)
+        assert peak <= limit, f"{peak / limit:.3f} of the limit"
+        assert_same(gradients_of(plain), gradients_of(trained))
+
+
+def test_a_plan_is_for_the_autocast_that_it_was_measured_under() -> None:
+    model, sample = nn.Sequential(*(Residual(16) for _ in range(4))), torch.randn(8, 16)
+    module = remat.apply(model, remat.solve(remat.profile(model, sample), 1.0))
+    module(sample)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(PlanMismatch, match="autocast to bfloat16"):
+        module(sample)
+
+
+def test_measuring_under_autocast_leaves_no_copies_of_parameters() -> None:
+    model, sample = Blocks(3, 64), torch.randn(8, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        remat.profile(model, sample, repeats=1)
+        before = peak_of_a_step(lambda: model(sample), sample, warm_up=0)
+        after = peak_of_a_step(lambda: model(sample), sample, warm_up=0)
+    assert before >= after + sum(block.inner[0].weight.numel() * 2 for block in model.blocks)  # cast in the first
+
+
+# Sharing, layouts, outputs -------------------------------------------------------------------------------------------
+
+
+def mean_loss(model: nn.Module, sample: Any) -> None:
+    output = call(model, sample)
+    output.square().mean().backward()
+
+
+def shared_layers() -> nn.Module:
+    linear = nn.Linear(512, 512)
+    return nn.Sequential(*(layer for _ in range(6) for layer in (linear, nn.Tanh())))
+
+
+def tied_weights() -> nn.Module:
+    layers = [nn.Linear(512, 512) for _ in range(6)]
+    for layer in layers[2:]:
+        layer.weight = layers[1].weight
+    return nn.Sequential(*(module for layer in layers for module in (layer, nn.Tanh())))
+
+
+@pytest.mark.parametrize("make", [shared_layers, tied_weights])
+def test_gradients_of_shared_parameters_are_counted(make: Callable[[], nn.Module]) -> None:
+    check(make(), torch.randn(64, 512), mean_loss)
+
+
+@pytest.mark.parametrize("behind", [0, 2])
+def test_gradients_that_are_copied_for_their_layout_are_counted(behind: int) -> None:
+    torch.manual_seed(1)
+    more = [layer for _ in range(behind) for layer in (nn.Linear(96, 96), nn.GELU())]
+    model = nn.Sequential(nn.Linear(32, 96), nn.LSTM(96, 96, batch_first=True), First(), *more)
+    check(model, torch.randn(16, 30, 32), mean_loss)
+
+
+def test_an_output_that_the_loop_holds_is_counted() -> None:
+    words = 4000
+
+    def loop(model: nn.Module, sample: Any) -> None:
+        output = model(sample)
+        loss = output.float().mean()
+        loss.backward()
+        del output
+
+    for model in (Blocks(4, 32, words), nn.Sequential(*(Residual(32) for _ in range(4)), nn.Linear(32, words))):
+        sample = torch.randn(64, 32)
+        check(model, sample, loop)
+        held, dropped = (remat.profile(model, sample, repeats=1, output_held=held) for held in (True, False))
+        least = [remat.minimum_budget(chain) for chain in (held, dropped)]
+        assert least[0] > least[1]
+
+        def dropping(model: nn.Module, sample: Any) -> None:
+            model(sample).float().mean().backward()
+
+        check(model, sample, dropping, output_held=False)
+
+
+def test_an_output_with_its_loss_that_the_loop_holds() -> None:
+    model, sample = gpt2(
+        vocab_size=2000, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+
+    def loop(model: nn.Module, sample: Any) -> None:
+        output = model(**sample)
+        output.loss.backward()
+        del output
+
+    check(model, sample, loop)
+
+
+def test_labels_at_fit_and_a_loss_outside() -> None:
+    model, sample = gpt2(
+        vocab_size=2000, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+
+    def own_loss(output: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), sample["labels"][:, 1:].flatten())
+
+    def loop(model: nn.Module, sample: Any) -> None:
+        output = model(**sample)
+        loss = own_loss(output)
+        loss.backward()
+        del output
+
+    check(model, sample, loop, loss=own_loss)
+
+
+def test_run_says_where_a_schedule_exceeds_its_budget() -> None:
+    model, sample = nn.Sequential(*(Residual(64) for _ in range(4))), torch.randn(64, 64)
+    schedule = remat.solve(remat.profile(model, sample), 1.0)
+    assert remat.run(model, sample, schedule, repeats=1).outcome == "pass"
+    peak = remat.run(model, sample, schedule, repeats=1).peak_bytes
+    assert remat.run(model, sample, replace(schedule, budget_bytes=peak), repeats=1).outcome == "pass"
+    assert remat.run(model, sample, replace(schedule, budget_bytes=peak - 1), repeats=1).outcome == "over"
+    assert remat.run(model, sample, replace(schedule, budget_bytes=None), repeats=1).outcome == "pass"
+
+
+def test_measuring_what_the_steps_hold_is_undone_after_an_error() -> None:
+    model, sample = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
+    schedule = remat.solve(remat.profile(model, sample), 1.0)
+    with contextlib.suppress(ZeroDivisionError):
+        remat.run(model, sample, schedule, loss=lambda output: 1 / 0)
+    assert all(parameter.grad is None for parameter in model.parameters())
