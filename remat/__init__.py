@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from remat.errors import InvalidBudget as InvalidBudget
     from remat.errors import InvalidChain as InvalidChain
     from remat.errors import InvalidFile as InvalidFile
+    from remat.errors import InvalidLoss as InvalidLoss
+    from remat.errors import InvalidSample as InvalidSample
     from remat.errors import InvalidSchedule as InvalidSchedule
     from remat.errors import InvalidTrace as InvalidTrace
     from remat.errors import LeftChain as LeftChain
@@ -72,6 +74,8 @@ _HOMES = {
         "InvalidBudget",
         "InvalidChain",
         "InvalidFile",
+        "InvalidLoss",
+        "InvalidSample",
         "InvalidSchedule",
         "InvalidTrace",
         "LeftChain",

@@ -241,31 +241,10 @@ def compare(
         file=None if out is None else out / "comparison.json",
     )
     console.print(f"[bold]{escape(model)}[/bold]", highlight=False)
-    console.print(found.table(), highlight=False)
-    _recommend(found)
+    console.print(found, highlight=False)
     if out is not None:
         for path in _write_comparison(out, found):
             console.print(f"wrote {path}", highlight=False, soft_wrap=True)
-
-
-def _recommend(found: Comparison) -> None:
-    """A line for each budget: what is fastest within it."""
-    for size in sorted(set(found.budgets)):
-        try:
-            entry = found.best(size)
-        except InfeasibleBudget:
-            name, least = min(found.least_bytes.items(), key=lambda item: item[1], default=("", 0))
-            where = f"the least budget is {format_bytes(least)}, with {escape(name)}"
-            console.print(f"within {format_bytes(size)}: nothing works; {where}", highlight=False)
-            continue
-        report = entry.report
-        assert report is not None
-        overhead = "" if report.overhead is None else f", {report.overhead:.2f} x plain PyTorch"
-        console.print(
-            f"within {format_bytes(size)}: {escape(entry.strategy)}, {format_bytes(report.peak_bytes)}, "
-            f"{format_seconds(report.seconds)} a step{overhead}",
-            highlight=False,
-        )
 
 
 def _write_comparison(out: Path, found: Comparison) -> list[Path]:

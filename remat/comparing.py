@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from remat.chain import Chain
+from remat.checks import check_count, check_model, check_sample, checked_loss
 from remat.comparison import PLAIN, Comparison, Entry, failed
 from remat.errors import InfeasibleBudget, RematError, SolverStopped, UnsupportedModel
 from remat.live.context import DTR
@@ -42,7 +43,7 @@ _SLOW = ("ilp", "checkmate")  # whose least budget takes many programs to find
 def compare(
     model: nn.Module,
     sample: Any,
-    budgets: Sequence[int | str | float] | None = None,
+    budgets: Sequence[int | str | float] | int | str | float | None = None,
     strategies: Sequence[str | Solver | Callable] | None = None,
     loss: Loss | None = None,
     *,
@@ -64,7 +65,8 @@ def compare(
         model: any module; static strategies plan for the chains found in it, DTR for all of it.
         sample: its input: a tensor, a tuple of positional or a dict of keyword arguments; its first dimension counts
             the examples. On the model's device.
-        budgets: each an int (bytes), a string ("2GiB"), or a float in (0, 1] of the store-all peak. They cover what
+        budgets: one or several, each an int (bytes), a string ("2GiB"), or a float in (0, 1] of the store-all peak.
+            They cover what
             `remat.run` measures, the sample included. None: five, in equal ratios from the least that works to that
             peak.
         strategies: names of planners, `Solver` objects, "dtr", names or functions of DTR heuristics;
@@ -93,13 +95,18 @@ def compare(
         InvalidBudget: a budget in another form.
         InvalidFile: a file that holds no comparison.
     """
+    check_model(model)
+    check_sample(sample)
+    check_count("repeats", repeats)
+    check_count("slots", slots)
+    if isinstance(budgets, (int, str, float)):
+        budgets = [budgets]
+    loss = checked_loss(loss) if not isinstance(loss, nn.Module) else loss
     chosen = make_strategies(strategies, slots)
     if strategies is None and measure and has_checkpointing(model):
         chosen += make_strategies([CHECKPOINTING])
     for budget in budgets or ():
         resolve_budget(budget, store_all_bytes=2**62)  # its form, before anything is measured
-    if not repeats > 0:
-        raise RematError(f"repeats={repeats}: at least one step must be timed; measure=False runs none")
     if file is not None and not Path(file).absolute().parent.is_dir():
         raise RematError(f"{file}: its folder does not exist; make it first")
     before = Comparison.load(file) if file is not None and Path(file).exists() else None

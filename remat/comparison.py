@@ -23,14 +23,13 @@ from remat.schedule import Schedule
 from remat.simulation import simulate
 from remat.strategies import THRASH_LIMIT, make_strategies
 from remat.units import format_bytes, format_seconds, resolve_budget
+from remat.verdicts import PLAIN, Candidate, Interval, Verdict, interval_of, verdict_of
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-PLAIN = "plain PyTorch"
 EQUAL = "equal"
 OWN = "not repeatable here"
-PREFERRED = "persistent"  # among strategies whose plans are the same
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,11 @@ class Entry:
         if len(self.times) < 2 or self.measured is None or not self.measured.seconds:  # noqa: PLR2004  # none in one
             return None
         return (max(self.times) - min(self.times)) / self.measured.seconds
+
+    @property
+    def interval(self) -> Interval | None:
+        """Where its ratio to plain PyTorch lies; None where it was timed fewer than two times."""
+        return interval_of(self.ratios)
 
     def to_fields(self) -> dict[str, Any]:
         parts = {name: getattr(self, name) for name in ("predicted", "measured", "schedule")}
@@ -184,9 +188,16 @@ class Comparison:
         return all(entry.budget_bytes is None for entry in self.entries if entry.strategy in names)
 
     def best(self, budget: int | str | float) -> Entry:
-        """The fastest entry whose peak is within `budget`, whichever budget it was planned for.
+        """The entry to take within `budget`, whichever budget it was planned for: `verdict(budget).best`."""
+        return self.verdict(budget).best
 
-        What was measured counts where anything was timed; predictions else. An entry whose gradients differed does not.
+    def verdict(self, budget: int | str | float) -> Verdict:
+        """The fastest entry whose peak is within `budget`, and those that are tied with it.
+
+        Times count by their ratio to plain PyTorch's step in the same round. Where the intervals of these ratios
+        overlap that of the fastest, the entries are tied, and the simplest of them is the best: plain PyTorch, storing
+        everything, the persistent plan, other plans, a library's own way, DTR. What was measured counts where anything
+        was timed; predictions else. An entry whose gradients differed does not.
 
         Raises:
             InfeasibleBudget: none fits; tells the least peak of those that work.
@@ -198,13 +209,32 @@ class Comparison:
             if report is None or not report.seconds or not _is_right(entry):
                 continue
             if report.outcome in ("pass", "over"):
-                # The ratio to plain PyTorch in the same rounds, which a machine that drifts leaves alone.
-                found.append((report.overhead or report.seconds, report.peak_bytes, entry))
-        fitting = [item for item in found if item[1] <= size]
+                found.append(Candidate(report.overhead or report.seconds, report.peak_bytes, entry))
+        fitting = [candidate for candidate in found if candidate.peak_bytes <= size]
         if not fitting:
-            least = min((peak for _, peak, _ in found), default=0)
-            raise InfeasibleBudget(size, least)
-        return min(fitting, key=lambda item: (*item[:2], item[2].strategy != PREFERRED))[2]
+            raise InfeasibleBudget(size, min((candidate.peak_bytes for candidate in found), default=0))
+        return verdict_of(fitting)
+
+    def recommendations(self) -> list[str]:
+        """A line for each budget: what to take within it, and what is tied with that."""
+        return [self._recommendation(size) for size in sorted(set(self.budgets))]
+
+    def _recommendation(self, size: int) -> str:
+        within = f"within {format_bytes(size)}:"
+        try:
+            best, tied = self.verdict(size)
+        except InfeasibleBudget:
+            name, least = min(self.least_bytes.items(), key=lambda item: item[1], default=("", 0))
+            return f"{within} nothing works; the least budget is {format_bytes(least)}, with {name}"
+        report = best.report
+        assert report is not None
+        overhead = "" if report.overhead is None else f", {report.overhead:.2f} x plain PyTorch"
+        if best.interval is not None and best.strategy != PLAIN:
+            overhead += f" [{best.interval.low:.2f}, {best.interval.high:.2f}]"
+        names = [name for name in dict.fromkeys(entry.strategy for entry in tied) if name != best.strategy]
+        level = f"; tied with {', '.join(names)}" if names else ""
+        how = "" if report.measured else ", as predicted"
+        return f"{within} {best.strategy}, {format_bytes(report.peak_bytes)}{overhead}{how}{level}"
 
     def _bytes(self, budget: int | str | float) -> int:
         return resolve_budget(budget, self.store_all_bytes)
@@ -290,18 +320,22 @@ class Comparison:
         for heading, entries in self._groups():
             if heading:
                 table.add_row(Text(heading, style="bold"))
-            for entry in entries:
+            for entry in _shown(entries):
                 table.add_row(*map(Text, self._cells(entry)), style="bold" if entry.outcome == "over" else "")
         return table
 
-    def __rich__(self) -> Table:
-        return self.table()
+    def __rich__(self) -> Any:
+        from rich.console import Group
+        from rich.text import Text
+
+        return Group(*map(Text, self.recommendations()), self.table())
 
     def __str__(self) -> str:
         from rich.console import Console
 
         text = io.StringIO()
-        Console(file=text, width=100, color_system=None).print(self.table())
+        # In Jupyter it would show itself there instead of writing to the file.
+        Console(file=text, width=80, color_system=None, force_jupyter=False).print(self)
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
     __repr__ = __str__
@@ -313,7 +347,7 @@ class Comparison:
         for heading, entries in self._groups():
             if heading:
                 body.append(f'<tr><th colspan="{len(_SHORT) + 1}" style="text-align:left">{escape(heading)}</th></tr>')
-            for entry in entries:
+            for entry in _shown(entries):
                 cells = "".join(
                     f'<td style="text-align:{"right" if position else "left"}">{escape(cell)}</td>'
                     for position, cell in enumerate(self._cells(entry))
@@ -321,7 +355,8 @@ class Comparison:
                 note = "" if entry.report is None else entry.report.note
                 short = note if len(note) <= _NOTE else note[: _NOTE - 1] + "…"
                 body.append(f'<tr>{cells}<td style="text-align:left" title="{escape(note)}">{escape(short)}</td></tr>')
-        caption = f"<p><b>{escape(self._title())}</b></p>"
+        answers = "".join(f"<li>{escape(line)}</li>" for line in self.recommendations())
+        caption = f"<p><b>{escape(self._title())}</b></p><ul>{answers}</ul>"
         notes = "".join(f"<p>{escape(line)}</p>" for line in self._caption().splitlines())
         return f"{caption}<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>{notes}"
 
@@ -367,7 +402,16 @@ class Comparison:
         if checked and not different:
             lines.append(f"gradients and buffers of all {len(checked)} equal plain PyTorch's to the last bit")
         lines += [f"{_where(entry)}: gradients {entry.gradients}" for entry in different]
-        return "\n".join([*lines, *self.notes])
+        return "\n".join([*lines, *self._infeasible(), *self.notes])
+
+    def _infeasible(self) -> list[str]:
+        """A line for each budget that some strategies cannot keep."""
+        lines = []
+        for budget in sorted(set(self.budgets)):
+            names = [e.strategy for e in self.entries if e.budget_bytes == budget and e.outcome == "infeasible"]
+            if names:
+                lines.append(f"infeasible within {format_bytes(budget)}: {', '.join(names)}")
+        return lines
 
     def plot(
         self, kind: str | None = None, *, strategy: str | None = None, budget: int | str | float | None = None
@@ -445,6 +489,11 @@ class Comparison:
 def failed(strategy: str, budget: int | None, outcome: str, note: str, *, measured: bool = False) -> Report:
     """The report of what did not run, and why."""
     return Report(strategy, outcome, measured, budget, 0, 0.0, None, 0, note=note)
+
+
+def _shown(entries: Sequence[Entry]) -> list[Entry]:
+    """Those with a row of their own."""
+    return [entry for entry in entries if entry.outcome != "infeasible"]
 
 
 def _is_right(entry: Entry) -> bool:

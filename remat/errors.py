@@ -13,6 +13,14 @@ class InvalidBudget(RematError, ValueError):
     """A budget in none of the three forms: bytes, a string with a unit, a fraction of the store-all peak."""
 
 
+class InvalidSample(RematError, ValueError):
+    """A sample that nothing can be measured with, or that the model does not take."""
+
+
+class InvalidLoss(RematError, ValueError):
+    """A loss that is no function, or does not return one number with a graph."""
+
+
 class InvalidChain(RematError, ValueError):
     """Numbers that describe no chain: wrong lengths, negative or non-integer sizes, NaN times."""
 
@@ -48,10 +56,11 @@ class InfeasibleBudget(RematError, ValueError):
         self.minimum = minimum
         self.solver = solver
         by = f" of solver {solver!r}" if solver else ""
+        hint = " (An int counts bytes; all that storing everything takes is 1.0.)" if budget == 1 else ""
         super().__init__(
             f"no schedule{by} fits {format_bytes(budget)} ({budget} bytes); the least budget that works is "
             f"{format_bytes(minimum)} ({minimum} bytes). Raise the budget to that, use a smaller batch or input, "
-            "or split large stages into smaller ones."
+            f"or split large stages into smaller ones.{hint}"
         )
 
     def __reduce__(self) -> tuple[type, tuple[int, int, str]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from remat.chain import Chain
+from remat.checks import check_count, check_model
 from remat.errors import InfeasibleBudget, RematError
 from remat.measuring import Loss
 from remat.rotor import Checkpointable
@@ -73,7 +74,9 @@ def fit(
         RematError: `model` is no module, or wrapped by remat already.
         UnsupportedModel: there is no chain in the model; tells how DTR trains it.
     """
-    _check_model(model)
+    check_model(model)
+    _refuse_wrapped(model)
+    check_count("slots", slots)
     if memory != AUTO:
         resolve_budget(memory, store_all_bytes=2**62)  # its form, before anything is measured
     handle = Checkpointable(
@@ -98,16 +101,12 @@ def fit(
     return model
 
 
-def _check_model(model: object) -> None:
+def _refuse_wrapped(model: object) -> None:
     if isinstance(model, Wrapper):
         raise RematError(
             f"this model is wrapped in a {type(model).__name__} already; fit the model inside, `.wrapped`, or plan "
             "anew with the wrapper's own methods"
         )
-    if isinstance(model, type) and issubclass(model, nn.Module):
-        raise RematError(f"{model.__name__} is a class; pass a model of it, {model.__name__}(...)")
-    if not isinstance(model, nn.Module):
-        raise RematError(f"the model is a {type(model).__name__}; pass a torch.nn.Module")
 
 
 def _write(text: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from remat.checks import Loss, check_model, check_sample, checked_loss
 from remat.errors import UnsupportedModel
 from remat.live.context import DTR
 from remat.meter import MemoryMeter, elapsed, rounded
@@ -32,8 +32,6 @@ from remat.runtime.wrapper import apply
 from remat.schedule import Schedule
 from remat.stage_costs import own_autocast_cache
 from remat.strategies import Native
-
-Loss = Callable[[Any], torch.Tensor]
 
 
 class Bench:
@@ -57,7 +55,9 @@ class Bench:
     def __init__(
         self, model: nn.Module, sample: Any, loss: Loss | None = None, *, chain: bool = True, output_held: bool = True
     ) -> None:
-        self._model, self._loss, self._output_held = model, loss, output_held
+        check_model(model)
+        check_sample(sample)
+        self._model, self._loss, self._output_held = model, checked_loss(loss), output_held
         whole = Stage([module for _, module in flatten(model)] if chain else [model], "model")
         self._value = with_graph_of_its_own(single_input(sample) if chain else arguments(sample))
         self._spread = not chain

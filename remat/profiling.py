@@ -19,6 +19,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from remat.chain import Chain, Layout
+from remat.checks import check_count, check_model, check_sample, checked_loss, failing_on_the_sample
 from remat.errors import UnsupportedModel
 from remat.finding.carried import Carrying, begun_by, carried_by_leaves, leaves_of
 from remat.meter import MemoryMeter, elapsed
@@ -112,8 +113,11 @@ def profile(
         UnsupportedModel: no chain, empty, on another device than the sample, or with a stage that returns no tensor.
         MeasurementError: a PyTorch profiler is running.
     """
-    if repeats < 1:
-        raise ValueError(f"repeats={repeats}: at least one is needed")
+    check_model(model)
+    check_sample(sample)
+    check_count("repeats", repeats)
+    loss_modules = [loss] if isinstance(loss, nn.Module) else []  # which may have parameters and buffers too
+    loss = checked_loss(loss)
     tell = progress or (lambda what, done, total: None)
     if stages is not None or not is_sequential(model):
         return profile_calls(
@@ -126,13 +130,13 @@ def profile(
             tell=tell,
             agreed=agreed,
             output_held=output_held,
+            loss_modules=loss_modules,
         )
     value = single_input(sample)
     flat = flatten(model)
     everything = Stage([module for _, module in flat], "model")
     device = check_device([everything], value)
     layout_inputs = describe_call(value)
-    loss_modules = [loss] if isinstance(loss, nn.Module) else []  # which may have parameters and buffers too
     everywhere = preserved([*everything.modules, *loss_modules], accelerators(everything, value))
     aliased = aliased_parameters([model, *loss_modules])
     with torch.enable_grad(), everywhere, aliased as foreign, own_autocast_cache():
@@ -201,7 +205,7 @@ def _probe(flat: Sequence[tuple[str, nn.Module]], value: Any, tell: Progress) ->
         watch = BufferWatch()
         before, random = watch.before(stage, flags), RandomState(devices)
         saved = SavedStorages()
-        with saved_tensors_hooks(saved.note, _cannot_unpack):
+        with failing_on_the_sample(partial(str, name)), saved_tensors_hooks(saved.note, _cannot_unpack):
             output = stage(copy)
         draws, changed = random != RandomState(devices), watch.after(stage, flags, before)
         changed_bytes = sum(

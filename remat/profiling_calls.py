@@ -67,12 +67,13 @@ def profile_calls(
     tell: Progress,
     agreed: Callable[[Chain], Chain] | None = None,
     output_held: bool = True,
+    loss_modules: Sequence[nn.Module] = (),
 ) -> Chain:
     """`remat.profile` for a model that is no `nn.Sequential`."""
     call = with_graph_of_its_own(arguments(sample))
     everything = Stage([model], "model")
     device = check_device([everything], call)
-    modules = [model, loss] if isinstance(loss, nn.Module) else [model]
+    modules = [model, *loss_modules]
     everywhere = preserved(modules, accelerators(everything, call))
     with (
         torch.enable_grad(),

@@ -16,6 +16,7 @@ from torch import nn
 
 from remat.agreement import agree, from_first
 from remat.chain import Chain
+from remat.checks import check_count, check_model, checked_loss
 from remat.errors import PlanMismatch, RematError
 from remat.in_flight import held_after_forward, plan_in_flight
 from remat.profiling import SMALL, Loss, profile
@@ -133,8 +134,10 @@ class Checkpointable(Wrapper):
         output_held: bool = True,
         in_place: bool | None = None,
     ) -> None:
-        if in_flight < 1:
-            raise RematError(f"in_flight={in_flight}: at least one forward comes before its backward")
+        check_model(model)
+        check_count("in_flight", in_flight)
+        check_count("mem_slots", mem_slots)
+        checked_loss(loss)
         found = stages is not None or not is_sequential(model)
         if not found:
             flatten(model)  # one without modules is refused here, not at the first step

@@ -36,12 +36,14 @@ class Row:
     gradients: str = ""
     measured: Report | None = None
     step: Step | None = None
+    taken_over: int = 0  # times that are of an earlier run
 
     def take_over(self, entry: Entry) -> None:
         """What was measured before; of times only those that have a ratio."""
         self.measured, self.gradients = entry.measured, entry.gradients
         complete = len(entry.ratios)
         self.times, self.ratios = list(entry.times[:complete]), list(entry.ratios)
+        self.taken_over = complete
 
     @property
     def runs(self) -> bool:
@@ -216,6 +218,7 @@ def _kept(rows: Sequence[Row], keep: Callable[[], None]) -> None:
 def sum_up(rows: Sequence[Row]) -> None:
     """Medians of what was timed so far; rows of the same schedule have the same."""
     by_operations: dict[tuple[Operation, ...], Row] = {}
+    plain = _plain_seconds(rows)
     for row in rows:
         schedule = row.entry.schedule
         source = row if schedule is None else by_operations.setdefault(schedule.operations, row)
@@ -224,7 +227,18 @@ def sum_up(rows: Sequence[Row]) -> None:
             row.measured = _judged(row, replace(source.measured, strategy=row.entry.strategy))
         if row.measured is not None and row.times:
             overhead = statistics.median(row.ratios) if row.ratios else None
-            row.measured = replace(row.measured, seconds=statistics.median(row.times), overhead=overhead)
+            own = statistics.median(row.times)
+            seconds = own if overhead is None or plain is None else overhead * plain
+            row.measured = replace(row.measured, seconds=seconds, overhead=overhead)
+
+
+def _plain_seconds(rows: Sequence[Row]) -> float | None:
+    """What a plain step takes: of this run's steps, if there are any, else of an earlier one's.
+
+    Seconds of all rows are ratios to it, so that those of rounds on a slower or a faster day do not stand beside it.
+    """
+    times = next((row.times[row.taken_over :] or row.times for row in rows if row.strategy is None), [])
+    return statistics.median(times) if times else None
 
 
 def _distance(left: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:

@@ -27,10 +27,10 @@ def run(
 ) -> Report:
     """Measures training steps (forward, loss, backward) of `model` under `schedule`.
 
-    The outcome is "over" where the peak exceeds the schedule's budget. Peak memory is that of one step above what was allocated before it (parameters, their gradients, buffers), plus
-    the bytes of the sample. Memory and time are
-    taken in different steps, after one to warm up. The model is left as found: its parameters, gradients, buffers
-    and random numbers; no hook of a parameter is called.
+    The outcome is "over" where the peak exceeds the schedule's budget. Peak memory is that of one step above what was
+    allocated before it (parameters, their gradients, buffers), plus the bytes of the sample. Memory and time are taken
+    in different steps, after one to warm up. The model is left as found: its parameters, gradients, buffers and random
+    numbers; no hook of a parameter is called.
 
     Args:
         model: an `nn.Sequential`, nested or not; for DTR, and schedules of a chain found in it, any module.

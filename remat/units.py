@@ -17,6 +17,7 @@ _FACTORS = {
     "gib": 2**30,
     "tib": 2**40,
 }
+_TOO_MUCH = 2**63  # bytes; planners count in numbers of 64 bits
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*")
 
 
@@ -72,6 +73,8 @@ def resolve_budget(budget: int | str | float, store_all_bytes: int | None = None
             raise _refuse(budget, f"a {type(budget).__name__} is none of the three forms") from None
     if size <= 0:
         raise _refuse(budget, "a budget must be above zero")
+    if size >= _TOO_MUCH:
+        raise _refuse(budget, "more than any machine has")
     return size
 
 

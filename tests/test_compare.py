@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import remat
-from remat import models
+from remat import models, rotor
 from remat.comparison import PLAIN, Comparison
 from tests.live_models import make
 
@@ -54,8 +54,9 @@ def test_measured_peaks_keep_their_budgets_and_gradients_are_equal(compared: Com
             assert 0 < entry.measured.peak_bytes <= entry.budget_bytes
             assert entry.gradients == "equal"
             assert len(entry.times) == len(entry.ratios) == 3
-            assert entry.measured.seconds == sorted(entry.times)[1]
             assert entry.measured.overhead == sorted(entry.ratios)[1]
+            assert entry.measured.seconds == entry.measured.overhead * compared.plain.seconds  # one clock for all
+            assert entry.interval == (min(entry.ratios), max(entry.ratios))
 
 
 def test_what_fails_says_why(compared: Comparison) -> None:
@@ -105,7 +106,9 @@ def test_it_shows_itself(compared: Comparison) -> None:
     for name in (PLAIN, *compared.strategies, "infeasible", "equal plain PyTorch's to the last bit"):
         assert name in text
     html = compared._repr_html_()
-    assert html.count("<tr>") == 1 + len(compared.entries) + len(compared.budgets)
+    rows = [entry for entry in compared.entries if entry.outcome != "infeasible"]  # these share a line below
+    assert html.count("<tr>") == 1 + len(rows) + len({entry.budget_bytes for entry in rows} - {None})
+    assert all(line.split(":")[0] in text for line in compared.recommendations())
     assert "&lt;= " in html
 
 
@@ -253,7 +256,9 @@ def test_an_interrupted_comparison_keeps_what_it_has_and_goes_on(tmp_path: Path)
     assert not any("time" in what for what in seen)
     assert [entry.measured for entry in third.entries] == [entry.measured for entry in second.entries]
     wider = remat.compare(model, sample, [0.6, 0.8], progress=False, **options)
-    assert wider.at("persistent", 0.6).measured == second.at("persistent", 0.6).measured
+    again, before = wider.at("persistent", 0.6), second.at("persistent", 0.6)
+    assert (again.times, again.ratios) == (before.times, before.ratios)
+    assert again.measured.seconds == again.measured.overhead * wider.plain.seconds  # of that run, not of the first
     assert wider.at("persistent", 0.8).measured is not None
 
 
@@ -320,19 +325,18 @@ def test_budgets_of_its_own_go_from_the_least_to_the_most() -> None:
 
 def test_fit_takes_the_fastest_plan(capsys: pytest.CaptureFixture[str]) -> None:
     model, sample = _gpt()
-    module = remat.fit(model, sample, 0.5, _loss)
+    assert remat.fit(model, sample, 0.5, _loss) is model
     line = capsys.readouterr().err
     assert line.startswith("remat.fit: ")
     assert line.count("\n") == 1
     assert "x the time" in line
-    assert module.sequence is not None
-    assert module.chain is not None
-    answers = [remat.solvers.make_solver(name).solve_many(module.chain, [0.5])[0] for name in STATIC]
+    handle = rotor.Checkpointable(copy.deepcopy(model), sample, loss=_loss)
+    handle.plan_with("fastest", 0.5)
+    answers = [remat.solvers.make_solver(name).solve_many(handle.chain, [0.5])[0] for name in STATIC]
     plans = [answer for answer in answers if isinstance(answer, remat.Schedule)]
-    best = min(remat.simulate(module.chain, plan).seconds for plan in plans)
-    assert module.get_expected_makespan() == best
-    assert list(module.state_dict()) == list(model.state_dict())
-    _loss(module(sample)).backward()
+    best = min(remat.simulate(handle.chain, plan).seconds for plan in plans)
+    assert handle.get_expected_makespan() == best
+    _loss(model(sample)).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     remat.fit(model, sample, "1GiB", quiet=True)
     assert capsys.readouterr().err == ""

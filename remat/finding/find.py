@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from remat.checks import check_model, check_sample
 from remat.errors import UnsupportedModel
 from remat.finding.found import FoundChain, FoundStage
 from remat.finding.recording import Call, Record, record, saving_nothing
@@ -52,6 +53,8 @@ def find_chain(
     Raises:
         UnsupportedModel: there is no chain, or `stages` do not form one; says why, and offers DTR.
     """
+    check_model(model)
+    check_sample(sample)
     with _untouched(model, sample), undriven(model), caches_off(configs_with_caches(model)):
         return locate(model, arguments(sample), stages=stages, small=small)
 

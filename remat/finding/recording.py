@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from remat.checks import failing_on_the_sample
 from remat.errors import UnsupportedModel
 from remat.runtime.interception import Forward, blocks_as_written, intercepted, outside_of_compiled
 from remat.runtime.values import Arguments, Key, activation_of, first_tensor, key_of, tensors
@@ -125,6 +126,7 @@ def record(model: nn.Module, sample: Arguments) -> Record:
     """
     recorder = _Recorder(model)
     with (
+        failing_on_the_sample(lambda: recorder.failed or type(model).__name__),
         torch.enable_grad(),
         blocks_as_written(),
         intercepted(recorder.names, recorder.call),
@@ -154,6 +156,7 @@ class _Recorder:
         self.clock = 0
         self.root: Call | None = None
         self.present: Call | None = None
+        self.failed = ""  # the innermost call that raised an error
 
     def call(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = tensors((args, kwargs))
@@ -179,6 +182,9 @@ class _Recorder:
         del given, takes
         try:
             output = forward(*args, **kwargs)
+        except Exception:
+            self.failed = self.failed or name
+            raise
         finally:
             call.end = self.clock
             self.present = before

@@ -427,6 +427,8 @@ def remove(model: nn.Module) -> nn.Module:
     Raises:
         RematError: nothing drives this model.
     """
+    if not isinstance(model, nn.Module):
+        raise RematError(f"the model is a {type(model).__name__}; pass the module that trains by a plan")
     wrapped = model.__dict__.get("wrapped", model)
     drive = drive_of(wrapped)
     if drive is None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.errors import PlanMismatch
+from remat.errors import PlanMismatch, RematError
 from remat.runtime.driving import CallExecutor, Drive, runs_in_place
 from remat.runtime.executor import Executor
 from remat.runtime.interception import beyond_compiler
@@ -126,6 +126,8 @@ def apply(
         UnsupportedModel: the model is no chain.
         LeftChain: in `forward`, with other_path="error".
     """
+    if not isinstance(model, nn.Module):
+        raise RematError(f"the model is a {type(model).__name__}; pass a torch.nn.Module")
     if runs_in_place(schedule):
         executor = CallExecutor(model, schedule, preserve_random=preserve_rng_state)
 

@@ -1,0 +1,66 @@
+"""What a comparison recommends: never noise."""
+
+from __future__ import annotations
+
+import pytest
+
+import remat
+from remat.comparison import PLAIN, Comparison, Entry
+from remat.report import Report
+
+STORE_ALL = remat.Schedule.parse("F_all1 F_all2 B2 B1")
+
+
+def entry(
+    strategy: str, peak: int, ratios: tuple[float, ...], budget: int | None = 100, gradients: str = "equal"
+) -> Entry:
+    overhead = sorted(ratios)[len(ratios) // 2]
+    report = Report(strategy, "pass", True, budget, peak, overhead, overhead, 0)
+    planned = None if budget is None or strategy.startswith("dtr") else STORE_ALL
+    return Entry(strategy, budget, None, report, planned, gradients, times=ratios, ratios=ratios)
+
+
+def comparison(*entries: Entry) -> Comparison:
+    plain = entry(PLAIN, 1000, (1.0, 1.0, 1.0), None)
+    return Comparison("model", 1, (100, 2000), (plain, *entries), least_bytes={"persistent": 70})
+
+
+def test_within_the_noise_the_simplest_is_recommended() -> None:
+    """DTR at 0.78 x plain PyTorch is a disturbed measurement, not a discovery."""
+    found = comparison(
+        entry("dtr h_dtr_eq", 90, (0.78, 0.95, 1.3)),
+        entry("revolve", 90, (0.97, 1.1, 1.2)),
+        entry("persistent", 95, (1.0, 1.05, 1.2)),
+    )
+    best, tied = found.verdict(100)
+    assert best.strategy == "persistent" == found.best(100).strategy
+    assert {other.strategy for other in tied} == {"dtr h_dtr_eq", "revolve"}
+    assert found.best(2000).strategy == PLAIN  # which needs nothing at all
+    assert "tied with" in found.recommendations()[0]
+
+
+def test_what_is_clearly_faster_wins_whatever_it_is() -> None:
+    found = comparison(entry("persistent", 95, (1.5, 1.55, 1.6)), entry("dtr h_dtr_eq", 90, (1.1, 1.15, 1.2)))
+    best, tied = found.verdict(100)
+    assert best.strategy == "dtr h_dtr_eq" and tied == ()
+
+
+def test_wrong_gradients_and_too_much_memory_never_win() -> None:
+    wrong = entry("revolve", 50, (0.5, 0.5, 0.5), gradients="differ by 1.0e-02")
+    large = entry("chen", 101, (0.6, 0.6, 0.6))
+    right = entry("persistent", 95, (1.5, 1.55, 1.6))
+    assert comparison(wrong, large, right).verdict(100) == (right, ())
+
+
+def test_a_budget_that_nothing_keeps_is_said_so() -> None:
+    found = comparison(entry("persistent", 95, (1.5, 1.55, 1.6)))
+    with pytest.raises(remat.InfeasibleBudget):
+        found.verdict(60)
+    assert "nothing works" in Comparison("model", 1, (60,), found.entries).recommendations()[0]
+
+
+def test_the_interval_is_of_quartiles_where_there_are_many_rounds() -> None:
+    assert entry("chen", 1, (1.0, 2.0, 3.0)).interval == (1.0, 3.0)
+    assert entry("chen", 1, (1.0,)).interval is None
+    many = entry("chen", 1, tuple(float(number) for number in range(1, 10))).interval
+    assert many == (3.0, 7.0)
