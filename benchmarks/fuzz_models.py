@@ -637,8 +637,9 @@ def seasoned(draw: Draw, program: Program) -> Program:
     model, notes = program.model, program.notes
     parts = [part for part in model.modules() if part is not model and next(part.parameters(), None) is not None]
     plain = [part for part in parts if type(part) in {nn.Linear, nn.Conv2d} and not _is_tied(model, part)]
-    if parts and draw.chance(0.12):
-        for part in draw.sample(parts, draw.randint(1, max(1, len(parts) // 4))):
+    smaller = [part for part in parts if 2 * _numbers_in(part) < _numbers_in(model)]
+    if smaller and draw.chance(0.12):
+        for part in draw.sample(smaller, draw.randint(1, max(1, len(smaller) // 4))):
             part.requires_grad_(False)
         notes.append("frozen parts")
     if plain and draw.chance(0.1):
@@ -665,6 +666,10 @@ def seasoned(draw: Draw, program: Program) -> Program:
 
 def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+
+
+def _numbers_in(part: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in part.parameters())
 
 
 def _is_tied(model: nn.Module, part: nn.Module) -> bool:

@@ -312,7 +312,7 @@ class Within:
 
     Attributes:
         limit: which it is, "least" or "middle".
-        outcome: "pass"; "over", the measured peak is above the limit; "bits", something differs from plain PyTorch;
+        outcome: "pass"; "over", a measured peak is above the limit; "bits", something differs from plain PyTorch;
             "refused", an error that remat raises on purpose; "error", any other.
         measured_bytes: peak of a step after the two compared ones, the output not held during the backward.
         measured_held_bytes: the same with the output held.
@@ -409,7 +409,7 @@ def _judge(found: Within, model: nn.Module, sample: Sample, expected: Left) -> N
         alone = "" if not again else f"; plain PyTorch differs from itself in {len(again)}"
         found.outcome = "bits"
         found.text = f"{len(differing)} of {len(expected)} differ: {', '.join(differing[:8])}{alone}"
-    elif found.measured_bytes > found.limit_bytes:
+    elif max(found.measured_bytes, found.measured_held_bytes) > found.limit_bytes:
         found.outcome = "over"
 
 

@@ -27,7 +27,9 @@ def check_model(model: object) -> None:
 def check_sample(sample: Any) -> None:
     """Raises InvalidSample where nothing can be measured with it."""
     found = tensors(sample)
-    if not found:
+    if not found and (
+        sample is None or isinstance(sample, (str, bytes, int, float))
+    ):  # objects may be what models take
         raise InvalidSample(
             f"the sample is a {type(sample).__name__} without a tensor in it; pass the model's input as it will be in "
             "training: a tensor, a tuple of positional or a dict of keyword arguments"

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from remat.chain import Chain, Layout
 from remat.checks import check_count, check_model, check_sample, checked_loss, failing_on_the_sample
 from remat.errors import UnsupportedModel
-from remat.finding.carried import Carrying, begun_by, carried_by_leaves, leaves_of
+from remat.finding.carried import Carrying, begun_by, carried_by_caller, carried_by_leaves, leaves_of
 from remat.meter import MemoryMeter, elapsed
 from remat.preserving import (
     ForeignGradients,
@@ -154,7 +154,8 @@ def profile(
         times.append((0.0, 0.0))
     grads = [memory.input_gradient, *(size.grad for size in sizes)]
     output_bytes = sizes[len(grouped) - 1].act if output_held else 0
-    carrying = Carrying(carried_by_leaves(memory.leaves))
+    held_loss = carried_by_caller(grads, len(grouped) + 1, sizes[-1].act, measured=False)
+    carrying = Carrying([*carried_by_leaves(memory.leaves), *held_loss])
     more, less = signed(carrying.extras([size.bwd_extra for size in sizes]))
     of_loss = Marks(False, False, 0)
     chain = Chain(

@@ -237,7 +237,8 @@ def _chain(
         [
             *carried_by_activations(facts),
             *carried_by_leaves(facts.leaves),
-            *carried_by_caller(of_activations[: last + 1], output_bytes),
+            *carried_by_caller(of_activations, last, output_bytes, measured=True),
+            *carried_by_caller(of_activations, last + 1, facts.act.get(last + 1, 0), measured=False),
         ]
     )
     alone: list[Sizes] = []

@@ -73,7 +73,7 @@ def resolve_budget(budget: int | str | float, store_all_bytes: int | None = None
             raise _refuse(budget, f"a {type(budget).__name__} is none of the three forms") from None
     if size <= 0:
         raise _refuse(budget, "a budget must be above zero")
-    if size >= _TOO_MUCH:
+    if size >= _TOO_MUCH and not isinstance(budget, float):
         raise _refuse(budget, "more than any machine has")
     return size
 

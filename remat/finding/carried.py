@@ -103,15 +103,17 @@ def carried_by_activations(facts: Facts) -> list[Carried]:
     return found
 
 
-def carried_by_caller(grads: Sequence[int], output_bytes: int) -> list[Carried]:
-    """The output, which is part of what the last stage saves, where the caller holds it while backward runs.
+def carried_by_caller(grads: Sequence[int], stage: int, size_bytes: int, *, measured: bool) -> list[Carried]:
+    """What the caller holds while backward runs, and is part of what `stage` saves: the output, or the loss.
+
+    Some losses of PyTorch are scalars in a memory as large as what they were computed from.
 
     Args:
-        grads: sizes of the gradients of what the stages 0..L hand on; the first that is above zero ends the backward.
+        grads: sizes of the gradients of what the stages hand on; the first that is above zero ends the backward.
+        measured: it was held when the backward of `stage` was measured.
     """
-    last = len(grads) - 1
-    end = next((index for index, size in enumerate(grads) if index and size), last)
-    return [Carried(last, end, output_bytes, (), measured=True)] if output_bytes else []
+    end = next((index for index, size in enumerate(grads) if index and size), stage)
+    return [Carried(stage, end, size_bytes, (), measured=measured)] if size_bytes and end < stage else []
 
 
 def leaves_of(end: torch.Tensor, stops: Any) -> set[torch.Tensor]:

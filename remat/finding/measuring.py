@@ -115,7 +115,8 @@ class Pass:
         known: what an earlier pass found out.
         variables: what follows the variables of the forward, in a pass in which nothing is measured.
         contiguous: gradients of the model's output are contiguous, also where the output is not.
-        output_held: the output lives until all backwards are over, and what it held until then is the last span.
+        output_held: the output lives until all backwards are over, else only a loss in it. What that held is the last
+            span.
     """
 
     def __init__(
@@ -172,7 +173,7 @@ class Pass:
         self.facts.act[last] = storage_bytes(own if own is not None else output)
         self.facts.grad[last] = gradient_bytes(ends)
         self._end(last, ends, as_it_is=own is not None)
-        held = output if self._output_held else None
+        held = output if self._output_held else own
         del own, ends, used
         if loss is not None:
             given = detached(output)
@@ -186,9 +187,8 @@ class Pass:
         if self.variables is not None:
             self.variables.look(last)
         self._backward_of_code()
-        if self._output_held:
-            with self.gauge.span("held", last):
-                del held
+        with self.gauge.span("held", last):
+            del held
 
     # Calls -------------------------------------------------------------------------------------------------------
 
@@ -211,7 +211,8 @@ class Pass:
         calls.add(forward, args, kwargs)
         if not place.last:
             with self._graph_of_a_stage(), saving_nothing():
-                output = forward(*args, **kwargs)
+                given, named = _cut((args, kwargs))  # what is computed here may be used outside; no backward enters
+                output = forward(*given, **named)
             calls.returned(output)
             self._returned += map(_held, tensors(output))
             if self.variables is not None:
