@@ -369,8 +369,8 @@ def visit(name: str) -> Row:
     row.plain_bytes, row.plain_held_bytes = _peak(plain, sample), _peak(plain, sample, output_held=True)
     del plain
     limits = [("least", 0), ("middle", 0)]
-    try:
-        chain = remat.profile(model, sample if len(sample) > 1 else sample[0])
+    try:  # on a copy, too: there are models that hold on to what a forward computed, and cannot be copied after one
+        chain = remat.profile(copy.deepcopy(model), sample if len(sample) > 1 else sample[0])
     except Exception as error:
         row.limits = [_failed(Within(kind), error) for kind, _ in limits]
         row.seconds = time.perf_counter() - start

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from remat.chain import Chain, Layout
+from remat.errors import LeftChain, UnsupportedModel
 from remat.finding.carried import Carrying, carried_by_activations, carried_by_caller, carried_by_leaves
 from remat.finding.facts import Facts
 from remat.finding.find import SMALL, locate
@@ -92,7 +93,12 @@ def profile_calls(
         if agreed is not None:  # before the check, whose stages have to run in the same order in all processes
             chain = agreed(chain)
         tell("checking", 0, 1)
-        excess = _excess(model, call, chain, device, foreign, protocol)
+        try:
+            excess = _excess(model, call, chain, device, foreign, protocol)
+        except LeftChain as error:
+            raise UnsupportedModel(
+                f"{error}: the model takes another path each time. Train it under remat.DTR"
+            ) from error
         tell("checking", 1, 1)
     chain = replace(chain, reserve_bytes=chain.reserve_bytes + excess)
     return chain if agreed is None else agreed(chain)
