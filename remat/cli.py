@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from remat.schedule import Schedule
     from remat.solvers.base import Solver
 
+NOTHING_FITS, INTERRUPTED = 1, 130  # exit statuses
+
 app = typer.Typer(
     help="Train PyTorch models inside a memory limit: measure a model, plan for budgets, compare.",
     no_args_is_help=True,
@@ -40,18 +42,31 @@ ModelOrChain = Annotated[
     str, typer.Argument(help="A model as for `remat profile`, or a chain.json that it wrote, which measures nothing.")
 ]
 Batch = Annotated[int, typer.Option(help="Batch size of the sample, for the models of remat.models.", min=1)]
+Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, ...")]
 Out = Annotated[Path | None, typer.Option(help="Folder for the results as JSON; made if it is not there.")]
 
 
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        from remat import __version__
+
+        console.print(f"remat {__version__}", highlight=False)
+        raise typer.Exit
+
+
 @app.callback()
-def _main() -> None:
-    """Without it a single command would lose its name."""
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_tell_version, is_eager=True)
+    ] = False,
+) -> None:
+    """What all commands have in common."""
 
 
 @app.command()
-def profile(model: Model, batch: Batch = 8, out: Out = None) -> None:
+def profile(model: Model, batch: Batch = 8, device: Device = "cpu", out: Out = None) -> None:
     """Measure every stage of a model: bytes and seconds."""
-    chain = _profile(model, batch)
+    chain = _profile(model, batch, device)
     console.print(_stage_table(model, chain))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -70,6 +85,7 @@ def plan(
     slots: Annotated[int, typer.Option(help="Memory units of the dynamic programs.", min=1)] = 500,
     pictures: Annotated[bool, typer.Option(help="Draw each plan and its memory over time.")] = True,
     batch: Batch = 8,
+    device: Device = "cpu",
     out: Out = None,
 ) -> None:
     """Plan for several budgets: what every planner's plans cost, and what those of one look like."""
@@ -82,7 +98,7 @@ def plan(
     wanted = [_budget(text) for text in texts]
     for budget in wanted:
         resolve_budget(budget, store_all_bytes=sys.maxsize)  # its form, before anything is measured
-    chain = _chain(model, batch)
+    chain = _chain(model, batch, device)
     sizes = [resolve_budget(budget, store_all_peak(chain)) for budget in wanted]
     headings = [f"{text} =\n{format_bytes(size)}" for text, size in zip(texts, sizes, strict=True)]
     table, answers = _comparison(model, chain, sizes, headings, planner, asked, slots)
@@ -100,6 +116,8 @@ def plan(
         out.mkdir(parents=True, exist_ok=True)
         chain.save(out / "chain.json")
         console.print(f"wrote the chain and the schedules to {out}")
+    if all(isinstance(answer, InfeasibleBudget) for answer in answers):
+        raise typer.Exit(NOTHING_FITS)
 
 
 _COMPARED = ("store_all", "recompute_all", "sequential", "chen", "revolve", "persistent", "floating")
@@ -213,6 +231,7 @@ def compare(
     repeats: Annotated[int, typer.Option(help="Steps that are timed for each.", min=1)] = 3,
     slots: Annotated[int, typer.Option(help="Memory units of the dynamic programs.", min=1)] = 500,
     batch: Batch = 8,
+    device: Device = "cpu",
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for the table as JSON and CSV and the figures; what it holds already is taken up."),
@@ -226,7 +245,7 @@ def compare(
     names = None if strategies is None else [name.strip() for name in strategies.split(",")]
     for size in sizes or ():
         resolve_budget(size, store_all_bytes=sys.maxsize)  # its form, before anything is measured
-    example = load_example(model, batch)
+    example = load_example(model, batch, device)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     found = compare_strategies(
@@ -245,6 +264,19 @@ def compare(
     if out is not None:
         for path in _write_comparison(out, found):
             console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    if not found.complete:
+        raise typer.Exit(INTERRUPTED)
+    if not any(_works(found, size) for size in found.budgets):
+        raise typer.Exit(NOTHING_FITS)
+
+
+def _works(found: Comparison, size: int) -> bool:
+    """Whether anything stays within this budget."""
+    try:
+        found.best(size)
+    except InfeasibleBudget:
+        return False
+    return True
 
 
 def _write_comparison(out: Path, found: Comparison) -> list[Path]:
@@ -263,12 +295,12 @@ def _write_comparison(out: Path, found: Comparison) -> list[Path]:
     return paths
 
 
-def _chain(model: str, batch: int) -> Chain:
+def _chain(model: str, batch: int, device: str) -> Chain:
     """A chain that was written before, or that of a model, measured now."""
     from remat.chain import Chain
 
     if not model.endswith(".json"):
-        return _profile(model, batch)
+        return _profile(model, batch, device)
     if not Path(model).is_file():
         raise RematError(f"{model}: no such file; `remat profile MODEL --out DIR` writes DIR/chain.json")
     return Chain.load(model)
@@ -359,7 +391,7 @@ def _trace(path: str) -> Trace:
     from remat.runtime.dtr.trace import Trace
 
     if path.endswith(".json"):
-        return Trace.from_chain(_chain(path, 1))
+        return Trace.from_chain(_chain(path, 1, "cpu"))
     try:
         return Trace.load(path)
     except (FileNotFoundError, IsADirectoryError) as error:
@@ -423,11 +455,11 @@ def _budget(text: str) -> int | str | float:
     return text
 
 
-def _profile(name: str, batch: int) -> Chain:
+def _profile(name: str, batch: int, device: str) -> Chain:
     from remat.models.examples import load_example
     from remat.profiling import profile as profile_model
 
-    example = load_example(name, batch)
+    example = load_example(name, batch, device)
     with _progress() as progress:
         task = progress.add_task("starting")
 
@@ -476,9 +508,12 @@ def _stage_table(name: str, chain: Chain) -> Table:
 
 
 def main() -> None:
-    """Entry point: errors of remat become one line on stderr and exit status 2."""
+    """Entry point. Exit status 2 and a line on stderr for errors of remat, 1 where nothing fits, 130 for Ctrl-C."""
     try:
         app()
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted", highlight=False)
+        sys.exit(INTERRUPTED)
     except RematError as error:
         Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
         sys.exit(2)

@@ -320,7 +320,7 @@ class Comparison:
         for heading, entries in self._groups():
             if heading:
                 table.add_row(Text(heading, style="bold"))
-            for entry in _shown(entries):
+            for entry in entries:
                 table.add_row(*map(Text, self._cells(entry)), style="bold" if entry.outcome == "over" else "")
         return table
 
@@ -347,7 +347,7 @@ class Comparison:
         for heading, entries in self._groups():
             if heading:
                 body.append(f'<tr><th colspan="{len(_SHORT) + 1}" style="text-align:left">{escape(heading)}</th></tr>')
-            for entry in _shown(entries):
+            for entry in entries:
                 cells = "".join(
                     f'<td style="text-align:{"right" if position else "left"}">{escape(cell)}</td>'
                     for position, cell in enumerate(self._cells(entry))
@@ -366,7 +366,8 @@ class Comparison:
         most = self.store_all_bytes
         for budget in sorted(set(self.budgets)):
             share = f", {budget / most:.0%}" if most else ""
-            entries = [entry for entry in self.entries if entry.budget_bytes == budget]
+            # Those that it cannot hold share a line below.
+            entries = [e for e in self.entries if e.budget_bytes == budget and e.outcome != "infeasible"]
             groups.append((f"<= {format_bytes(budget)}{share}", entries))
         return [group for group in groups if group[1]]
 
@@ -489,11 +490,6 @@ class Comparison:
 def failed(strategy: str, budget: int | None, outcome: str, note: str, *, measured: bool = False) -> Report:
     """The report of what did not run, and why."""
     return Report(strategy, outcome, measured, budget, 0, 0.0, None, 0, note=note)
-
-
-def _shown(entries: Sequence[Entry]) -> list[Entry]:
-    """Those with a row of their own."""
-    return [entry for entry in entries if entry.outcome != "infeasible"]
 
 
 def _is_right(entry: Entry) -> bool:

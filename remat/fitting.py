@@ -93,7 +93,11 @@ def fit(
     assert handle.chain is not None
     if memory == AUTO and not quiet:
         _write(_choices(handle.chain, slots))
-    handle.plan_with("fastest", handle.automatic_limit() if memory == AUTO else memory)
+    try:
+        handle.plan_with("fastest", handle.automatic_limit() if memory == AUTO else memory)
+    except InfeasibleBudget as error:
+        error.args = (f"{error}{_what_is_outside(handle.chain, error.minimum)}",)
+        raise
     handle.take_place()
     assert handle.sequence is not None
     if not quiet:
@@ -107,6 +111,19 @@ def _refuse_wrapped(model: object) -> None:
             f"this model is wrapped in a {type(model).__name__} already; fit the model inside, `.wrapped`, or plan "
             "anew with the wrapper's own methods"
         )
+
+
+def _what_is_outside(chain: Chain, least: int) -> str:
+    """Where the least limit is mostly memory that no plan can free, what that is and what helps."""
+    outside = sum(size for size, fixed in zip(chain.saved_bytes, chain.fixed, strict=True) if fixed)
+    if 2 * outside < least:
+        return ""
+    return (
+        f" {format_bytes(outside)} of it are kept by code outside of the chains, which is not recomputed (print("
+        "remat.find_chain(model, sample)) lists it), as are the logits of a large vocabulary. A smaller batch, shorter "
+        "sequences, a loss that works on parts of the logits, or output_held=False, if the loop does not hold the "
+        "output while backward runs, help; remat.DTR plans for all code"
+    )
 
 
 def _write(text: str) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from remat.errors import MeasurementError
+from remat.quiet import without_allocator_warnings
 
 _MARK = "remat::region"
 
@@ -107,7 +108,7 @@ class MemoryMeter:
             )
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler reports its start and stop on stderr
         profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        with profiler:
+        with without_allocator_warnings(), profiler:
             yield
         results = profiler.profiler.kineto_results if profiler.profiler is not None else None
         self.regions = _read_events(results.events() if results is not None else [], self._may_be_idle)

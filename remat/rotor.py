@@ -72,7 +72,7 @@ class _State(NamedTuple):
 class Checkpointable(Wrapper):
     """Makes the training steps of a model stay within a memory limit.
 
-    An `nn.Sequential` is wrapped. In any other model chains of module calls are found (`remat.find_chain`), and these
+    An `nn.Sequential` is wrapped (`remat.fit` does without). In any other model chains of module calls are found (`remat.find_chain`), and these
     are driven in place while the model's own forward runs: the model itself, the same object of the same class, then
     trains within the limit, and this object is the handle to plan with; `remat.remove(model)` ends it. Either way the
     wrapper shares parameters, buffers, children and hooks with the model: `state_dict` and parameter names are the
@@ -85,8 +85,8 @@ class Checkpointable(Wrapper):
 
     There are four ways to use it: sample and limit here; the sample here and `compute_sequence(limit)` later; the
     limit here and `measure(sample)` later; or neither, and the first training forward measures and plans. An input of
-    another shape than before is measured and planned for in turn, with a warning that says so; where chains were found,
-    one that is nowhere larger than one measured before trains by that one's plan.
+    another shape than before is measured and planned for in turn, with a warning that says so; where the model itself
+    trains by the plan, one that is nowhere larger than one measured before trains by that one's plan.
 
     Args:
         model: any module.
@@ -429,7 +429,7 @@ class Checkpointable(Wrapper):
 
         Batches of a language model differ in length all the time; what fits the longest fits the others.
         """
-        if not self._found or self._plan is None or self._measured_state is None:
+        if self._drive is None or self._plan is None or self._measured_state is None:
             return None
         known = {self._measured_state: self._plan, **self._plans}
         fitting = [other for other in known if _covers(other, state)]

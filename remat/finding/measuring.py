@@ -274,12 +274,14 @@ class Pass:
             first, *others = passed
             replaced = {id(side): other for side, other in zip(sides, others, strict=True)}
             self._counter.back_to(self._counted)  # it runs several times, and counts once
-            return calls.again(first, replaced)[1][-1]
+            outputs = calls.again(first, replaced)[1]
+            return outputs[-1], calls.not_handed_on(outputs)
 
         counted = self._counter.now()
         act, grad = storage_bytes(value), self._gradient_bytes(index - 1, value)
         output = self._measure(index, again, [value, *sides], act, grad, told)
         self._counter.add(counted)
+        output, _ = output  # what else the calls return, others have been given already
         following = _cut(output, partial(self._came_back, index), OUTSIDE)
         for position, tensor in enumerate(tensors(following)):
             if tensor.requires_grad:

@@ -237,6 +237,10 @@ class Selector:
             return f"the output of {one.name!r} ({what}) is not what {other.name!r} is given, or was changed in between"
         storage = self.storages[key.storage]
         late = [call.name for time, call in storage.uses if time >= other.end and not other.has(call)]
+        # What is computed from it in between may send a gradient back too, as that of a head of its own does.
+        between = {time: call.name for time, call in storage.uses if one.end <= time < other.begin}
+        made = [self.storages[address] for address in self._made_between(one.end, other.begin)]
+        late += [between[new.born] for new in made if new.born in between and (new.requires_grad or new.saved_by)]
         if late or any(time >= one.end for time, _ in storage.writes):
             where = late[0] if late else other.name
             return f"the output of {one.name!r} ({storage.what}) is used again, or changed, in {where!r}"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +18,7 @@ from remat.errors import RematError
 from remat.models import densenet, resnet, vgg
 from remat.models.gpt import gpt
 from remat.models.inception import inception_v3
+from remat.runtime.values import map_tensors
 
 
 class Example(NamedTuple):
@@ -55,29 +59,49 @@ EXAMPLES: dict[str, Callable[[int], Example]] = {
 }
 
 
-def load_example(name: str, batch: int) -> Example:
-    """The example of that name of `EXAMPLES`, or what `package.module:function` returns.
+def load_example(name: str, batch: int, device: str = "cpu") -> Example:
+    """The example of that name of `EXAMPLES`, or what `package.module:function` or `file.py:function` returns.
 
     The function takes nothing and returns a model and a sample, or those and a loss. Modules are looked for in the
-    present folder too.
+    present folder too. Model and sample are moved to the device.
 
     Raises:
         RematError: no such name, module or function, or the function returns something else.
     """
+    found = _load(name, batch)
+    try:
+        place = torch.device(device)
+        return Example(found.model.to(place), map_tensors(lambda tensor: tensor.to(place), found.sample), found.loss)
+    except (RuntimeError, AssertionError) as error:
+        raise RematError(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from error
+
+
+def _load(name: str, batch: int) -> Example:
     if name in EXAMPLES:
         return EXAMPLES[name](batch)
     module_name, colon, function_name = name.partition(":")
     if not colon:
         raise RematError(
-            f"unknown model {name!r}; choose one of {', '.join(EXAMPLES)}, or write package.module:function for a "
-            "function that returns (model, sample) or (model, sample, loss)"
+            f"unknown model {name!r}; choose one of {', '.join(EXAMPLES)}, or write package.module:function or "
+            "file.py:function for a function that returns (model, sample) or (model, sample, loss)"
         )
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` has it, so that a module of one's own is found
     try:
-        found = getattr(importlib.import_module(module_name), function_name)()
-    except (ImportError, AttributeError) as error:
+        module = _file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
+        found = getattr(module, function_name)()
+    except (ImportError, AttributeError, FileNotFoundError) as error:
         raise RematError(f"cannot load {name!r}: {error}") from error
     if not (isinstance(found, tuple) and len(found) in (2, 3) and isinstance(found[0], nn.Module)):
         raise RematError(f"{name!r} must return (model, sample) or (model, sample, loss), not {type(found).__name__}")
     return Example(*found)
+
+
+def _file(path: str) -> ModuleType:
+    """The module that a file of Python is."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no file of Python")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

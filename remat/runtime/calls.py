@@ -39,6 +39,7 @@ class StageCalls:
         self._holes: dict[int, Hole] = {id(activation): _INPUT}
         # Hooks of a module (FSDP's) may pass on another tensor of the same data.
         self._alike: dict[Key, Hole] = {key_of(activation): _INPUT}
+        self._used: set[Hole] = set()
         self._alive: list[Any] = [activation]  # so that no other tensor gets an identity that has a hole
         self.versions: list[tuple[torch.Tensor, int]] = []
 
@@ -77,9 +78,19 @@ class StageCalls:
             outputs.append(forward(*args, **kwargs))
         return first_tensor(outputs[-1]), outputs
 
+    def not_handed_on(self, outputs: Sequence[Any]) -> list[torch.Tensor]:
+        """Of what the calls but the last returned, as `again` tells it, what none of them was passed: others use it."""
+        return [
+            tensor
+            for call, output in enumerate(outputs[:-1])
+            for position, tensor in enumerate(tensors(output))
+            if tensor.requires_grad and Hole(call, position) not in self._used
+        ]
+
     def _punched(self, tensor: torch.Tensor) -> Any:
         hole = self._holes.get(id(tensor)) or self._alike.get(key_of(tensor))
         if hole is not None:
+            self._used.add(hole)
             return _Punched(hole)
         held = tensor
         if tensor.grad_fn is not None and not self._with_graphs:

@@ -15,7 +15,7 @@ from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.core import DEALLOCATIONS, NO_LIMIT, Core
 from remat.runtime.dtr.graph import Graph, Program, compile_trace
 from remat.runtime.dtr.heuristics import Heuristic, make_heuristic
-from remat.runtime.dtr.trace import Trace
+from remat.runtime.dtr.trace import REPLAY, Trace
 from remat.units import resolve_budget
 
 _OUTCOMES = {k.DONE: "pass", k.OUT_OF_MEMORY: "oom", k.THRASHING: "thrash"}
@@ -130,6 +130,14 @@ def timeline(core: Core, graph: Graph) -> tuple[Moment, ...]:
     return tuple(moments)
 
 
+def replay_of(trace: Trace) -> Replay:
+    """The trace made ready to be simulated, once."""
+    kept = trace.__dict__  # of a frozen dataclass, which says that nobody changes what this was made from
+    if REPLAY not in kept:
+        kept[REPLAY] = Replay(trace)
+    return kept[REPLAY]
+
+
 def simulate_dtr(
     trace: Trace,
     budget: int | str | float,
@@ -163,7 +171,7 @@ def simulate_dtr(
         InvalidTrace: a name is used that is not there.
         RematError: an unknown heuristic or deallocation, or scores that cannot be used.
     """
-    report, _ = Replay(trace).run(
+    report, _ = replay_of(trace).run(
         budget,
         heuristic,
         deallocation=deallocation,

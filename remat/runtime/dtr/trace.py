@@ -81,6 +81,9 @@ class Annotate(NamedTuple):
 Instruction: TypeAlias = Constant | Call | Mutate | Copy | CopyFrom | Release | Annotate
 
 
+REPLAY = "_replay"  # under which a trace keeps what the simulator made of it
+
+
 @dataclass(frozen=True)
 class Trace:
     """A sequence of instructions.
@@ -90,6 +93,10 @@ class Trace:
     """
 
     instructions: tuple[Instruction, ...]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and files are of the instructions, not of what was made of them."""
+        return {name: value for name, value in self.__dict__.items() if name != REPLAY}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
