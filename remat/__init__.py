@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from remat.errors import Thrashing as Thrashing
     from remat.errors import ThrashingWarning as ThrashingWarning
     from remat.errors import UnsupportedModel as UnsupportedModel
+    from remat.exploring import explore as explore
     from remat.finding.find import find_chain as find_chain
     from remat.finding.found import FoundChain as FoundChain
     from remat.finding.found import FoundStage as FoundStage
@@ -89,6 +90,7 @@ _HOMES = {
         "ThrashingWarning",
         "UnsupportedModel",
     ),
+    "remat.exploring": ("explore",),
     "remat.finding.find": ("find_chain",),
     "remat.finding.found": ("FoundChain", "FoundStage"),
     "remat.fitting": ("fit",),

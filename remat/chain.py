@@ -7,10 +7,13 @@ import operator
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from html import escape
 from typing import Any
 
 from remat import storage
+from remat.cards import bar, card, table
 from remat.errors import InvalidChain, InvalidFile
+from remat.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,52 @@ class Chain:
     def store_all_seconds(self) -> float:
         """Makespan when everything is stored: each forward and each backward once."""
         return math.fsum(self.fwd_seconds) + math.fsum(self.bwd_seconds)
+
+    @property
+    def store_all_bytes(self) -> int:
+        """Peak when everything is stored, which fractions as budgets are of."""
+        from remat.solvers.base import store_all_peak  # planners know chains, not the other way round
+
+        return store_all_peak(self)
+
+    def minimum_budget(self, solver: str = "persistent") -> int:
+        """The least budget in bytes with which a planner works: `remat.minimum_budget(chain, solver)`."""
+        from remat.solvers import minimum_budget
+
+        return minimum_budget(self, solver)
+
+    def plot(self, budget: int | str | float = 0.5, **options: Any) -> Any:
+        """A figure of a budget at a glance: the plan, its memory over time, what planners take.
+
+        Args:
+            budget: int (bytes), string ("2GiB"), or float in (0, 1] of `store_all_bytes`.
+            options: see `remat.plotting.overview.plot_overview`.
+        """
+        from remat.plotting.overview import plot_overview
+
+        return plot_overview(self, budget, **options)
+
+    def _repr_html_(self) -> str:
+        most = max(self.saved_bytes, default=0) or 1
+        rows = [
+            (
+                escape(name),
+                format_seconds(self.fwd_seconds[index]),
+                format_seconds(self.bwd_seconds[index]),
+                format_bytes(self.act_bytes[index + 1]),
+                format_bytes(self.saved_bytes[index]),
+                bar(self.saved_bytes[index] / most),
+                "kept" if self.fixed[index] else "",
+            )
+            for index, name in enumerate(self.names)
+        ]
+        facts = [
+            ("storing everything takes", format_bytes(self.store_all_bytes)),
+            ("and", format_seconds(self.store_all_seconds)),
+            ("least budget", format_bytes(self.minimum_budget())),
+        ]
+        columns = ("stage", "forward", "backward", "output", "saved", "", "")
+        return card(f"Chain of {self.length - 1} stages and the loss", facts, table(columns, rows))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the chain to `path` as JSON."""

@@ -13,6 +13,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from remat import storage
+from remat.cards import card
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget, InvalidFile, RematError
 from remat.report import Report
@@ -78,6 +79,12 @@ class Entry:
     def interval(self) -> Interval | None:
         """Where its ratio to plain PyTorch lies; None where it was timed fewer than two times."""
         return interval_of(self.ratios)
+
+    def _repr_html_(self) -> str:
+        if self.report is None:
+            return card(self.strategy, [("", "nothing was planned or run")])
+        gradients = f"<p>gradients: {escape(self.gradients)}</p>" if self.gradients else ""
+        return self.report._repr_html_() + gradients
 
     def to_fields(self) -> dict[str, Any]:
         parts = {name: getattr(self, name) for name in ("predicted", "measured", "schedule")}

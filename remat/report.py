@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields
+from html import escape
 from typing import Any, NamedTuple
 
 from remat import storage
+from remat.cards import bar, card
 from remat.errors import InvalidFile
 from remat.units import format_bytes, format_seconds
 
@@ -85,6 +87,22 @@ class Report:
             f"{'' if self.gap is None else f', at most {self.gap:.1%} from optimal'}"
             f"{self.note and f' ({self.note})'}"
         )
+
+    def _repr_html_(self) -> str:
+        facts = [
+            ("", "measured" if self.measured else "predicted"),
+            ("outcome", self.outcome),
+            ("budget", "none" if self.budget_bytes is None else format_bytes(self.budget_bytes)),
+            ("peak", format_bytes(self.peak_bytes)),
+            ("a step takes", format_seconds(self.seconds)),
+            ("recomputations", str(self.recomputations)),
+        ]
+        if self.overhead is not None:
+            facts.insert(5, ("over storing everything", f"{self.overhead:.3f} x"))
+        if self.evictions:
+            facts.append(("evictions", str(self.evictions)))
+        used = "" if not self.budget_bytes else bar(self.peak_bytes / self.budget_bytes)
+        return card(self.strategy or "schedule", facts, used + (f"<p>{escape(self.note)}</p>" if self.note else ""))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the report to `path` as JSON."""

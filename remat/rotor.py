@@ -72,11 +72,11 @@ class _State(NamedTuple):
 class Checkpointable(Wrapper):
     """Makes the training steps of a model stay within a memory limit.
 
-    An `nn.Sequential` is wrapped (`remat.fit` does without). In any other model chains of module calls are found (`remat.find_chain`), and these
-    are driven in place while the model's own forward runs: the model itself, the same object of the same class, then
-    trains within the limit, and this object is the handle to plan with; `remat.remove(model)` ends it. Either way the
-    wrapper shares parameters, buffers, children and hooks with the model: `state_dict` and parameter names are the
-    model's own. In eval mode and without gradients the model runs untouched.
+    An `nn.Sequential` is wrapped (`remat.fit` does without). In any other model chains of module calls are found
+    (`remat.find_chain`), and these are driven in place while the model's own forward runs: the model itself, the same
+    object of the same class, then trains within the limit, and this object is the handle to plan with;
+    `remat.remove(model)` ends it. Either way the wrapper shares parameters, buffers, children and hooks with the model:
+    `state_dict` and parameter names are the model's own. In eval mode and without gradients the model runs untouched.
 
     The limit covers what a training step adds to what is there before it: activations, their gradients and the
     scratch memory of operators, the sample included, also of what lies outside of the chains. Parameters, their

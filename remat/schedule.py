@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from remat import storage
+from remat.cards import card
 from remat.chain import Layout
 from remat.errors import InvalidFile, InvalidSchedule
+from remat.units import format_bytes
 
 F_ALL, F_CK, F_NONE, B = KINDS = ("F_all", "F_ck", "F_none", "B")
+_COLOURS = {F_ALL: "#2b4b7e", F_CK: "#8c9bb5", F_NONE: "#dfe5ee"}
 _TOKEN = re.compile(r"(F_all|F_ck|F_none|B)(\d+)")
 
 
@@ -85,6 +88,25 @@ class Schedule:
 
     def __str__(self) -> str:
         return " ".join(map(str, self.operations))
+
+    def _repr_html_(self) -> str:
+        first: dict[int, str] = {}
+        runs: dict[int, int] = {}
+        for operation in self.operations:
+            if operation.kind != B:
+                first.setdefault(operation.stage, operation.kind)
+                runs[operation.stage] = runs.get(operation.stage, 0) + 1
+        cells = "".join(
+            f'<span title="stage {stage}: {first[stage]}, runs {runs[stage]} x" style="display:inline-block;'
+            f'width:0.7em;height:1.2em;margin-right:1px;background:{_COLOURS[first[stage]]}"></span>'
+            for stage in sorted(first)
+        )
+        budget = "none" if self.budget_bytes is None else format_bytes(self.budget_bytes)
+        facts = [("budget", budget), ("recomputations", str(self.recomputations))]
+        legend = "dark: everything is kept at first, grey: the input, light: nothing"
+        return card(
+            f"Schedule by {self.strategy or 'hand'} for {self.length} stages", facts, f"<p>{cells}<br>{legend}</p>"
+        )
 
     @classmethod
     def parse(cls, text: str) -> Schedule:

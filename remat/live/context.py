@@ -9,6 +9,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from remat.cards import card
 from remat.errors import OutOfBudget, RematError, Thrashing
 from remat.live.dispatcher import NUMBER_BYTES, Dispatcher
 from remat.live.ledger import Ledger
@@ -111,6 +112,10 @@ class DTR:
             raise RematError("this DTR has run no block yet; use it as `with remat.DTR(budget) as dtr:`")
         return self._block
 
+    def _repr_html_(self) -> str:
+        body = "" if self._block is None or not self._block.has_ended else self.report()._repr_html_()
+        return card("DTR", [("budget", format_bytes(self.budget)), ("heuristic", self.name)], body)
+
     def report(self) -> Report:
         """What the last block cost: outcome "pass", "over" (at its end the program held more than fits), "oom" or
         "thrash"; peak as the runtime counted it, in bytes; seconds of the whole block."""
@@ -149,6 +154,10 @@ class _Block:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(saving.pack, saving.unpack)
         self._outcome = "pass"
         self._began = self._seconds = 0.0
+
+    @property
+    def has_ended(self) -> bool:
+        return self._seconds > 0
 
     def enter(self) -> None:
         if getattr(_running, "block", False):
