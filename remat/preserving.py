@@ -17,9 +17,13 @@ from remat.runtime.values import map_tensors, tensors
 
 @contextmanager
 def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> Iterator[None]:
-    """Afterwards buffers and the state of the random number generators are what they were before."""
+    """Afterwards buffers and the state of the random number generators are what they were before.
+
+    So are attributes of modules into which forwards have put tensors with their graphs, which would keep these alive.
+    """
     random = RandomState(devices)
     parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
+    attributes = [(part, dict(part.__dict__)) for part in parts]
     buffers = [(part, name, buffer) for part in parts for name, buffer in part._buffers.items()]
     # Copies are worked on, so that not even the versions of the originals move: a pending backward may need them.
     copies = {id(buffer): buffer.clone() for _, _, buffer in buffers if buffer is not None}
@@ -30,6 +34,11 @@ def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> 
     finally:
         for part, name, buffer in buffers:
             part._buffers[name] = buffer
+        for part, before in attributes:
+            for name, value in [*part.__dict__.items()]:
+                if value is not before.get(name) and any(tensor.grad_fn is not None for tensor in tensors(value)):
+                    part.__dict__.pop(name)
+                    part.__dict__.update({name: before[name]} if name in before else {})
         random.restore()
 
 

@@ -321,3 +321,33 @@ def test_the_lower_bound_where_a_stage_saves_less_than_its_output() -> None:
     valid = [seconds for peak, seconds in (peak_and_makespan(chain, found) for found in candidates) if peak <= 20]
     assert min(valid) < min(peak_and_makespan(chain, found)[1] for found in candidates[1:]) + 1e-9
     assert remat.lower_bound(chain, 20) <= min(valid)
+
+
+# What measuring leaves behind ----------------------------------------------------------------------------------------
+
+
+class Remembering(nn.Module):
+    """Keeps what it computed, graph and all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = torch.tanh(self.linear(x))
+        return x + self.last
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_measuring_leaves_attributes_as_they_were(found: bool) -> None:
+    blocks = [Remembering() for _ in range(4)]
+    x = torch.randn(16, 32)
+    model: nn.Module = nn.Sequential(*blocks)
+    if found:
+        model = Blocks(4, 32)
+        model.blocks = nn.ModuleList(blocks)
+    remat.profile(model, x, repeats=1)
+    remat.run(model, x, remat.solve(remat.profile(model, x, repeats=1), 1.0), repeats=1)
+    assert all(block.last is None for block in blocks)
+    copy.deepcopy(model)
