@@ -6,8 +6,7 @@ import hashlib
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from remat.machine import machine
 from remat.measuring import Bench, LimitedStep, Loss
 from remat.native import has_checkpointing
 from remat.profiling import profile
+from remat.progress import shown
 from remat.rounds import Progress, Row, measure, sum_up
 from remat.runtime.dtr.simulator import Replay
 from remat.runtime.dtr.trace import Trace
@@ -110,7 +110,7 @@ def compare(
     if file is not None and not Path(file).absolute().parent.is_dir():
         raise RematError(f"{file}: its folder does not exist; make it first")
     before = Comparison.load(file) if file is not None and Path(file).exists() else None
-    with _shown(progress) as tell:
+    with shown(progress) as tell:
         work = _Work(model, sample, loss, measure, tell, file, output_held=output_held)
         if before is not None:
             work.take_up(before)
@@ -445,20 +445,3 @@ def _least_of_dtr(replay: Replay, strategy: Dynamic, extra: int) -> int:
         middle = (fails + works) // 2
         fails, works = (fails, middle) if passes(middle) else (middle, works)
     return works - extra
-
-
-@contextmanager
-def _shown(progress: bool | Progress) -> Iterator[Progress]:
-    """A function to tell of progress, which is shown on stderr, handed on, or nothing."""
-    if progress is not True:
-        yield progress or (lambda what, done, total: None)
-        return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting")
-        yield lambda what, done, total: bar.update(task, description=escape(what), completed=done, total=total)

@@ -89,7 +89,7 @@ def fit(
         output_held=output_held,
         in_place=False,
     )
-    handle.measure(sample)
+    handle.measure(sample, progress=not quiet)
     assert handle.chain is not None
     if memory == AUTO and not quiet:
         _write(_choices(handle.chain, slots))

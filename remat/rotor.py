@@ -20,6 +20,7 @@ from remat.checks import check_count, check_model, checked_loss
 from remat.errors import PlanMismatch, RematError
 from remat.in_flight import held_after_forward, plan_in_flight
 from remat.profiling import SMALL, Loss, profile
+from remat.progress import Progress, shown
 from remat.report import Report
 from remat.runtime.driving import CallExecutor, Drive, check_other_path, drive_of, refuse_driven, undriven
 from remat.runtime.executor import Executor, Lock
@@ -187,10 +188,13 @@ class Checkpointable(Wrapper):
 
     # Measuring and planning --------------------------------------------------------------------------------------
 
-    def measure(self, input: Any) -> None:
-        """Measures every stage on a sample, in train mode; plans made before are dropped. Leaves the model as found."""
-        with self._in_train_mode():
-            self.chain = self._profile(input, self.loss)
+    def measure(self, input: Any, *, progress: bool = False) -> None:
+        """Measures every stage on a sample, in train mode; plans made before are dropped. Leaves the model as found.
+
+        `progress`: show on stderr what is measured.
+        """
+        with self._in_train_mode(), shown(progress) as tell:
+            self.chain = self._profile(input, self.loss, tell)
             self._measured_state = self._state(arguments(input) if self._found else single_input(input))
         self._plan = None
         self._plans.clear()
@@ -201,9 +205,10 @@ class Checkpointable(Wrapper):
             f"{format_seconds(self.chain.store_all_seconds)} when everything is stored, {format_bytes(least)} at least"
         )
 
-    def _profile(self, sample: Any, loss: Loss | None) -> Chain:
+    def _profile(self, sample: Any, loss: Loss | None, tell: Progress | None = None) -> Chain:
         with undriven(self.wrapped):
             options: dict[str, Any] = {"loss": loss, "stages": self.stages, "output_held": self.output_held}
+            options["progress"] = tell
             if self.group is None:
                 return profile(self.wrapped, sample, **options)
             # Fused by how long they took, small modules could make up other stages in each process.

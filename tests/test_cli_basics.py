@@ -1,0 +1,55 @@
+"""The command line: versions, targets in files, devices, exit statuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import remat
+from remat.cli import app
+from remat.errors import RematError
+from remat.models.examples import load_example
+
+MODEL = """
+import torch
+from torch import nn
+
+def make():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4))), torch.randn(8, 16)
+"""
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text(MODEL)
+    return f"{tmp_path / 'mine.py'}:make"
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.output
+
+
+def test_the_version() -> None:
+    assert run("--version") == (0, f"remat {remat.__version__}\n")
+
+
+def test_a_function_in_a_file_is_a_target(target: str) -> None:
+    code, output = run("profile", target)
+    assert code == 0 and "8 stages" in output
+    with pytest.raises(RematError, match="cannot load"):
+        load_example(target.replace("mine.py", "yours.py"), 8)
+    with pytest.raises(RematError, match="cannot use device 'nowhere'"):
+        load_example(target, 8, "nowhere")
+
+
+def test_the_exit_status_says_whether_anything_fits(target: str) -> None:
+    options = ("--no-pictures",)
+    assert run("plan", target, "--budgets", "1.0,10", *options)[0] == 0
+    assert run("plan", target, "--budgets", "10", *options)[0] == 1
+    compare = ("compare", target, "--strategies", "persistent", "--no-measure", "--budgets")
+    assert run(*compare, "1.0")[0] == 0
+    code, output = run(*compare, "10")
+    assert code == 1 and "nothing works" in output
