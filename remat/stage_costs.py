@@ -99,7 +99,7 @@ def sizes_of_stage(without: Region, full: Region, backward: Region, at: Boundary
         fwd_overhead=max(without.peak_bytes - without.start_bytes - at.act - lasting, 0),
         save_overhead=max(full.peak_bytes - full.start_bytes - saved, 0),
         bwd_extra=bwd_extra,
-        undeferred=max(without.end_bytes - without.start_bytes - at.act - lasting, 0),
+        undeferred=max(without.end_bytes - without.start_bytes - at.returned - lasting, 0),
         saves_output=at.saves_output,
         lasting=lasting,
     )

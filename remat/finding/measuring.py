@@ -289,9 +289,6 @@ class Pass:
                 node.made = Made(index, position)
         if self.variables is not None:
             self.variables.counts_elsewhere(following)
-        for tensor in tensors(following)[1:]:
-            self._made_by[id(tensor)] = index
-        self._alive.append(tensors(following)[1:])
         handed = first_tensor(following)
         self._returned += map(_held, tensors(following))
         if index + 1 in self.places.follows:
