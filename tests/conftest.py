@@ -17,7 +17,10 @@ DTR_LOGS = SHARED / "data" / "dtr_logs.zip"
 needs_dtr_logs = pytest.mark.skipif(not DTR_LOGS.is_file(), reason="the DTR paper's logs are not beside the project")
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported
-torch.set_num_threads(1)  # two that wait for each other take many times as long where another process is at work
+# Two threads that wait for each other take many times as long where another process is at work; here and in the
+# processes that tests begin (kernels of notebooks, ranks, commands).
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)

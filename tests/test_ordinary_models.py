@@ -351,3 +351,52 @@ def test_measuring_leaves_attributes_as_they_were(found: bool) -> None:
     remat.run(model, x, remat.solve(remat.profile(model, x, repeats=1), 1.0), repeats=1)
     assert all(block.last is None for block in blocks)
     copy.deepcopy(model)
+
+
+# Wrong arguments -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [sequential, lambda: Blocks(3, 32)], ids=["sequential", "found"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": lambda output: output.sum(1)}, "a tensor of shape .*has to return one number"),
+        ({"loss": lambda output: 1.0}, "the loss returned a float"),
+        ({"loss": lambda output: output.sum().detach()}, "without a graph"),
+        ({"loss": 3}, "the loss is a int"),
+        ({"memory": 10**30}, "more than any machine has"),
+        ({"memory": 1}, r"An int counts bytes; all that storing everything takes is 1\.0"),
+        ({"memory": [0.5]}, "none of the three forms"),
+        ({"slots": "5"}, "slots='5': it is a whole number"),
+        ({"sample": torch.randn(64, 31)}, "fails on this sample"),
+        ({"sample": None}, "without a tensor in it"),
+    ],
+)
+def test_fit_says_what_is_wrong_and_changes_nothing(make: Any, options: dict[str, Any], message: str) -> None:
+    model = make()
+    given = {"sample": torch.randn(64, 32), "memory": 1.0, **options}
+    with pytest.raises(remat.RematError, match=message):
+        remat.fit(model, quiet=True, **given)
+    assert drive_of(model) is None and all(parameter.grad is None for parameter in model.parameters())
+    remat.fit(model, torch.randn(64, 32), 1.0, quiet=True)
+
+
+@pytest.mark.parametrize("wrong", [nn.Linear, None, 3, lambda x: x])
+@pytest.mark.parametrize("function", ["fit", "profile", "find_chain", "compare"])
+def test_what_is_no_model_is_refused(function: str, wrong: Any) -> None:
+    with pytest.raises(remat.RematError, match=r"is a class; pass a model|pass a torch.nn.Module"):
+        getattr(remat, function)(wrong, torch.randn(2, 2))
+
+
+def test_other_wrong_arguments() -> None:
+    model, x = sequential(), torch.randn(64, 32)
+    with torch.inference_mode():
+        inference = torch.randn(64, 32)
+    with pytest.raises(remat.InvalidSample, match="inference mode"):
+        remat.profile(model, inference)
+    with pytest.raises(remat.RematError, match=r"in_flight=1\.5"):
+        rotor.Checkpointable(model, in_flight=1.5)
+    with pytest.raises(remat.RematError, match="repeats=0: at least 1"):
+        remat.profile(model, x, repeats=0)
+    with pytest.raises(remat.RematError, match="wrapped in a Checkpointable already"):
+        remat.fit(rotor.Checkpointable(model), x)
