@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from remat.errors import RematError
+from remat.errors import InfeasibleBudget, RematError
 from remat.plotting.schedule import MIB, plot_memory, plot_schedule
 from remat.plotting.style import axes_for, legend, nested_styles, new_figure
 from remat.strategies import family
@@ -64,10 +64,26 @@ def plot_throughput(comparison: Comparison, ax: Axes) -> None:
     fastest = None if plain is None else comparison.throughput(plain)
     if plain is not None and fastest is not None:
         ax.plot(plain.peak_bytes / MIB, fastest, "ks", markersize=8, label="plain PyTorch")
+    _mark_recommended(comparison, ax)
     ax.set(xlabel="peak memory (MiB)", ylabel="examples / s", title=_how(comparison, "throughput"))
     ax.set_xlim(left=0)
     ax.set_ylim(bottom=0)
     ax.grid(alpha=0.3)
+
+
+def _mark_recommended(comparison: Comparison, ax: Axes) -> None:
+    """A star on what to take within each budget."""
+    points = set()
+    for size in set(comparison.budgets):
+        try:
+            report = comparison.best(size).report
+        except InfeasibleBudget:
+            continue
+        if report is not None and comparison.throughput(report):
+            points.add((report.peak_bytes / MIB, comparison.throughput(report)))
+    if points:
+        star: dict[str, Any] = {"markersize": 14, "color": "gold", "markeredgecolor": "black", "zorder": 5}
+        ax.plot(*zip(*sorted(points), strict=True), "*", label="recommended", **star)
 
 
 def plot_overhead(comparison: Comparison, ax: Axes) -> None:
