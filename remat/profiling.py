@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from remat.chain import Chain, Layout
-from remat.checks import check_count, check_model, check_sample, checked_loss, failing_on_the_sample
+from remat.checks import Loss, check_count, check_model, check_sample, checked_loss, failing_on_the_sample
 from remat.errors import UnsupportedModel
 from remat.finding.carried import Carrying, begun_by, carried_by_caller, carried_by_leaves, leaves_of
 from remat.meter import MemoryMeter, elapsed
@@ -36,6 +36,7 @@ from remat.preserving import (
     set_apart,
 )
 from remat.profiling_calls import SETTLING, profile_calls
+from remat.progress import Progress
 from remat.runtime.environment import BufferWatch, RandomState, accelerators
 from remat.runtime.stages import (
     Stage,
@@ -64,9 +65,6 @@ from remat.stage_costs import (
     sourced,
     storage_bytes,
 )
-
-Loss = Callable[[Any], torch.Tensor]
-Progress = Callable[[str, int, int], None]
 
 SMALL = 0.05  # share of the upper quartile of forward times under which a stage is fused with its neighbour
 

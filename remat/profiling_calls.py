@@ -29,6 +29,7 @@ from remat.preserving import (
     preserved,
     with_graph_of_its_own,
 )
+from remat.progress import Progress
 from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.driving import CallExecutor, driven
 from remat.runtime.environment import accelerators
@@ -51,8 +52,6 @@ from remat.stage_costs import (
     sizes_of_stage,
     storage_bytes,
 )
-
-Progress = Callable[[str, int, int], None]
 
 SETTLING = 3  # passes at most, until gradients lie in memory as in the pass before
 

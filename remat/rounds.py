@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
 
 import torch
 
@@ -16,13 +15,12 @@ from remat.comparison import EQUAL, OWN, Entry, failed
 from remat.errors import OutOfBudget, RematError, Thrashing, ThrashingWarning
 from remat.live.context import DTR
 from remat.measuring import Bench, LimitedStep, Step
+from remat.progress import Progress
 from remat.report import Report
 from remat.running import with_fields_of
 from remat.schedule import Operation, Schedule
 from remat.strategies import THRASH_LIMIT, Dynamic, Native, Strategy
 from remat.units import format_bytes
-
-Progress: TypeAlias = Callable[[str, int, int], None]
 
 
 @dataclass

@@ -21,6 +21,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from remat.checks import Loss
 from remat.errors import UnsupportedModel
 from remat.finding.carried import begun_by
 from remat.finding.facts import Facts, Made, Side
@@ -52,9 +53,6 @@ from remat.stage_costs import (
     gradient_bytes,
     storage_bytes,
 )
-
-Loss = Callable[[Any], torch.Tensor]
-
 
 # What is measured ----------------------------------------------------------------------------------------------------
 
