@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from remat.runtime.values import map_tensors, tensors
 
 
 @contextmanager
-def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> Iterator[None]:
+def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> Iterator[Replaced]:
     """Afterwards buffers and the state of the random number generators are what they were before.
 
     So are attributes of modules into which forwards have put tensors with their graphs, which would keep these alive.
@@ -27,10 +27,11 @@ def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> 
     buffers = [(part, name, buffer) for part in parts for name, buffer in part._buffers.items()]
     # Copies are worked on, so that not even the versions of the originals move: a pending backward may need them.
     copies = {id(buffer): buffer.clone() for _, _, buffer in buffers if buffer is not None}
+    inside = {(part, name): None if buffer is None else copies[id(buffer)] for part, name, buffer in buffers}
     try:
-        for part, name, buffer in buffers:
-            part._buffers[name] = None if buffer is None else copies[id(buffer)]
-        yield
+        for (part, name), buffer in inside.items():
+            part._buffers[name] = buffer
+        yield Replaced(inside)
     finally:
         for part, name, buffer in buffers:
             part._buffers[name] = buffer
@@ -40,6 +41,23 @@ def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> 
                     part.__dict__.pop(name)
                     part.__dict__.update({name: before[name]} if name in before else {})
         random.restore()
+
+
+class Replaced:
+    """Knows the buffers that forwards have put in the place of others: tables for the shapes they met, say.
+
+    The first step of a training makes them anew, and so does every recomputation in it, which begins with the buffer
+    as it was.
+    """
+
+    def __init__(self, before: Mapping[tuple[nn.Module, str], torch.Tensor | None]) -> None:
+        self._before = before
+
+    def among(self, parts: Iterable[nn.Module]) -> list[torch.Tensor]:
+        """Those that these modules hold now, each once."""
+        now = [(part, name, buffer) for part in parts for name, buffer in part._buffers.items() if buffer is not None]
+        found = (buffer for part, name, buffer in now if self._before.get((part, name), buffer) is not buffer)
+        return list({id(buffer): buffer for buffer in found}.values())
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from remat.preserving import (
     ForeignGradients,
     Form,
     RandomGradients,
+    Replaced,
     Sink,
     aliased_parameters,
     contiguous_forms,
@@ -50,6 +51,7 @@ from remat.runtime.stages import (
 )
 from remat.runtime.values import map_tensors, tensors
 from remat.stage_costs import (
+    NO_MARKS,
     NOTHING,
     Boundary,
     Marks,
@@ -137,13 +139,14 @@ def profile(
     layout_inputs = describe_call(value)
     everywhere = preserved([*everything.modules, *loss_modules], accelerators(everything, value))
     aliased = aliased_parameters([model, *loss_modules])
-    with torch.enable_grad(), everywhere, aliased as foreign, own_autocast_cache():
-        traits = list(_probe(flat, value, tell))
+    with torch.enable_grad(), everywhere as replaced, aliased as foreign, own_autocast_cache():
+        traits = list(_probe(flat, value, replaced, tell))
         grouped, marks = _fuse(flat, traits, small)
         runs: list[Stage | Loss] = [*grouped] if loss is None else [*grouped, loss]
         casts = cast_bytes(device, partial(_run_all, runs, value))
         memory = _measure_memory(runs, value, device, foreign, tell, output_held=output_held)
         times = _measure_time(runs, value, device, repeats, tell)
+        set_up = storage_bytes(replaced.among(everything.parts))
 
     sizes = memory.sizes
     sizes[: len(grouped)] = map(as_executed, sizes, grouped, marks)
@@ -155,7 +158,6 @@ def profile(
     held_loss = carried_by_caller(grads, len(grouped) + 1, sizes[-1].act, measured=False)
     carrying = Carrying([*carried_by_leaves(memory.leaves), *held_loss])
     more, less = signed(carrying.extras([size.bwd_extra for size in sizes]))
-    of_loss = Marks(False, False, 0)
     chain = Chain(
         act_bytes=(storage_bytes(value), *(size.act for size in sizes)),
         saved_bytes=tuple(size.saved for size in sizes),
@@ -163,13 +165,13 @@ def profile(
         save_overhead_bytes=tuple(size.save_overhead for size in sizes),
         bwd_overhead_bytes=more,
         bwd_released_bytes=less,
-        reserve_bytes=executor_reserve(marks, sizes) + casts + output_bytes,
+        reserve_bytes=executor_reserve(marks, sizes) + casts + set_up + output_bytes,
         fwd_seconds=tuple(forward for forward, _ in times),
         bwd_seconds=tuple(backward for _, backward in times),
         grad_bytes=carrying.gradients(grads),
         names=(*(stage.name for stage in grouped), "loss"),
-        draws_random=tuple(mark.draws_random for mark in (*marks, of_loss)),
-        changes_buffers=tuple(mark.changes_buffers for mark in (*marks, of_loss)),
+        draws_random=tuple(mark.draws_random for mark in (*marks, NO_MARKS)),
+        changes_buffers=tuple(mark.changes_buffers for mark in (*marks, NO_MARKS)),
         layout=Layout(tuple(len(stage.modules) for stage in grouped), layout_inputs),
     )
     return chain if agreed is None else agreed(chain)
@@ -190,7 +192,9 @@ class _Traits:
     seconds: float
 
 
-def _probe(flat: Sequence[tuple[str, nn.Module]], value: Any, tell: Progress) -> Iterator[_Traits]:
+def _probe(
+    flat: Sequence[tuple[str, nn.Module]], value: Any, replaced: Replaced, tell: Progress
+) -> Iterator[_Traits]:
     """Runs the modules one by one, saving nothing. `value` is not touched: each module gets a copy of its input."""
     value = detached(value)
     for index, (name, module) in enumerate(flat):
@@ -207,14 +211,14 @@ def _probe(flat: Sequence[tuple[str, nn.Module]], value: Any, tell: Progress) ->
         with failing_on_the_sample(partial(str, name)), saved_tensors_hooks(saved.note, _cannot_unpack):
             output = stage(copy)
         draws, changed = random != RandomState(devices), watch.after(stage, flags, before)
-        changed_bytes = sum(
-            was.copy.numel() * was.copy.element_size() for was in changed.values() if was.copy is not None
-        )
+        changed_bytes = sum(was.kept_bytes for was in changed.values())
         _check_output(stage.name, output)
         saves = saved.among(copy), saved.among(output)
         in_place = [tensor._version for tensor in tensors(copy)] != versions
         view = any(tensor.untyped_storage().data_ptr() in inputs for tensor in tensors(output) if tensor.numel())
-        marks = Marks(draws, bool(changed), changed_bytes)
+        set_up = replaced.among(stage.parts)
+        kept = [buffer for buffer in set_up if saved.among(buffer)]
+        marks = Marks(draws, bool(changed), changed_bytes, storage_bytes(set_up), storage_bytes(kept))
         del copy, output, before
         # Further runs, for its time: the first one pays for what is set up once.
         seconds = math.inf
@@ -273,15 +277,7 @@ def _fuse(
         Stage([flat[index][1] for index in members], stage_name([flat[index][0] for index in members]))
         for members in joined
     ]
-    marks = [
-        Marks(
-            any(traits[index].marks.draws_random for index in members),
-            any(traits[index].marks.changes_buffers for index in members),
-            sum(traits[index].marks.changed_bytes for index in members),
-        )
-        for members in joined
-    ]
-    return stages, marks
+    return stages, [Marks.together([traits[index].marks for index in members]) for members in joined]
 
 
 # Memory ----------------------------------------------------------------------------------------------------------

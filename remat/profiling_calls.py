@@ -24,6 +24,7 @@ from remat.meter import MemoryMeter, Region
 from remat.preserving import (
     ForeignGradients,
     RandomGradients,
+    Replaced,
     Sink,
     aliased_parameters,
     preserved,
@@ -40,8 +41,8 @@ from remat.schedule import Schedule
 from remat.simulation import peak_and_makespan
 from remat.solvers.persistent import Persistent
 from remat.stage_costs import (
+    NO_MARKS,
     NOTHING,
-    Marks,
     Sizes,
     as_executed,
     cast_bytes,
@@ -77,7 +78,7 @@ def profile_calls(
     everywhere = preserved(modules, accelerators(everything, call))
     with (
         torch.enable_grad(),
-        everywhere,
+        everywhere as replaced,
         caches_off(configs_with_caches(model)),
         aliased_parameters(modules) as foreign,
         own_autocast_cache(),
@@ -87,8 +88,10 @@ def profile_calls(
         tell("finding chains", 1, 1)
         casts = cast_bytes(device, partial(_forward_only, model, call))
         protocol = Protocol(loss, output_held)
-        chain = _measured(model, call, layout_of(found, call), device, foreign, protocol, repeats=repeats, tell=tell)
-        chain = replace(chain, reserve_bytes=chain.reserve_bytes + casts)
+        layout = layout_of(found, call)
+        chain = _measured(model, call, layout, device, foreign, protocol, replaced, repeats=repeats, tell=tell)
+        set_up = storage_bytes(replaced.among(everything.parts))
+        chain = replace(chain, reserve_bytes=chain.reserve_bytes + casts + set_up)
         if agreed is not None:  # before the check, whose stages have to run in the same order in all processes
             chain = agreed(chain)
         tell("checking", 0, 1)
@@ -166,6 +169,7 @@ def _measured(
     device: torch.device,
     foreign: ForeignGradients,
     protocol: Protocol,
+    replaced: Replaced,
     *,
     repeats: int,
     tell: Callable[[str, int, int], None],
@@ -182,9 +186,10 @@ def _measured(
     first.run(model, sample, loss)
     known = first.facts
     del first
+    options: Any = {"output_held": protocol.output_held, "replaced": replaced}
     for _ in range(SETTLING):
         gauge = Bytes(device)
-        work = Pass(places, gauge, foreign, memory=True, known=known, output_held=protocol.output_held)
+        work = Pass(places, gauge, foreign, memory=True, known=known, **options)
         with gauge.meter.session():
             work.run(model, sample, loss)
         settled, known, odd_ends = work.facts.forms == known.forms, work.facts, work.odd_ends
@@ -195,15 +200,7 @@ def _measured(
     if odd_ends and loss is None:
         gauge = Bytes(device)
         with gauge.meter.session():
-            again = Pass(
-                places,
-                gauge,
-                foreign,
-                memory=True,
-                known=known,
-                contiguous=True,
-                output_held=protocol.output_held,
-            )
+            again = Pass(places, gauge, foreign, memory=True, known=known, contiguous=True, **options)
             again.run(model, sample, loss)
             del again
         end = Span("backward", len(places.stages))
@@ -273,8 +270,7 @@ def _chain(
         forward[-1] = _median(times, "full", last + 1)
     real = [index for index in range(1, last + 1) if not places.fixed[index - 1]]
     reserve = executor_reserve([facts.marks[index] for index in real], [sizes[index - 1] for index in real])
-    nothing = Marks(False, False, 0)
-    marks = [facts.marks.get(index, nothing) for index in range(1, last + 2)]
+    marks = [facts.marks.get(index, NO_MARKS) for index in range(1, last + 2)]
     return Chain(
         act_bytes=(facts.act[0], *(facts.act[index] for index in range(1, last + 1)), sizes[-1].act),
         saved_bytes=tuple(size.saved for size in sizes),

@@ -22,6 +22,22 @@ class Marks:
     draws_random: bool
     changes_buffers: bool
     changed_bytes: int
+    set_up_bytes: int = 0  # of buffers that its first run puts in the place of others, and a recomputation of that too
+    set_up_saved: int = 0  # what of these autograd keeps
+
+    @classmethod
+    def together(cls, marks: Sequence[Marks]) -> Marks:
+        """Those of a stage that consists of several."""
+        return cls(
+            any(mark.draws_random for mark in marks),
+            any(mark.changes_buffers for mark in marks),
+            sum(mark.changed_bytes for mark in marks),
+            sum(mark.set_up_bytes for mark in marks),
+            sum(mark.set_up_saved for mark in marks),
+        )
+
+
+NO_MARKS = Marks(False, False, 0)
 
 
 @dataclass(frozen=True)
@@ -120,10 +136,10 @@ def as_executed(size: Sizes, stage: Stage, mark: Marks) -> Sizes:
     case is in the executor's reserve, so no part of what it saves; a run that is repeated holds it once more meanwhile.
     """
     buffers = sum(buffer.numel() * buffer.element_size() for *_, buffer in stage.buffers())
-    working = 2 * buffers + 3 * _state_bytes()
+    working = 2 * buffers + 3 * _state_bytes() + mark.set_up_bytes
     return replace(
         size,
-        saved=max(size.saved - size.undeferred, min(size.act, size.saved)) + mark.changed_bytes,
+        saved=max(size.saved - size.undeferred, min(size.act, size.saved)) + mark.changed_bytes + mark.set_up_saved,
         fwd_overhead=size.fwd_overhead + working,
         save_overhead=size.save_overhead + working + size.undeferred,
     )

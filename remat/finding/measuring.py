@@ -34,6 +34,7 @@ from remat.preserving import (
     ForeignGradients,
     Form,
     RandomGradients,
+    Replaced,
     Sink,
     contiguous_forms,
     cut_off,
@@ -115,6 +116,7 @@ class Pass:
         contiguous: gradients of the model's output are contiguous, also where the output is not.
         output_held: the output lives until all backwards are over, else only a loss in it. What that held is the last
             span.
+        replaced: knows the buffers that were set up since the profile began.
     """
 
     def __init__(
@@ -128,9 +130,11 @@ class Pass:
         variables: Variables | None = None,
         contiguous: bool = False,
         output_held: bool = False,
+        replaced: Replaced | None = None,
     ) -> None:
         self.places, self.gauge, self.foreign, self.memory = places, gauge, foreign, memory
         self.variables, self._contiguous, self._output_held = variables, contiguous, output_held
+        self._replaced = replaced
         self.odd_ends = False  # the output does not lie contiguous, so that its gradient may lie as it does or not
         self._piece = 0  # of code outside, whose backward runs
         self._begun_by = begun_by(known.leaves) if known is not None else {}
@@ -337,8 +341,16 @@ class Pass:
             ):
                 output = run(_cut(given))
             changed = watch.after(stage, flags, before) if stage is not None else {}
-            sizes = [was.copy.numel() * was.copy.element_size() for was in changed.values() if was.copy is not None]
-            self.facts.marks[index] = Marks(random != RandomState(devices), bool(changed), sum(sizes))
+            kept = sum(was.kept_bytes for was in changed.values())
+            set_up = self._replaced.among(stage.parts) if stage is not None and self._replaced is not None else []
+            set_up_saved = [buffer for buffer in set_up if saved.among(buffer)]
+            self.facts.marks[index] = Marks(
+                random != RandomState(devices),
+                bool(changed),
+                kept,
+                storage_bytes(set_up),
+                storage_bytes(set_up_saved),
+            )
             handed = first_tensor(output)
             if handed is None:
                 raise UnsupportedModel(f"stage {stage.name if stage else 'loss'!r} returned no tensor")

@@ -52,19 +52,33 @@ _Key: TypeAlias = tuple[int, str]  # a buffer: position of its module among the 
 
 
 class _Before(NamedTuple):
-    """A buffer before a run: the object (or None), its version, and a copy of it where the run may change it."""
+    """A buffer before a run: the object (or None), its version, and its old values where the run may change it.
+
+    `copy`: the buffer itself where the run put another in its place, since nothing writes to it any more.
+    """
 
     buffer: torch.Tensor | None
     version: int
     copy: torch.Tensor | None
 
+    @property
+    def intact(self) -> bool:
+        """Whether the old values are still those: a buffer that was replaced may be changed by who else holds it."""
+        return self.copy is None or self.copy is not self.buffer or self.copy._version == self.version
+
+    @property
+    def kept_bytes(self) -> int:
+        return 0 if self.copy is None else self.copy.numel() * self.copy.element_size()
+
 
 class BufferWatch:
     """Which buffers of a stage its forward changes, learned from its runs.
 
-    A buffer must be copied before the run that changes it. The first run in each combination of train and eval flags
+    A buffer must be copied before a run that writes to it. The first run in each combination of train and eval flags
     copies all of them; later ones only those that were seen to change. Versions alone do not tell: the kernels of
-    BatchNorm write running statistics without counting one, so values are compared too, in that first run.
+    BatchNorm write running statistics without counting one, so values are compared too, in that first run. A run that
+    puts another tensor in a buffer's place, as modules do that set up a table for the shapes they meet, needs no copy:
+    the old one is kept until the backward, and nothing after a run that leaves it alone.
     """
 
     def __init__(self) -> None:
@@ -86,17 +100,21 @@ class BufferWatch:
     def after(self, stage: Stage, flags: tuple[bool, ...], before: dict[_Key, _Before]) -> dict[_Key, _Before]:
         """The buffers that changed, or did so in an earlier run, as they were before this one."""
         known = self._changing.get(flags)
-        changed = {
+        written = {
             key: was
             for key, was in before.items()
             if (known is not None and key in known)
-            or stage.parts[key[0]]._buffers.get(key[1]) is not was.buffer
             or (was.buffer is not None and was.buffer._version != was.version)
             or _is_running_statistic(stage.parts[key[0]], flags[key[0]])
             or (known is None and _differ(was.buffer, was.copy))
         }
-        self._changing.setdefault(flags, set()).update(changed)
-        return changed
+        replaced = {
+            key: was._replace(copy=was.buffer)
+            for key, was in before.items()
+            if key not in written and stage.parts[key[0]]._buffers.get(key[1]) is not was.buffer
+        }
+        self._changing.setdefault(flags, set()).update(written)
+        return written | replaced
 
 
 def _differ(buffer: torch.Tensor | None, copy: torch.Tensor | None) -> bool:
@@ -186,7 +204,7 @@ class FirstRun:
         try:
             for (position, name), was in self._changed.items():
                 part = self._stage.parts[position]
-                if was.buffer is not None and was.copy is None:
+                if not was.intact or (was.buffer is not None and was.copy is None):
                     raise ReplayError(
                         f"buffer {name!r} of stage {self._stage.name!r} changed in this forward but not in the ones "
                         "before, so its old value was not kept; use the store_all schedule for such a stage"
