@@ -393,7 +393,7 @@ def _growth_figure(rows: Sequence[dict[str, Any]]) -> None:
     figure, (ax,) = axes_for(1, height=3.4)
     figure.set_size_inches(5.6, 4.4)
     names = list(dict.fromkeys(row["strategy"] for row in rows))
-    for name, style in zip(names, styles(), strict=False):
+    for name, style in zip(names, styles(names), strict=True):
         points = [(row["batch"], row["throughput"]) for row in rows if row["strategy"] == name and row["throughput"]]
         if points:
             ax.plot(*zip(*points, strict=True), label=name, **style)

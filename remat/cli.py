@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -290,9 +290,16 @@ def _write_comparison(out: Path, found: Comparison) -> list[Path]:
         timed = [report for report in working if report.seconds and report.measured == found.timed]
         if timed:
             best = min(timed, key=lambda report: report.seconds)
-            paths.append(out / f"plan_{size}.png")
+            paths.append(out / f"plan_{_in_a_name(size, found.budgets)}.png")
             found.plot(strategy=best.strategy, budget=size).savefig(paths[-1], dpi=150)
     return paths
+
+
+def _in_a_name(size: int, among: Iterable[int]) -> str:
+    """A budget in a file name, as people write it; with its bytes where others among them would be called the same."""
+    text = format_bytes(size).replace(" ", "")
+    alike = {other for other in among if format_bytes(other).replace(" ", "") == text}
+    return text if alike == {size} else f"{text}_{size}"
 
 
 def _chain(model: str, batch: int, device: str) -> Chain:

@@ -125,7 +125,7 @@ def plot_overhead(comparison: Comparison, ax: Axes) -> None:
 def _styled(comparison: Comparison) -> list[tuple[str, dict[str, Any]]]:
     """Each strategy, or family of them, with how it is drawn."""
     names = list(dict.fromkeys(map(family, comparison.strategies)))
-    return list(zip(names, nested_styles(len(names)), strict=True))
+    return list(zip(names, nested_styles(names), strict=True))
 
 
 def _how(comparison: Comparison, what: str) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from remat.plotting.style import COLOURS, axes_for, legend, new_figure, styles
+from remat.plotting.style import COLOURS, axes_for, legend, new_figure, style_at, styles
 from remat.runtime.dtr.core import Core
 from remat.runtime.dtr.graph import Graph
 from remat.runtime.dtr.heuristics import Heuristic
@@ -32,7 +32,7 @@ def plot_overhead(
     names = list(dict.fromkeys(_line_name(cell, cells) for cell in cells))
     figure, axes = axes_for(len(models))
     for model, ax in zip(models, axes, strict=True):
-        for name, style in zip(names, styles(), strict=False):
+        for name, style in zip(names, styles(names), strict=True):
             chosen = [cell for cell in cells if cell.model == model and _line_name(cell, cells) == name]
             points = sorted((_share(cell, baselines[model]), cell.report.overhead) for cell in _passing(chosen))
             ax.plot(*zip(*points, strict=True) if points else ([], []), label=name, **style)
@@ -78,7 +78,7 @@ def plot_accesses(cells: Sequence[Cell], baselines: Mapping[str, Baseline], titl
     names = list(dict.fromkeys(cell.heuristic for cell in cells))
     figure, axes = axes_for(len(models))
     for model, ax in zip(models, axes, strict=True):
-        for name, style in zip(names, styles(), strict=False):
+        for name, style in zip(names, styles(names), strict=True):
             chosen = [cell for cell in cells if (cell.model, cell.heuristic) == (model, name)]
             points = sorted((_share(cell, baselines[model]), cell.report.accesses) for cell in _passing(chosen))
             points = [(share, accesses) for share, accesses in points if accesses > 0]
@@ -133,7 +133,7 @@ def plot_evictions(trace: Trace, budget: int | str | float, heuristic: str | Heu
     limit = (report.budget_bytes or 0) / 2**20
     upper.axhline(limit, color=COLOURS[1], linestyle="--", label=f"budget {limit:.4g} MiB")
     upper.set(ylabel="memory (MiB)", ylim=(0, 1.15 * limit))
-    upper.legend(frameon=False, loc="lower right", fontsize="small")
+    upper.legend(frameon=False, fontsize="small", loc="lower right", bbox_to_anchor=(1, 1))
     colours = ListedColormap(["white", "0.72", "black"])
     extent = (0, states.shape[1], 0.5, states.shape[0] + 0.5)
     lower.imshow(
@@ -180,7 +180,7 @@ def plot_linear_growth(runs: Mapping[str, Sequence[LinearRun]], optimum: Sequenc
     """Operators per node of the linear network against its length, and the fewest possible (Theorem 3.1)."""
     figure, (ax,) = axes_for(1, height=3.2)
     figure.set_size_inches(5.2, 3.8)
-    for (name, lengths), style in zip(runs.items(), styles(), strict=False):
+    for (name, lengths), style in zip(runs.items(), styles(list(runs)), strict=True):
         points = [(run.nodes, run.operators / run.nodes) for run in lengths]
         ax.plot(*zip(*points, strict=True), label=name, **style)
     points = [(nodes, operators / nodes) for nodes, operators in optimum]
@@ -196,9 +196,9 @@ def plot_adversary(runs: Sequence[AdversaryRun]) -> Figure:
     """DTR against the adversary: operators over those of the best static order, against N / B (Theorem 3.2)."""
     figure, (ax,) = axes_for(1, height=3.2)
     figure.set_size_inches(5.2, 3.8)
-    for budget, style in zip(sorted({run.budget for run in runs}), styles(), strict=False):
+    for place, budget in enumerate(sorted({run.budget for run in runs})):
         points = sorted((run.nodes / budget, run.operators / run.nodes) for run in runs if run.budget == budget)
-        ax.plot(*zip(*points, strict=True), label=f"B = {budget}", **style)
+        ax.plot(*zip(*points, strict=True), label=f"B = {budget}", **style_at(place))
     ax.set(xlabel="N / B", ylabel="operators / N", xlim=(0, None), ylim=(0, None))
     ax.grid(alpha=0.3)
     ax.legend(frameon=False)

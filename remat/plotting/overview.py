@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget
 from remat.plotting.schedule import plot_memory, plot_schedule
-from remat.plotting.style import COLOURS, new_figure
+from remat.plotting.style import new_figure, styles
 from remat.runtime.dtr.simulator import Replay
 from remat.runtime.dtr.trace import Trace
 from remat.schedule import Schedule
@@ -80,14 +80,14 @@ def _overhead(chain: Chain, size: int, strategy: Any) -> float | None:
 def _bars(ax: Any, overheads: dict[str, float | None]) -> None:
     names = list(overheads)
     places = range(len(names), 0, -1)
-    for place, name in zip(places, names, strict=True):
+    for place, name, style in zip(places, names, styles(names), strict=True):
         overhead = overheads[name]
         if overhead is None:
             ax.text(1.0, place, " does not fit", va="center", color="0.35")
         else:
-            ax.barh(place, overhead - 1, left=1, color=COLOURS[0], height=0.6)
+            ax.barh(place, overhead - 1, left=1, color=style["color"], height=0.6)
             ax.text(overhead, place, f" {overhead:.2f}", va="center")
     most = max((overhead for overhead in overheads.values() if overhead is not None), default=1.5)
     ax.set_yticks(list(places), names)
-    ax.set(xlim=(1, 1 + 1.35 * max(most - 1, 0.1)), xlabel="time / storing everything", title="every strategy")
+    ax.set(ylim=(0.4, len(names) + 0.6), xlim=(1, 1 + 1.35 * max(most - 1, 0.1)), xlabel="time / storing everything", title="every strategy")
     ax.spines[["top", "right"]].set_visible(False)

@@ -45,7 +45,7 @@ def plot_memory(report: Report, ax: Axes | None = None) -> Figure:
     ax.set(xlabel=f"time ({unit})", ylabel="memory (MiB)", xlim=(0, edges[-1] or 1), title=report.strategy)
     ax.set_ylim(0, 1.12 * max(report.peak_bytes, report.budget_bytes or 0) / MIB)
     ax.grid(alpha=0.3)
-    ax.legend(frameon=False, loc="lower center", fontsize="small", ncols=3)
+    ax.legend(frameon=False, fontsize="small", ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.18))
     return figure
 
 
@@ -54,6 +54,8 @@ def plot_schedule(schedule: Schedule, ax: Axes | None = None) -> Figure:
 
     Dark grey: all that a stage's backward needs. Light grey: the stage's output alone.
     """
+    from matplotlib.ticker import MaxNLocator
+
     figure: Any = new_figure(6.4, 3.4) if ax is None else ax.figure
     ax = figure.subplots() if ax is None else ax
     kept = _in_memory(schedule)
@@ -81,6 +83,8 @@ def plot_schedule(schedule: Schedule, ax: Axes | None = None) -> Figure:
         xlim=(0.5, steps + 0.5),
         ylim=(0.5, stages + 0.5),
     )
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
     ax.legend(frameon=False, fontsize="small", ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.18))
     return figure
 

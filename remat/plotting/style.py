@@ -1,14 +1,14 @@
 """What all figures share: they show themselves in Jupyter, and are readable without colour.
 
-Lines differ in marker and dash as well; colours are Okabe and Ito's.
+Lines differ in marker and dash as well; colours are Okabe and Ito's. A strategy looks the same in every figure.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from itertools import cycle
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,16 +19,58 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES = ("-", "--", "-.", ":")
 
 
-def styles() -> Iterable[dict[str, Any]]:
-    for colour, marker, dash in zip(cycle(COLOURS), cycle(MARKERS), cycle(DASHES), strict=False):
-        yield {"color": colour, "marker": marker, "linestyle": dash, "markersize": 4, "linewidth": 1.2}
+# Who has which place among the styles; those that are compared most often have the first, which differ in colour.
+_PLACES = (
+    "persistent",
+    "h_dtr_eq",
+    "floating",
+    "revolve",
+    "chen",
+    "sequential",
+    "store_all",
+    "recompute_all",
+    "fastest",
+    "ilp",
+    "checkmate",
+    "gradient_checkpointing",
+    "torch.compile",
+    "h_dtr",
+    "h_dtr_local",
+    "h_lru",
+    "h_size",
+    "h_msps",
+    "h_rand",
+    "h_e_star",
+    "h_dtr_unopt",
+)
 
 
-def nested_styles(count: int) -> Iterable[dict[str, Any]]:
-    """`styles` for so many lines that may lie upon each other: from wide to narrow, so that each can be seen."""
-    for place, style in zip(range(count), styles(), strict=False):
-        width = 1 - place / max(count - 1, 1)
-        yield {**style, "markersize": 4 + 4 * width, "linewidth": 1 + 2.5 * width}
+def style_at(place: int) -> dict[str, Any]:
+    """One of 64 styles, no two of them alike."""
+    row = place // len(COLOURS)
+    return {
+        "color": COLOURS[place % len(COLOURS)],
+        "marker": MARKERS[(place + row) % len(MARKERS)],
+        "linestyle": DASHES[(place + row) % len(DASHES)],
+        "markersize": 4,
+        "linewidth": 1.2,
+    }
+
+
+def styles(names: Sequence[str]) -> list[dict[str, Any]]:
+    """How the line of each of these strategies is drawn; people's own have the places after the known ones."""
+    others = count(len(_PLACES))
+    known = [name.removeprefix("dtr ") for name in names]
+    return [style_at(_PLACES.index(name) if name in _PLACES else next(others)) for name in known]
+
+
+def nested_styles(names: Sequence[str]) -> list[dict[str, Any]]:
+    """`styles` for lines that may lie upon each other: from wide to narrow, so that each can be seen."""
+    found = []
+    for place, style in enumerate(styles(names)):
+        width = 1 - place / max(len(names) - 1, 1)
+        found.append({**style, "markersize": 4 + 4 * width, "linewidth": 1 + 2.5 * width})
+    return found
 
 
 @cache
