@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 DONE := $(VENV)/.installed
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench notebooks clean
 
 help:
 	@echo "make demo   compare strategies on two networks, with figures in demo/ (about three minutes once installed)"
 	@echo "make test   run the tests"
 	@echo "make lint   ruff, mypy and the import rules"
+	@echo "make notebooks   run the notebooks and keep what they show in them"
 	@echo "make bench  measure speed and memory, write benchmarks/results/"
 
 $(DONE): pyproject.toml constraints.txt
@@ -33,6 +34,9 @@ lint: $(DONE)
 
 bench: $(DONE)
 	$(BIN)/python -m benchmarks
+
+notebooks: $(DONE)
+	$(BIN)/python notebooks/execute.py
 
 clean:
 	rm -rf $(VENV)

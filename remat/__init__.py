@@ -109,7 +109,7 @@ _HOMES = {
     "remat.solvers.base": ("Plan", "Solver"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_SUBMODULES = ("models", "rotor", "solvers")
+_SUBMODULES = ("experiments", "models", "rotor", "solvers")
 
 __all__ = sorted((*_HOME_OF, "rotor"))  # noqa: PLE0605  # sorted() gives a list; ruff does not see that
 

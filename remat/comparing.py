@@ -86,8 +86,9 @@ def compare(
         progress: whether to show progress on stderr; or a function of what is done, how much of it, and of how much.
 
     Returns:
-        A `Comparison`. An interruption (Ctrl-C, or the stop button of Jupyter) while it measures ends it early: it
-        then holds what was measured until then, and says so.
+        A `Comparison`. An interruption (Ctrl-C, or the stop button of Jupyter) ends it early: it then holds what was
+        planned and measured until then, and says so. Before anything is planned there is nothing to return, and the
+        interruption goes on; what was profiled is in the file.
 
     Raises:
         RematError: an unknown strategy, nothing that could be compared, or a file that was made for another model,
@@ -114,13 +115,15 @@ def compare(
         work = _Work(model, sample, loss, measure, tell, file, output_held=output_held)
         if before is not None:
             work.take_up(before)
-        work.plan(chosen, budgets, everything=strategies is not None)
-        if measure:
-            try:
+        try:
+            work.plan(chosen, budgets, everything=strategies is not None)
+            if measure:
                 work.run(repeats)
-            except KeyboardInterrupt:
-                work.interrupted()
-                warnings.warn(work.notes[-1], stacklevel=2)
+        except KeyboardInterrupt:
+            if not work.rows:
+                raise
+            work.interrupted()
+            warnings.warn(work.notes[-1], stacklevel=2)
         return work.result()
 
 
@@ -150,7 +153,7 @@ class _Work:
         self.budgets: list[int] = []
         self.rows: list[Row] = []
         self.before: Comparison | None = None
-        self.complete = not measure
+        self.complete = False
         self.fingerprint = _fingerprint(model, sample, loss, output_held)
 
     # Planning --------------------------------------------------------------------------------------------------------
@@ -194,11 +197,14 @@ class _Work:
                 self.least[strategy.name] = least
         self.budgets = self._sizes(budgets, most)
         self.rows = [Row(self._plain_entry(), None)]
-        for done, strategy in enumerate(chosen):
-            self.tell(f"planning: {strategy.name}", done, len(chosen))
-            entries = self._entries(strategy, replay)
-            self.rows += [Row(entry, strategy) for entry in entries]
-        self._take_over()
+        try:
+            for done, strategy in enumerate(chosen):
+                self.tell(f"planning: {strategy.name}", done, len(chosen))
+                entries = self._entries(strategy, replay)
+                self.rows += [Row(entry, strategy) for entry in entries]
+        finally:  # an interrupted one keeps what was measured before, too
+            self._take_over()
+        self.complete = not self.measure
         self.keep()
 
     def _profile(self, chosen: list[Strategy]) -> list[Strategy]:

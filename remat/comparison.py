@@ -232,8 +232,10 @@ class Comparison:
             best, tied = self.verdict(size)
         except InfeasibleBudget:
             name, least = min(self.least_bytes.items(), key=lambda item: item[1], default=("", 0))
-            return f"{within} nothing works; the least budget is {format_bytes(least)}, with {name}"
-        report = best.report
+            if not name or least > size:
+                return f"{within} nothing works; the least budget is {format_bytes(least)}, with {name}"
+            return f"{within} nothing that works was compared; {name} works from {format_bytes(least)} on"
+        report = best.measured if self.timed else best.predicted
         assert report is not None
         overhead = "" if report.overhead is None else f", {report.overhead:.2f} x plain PyTorch"
         if best.interval is not None and best.strategy != PLAIN:
@@ -304,7 +306,7 @@ class Comparison:
                     "spread": entry.spread,
                     "predicted_overhead": predicted.overhead if predicted else None,
                     "measured_overhead": measured.overhead if measured else None,
-                    "throughput": None if report is None else self.throughput(report),
+                    "throughput": None if report is None or not self._is_shown(report) else self.throughput(report),
                     "recomputations": None if report is None else report.recomputations,
                     "evictions": None if report is None else report.evictions,
                     "planning_seconds": predicted.planning_seconds if predicted else None,
@@ -380,9 +382,11 @@ class Comparison:
 
     def _cells(self, entry: Entry) -> list[str]:
         predicted, measured, report = entry.predicted, entry.measured, entry.report
-        failed = entry.outcome not in ("pass", "over", "thrash") or report is None or not report.seconds
+        if report is not None and not self._is_shown(report):
+            report = replace(report, seconds=0.0)  # which would look like a measurement beside those that are
+        failed = entry.outcome in _FAILED or report is None or not report.seconds
         # It has not been timed yet.
-        waiting = measured is not None and entry.outcome in ("pass", "over", "thrash") and measured.peak_bytes > 0
+        waiting = entry.outcome not in _FAILED and entry.report is not None and entry.report.peak_bytes > 0
         step = ("-" if waiting else entry.outcome) if failed else format_seconds(report.seconds if report else 0)
         throughput = None if failed or report is None else self.throughput(report)
         peaks = [
@@ -393,14 +397,19 @@ class Comparison:
             entry.strategy,
             *peaks,
             step + (" thrash" if entry.outcome == "thrash" and not failed else ""),
-            "" if predicted is None or predicted.overhead is None or failed else f"{predicted.overhead:.2f}",
-            "" if measured is None or measured.overhead is None else f"{measured.overhead:.2f}",
+            _ratio(None if entry.outcome in _FAILED else predicted),
+            _ratio(measured),
             "" if throughput is None else _rate(throughput),
             "" if failed or report is None else str(report.recomputations),
         ]
 
+    def _is_shown(self, report: Report) -> bool:
+        """Whether its times belong into a table of this comparison: measured ones, once anything was measured."""
+        return report.measured or not self.measured
+
     def _title(self) -> str:
-        return f"{self.model}: {self.batch} examples a step" + ("" if self.complete else " (incomplete)")
+        marks = ["as predicted"] * (not self.measured) + ["incomplete"] * (not self.complete)
+        return f"{self.model}: {self.batch} examples a step" + (f" ({', '.join(marks)})" if marks else "")
 
     def _caption(self) -> str:
         least = [f"{name} {format_bytes(size)}" for name, size in self.least_bytes.items()]
@@ -509,6 +518,10 @@ def _rate(per_second: float) -> str:
     return f"{per_second:.{max(2 - int(math.log10(per_second)), 0)}f}" if per_second >= 1 else f"{per_second:.3g}"
 
 
+def _ratio(report: Report | None) -> str:
+    return "" if report is None or report.overhead is None else f"{report.overhead:.2f}"
+
+
 def _where(entry: Entry) -> str:
     return entry.strategy if entry.budget_bytes is None else f"{entry.strategy} at {format_bytes(entry.budget_bytes)}"
 
@@ -521,4 +534,5 @@ _SHORT: Sequence[str] = (
     *("", "planned\npeak", "peak", "a step\ntakes", "planned\nover-\nhead", "over-\nhead"),
     *("exam-\nples\n/ s", "recom-\nputed"),
 )
+_FAILED = ("", "infeasible", "oom", "timeout", "error")  # outcomes of what never ran to its end
 _NOTE = 60  # characters of a reason that a column shows

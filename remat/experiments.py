@@ -68,10 +68,14 @@ def _swept(
 
 
 def overhead_by_heuristic(
-    traces: Mapping[str, Trace], ratios: Sequence[float] = RATIOS, progress: Progress | None = None
+    traces: Mapping[str, Trace],
+    ratios: Sequence[float] = RATIOS,
+    progress: Progress | None = None,
+    heuristics: Mapping[str, str | Heuristic] | Sequence[str] = HEURISTICS,
 ) -> Experiment:
-    """Figure 2: overhead against budget for the seven heuristics, eager eviction."""
-    cells, baselines = _swept(traces, {name: name for name in HEURISTICS}, ratios, progress)
+    """Figure 2: overhead against budget for the seven heuristics, eager eviction; or for others, by name."""
+    named = heuristics if isinstance(heuristics, Mapping) else {name: name for name in heuristics}
+    cells, baselines = _swept(traces, named, ratios, progress)
     return Experiment(tuple(cells), {"figure2_overhead": plot_overhead(cells, baselines)})
 
 

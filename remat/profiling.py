@@ -192,9 +192,7 @@ class _Traits:
     seconds: float
 
 
-def _probe(
-    flat: Sequence[tuple[str, nn.Module]], value: Any, replaced: Replaced, tell: Progress
-) -> Iterator[_Traits]:
+def _probe(flat: Sequence[tuple[str, nn.Module]], value: Any, replaced: Replaced, tell: Progress) -> Iterator[_Traits]:
     """Runs the modules one by one, saving nothing. `value` is not touched: each module gets a copy of its input."""
     value = detached(value)
     for index, (name, module) in enumerate(flat):

@@ -392,6 +392,70 @@ def test_what_fails_while_it_is_timed_is_an_outcome(monkeypatch: pytest.MonkeyPa
     assert found.complete
 
 
+@pytest.mark.parametrize(
+    "moment", ["measuring memory", "recording", "least budget: pers", "planning: pers", "planning: dtr", "memory: pers"]
+)
+def test_an_interruption_at_any_moment_loses_nothing(moment: str, tmp_path: Path) -> None:
+    model, sample = _gpt()
+    file = tmp_path / "comparison.json"
+    options = {"strategies": ["sequential", "persistent", "dtr"], "file": file}
+
+    def stop(what: str, done: int, total: int) -> None:
+        if what.startswith(moment):
+            raise KeyboardInterrupt
+
+    before = {parameter: parameter.detach().clone() for parameter in model.parameters()}
+    if moment.startswith(("measuring", "recording", "least")):  # nothing was planned that could be returned
+        with pytest.raises(KeyboardInterrupt):
+            remat.compare(model, sample, [0.6, 1.0], progress=stop, **options)
+    else:
+        with pytest.warns(UserWarning, match="interrupted: "):
+            found = remat.compare(model, sample, [0.6, 1.0], progress=stop, **options)
+        assert not found.complete
+        assert Comparison.load(file) == found
+        for entry, row in zip(found.entries, found.rows(), strict=True):
+            if entry.measured is None and found.measured:  # no prediction where measurements stand
+                assert row["throughput"] is None
+        assert ("as predicted" in str(found).splitlines()[0]) or found.timed
+    assert all(torch.equal(parameter, value) for parameter, value in before.items())
+    seen: list[str] = []
+    finished = remat.compare(model, sample, [0.6, 1.0], progress=lambda what, done, total: seen.append(what), **options)
+    assert finished.complete
+    assert finished.measured
+    assert ("measuring memory" in seen) == (moment == "measuring memory")  # the profile is never measured twice
+
+
+def test_an_interruption_while_planning_keeps_what_was_measured_before(tmp_path: Path) -> None:
+    model, sample = _gpt()
+    file = tmp_path / "comparison.json"
+    first = remat.compare(model, sample, [0.6], ["persistent"], file=file, progress=False)
+
+    def stop(what: str, done: int, total: int) -> None:
+        if what.startswith("planning: chen"):
+            raise KeyboardInterrupt
+
+    with pytest.warns(UserWarning, match="interrupted"):
+        remat.compare(model, sample, [0.6], ["persistent", "chen"], file=file, progress=stop)
+    assert Comparison.load(file).at("persistent", 0.6).measured == first.at("persistent", 0.6).measured
+
+
+def test_predictions_do_not_stand_where_measurements_do() -> None:
+    model, sample = _gpt()
+
+    def stop(what: str, done: int, total: int) -> None:
+        if what.startswith("memory: persistent at"):
+            raise KeyboardInterrupt
+
+    with pytest.warns(UserWarning, match="interrupted"):
+        found = remat.compare(model, sample, [0.6], ["persistent"], progress=stop)
+    assert found.plain.measured
+    waiting = next(line for line in str(found).splitlines() if line.startswith(" persistent"))
+    assert " - " in waiting
+    assert " ms" not in waiting
+    assert "as predicted" in str(found).splitlines()[0]
+    assert "(as predicted)" in str(remat.compare(model, sample, [0.6], ["persistent"], measure=False, progress=False))
+
+
 def test_an_interruption_in_a_round_drops_that_round(tmp_path: Path) -> None:
     model, sample = _gpt()
     file = tmp_path / "comparison.json"

@@ -325,7 +325,7 @@ def test_a_users_heuristic() -> None:
         ({"costs": "guessed"}, "unknown costs 'guessed'"),
         ({"thrash_limit": 0.5}, "so above 1"),
         ({"heuristic": "h_best"}, "unknown heuristic 'h_best'"),
-        ({"budget": 0.5}, "store-all peak"),
+        ({"budget": 0.5}, "does not know what a fraction is of"),
         ({"budget": "lots"}, "not a number followed by a unit"),
     ],
 )

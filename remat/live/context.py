@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from remat.cards import card
-from remat.errors import OutOfBudget, RematError, Thrashing
+from remat.errors import InvalidBudget, OutOfBudget, RematError, Thrashing
 from remat.live.dispatcher import NUMBER_BYTES, Dispatcher
 from remat.live.ledger import Ledger
 from remat.live.limits import Limits
@@ -24,6 +25,9 @@ from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.heuristics import Heuristic, make_heuristic
 from remat.runtime.dtr.trace import Trace
 from remat.units import format_bytes, resolve_budget
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _NUMBERS = 8  # of which PyTorch may make tensors before an operator is seen
 _running = threading.local()  # whether a block runs in this thread: they do not nest
@@ -87,8 +91,15 @@ class DTR:
             raise RematError(f"unknown costs {costs!r}; choose 'measured' or 'model'")
         if thrash_limit is not None and not thrash_limit > 1:
             raise RematError(f"thrash_limit={thrash_limit}: it is a multiple of the program's own time, so above 1")
+        if isinstance(budget, float):
+            raise InvalidBudget(
+                f"budget {budget!r}: DTR has no plan, so it does not know what a fraction is of. Run a block within "
+                "more than enough, `with remat.DTR('1TiB') as dtr:`, and give the later ones a share of what it took: "
+                "remat.DTR(int(0.5 * dtr.report().peak_bytes))"
+            )
         self.budget = resolve_budget(budget, None)
         self.heuristic = make_heuristic(heuristic)
+        self._heuristic = heuristic
         self.name = heuristic if isinstance(heuristic, str) else getattr(heuristic, "__name__", str(heuristic))
         self.thrash_limit = thrash_limit
         self.costs = costs
@@ -132,6 +143,16 @@ class DTR:
         bytes of all constants, which a trace's budget includes."""
         ledger = self._last.ledger
         return ledger.budget + sum(ledger.constant_bytes)
+
+    def plot(self, budget: int | str | float | None = None, heuristic: str | Heuristic | None = None) -> Figure:
+        """What the last block had in memory, operator by operator; or would have had within another budget, or by
+        another heuristic.
+
+        Args:
+            budget: as for `remat.simulate_dtr` on `trace`, whose peak includes what was allocated before the block.
+        """
+        chosen = self.trace_budget if budget is None else budget
+        return self.trace.plot(chosen, self._heuristic if heuristic is None else heuristic)
 
     @property
     def decisions(self) -> list[tuple[str, int]]:

@@ -89,5 +89,6 @@ def _bars(ax: Any, overheads: dict[str, float | None]) -> None:
             ax.text(overhead, place, f" {overhead:.2f}", va="center")
     most = max((overhead for overhead in overheads.values() if overhead is not None), default=1.5)
     ax.set_yticks(list(places), names)
-    ax.set(ylim=(0.4, len(names) + 0.6), xlim=(1, 1 + 1.35 * max(most - 1, 0.1)), xlabel="time / storing everything", title="every strategy")
+    ax.set(xlim=(1, 1 + 1.35 * max(most - 1, 0.1)), xlabel="time / storing everything", title="every strategy")
+    ax.set_ylim(0.4, len(names) + 0.6)
     ax.spines[["top", "right"]].set_visible(False)
