@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from remat.finding.found import FoundStage as FoundStage
     from remat.fitting import fit as fit
     from remat.live.context import DTR as DTR
+    from remat.plotting.dtr import plot_evictions as plot_evictions
     from remat.profiling import profile as profile
     from remat.report import Moment as Moment
     from remat.report import Report as Report
@@ -95,6 +96,7 @@ _HOMES = {
     "remat.finding.found": ("FoundChain", "FoundStage"),
     "remat.fitting": ("fit",),
     "remat.live.context": ("DTR",),
+    "remat.plotting.dtr": ("plot_evictions",),
     "remat.profiling": ("profile",),
     "remat.report": ("Moment", "Report"),
     "remat.running": ("run",),

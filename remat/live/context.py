@@ -151,8 +151,10 @@ class DTR:
         Args:
             budget: as for `remat.simulate_dtr` on `trace`, whose peak includes what was allocated before the block.
         """
+        from remat.plotting.dtr import plot_evictions
+
         chosen = self.trace_budget if budget is None else budget
-        return self.trace.plot(chosen, self._heuristic if heuristic is None else heuristic)
+        return plot_evictions(self.trace, chosen, self._heuristic if heuristic is None else heuristic)
 
     @property
     def decisions(self) -> list[tuple[str, int]]:

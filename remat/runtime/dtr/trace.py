@@ -11,16 +11,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import IO, Any, NamedTuple, TypeAlias
 
 from remat.chain import Chain
 from remat.errors import InvalidTrace
 from remat.storage import write_whole
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from remat.runtime.dtr.heuristics import Heuristic
 
 
 class Constant(NamedTuple):
@@ -118,12 +113,6 @@ class Trace:
         """Writes the log to `path`, compressed where that ends in `.gz`; whole or not at all."""
         text = "".join(line + "\n" for line in self.lines()).encode()
         write_whole(path, gzip.compress(text, mtime=0) if str(path).endswith(".gz") else text)
-
-    def plot(self, budget: int | str | float, heuristic: str | Heuristic = "h_dtr_eq") -> Figure:
-        """What DTR would have in memory, operator by operator: see `remat.plotting.dtr.plot_evictions`."""
-        from remat.plotting.dtr import plot_evictions
-
-        return plot_evictions(self, budget, heuristic)
 
     def lines(self) -> Iterator[str]:
         """The log, line by line."""
