@@ -16,6 +16,7 @@ from remat import storage
 from remat.cards import card
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget, InvalidFile, RematError
+from remat.packages import has, require
 from remat.report import Report
 from remat.runtime.dtr.heuristics import HEURISTICS
 from remat.runtime.dtr.simulator import Replay, timeline
@@ -317,7 +318,12 @@ class Comparison:
         return rows
 
     def table(self) -> Table:
-        """A table for the terminal, of 80 columns."""
+        """A table for the terminal, of 80 columns.
+
+        Raises:
+            RematError: rich is not installed; `str` of the comparison is then the same in plain text.
+        """
+        require("rich", "a table for rich's console")
         from rich import box
         from rich.table import Table
         from rich.text import Text
@@ -340,6 +346,8 @@ class Comparison:
         return Group(*map(Text, self.recommendations()), self.table())
 
     def __str__(self) -> str:
+        if not has("rich"):
+            return self._plain_text()
         from rich.console import Console
 
         text = io.StringIO()
@@ -348,6 +356,16 @@ class Comparison:
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
     __repr__ = __str__
+
+    def _plain_text(self) -> str:
+        """The same without rich: columns side by side."""
+        rows = [[column.replace("-\n", "").replace("\n", " ") for column in _SHORT]]
+        for heading, entries in self._groups():
+            rows += [[heading]] if heading else []
+            rows += [self._cells(entry) for entry in entries]
+        widths = [max(len(row[column]) for row in rows if len(row) > 1) for column in range(len(_SHORT))]
+        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+        return "\n".join([*self.recommendations(), "", self._title(), *lines, "", self._caption()])
 
     def _repr_html_(self) -> str:
         """The table in Jupyter, with the reason of each failure as a hint and in the last column."""
@@ -455,11 +473,7 @@ class Comparison:
         Raises:
             RematError: pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise RematError("to_pandas needs pandas: pip install pandas; `rows()` has the same as dicts") from error
-        return pandas.DataFrame(self.rows())
+        return require("pandas", "to_pandas (`rows()` has the same as dicts)").DataFrame(self.rows())
 
     # Files -----------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
+from remat.packages import has
+
 Progress: TypeAlias = Callable[[str, int, int], None]
 
 _EVERY = 10.0  # seconds between two lines
@@ -22,7 +24,7 @@ def shown(progress: bool | Progress) -> Iterator[Progress]:
     """
     if progress is not True:
         yield progress or (lambda what, done, total: None)
-    elif sys.stderr.isatty():
+    elif sys.stderr.isatty() and has("rich"):
         yield from _bar()
     else:
         yield lines()

@@ -19,6 +19,7 @@ from remat.chain import Chain
 from remat.checks import check_count, check_model, checked_loss
 from remat.errors import PlanMismatch, RematError
 from remat.in_flight import held_after_forward, plan_in_flight
+from remat.packages import available_bytes
 from remat.profiling import SMALL, Loss, profile
 from remat.progress import Progress, shown
 from remat.report import Report
@@ -329,9 +330,7 @@ class Checkpointable(Wrapper):
         if device.type == "cuda":
             cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
             return torch.cuda.mem_get_info(device)[0] + cached
-        import psutil  # only this question needs it
-
-        return psutil.virtual_memory().available
+        return available_bytes()
 
     @property
     def _name(self) -> str:

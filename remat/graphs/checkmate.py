@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from remat.graphs.training import Cost, Step, TrainingGraph, replay, steps_of
+from remat.packages import require
 from remat.solvers._pulp import choose_backend, run
 
 
@@ -79,7 +80,7 @@ def _steps(graph: TrainingGraph, keeps: dict[tuple[int, int], Any], threshold: f
 
 
 def _program(graph: TrainingGraph, budget_bytes: int, *, whole: bool) -> tuple[Any, dict[tuple[int, int], Any]]:
-    import pulp
+    pulp = require("pulp", "integer programming")
 
     problem = pulp.LpProblem("checkmate", pulp.LpMinimize)
     kind = "Binary" if whole else "Continuous"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from remat.errors import RematError
+from remat.packages import require
 
 BACKENDS = ("highs", "cbc")
 
@@ -34,7 +35,7 @@ def choose_backend(wanted: str | None) -> str:
     Raises:
         RematError: it is not there.
     """
-    import pulp
+    pulp = require("pulp", "integer programming")
 
     available = {"highs": pulp.HiGHS(msg=False).available(), "cbc": pulp.PULP_CBC_CMD(msg=False).available()}
     backend = wanted or next((name for name in BACKENDS if available[name]), "none")
@@ -50,7 +51,7 @@ def run(problem: Any, backend: str, time_limit: float, gap: float) -> Answer:
 
     PuLP's `status` calls an incumbent at the time limit "optimal"; only its `sol_status` tells the two apart.
     """
-    import pulp
+    pulp = require("pulp", "integer programming")
 
     if backend == "highs":
         problem.solve(pulp.HiGHS(msg=False, timeLimit=time_limit, gapAbs=gap, gapRel=0.0))

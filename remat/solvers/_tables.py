@@ -19,6 +19,7 @@ import numpy as np
 
 from remat.chain import Chain
 from remat.errors import RematError
+from remat.packages import available_bytes
 from remat.schedule import F_ALL, F_CK, F_NONE, B, Operation, store_all_operations
 from remat.simulation import peak_and_makespan
 from remat.solvers.base import Operations, Plan, store_all_peak
@@ -285,10 +286,3 @@ def in_parallel(work: Callable[..., None], waves: Iterable[Sequence[tuple[int, .
 
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def available_bytes() -> int:
-    """Memory that is free on this machine."""
-    import psutil  # only this question needs it
-
-    return int(psutil.virtual_memory().available)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from remat.chain import Chain
 from remat.errors import SolverStopped
+from remat.packages import require
 from remat.schedule import F_ALL, F_CK, F_NONE, B, Operation
 from remat.solvers._pulp import choose_backend, run
 from remat.solvers.base import Operations, Plan, Solver
@@ -83,7 +84,7 @@ def _linear_program(chain: Chain, limit: int | None) -> tuple[Any, dict[tuple[in
     On a chain an output is used by the next stage and by two backwards, so the terms that tell when it is freed are
     linear in S, and need no variables of their own.
     """
-    import pulp
+    pulp = require("pulp", "integer programming")
 
     problem = pulp.LpProblem("checkmate", pulp.LpMinimize)
     last, act, grad = chain.length, chain.act_bytes, chain.grad_bytes

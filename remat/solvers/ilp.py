@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from remat.chain import Chain
 from remat.errors import SolverStopped
+from remat.packages import require
 from remat.schedule import F_ALL, F_CK, F_NONE, B, Operation
 from remat.simulation import peak_and_makespan
 from remat.solvers._pulp import Answer, choose_backend, run
@@ -103,7 +104,7 @@ class _Model:
     runs: dict[tuple[str, int, int], Any] = field(init=False, default_factory=dict)  # (kind, phase, stage)
 
     def __post_init__(self) -> None:
-        import pulp
+        pulp = require("pulp", "integer programming")
 
         self.problem = pulp.LpProblem("rematerialisation", pulp.LpMinimize)
         self._scale = _SCALE / max(self.limit, 1)
@@ -120,7 +121,7 @@ class _Model:
 
     def _run(self, phase: int, stage: int, *kinds: str) -> Any:
         """The sum of the variables of these kinds, of all three by default."""
-        import pulp
+        pulp = require("pulp", "integer programming")
 
         keys = [(kind, phase, stage) for kind in kinds or (F_ALL, F_CK, F_NONE)]
         return pulp.lpSum(self.runs[key] for key in keys if key in self.runs)
@@ -193,7 +194,7 @@ class _Model:
 
     def _memory(self, own: dict[tuple[int, int], Any], kept: dict[tuple[int, int], Any], top: Any) -> None:
         """The memory while each operation runs, which is what is stored before it and what it adds."""
-        import pulp
+        pulp = require("pulp", "integer programming")
 
         chain, scale = self.chain, self._scale
         act, saved = chain.act_bytes, chain.saved_bytes
@@ -222,7 +223,7 @@ class _Model:
 
     def exclude_solution(self) -> None:
         """Adds that at least one variable differs from the present solution."""
-        import pulp
+        pulp = require("pulp", "integer programming")
 
         variables = list(self.runs.values())
         differing = pulp.lpSum(1 - v if round(v.varValue or 0) else v for v in variables)

@@ -14,6 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from remat.chain import Chain
+from remat.compilation import say_that_it_compiles
 from remat.solvers import _kernels
 from remat.solvers._tables import Room, Table, in_parallel, plan_with_tables, sizes_of, times_of
 from remat.solvers.base import Operations, Plan, Solver
@@ -35,6 +36,8 @@ class Persistent(Solver):
     name: ClassVar[str] = "persistent"
 
     def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:
+        say_that_it_compiles(_kernels.fill_persistent, "the planner", seconds="some seconds")
+
         def table(budget: int) -> PersistentTable:
             return PersistentTable(chain, budget, self.slots)
 
