@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from remat.errors import LeftChain as LeftChain
     from remat.errors import MeasurementError as MeasurementError
     from remat.errors import OutOfBudget as OutOfBudget
+    from remat.errors import OverBudgetWarning as OverBudgetWarning
     from remat.errors import PlanMismatch as PlanMismatch
     from remat.errors import RematError as RematError
     from remat.errors import ReplayError as ReplayError
@@ -83,6 +84,7 @@ _HOMES = {
         "LeftChain",
         "MeasurementError",
         "OutOfBudget",
+        "OverBudgetWarning",
         "PlanMismatch",
         "RematError",
         "ReplayError",

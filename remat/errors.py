@@ -106,6 +106,10 @@ class ThrashingWarning(UserWarning):
     """A live DTR run spends more time on recomputing than its `thrash_limit` allows."""
 
 
+class OverBudgetWarning(UserWarning):
+    """A live DTR run took more memory than its budget, where that could not be known beforehand or be helped."""
+
+
 class SolverStopped(RematError, TimeoutError):
     """A solver reached its time limit before it had found a schedule, or proved that there is none."""
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from remat.live.costs import Facts
 from remat.live.plans import Plan
-from remat.live.slots import Constant, Slot, Source
+from remat.live.slots import Constant, RandomBefore, Slot, Source
+from remat.live.surroundings import Surroundings
 
 CPU = torch.device("cpu")
 
@@ -27,23 +28,27 @@ class Call:
         sources: what the arguments look at.
         fresh: constants that nothing else was computed from.
         missing: whether a source is not in memory.
+        surroundings: flags that the operator may depend on beside its arguments.
         opaque: whether an argument has no storage of its own, so that slots in it might go unnoticed.
     """
 
     __slots__ = (
         *("args", "device", "facts", "floats", "fresh", "function", "kwargs", "key"),
-        *("missing", "names", "opaque", "plan", "sources", "template"),
+        *("missing", "names", "opaque", "plan", "sources", "surroundings", "template"),
     )
     facts: Facts
     template: list[Any]
     names: dict[str, Any]
 
-    def __init__(self, plan: Plan, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, plan: Plan, surroundings: Surroundings, function: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
         self.plan = plan
+        self.surroundings = surroundings
         self.function = function
         self.args = args
         self.kwargs = kwargs
-        self.key: list[Any] = [function]
+        self.key: list[Any] = [function, surroundings]
         self.sources: list[Source] = []
         self.fresh: list[Constant] = []
         self.floats: list[float] = []
@@ -98,11 +103,18 @@ def entries_of(tensor: Tensor) -> int:
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
-def generator_of(device: torch.device, kwargs: Mapping[str, Any]) -> torch.Generator:
-    """The generator that a call draws from."""
+def random_before(plan: Plan, device: torch.device, kwargs: Mapping[str, Any]) -> RandomBefore:
+    """The states of the generators that a call may draw from."""
     given = kwargs.get("generator")
     if given is not None:
-        return given
+        return RandomBefore(given)
+    own = _generator_of(device)
+    if plan.foreign and own is not torch.default_generator:  # it may draw on either
+        return RandomBefore(own, torch.default_generator)
+    return RandomBefore(own)
+
+
+def _generator_of(device: torch.device) -> torch.Generator:
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]

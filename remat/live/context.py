@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from remat.cards import card
-from remat.errors import InvalidBudget, OutOfBudget, RematError, Thrashing
-from remat.live.dispatcher import NUMBER_BYTES, Dispatcher
-from remat.live.ledger import Ledger
-from remat.live.limits import Limits
-from remat.live.raw_access import guard, unguard
+from remat.errors import InvalidBudget, RematError
+from remat.live.block import Block
 from remat.live.recording import trace_of
-from remat.live.saving import Saving
-from remat.live.slots import storage_of
-from remat.live.store import Store
 from remat.report import Report
-from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.heuristics import Heuristic, make_heuristic
 from remat.runtime.dtr.trace import Trace
 from remat.units import format_bytes, resolve_budget
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-_NUMBERS = 8  # of which PyTorch may make tensors before an operator is seen
-_running = threading.local()  # whether a block runs in this thread: they do not nest
 
 
 class DTR:
@@ -105,20 +90,30 @@ class DTR:
         self.costs = costs
         self.reserved_bytes = 0  # of the budget, for what the block does not allocate itself
         self._options = {"sampling": sampling, "skip_small": skip_small, "seed": seed}
-        self._block: _Block | None = None
+        self._block: Block | None = None
 
     def __enter__(self) -> DTR:
-        self._block = _Block(self)
-        self._block.enter()
+        block = Block(
+            self.budget,
+            self.heuristic,
+            self.thrash_limit,
+            reserved=self.reserved_bytes,
+            by_model=self.costs == "model",
+            options=self._options,
+        )
+        block.enter()
+        self._block = block
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._last.exit(error)
+        block = self._block
+        assert block is not None
+        block.exit(error)
 
     @property
-    def _last(self) -> _Block:
+    def _last(self) -> Block:
         if self._block is None:
             raise RematError("this DTR has run no block yet; use it as `with remat.DTR(budget) as dtr:`")
         return self._block
@@ -130,7 +125,7 @@ class DTR:
     def report(self) -> Report:
         """What the last block cost: outcome "pass", "over" (at its end the program held more than fits), "oom" or
         "thrash"; peak as the runtime counted it, in bytes; seconds of the whole block."""
-        return self._last.report()
+        return self._last.report(f"dtr {self.name}")
 
     @property
     def trace(self) -> Trace:
@@ -161,112 +156,3 @@ class DTR:
         """The evictions ("evict") and recomputations ("recompute") of the last block in order, with the number of the
         storage in the order in which operators made them."""
         return [(d.kind, d.what) for d in self._last.ledger.core.decisions() if d.kind in ("evict", "recompute")]
-
-
-class _Block:
-    """One block, from its beginning to its end."""
-
-    def __init__(self, dtr: DTR) -> None:
-        self._dtr = dtr
-        reserved = dtr.reserved_bytes + _NUMBERS * NUMBER_BYTES
-        self.ledger = Ledger(dtr.budget - reserved, dtr.heuristic, **dtr._options)  # type: ignore[arg-type]
-        self._limits = Limits(dtr.thrash_limit, reserved)
-        self._store = Store(self.ledger, self._limits)
-        self._mode = Dispatcher(self._store, by_model=dtr.costs == "model")
-        saving = Saving(self._store)
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(saving.pack, saving.unpack)
-        self._outcome = "pass"
-        self._began = self._seconds = 0.0
-
-    @property
-    def has_ended(self) -> bool:
-        return self._seconds > 0
-
-    def enter(self) -> None:
-        if getattr(_running, "block", False):
-            raise RematError(
-                "a DTR block inside another one: there is one budget for a thread; leave the outer block first"
-            )
-        _running.block = True
-        guard(self._expose)
-        self._hooks.__enter__()
-        self._mode.__enter__()
-        self._began = time.perf_counter()
-
-    def exit(self, error: BaseException | None) -> None:
-        self._mode.__exit__(None, None, None)
-        self._hooks.__exit__(None, None, None)
-        if error is not None:
-            kinds = {OutOfBudget: "oom", Thrashing: "thrash"}
-            self._outcome = next((name for kind, name in kinds.items() if isinstance(error, kind)), "error")
-            self._store.limited = False
-        try:
-            self._materialise()
-        finally:
-            # Whatever happened: what the program holds is usable.
-            self._store.limited = False
-            try:
-                for slot in self._store.living():
-                    if not slot.resident:
-                        self._store.revive(slot)
-            finally:  # even where the device has no memory left for that, the next block can run
-                self._store.close()
-                unguard(self._expose)
-                _running.block = False
-                self._seconds = time.perf_counter() - self._began
-
-    def _materialise(self) -> None:
-        """Has in memory all that the program still holds, within the budget if that is possible."""
-        store = self._store
-        store.settle()
-        if not store.limited:
-            return
-        self.ledger.consult()  # decides nothing, but its accounts are then complete
-        living = [slot for slot in store.living() if slot.operator is not None]
-        for slot in living:
-            if slot.resident:
-                self.ledger.note(k.LOCK, slot.tensor)
-        try:
-            for slot in living:
-                if not slot.resident:
-                    store.cut_loose(slot)
-        except (OutOfBudget, Thrashing):
-            self._outcome = "over"
-
-    def report(self) -> Report:
-        core = self.ledger.core
-        own, again = core.scalar(k.MODEL_COST), core.scalar(k.AGAIN_COST)
-        outcome = "thrash" if self._limits.thrashes and self._outcome == "pass" else self._outcome
-        return Report(
-            strategy=f"dtr {self._dtr.name}",
-            outcome=outcome,
-            measured=True,
-            budget_bytes=self._dtr.budget,
-            peak_bytes=self.ledger.peak + self._limits.reserved_bytes,
-            seconds=self._seconds,
-            overhead=(own + again) / own if own else None,
-            recomputations=core.scalar(k.RECOMPUTATIONS),
-            evictions=core.scalar(k.EVICTIONS),
-            accesses=core.scalar(k.ACCESSES),
-            note=self._note(),
-        )
-
-    def _note(self) -> str:
-        first = self._mode.first_calls
-        over = self.ledger.peak - self.ledger.budget
-        if not first:
-            return ""
-        note = f"{first} operators were called for the first time"
-        return note if over <= 0 else f"{note}; their scratch memory went over by {format_bytes(over)}"
-
-    def _expose(self, tensor: Tensor, hands_out: bool) -> None:
-        """Has the memory of a tensor there before it is touched without an operator."""
-        if tensor.layout != torch.strided:
-            return
-        slot = self._store.slots.get(id(storage_of(tensor)))
-        if slot is None or slot.operator is None:
-            return
-        if not slot.resident:
-            self._store.access(slot, "memory of a tensor")
-        if hands_out:
-            self._store.cut_loose(slot)

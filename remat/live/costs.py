@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from remat.live.plans import Plan, tensors_in
+from remat.live.plans import INDEXING, Plan, tensors_in
 from remat.live.slots import storage_of
 from remat.meter import MemoryMeter
 
@@ -69,12 +69,16 @@ class Knowledge:
     def learn(
         self, key: Hashable, plan: Plan, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Facts:
-        """Predicts what a call will cost; remembered unless the size of its output depends on data."""
+        """Predicts what a call will cost; remembered unless the size of its output depends on data.
+
+        Where it does, the facts are for this call alone: the size is counted from the data, or, of operators that
+        offer no way to, bounded, and made true once the output is there.
+        """
         inputs = tensors_in([*args, *kwargs.values()])
         sizes, shadow = _predicted_outputs(plan, function, args, kwargs, inputs)
         facts = Facts(sizes, _model_nanoseconds(function, args, kwargs, inputs, shadow, sum(sizes)))
         facts.plain = all(not tensor.is_complex() and not tensor.is_quantized for tensor in inputs)
-        if not plan.data_dependent:
+        if not plan.sized_by_data(args):
             self.facts[key] = facts
         return facts
 
@@ -128,9 +132,8 @@ def _predicted_outputs(
     plan: Plan, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor]
 ) -> tuple[list[int], Any]:
     """Bytes of the storages that a call will make, and what it returns on the meta device, None if not known."""
-    largest = max((tensor.numel() * max(tensor.dim(), 1) for tensor in inputs), default=0)
-    if plan.data_dependent:  # at most an index for each dimension of each element, and twice, for those that sort
-        return [8 * largest] * len(function._schema.returns), None  # type: ignore[attr-defined]
+    if plan.sized_by_data(args):
+        return _counted_outputs(plan, function, args, inputs), None
     shadows: dict[int, Tensor] = {}
     try:
         result = function(*_on_meta(args, shadows), **_on_meta(dict(kwargs), shadows))
@@ -147,6 +150,42 @@ def _predicted_outputs(
             known.add(storage._cdata)
             sizes.append(storage.nbytes())
     return sizes, result
+
+
+_INDEX_BYTES = 8
+
+
+def _counted_outputs(
+    plan: Plan, function: Callable[..., Any], args: Sequence[Any], inputs: Sequence[Tensor]
+) -> list[int]:
+    """Bytes of the outputs of an operator whose sizes depend on data: counted there, or the most that they can be."""
+    first = inputs[0]
+    with torch._C._DisableTorchDispatch():
+        if plan.label in INDEXING and any(tensor is not None for tensor in args[1]):
+            return [_masked_elements(args[0], args[1]) * args[0].element_size()]
+        if plan.label in ("nonzero", "argwhere"):
+            return [int(first.count_nonzero()) * max(first.dim(), 1) * _INDEX_BYTES]
+        if plan.label == "masked_select":
+            rows = math.prod(torch.broadcast_shapes(first.shape, args[1].shape)) // max(args[1].numel(), 1)
+            return [int(args[1].count_nonzero()) * rows * first.element_size()]
+        if plan.label == "repeat_interleave" and len(inputs) == 1:
+            return [int(first.sum()) * _INDEX_BYTES]
+    elements = max((tensor.numel() * max(tensor.dim(), 1) for tensor in inputs), default=0)
+    widest = max([_INDEX_BYTES, *(tensor.element_size() for tensor in inputs)])
+    return [widest * elements] * len(function._schema.returns)  # type: ignore[attr-defined]
+
+
+def _masked_elements(source: Tensor, indices: Sequence[Tensor | None]) -> int:
+    """Elements of `source[indices]`: a mask stands for the indices of its true entries, in as many dimensions."""
+    picked, kept, dimension = 1, 1, 0
+    for index in indices:
+        if index is None:
+            kept, dimension = kept * source.shape[dimension], dimension + 1
+        elif index.dtype in (torch.bool, torch.uint8):
+            picked, dimension = max(picked, int(index.count_nonzero())), dimension + index.dim()
+        else:
+            picked, dimension = max(picked, index.numel()), dimension + 1
+    return picked * kept * math.prod(source.shape[dimension:])
 
 
 def _on_meta(value: Any, shadows: dict[int, Tensor]) -> Any:

@@ -8,6 +8,7 @@ and its decisions are carried out; then the operator runs, and its outputs becom
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,13 +16,14 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat.live.calls import CPU, USUAL, Action, Call, Pending, device_among, entries_of, generator_of
+from remat.errors import RematError
+from remat.live.calls import CPU, USUAL, Action, Call, Pending, device_among, entries_of, random_before
 from remat.live.costs import SHARED, Facts, Knowledge, observe
 from remat.live.plans import Plan, plan_of, tensors_in
+from remat.live.raw_access import are_others, expose_elsewhere
 from remat.live.slots import (
     Constant,
     Operator,
-    RandomBefore,
     Slot,
     SlotRef,
     Source,
@@ -29,10 +31,12 @@ from remat.live.slots import (
     bits_of,
     storage_of,
 )
-from remat.live.store import Store, below_everything, new_storages
+from remat.live.store import Store, new_storages, no_autocast, no_autograd, no_modes, parts_of
+from remat.live.surroundings import KNOWN, Surroundings, surroundings_of
 from remat.runtime.dtr import _kernels as k
 
 _RANDOM_BYTES = 3 * 5056  # copies of a generator's state while an operator that draws random numbers runs
+_BOOLS = {True: "true", False: "false"}  # in keys, where they would equal 1 and 0
 NUMBER_BYTES = 16  # of the largest number, a complex one
 
 
@@ -67,20 +71,30 @@ class Dispatcher(TorchDispatchMode):
         for kind in types:
             if kind is not Tensor and kind is not Parameter:
                 return NotImplemented  # a subclass that takes the call apart; its parts come here
+        if are_others():
+            expose_elsewhere(args)
+        with self.store.lock:
+            return self._dispatch(function, args, kwargs)
+
+    def _dispatch(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
         plan = self._plans.get(function)
         if plan is None:
             plan = self._plans[function] = plan_of(function)
         store = self.store
         if store.dead or store.gone:
             store.settle()
-        if plan.usual and not kwargs:
-            done, result = self._quickly(plan, function, args)
-            if done:
-                return result
         kwargs = kwargs or {}
         if plan.is_view or plan.passes:
             return self._view(plan, function, args, kwargs)
-        call = Call(plan, function, args, kwargs)
+        values = tuple([read() for read in plan.reads])
+        surroundings = KNOWN.get(values) or surroundings_of(values)
+        if plan.usual and not kwargs:
+            done, result = self._quickly(plan, surroundings, function, args)
+            if done:
+                return result
+        call = Call(plan, surroundings, function, args, kwargs)
+        if plan.several:
+            call.key.append(torch.is_grad_enabled())
         call.template = [self._take(value, call) for value in args]
         call.names = {name: self._take(value, call) for name, value in kwargs.items()} if kwargs else {}
         if call.device is None:
@@ -95,25 +109,27 @@ class Dispatcher(TorchDispatchMode):
             return self._unusual(call)
         return self._carry_out(call, USUAL)
 
-    def _quickly(self, plan: Plan, function: Any, args: Sequence[Any]) -> tuple[bool, Any]:
+    def _quickly(self, plan: Plan, surroundings: Surroundings, function: Any, args: Sequence[Any]) -> tuple[bool, Any]:
         """Most calls: known operators on tensors that are there, with room for what they make.
 
         Does the same as what follows in `__torch_dispatch__`, in one go, for one output; or nothing at all.
         """
         store, ledger = self.store, self.ledger
         slots, constants = store.slots, store.constants
-        key: list[Any] = [None, function]
+        key: list[Any] = [None, function, surroundings]
         template: list[Any] = []
         numbers: list[int] = []
         inputs: list[int] = []
         for value in args:
             if isinstance(value, Tensor):
                 try:
-                    storage = storage_of(value)
-                except NotImplementedError:
-                    return False, None  # sparse
+                    storage, shape = storage_of(value), value.shape
+                except (NotImplementedError, RuntimeError):
+                    return False, None  # sparse, or nested
                 source: Any = slots.get(id(storage))
                 if source is None or source.operator is None:
+                    if value.is_neg() or value.is_conj():
+                        return False, None
                     brought = constants.get(id(storage))
                     constant = None if brought is None or brought.constant is None else brought.constant()
                     if constant is None or constant.content is not storage:
@@ -131,7 +147,7 @@ class Dispatcher(TorchDispatchMode):
                     return False, None
                 if key[0] is None:
                     key[0] = value.device
-                shape, stride, dtype = value.shape, value.stride(), value.dtype
+                stride, dtype = value.stride(), value.dtype
                 key += (shape, stride, dtype)
                 template.append((source, shape, stride, value.storage_offset(), dtype, 0))
                 continue
@@ -141,7 +157,7 @@ class Dispatcher(TorchDispatchMode):
                     return False, None
                 key.append(tuple(value))
             else:
-                key.append(kind if kind is float else value)
+                key.append(kind if kind is float else _BOOLS[value] if kind is bool else value)
             template.append(value)
         facts = self.knowledge.facts.get(tuple(key))
         if facts is None or not facts.simple or self._lazy:
@@ -152,7 +168,7 @@ class Dispatcher(TorchDispatchMode):
         result = function(*args)
         price = facts.model_nanoseconds if self.by_model else facts.nanoseconds
         tensor = ledger.add_one(plan.label, price, numbers, inputs, size, facts.scratch_bytes)
-        operator = Operator(function, template)
+        operator = Operator(function, template, surroundings, torch.is_grad_enabled())
         slot = Slot(tensor, size, operator)
         storage = storage_of(result)
         slot.where = where = StorageRef(storage, store.died)
@@ -179,16 +195,26 @@ class Dispatcher(TorchDispatchMode):
             call.key.append(kind)  # seldom a matter of size, and often another one each time
             call.floats.append(value)
         else:
-            call.key.append(value)
+            call.key.append(_BOOLS[value] if kind is bool else value)
         return value
 
     def _take_tensor(self, tensor: Tensor, call: Call) -> Any:
+        if tensor.is_nested:
+            raise RematError(
+                "a nested tensor of strided layout has no shape that DTR could write down; make it with "
+                "layout=torch.jagged, or leave that part out of the block"
+            )
         shape, dtype = tensor.shape, tensor.dtype
         if call.device is None:
             call.device = tensor.device
         if tensor.layout != torch.strided:
             call.opaque = True
             call.key += (shape, dtype, tensor.layout, entries_of(tensor))
+            for part in parts_of(tensor):  # which may be slots: of what a sparse tensor was put together from
+                slot = self.store.slots.get(id(storage_of(part)))
+                if slot is not None and slot.operator is not None:
+                    call.sources.append(slot)
+                    call.missing = call.missing or not slot.resident
             return tensor
         storage = storage_of(tensor)
         slot = self.store.slots.get(id(storage))
@@ -210,7 +236,8 @@ class Dispatcher(TorchDispatchMode):
         if dtype.is_complex or tensor.is_quantized:
             self._lazy = True
             call.opaque = call.opaque or tensor.is_quantized
-        bits = bits_of(tensor) if self._lazy else 0
+        # Views that the program brought along may have such bits whatever their type.
+        bits = bits_of(tensor) if self._lazy or source is not slot else 0
         return source, shape, stride, tensor.storage_offset(), dtype, bits
 
     def _view(self, plan: Plan, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -316,11 +343,11 @@ class Dispatcher(TorchDispatchMode):
             self._make_room(pending, call, changed)
         for slot, storage in changed:
             if slot.saves:
-                with below_everything():
+                with no_modes(), no_autograd(), no_autocast():
                     store.move(slot, storage.clone())
-        random = RandomBefore(generator_of(call.device or CPU, kwargs)) if plan.random and action.repeatable else None
+        random = random_before(plan, call.device or CPU, kwargs) if plan.random and action.repeatable else None
         try:
-            if plan.data_dependent or facts.settled:
+            if facts.settled:
                 result, peak = function(*args, **kwargs), None
             else:
                 result, peak = observe(facts, function, args, kwargs, call.device or CPU)
@@ -328,18 +355,25 @@ class Dispatcher(TorchDispatchMode):
             self._take_back(pending, resident=True)
             raise
         made = self._made(result, call)
+        if action.repeatable and not self._can_be_evicted(result, made):
+            for source in call.sources:  # it may be part of what was made
+                if isinstance(source, Slot):
+                    store.cut_loose(source)
+            action = replace(action, repeatable=False)
         sizes = [storage.nbytes() for storage in made]
-        if not plan.data_dependent and tuple(sizes) != facts.output_bytes:
+        if tuple(sizes) != facts.output_bytes:
             facts.expect(sizes)
         facts.simple = facts.settled and facts.plain and len(made) == 1 and isinstance(result, Tensor)
         if peak is not None:
-            self._learned(facts, peak, ledger.memory - (sum(sizes) if pending.tensors is not None else 0))
+            self._learned(plan.label, facts, peak, ledger.memory - (sum(sizes) if pending.tensors is not None else 0))
         sizes += [storage.nbytes() for _, storage in changed]
         tensors = self._written_down(pending, sizes)
         operator = None
         if action.repeatable:
-            operator = Operator(function, call.template)
-            operator.kwargs, operator.random = call.names, random
+            operator = Operator(function, call.template, call.surroundings, torch.is_grad_enabled())
+            operator.kwargs = call.names
+            if random is not None and (not plan.foreign or random.drawn()):
+                operator.random = random
             operator.changes = [*(slot for slot, _ in changed), *action.discarded]
         self._enter(operator, tensors, made, changed)
         return result
@@ -369,11 +403,13 @@ class Dispatcher(TorchDispatchMode):
             if resident:
                 self.ledger.memory -= self.ledger.graph.sizes[tensor]
 
-    def _learned(self, facts: Facts, peak: int, memory: int) -> None:
+    def _learned(self, label: str, facts: Facts, peak: int, memory: int) -> None:
         """Notes what the first call of an operator needed, which no room was made for."""
         facts.scratch_bytes, facts.measured = max(peak - facts.total_bytes, 0), True
         self.first_calls += 1
         self.ledger.peak = max(self.ledger.peak, memory + peak)
+        if memory + peak > self.ledger.budget:
+            self.store.limits.went_over(f"the first call of {label}, whose scratch memory was not known", memory + peak)
 
     def _written_down(self, pending: Pending, sizes: list[int]) -> range:
         """The tensors of what a call has made, in the ledger with their true sizes."""
@@ -422,6 +458,13 @@ class Dispatcher(TorchDispatchMode):
                 store.release(slot)
         if not made and not changed:
             self.ledger.note(k.RELEASE, tensors[0])
+
+    def _can_be_evicted(self, result: Any, made: Sequence[torch.UntypedStorage]) -> bool:
+        """Whether what a call returned can be freed and put back: no parts of sparse tensors, no mapped files."""
+        if isinstance(result, Tensor) and result.layout == torch.strided:
+            return all(storage.resizable() for storage in made)
+        strided = all(tensor.layout == torch.strided for tensor in tensors_in(result))
+        return strided and all(storage.resizable() for storage in made)
 
     def _made(self, result: Any, call: Call) -> list[torch.UntypedStorage]:
         """Storages that a call has made: those that were neither ours nor the program's before."""

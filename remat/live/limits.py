@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -12,8 +13,15 @@ from remat.live.ledger import Ledger
 from remat.runtime.dtr import _kernels as k
 from remat.units import format_bytes
 
-_HOPELESS = 50  # times the operators' own time, spent on recomputing for a single operator
-_LEAST_NANOSECONDS = 10**9
+_HOPELESS = 20  # times the operators' own time, spent on recomputing
+_LEAST_NANOSECONDS = 10**7  # that is allowed however little the program has computed
+
+
+class Over(NamedTuple):
+    """What took more memory than the budget, and the peak then, as the ledger counts."""
+
+    where: str
+    peak_bytes: int
 
 
 class Limits:
@@ -26,18 +34,26 @@ class Limits:
 
     Attributes:
         thrashes: whether it was reached.
+        over: where most memory above the budget was taken, if any was.
     """
 
     def __init__(self, thrash_limit: float | None, reserved_bytes: int = 0) -> None:
         self.thrash_limit = thrash_limit
         self.reserved_bytes = reserved_bytes
         self.thrashes = False
+        self.over: Over | None = None
+
+    def went_over(self, where: str, peak_bytes: int) -> None:
+        """Notes that more was taken than the budget allows."""
+        if self.over is None or peak_bytes > self.over.peak_bytes:
+            self.over = Over(where, peak_bytes)
 
     def ask(self, ledger: Ledger) -> int:
-        """Has the core decide, and not recompute without end for a single operator."""
+        """Has the core decide, and not recompute without end."""
         if self.thrash_limit is not None:
-            own = ledger.core.scalar(k.MODEL_COST)
-            ledger.limit_recomputation(max(_HOPELESS * own, _LEAST_NANOSECONDS))
+            own, again = ledger.core.scalar(k.MODEL_COST), ledger.core.scalar(k.AGAIN_COST)
+            most = round(max(_HOPELESS, self.thrash_limit) * own) + _LEAST_NANOSECONDS
+            ledger.limit_recomputation(max(most - again, 0))
         return ledger.consult()
 
     def judge(self, answer: int, ledger: Ledger, label: str, tensors: Sequence[Tensor]) -> None:
@@ -56,8 +72,9 @@ class Limits:
         if answer == k.THRASHING:
             self.thrashes = True
             raise Thrashing(
-                f"within {format_bytes(budget)}, {call} would take more than {_HOPELESS} times as much recomputation "
-                "as the whole program has computed so far; raise the budget, or set thrash_limit=None to go on"
+                f"within {format_bytes(budget)}, up to {call} recomputation takes more than "
+                f"{max(_HOPELESS, self.thrash_limit or 0):g} times as long as all that the program has computed; raise "
+                "the budget, or set thrash_limit=None to go on"
             )
         least = ledger.least_budget()
         raise OutOfBudget(call, budget, needed + reserved, None if least is None else least + reserved)

@@ -8,6 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from remat.live.surroundings import BACKENDS, Readers, readers_for
+
+_OWN = ("aten", "prims", "prim", "c10d", "_c10d_functional", "_dtensor")  # namespaces of PyTorch's own operators
+INDEXING = ("index", "_unsafe_index")
 _STATISTICS = ("running_mean", "running_var")
 _TRAINING = ("training", "train")
 
@@ -35,8 +39,11 @@ class Plan(NamedTuple):
         training: the argument that says whether it is in training.
         random: it draws random numbers.
         repeatable: running it again does the same; collective communication does not.
-        data_dependent: the size of its output depends on data.
+        data_dependent: the size of its output may depend on data; `sized_by_data` says of a call whether it does.
         usual: it is none of all that.
+        several: it returns more than one tensor; what these are may depend on whether gradients are on.
+        reads: the flags that it may depend on beside its arguments.
+        foreign: it is no operator of PyTorch, so that nobody vouches for its tags.
     """
 
     label: str
@@ -50,6 +57,18 @@ class Plan(NamedTuple):
     repeatable: bool
     data_dependent: bool
     usual: bool = False
+    several: bool = False
+    reads: Readers = BACKENDS
+    foreign: bool = False
+
+    def sized_by_data(self, args: Sequence[Any]) -> bool:
+        """Whether the size of what a call makes depends on data. Indexing by numbers is among such operators by its
+        tags, but only indexing by masks is one."""
+        if not self.data_dependent:
+            return False
+        if self.label in INDEXING:
+            return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors_in(args[1]))
+        return True
 
     def trains(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call updates running statistics."""
@@ -70,6 +89,7 @@ def plan_of(function: Any) -> Plan:
     # A composite one that is seen whole (in inference mode) may copy although its schema speaks of a view.
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd")
     namespace, _, label = schema.name.partition("::")
+    foreign = namespace not in _OWN
     plan = Plan(
         label,
         is_view=bool(aliases) and all(aliases) and not writes and not composite,
@@ -78,11 +98,14 @@ def plan_of(function: Any) -> Plan:
         writes=writes,
         statistics=statistics,
         training=next((argument for argument in arguments if argument.name in _TRAINING), None),
-        random=torch.Tag.nondeterministic_seeded in tags,
+        random=foreign or torch.Tag.nondeterministic_seeded in tags,
         repeatable=not namespace.startswith(("c10d", "_c10d", "_dtensor")),
         data_dependent=torch.Tag.dynamic_output_shape in tags,
+        several=len(schema.returns) > 1,
+        reads=readers_for(label, pointwise=torch.Tag.pointwise in tags),
+        foreign=foreign,
     )
-    special = any(plan[1:4]) or any(plan[4:6]) or plan.random or plan.data_dependent or not plan.repeatable
+    special = any(plan[1:6]) or plan.random or plan.data_dependent or not plan.repeatable
     return plan._replace(usual=not special)
 
 

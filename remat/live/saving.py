@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from remat.live.slots import Saved, SavedConstant, on_storage, storage_of
-from remat.live.store import Store, below_everything
+from remat.live.store import Store, no_autocast, no_autograd, no_modes
 
 
 class Saving:
@@ -43,5 +43,5 @@ class Saving:
         if not slot.resident:
             self._store.access(slot, "backward")
         storage = self._store.lend(slot)
-        with below_everything():
+        with no_modes(), no_autograd(), no_autocast():
             return on_storage(saved.view, storage)

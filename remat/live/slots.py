@@ -16,6 +16,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from remat.live.surroundings import Surroundings, put_back
+
 storage_of: Callable[[Tensor], torch.UntypedStorage] = torch._C.TensorBase.untyped_storage  # not what a guard replaces
 
 
@@ -176,23 +178,36 @@ class SavedConstant:
 
 
 class RandomBefore:
-    """The state of a random number generator before an operator drew from it, kept outside of PyTorch's memory."""
+    """The states of random number generators before an operator drew from them, kept outside of PyTorch's memory."""
 
-    __slots__ = ("generator", "state")
+    __slots__ = ("generators", "states")
 
-    def __init__(self, generator: torch.Generator) -> None:
-        self.generator = generator
-        self.state = bytearray(generator.get_state().numpy())
+    def __init__(self, *generators: torch.Generator) -> None:
+        self.generators = generators
+        self.states = _states(generators)
+
+    def drawn(self) -> bool:
+        """Whether anything was drawn since."""
+        return _states(self.generators) != self.states
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Inside, the generator is in that state; afterwards in the one that it was in."""
-        present = bytearray(self.generator.get_state().numpy())
-        self.generator.set_state(torch.frombuffer(self.state, dtype=torch.uint8))
+        """Inside, the generators are in those states; afterwards in the ones that they were in."""
+        present = _states(self.generators)
+        _set_states(self.generators, self.states)
         try:
             yield
         finally:
-            self.generator.set_state(torch.frombuffer(present, dtype=torch.uint8))
+            _set_states(self.generators, present)
+
+
+def _states(generators: Sequence[torch.Generator]) -> list[bytearray]:
+    return [bytearray(generator.get_state().numpy()) for generator in generators]
+
+
+def _set_states(generators: Sequence[torch.Generator], states: Sequence[bytearray]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(torch.frombuffer(state, dtype=torch.uint8))
 
 
 class Operator:
@@ -202,7 +217,9 @@ class Operator:
         function: what was called.
         args, kwargs: with `View`s in the place of tensors.
         changes: the sources whose content it changes; a run works on copies of them.
-        random: state of the generator it drew from.
+        random: states of the generators it drew from.
+        surroundings: flags of PyTorch that it may depend on, as they were.
+        gradients: whether these were on. Some kernels keep more for a backward then.
         outputs: a reference to the slot of each storage that it made, and then of each that it changed.
     """
 
@@ -211,9 +228,27 @@ class Operator:
     random: RandomBefore | None = None
     outputs: tuple[SlotRef, ...] = ()
 
-    def __init__(self, function: Callable[..., Any], args: list[Any]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], args: list[Any], surroundings: Surroundings, gradients: bool
+    ) -> None:
         self.function = function
         self.args = args
+        self.surroundings = surroundings
+        self.gradients = gradients
+
+    def run(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """What it returns on these arguments, under the flags of its first run."""
+        gradients = torch.is_grad_enabled()
+        changed = self.surroundings.establish()
+        torch._C._set_grad_enabled(self.gradients)
+        try:
+            if self.random is None:
+                return self.function(*args, **kwargs)
+            with self.random.again():
+                return self.function(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(gradients)
+            put_back(changed)
 
     def sources(self) -> Iterator[Source]:
         """What its arguments look at, in order and with repetitions."""

@@ -7,6 +7,7 @@ made again without a copy.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -22,24 +23,11 @@ from remat.live.plans import tensors_in
 from remat.live.slots import Brought, Constant, Operator, Slot, SlotRef, Source, StorageRef, on_storage, storage_of
 from remat.runtime.dtr import _kernels as k
 
-
-class below_everything:  # a context manager, written out as it is entered for every recomputation
-    """Operators inside run as the kernels that they were when the dispatcher saw them: no modes, autograd, autocast."""
-
-    __slots__ = ("_guards",)
-
-    def __enter__(self) -> None:
-        self._guards = (
-            torch._C._DisableTorchDispatch(),
-            torch._C._AutoDispatchBelowAutograd(),
-            torch._C._DisableAutocast(),
-        )
-        for guard in self._guards:
-            guard.__enter__()
-
-    def __exit__(self, *_: object) -> None:
-        for guard in reversed(self._guards):
-            guard.__exit__(None, None, None)
+# Operators inside of all three run as the kernels that they were when the dispatcher saw them. They stand in each
+# `with` by themselves: a context manager of ours around them could be interrupted between them and leave some on.
+no_modes = torch._C._DisableTorchDispatch
+no_autograd = torch._C._AutoDispatchBelowAutograd
+no_autocast = torch._C._DisableAutocast
 
 
 class Store:
@@ -62,6 +50,7 @@ class Store:
         self.dead: deque[Slot] = deque()
         self.limited = True
         self.closed = False
+        self.lock = threading.RLock()  # other threads ask for memory; backwards of several devices have one each
         self.by_tensor: dict[int, SlotRef] = {}
         self.gone: list[SlotRef] = []
         self.constants: dict[int, Brought] = {}
@@ -258,7 +247,7 @@ class Store:
         Raises:
             ReplayError: what it was computed from has changed, or the result is of another size.
         """
-        with below_everything():
+        with no_modes(), no_autograd(), no_autocast():
             copies: dict[int, torch.UntypedStorage] = {}
             for source in operator.sources():
                 if isinstance(source, Constant) and source.changed():
@@ -271,11 +260,7 @@ class Store:
                 copies[id(source)] = _content(source).clone()
             args = [_filled(value, copies) for value in operator.args]
             kwargs = {name: _filled(value, copies) for name, value in operator.kwargs.items()}
-            if operator.random is None:
-                result = operator.function(*args, **kwargs)
-            else:
-                with operator.random.again():
-                    result = operator.function(*args, **kwargs)
+            result = operator.run(args, kwargs)
             taken = {id(_content(source)) for source in operator.sources()} | {id(copy) for copy in copies.values()}
             made = new_storages(result, taken)
             made.extend(copies[id(source)] for source in operator.changes if isinstance(source, Slot))
@@ -384,7 +369,7 @@ class Store:
         original, size = constant.content, constant.content.nbytes()
         (tensor,) = self.ledger.add("clone", max(size // 10, 1), [constant.argument], [size])
         self.hold(size, "clone")
-        with below_everything():
+        with no_modes(), no_autograd(), no_autocast():
             constant.content = copy = original.clone()
         if constant.tensor is None:
             self.enter(tensor, copy, size, None)

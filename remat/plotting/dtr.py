@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from remat.packages import require
 from remat.plotting.style import COLOURS, axes_for, legend, new_figure, style_at, styles
 from remat.runtime.dtr.core import Core
 from remat.runtime.dtr.graph import Graph
@@ -95,6 +96,7 @@ def plot_accesses(cells: Sequence[Cell], baselines: Mapping[str, Baseline], titl
 
 def plot_linear_states(run: LinearRun, title: str = "") -> Figure:
     """What is in memory after each operator of the linear network's program (Kirisame et al., Figure 5)."""
+    require("matplotlib", "a figure")
     from matplotlib.colors import ListedColormap
 
     figure, (ax,) = axes_for(1, height=3.6)
@@ -133,6 +135,7 @@ def plot_evictions(
         trace, budget, heuristic, thrash_limit: as for `remat.simulate_dtr`; for a live run `dtr.trace` and
             `dtr.trace_budget`.
     """
+    require("matplotlib", "a figure")
     from matplotlib.colors import ListedColormap
 
     replay = replay_of(trace)

@@ -54,9 +54,9 @@ def plot_schedule(schedule: Schedule, ax: Axes | None = None) -> Figure:
 
     Dark grey: all that a stage's backward needs. Light grey: the stage's output alone.
     """
+    figure: Any = new_figure(6.4, 3.4) if ax is None else ax.figure
     from matplotlib.ticker import MaxNLocator
 
-    figure: Any = new_figure(6.4, 3.4) if ax is None else ax.figure
     ax = figure.subplots() if ax is None else ax
     kept = _in_memory(schedule)
     steps, stages = len(schedule.operations), schedule.length

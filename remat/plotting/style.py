@@ -11,6 +11,8 @@ from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from remat.packages import require
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -75,6 +77,7 @@ def nested_styles(names: Sequence[str]) -> list[dict[str, Any]]:
 
 @cache
 def _figure_class() -> type[Figure]:
+    require("matplotlib", "a figure")
     from matplotlib.figure import Figure
 
     class SelfShowing(Figure):

@@ -85,12 +85,14 @@ EVICTED, RELEASED, RECOMPUTED, BANISH, COMPUTED = range(5)
     GROWN,
     NEGATIVE,
     LOST,
-) = range(33)
-SCALARS = 33
+    STEPS,
+) = range(34)
+SCALARS = 34
 
 COMPUTE, KEEP, PIN, RELEASE, LOCK, UNLOCK, DROP, HOLD, FORGET = range(9)  # instructions
 EAGER, BANISHING, IGNORING = range(3)  # what a dropped reference does
-DONE, OUT_OF_MEMORY, THRASHING, CHOOSE, GROW = range(5)  # answers of `advance`
+DONE, OUT_OF_MEMORY, THRASHING, CHOOSE, GROW, PAUSE = range(6)  # answers of `advance`
+PACE = 2000  # steps of materialisations between two pauses
 # Numerators of scores.
 ONE, LOCAL, RANDOM_SCORE, ASK, NEIGHBORHOOD, COMPONENT, ANCESTORS = range(7)
 ANCESTRY, DESCENT, COMPONENTS = 1, 2, 4  # what is tracked, as bits; descent only together with ancestry
@@ -846,6 +848,9 @@ def _materialise(state):
     while scalars[DEPTH] > 0:
         if not _has_room(0, state):
             return GROW
+        scalars[STEPS] += 1
+        if scalars[STEPS] % PACE == 0:
+            return PAUSE
         frame = scalars[DEPTH] - 1
         tensor = frames[frame, TENSOR]
         if frames[frame, STEP] == 0:
@@ -879,7 +884,8 @@ def advance(instructions, state):
     """Carries out instructions (rows of kind and operator or tensor) from where the last call stopped.
 
     Returns DONE; OUT_OF_MEMORY or THRASHING, which end the run; or what the driver has to do before it calls again:
-    CHOOSE (write a storage of the pool to scalars[CHOSEN]) or GROW (give it longer nodes, frames, missing and log).
+    CHOOSE (write a storage of the pool to scalars[CHOSEN]), GROW (give it longer nodes, frames, missing and log), or
+    PAUSE (nothing, but it may look at what else there is to do, such as an interruption).
     """
     s, tensors, ops, _, _, scalars = state[:6]
     while scalars[POSITION] < instructions.shape[0]:

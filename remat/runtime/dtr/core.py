@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from remat.compilation import InBackground, quietly
 from remat.errors import RematError
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.graph import Graph
-from remat.runtime.dtr.heuristics import Columns, Heuristic, codes
+from remat.runtime.dtr.heuristics import HEURISTICS, Columns, Heuristic, codes
 
 _GROWING = (4, 8, 9, 10)  # nodes, frames, missing and log, which grow with the run
 # The pool, storages to walk to, storages whose eviction nobody was told of, and the columns of the pool.
@@ -61,6 +63,7 @@ class Core:
         sampling: look at sqrt(n) random storages of the pool only; skip_small: not at those under 1 % of the mean size
             (Appendix E.2).
         seed: of random choices.
+        stopped: asked now and then whether to stop, which raises KeyboardInterrupt.
         held: whether what an operator makes is held by the program, until it is dropped: recomputing it then takes its
             bytes once more, as the result must get to where the program has it.
     """
@@ -78,9 +81,11 @@ class Core:
         skip_small: bool = False,
         seed: int = 0,
         held: bool = False,
+        stopped: Callable[[], bool] | None = None,
     ) -> None:
         if deallocation not in DEALLOCATIONS:
             raise RematError(f"unknown deallocation {deallocation!r}; choose one of {', '.join(DEALLOCATIONS)}")
+        self.stopped = stopped
         self.heuristic = heuristic
         self.graph = graph
         self._known = _Known(0, 0, 0, 0)
@@ -101,8 +106,11 @@ class Core:
         self._take_new_rows()
         self._state[5][k.POSITION] = 0
         while True:
-            answer = int(k.advance(instructions, self._state))
-            if answer == k.GROW:
+            answer = int(quietly(_CODE.best().advance, instructions, self._state))
+            if answer == k.PAUSE:
+                if self.stopped is not None and self.stopped():
+                    raise KeyboardInterrupt
+            elif answer == k.GROW:
                 self._grow()
             elif answer == k.CHOOSE:
                 self._state[5][k.CHOSEN] = self._ask()
@@ -115,7 +123,7 @@ class Core:
 
     def abandon(self) -> None:
         """Gives up the instruction that ran out of memory; what was decided until then stands."""
-        k.abandon(self._state)
+        quietly(_CODE.best().abandon, self._state)
 
     def correct(self, tensor: int, size: int) -> None:
         """Sets the size of a resident storage that turned out smaller than was said when its operator was added.
@@ -125,7 +133,7 @@ class Core:
         storage, operator = self.tensors[tensor, [k.STORAGE, k.OP]].tolist()
         surplus = int(self.storages[storage, k.SIZE]) - size
         self.storages[storage, k.SIZE] = self.graph.sizes[storage] = size
-        k.show(storage, self._state)
+        quietly(_CODE.best().show, storage, self._state)
         self._state[5][k.MEMORY] -= surplus
         self._state[2][operator, k.BYTES] -= surplus
         self._state[2][operator, k.SCRATCH] += surplus
@@ -158,7 +166,7 @@ class Core:
 
     def _ask(self) -> int:
         """Lets a user's heuristic choose: the last of those with the least score."""
-        pool = k.columns(-1, self._state)
+        pool = self._columns(-1)
         scores = np.asarray(self.heuristic(Columns(self._column)), np.float64)
         if scores.shape != pool.shape:
             raise RematError(
@@ -171,6 +179,10 @@ class Core:
             )
         return int(pool[len(scores) - 1 - int(np.argmin(scores[::-1]))])
 
+    def _columns(self, kind: int) -> np.ndarray:
+        found: np.ndarray = quietly(_CODE.best().columns, kind, self._state)
+        return found
+
     def _column(self, name: str) -> np.ndarray:
         kinds = {
             "cost": k.LOCAL,
@@ -179,8 +191,8 @@ class Core:
             "evicted_component_cost": k.COMPONENT,
         }
         if name in kinds:
-            return k.columns(kinds[name], self._state).astype(np.float64)
-        pool = k.columns(-1, self._state)
+            return self._columns(kinds[name]).astype(np.float64)
+        pool = self._columns(-1)
         if name == "bytes":
             return self.storages[pool, k.SIZE].astype(np.float64)
         if name == "staleness":
@@ -254,6 +266,25 @@ def _with_room(array: np.ndarray, rows: int) -> np.ndarray:
     return longer
 
 
+def compile_all() -> None:
+    """Has numba compile what the core is made of, by using it."""
+    _CODE.ready = True
+    graph = Graph()
+    graph.add("constant", 0, [], [(8, -1)])
+    graph.add("operator", 1, [0], [(8, -1)])
+    core = Core(graph, 8, HEURISTICS["h_dtr_eq"])
+    core.run(np.array([(k.COMPUTE, 0), (k.COMPUTE, 1), (k.LOCK, 1)], np.int64))
+    core.abandon()
+    core._columns(-1)
+    quietly(_CODE.best().show, 0, core._state)
+
+
+_CODE = InBackground(
+    vars(k),
+    "advance",
+    "from remat.runtime.dtr.core import compile_all; compile_all()",
+    "the policy core of DTR",
+)
 _FRESH_STORAGE = np.zeros(k.STORAGE_COLUMNS, np.int64)
 _FRESH_STORAGE[[k.HEAD, k.TAIL, k.SLOT, k.NODE]] = -1
 

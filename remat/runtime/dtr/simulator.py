@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -72,6 +74,7 @@ class Replay:
         skip_small: bool = False,
         seed: int = 0,
         log: bool = False,
+        stopped: Callable[[], bool] | None = None,
     ) -> tuple[Report, Core]:
         """The report of a replay, and the core as it was left, with its decisions where `log` is set."""
         if not thrash_limit > 1:
@@ -93,6 +96,7 @@ class Replay:
             skip_small=skip_small,
             seed=seed,
             held=program.held,
+            stopped=stopped,
         )
         outcome = _OUTCOMES[core.run(program.instructions)]
         clock = core.scalar(k.CLOCK)
@@ -222,7 +226,8 @@ def sweep(
         for deallocation in deallocations:
             replay.program(deallocation).graph.rows()
     cells = []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    stop = threading.Event()  # an interruption reaches this thread only
+    with ThreadPoolExecutor(os.cpu_count()) as pool, _setting(stop):
         waiting = [
             pool.submit(
                 replays[model].run,
@@ -231,6 +236,7 @@ def sweep(
                 deallocation=deallocation,
                 thrash_limit=thrash_limit,
                 seed=seed,
+                stopped=stop.is_set,
             )
             for model, name, deallocation, budget in wanted
         ]
@@ -239,3 +245,13 @@ def sweep(
             if progress is not None:
                 progress(len(cells), len(wanted))
     return cells
+
+
+@contextmanager
+def _setting(event: threading.Event) -> Iterator[None]:
+    """Sets the event where what is inside is left by an exception."""
+    try:
+        yield
+    except BaseException:
+        event.set()
+        raise
