@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _len_torch_dispatch_stack, _pop_mode
 
 from remat.errors import OutOfBudget, OverBudgetWarning, RematError, Thrashing
+from remat.live.choosing import Choice, choose, is_chosen
 from remat.live.compiled import is_compiling
 from remat.live.dispatcher import NUMBER_BYTES, Dispatcher
 from remat.live.ledger import Ledger
@@ -37,6 +39,7 @@ class Block:
         budget: bytes.
         reserved: bytes of the budget for what the block does not allocate itself.
         options: of the policy core.
+        chooses_for: place in the program for whose next blocks the best heuristic is to be found; None: it is given.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Block:
         reserved: int,
         by_model: bool,
         options: dict[str, Any],
+        chooses_for: Hashable = None,
     ) -> None:
         self.budget = budget
         reserved += _NUMBERS * NUMBER_BYTES
@@ -56,6 +60,8 @@ class Block:
         self._store = Store(self.ledger, self._limits)
         self._mode = Dispatcher(self._store, by_model=by_model)
         self._saving = Saving(self._store)
+        self._chooses_for, self._by_model = chooses_for, by_model
+        self._choice: Choice | None = None
         self._depth = 0  # of the stack of modes below this one
         self._materialised = False
         self.outcome = "pass"
@@ -100,6 +106,7 @@ class Block:
             self._store.limited = False
             self._leave()  # what was interrupted, or could not be done within the budget
             raise
+        self._choose()
         self._warn()
 
     def _leave(self) -> None:
@@ -167,6 +174,13 @@ class Block:
             if self.outcome == "pass":
                 self.outcome = "over"
 
+    def _choose(self) -> None:
+        """Finds the heuristic for the next blocks here, once, and again where the one that was found thrashes."""
+        where, core = self._chooses_for, self.ledger.core
+        thrashed = self._limits.thrashes or self.outcome == "thrash"
+        if where is not None and core.scalar(k.EVICTIONS) and (thrashed or not is_chosen(where)):
+            self._choice = choose(where, self.ledger, by_model=self._by_model)
+
     def _warn(self) -> None:
         over = self._limits.over
         if over is not None and self.outcome in ("pass", "over"):
@@ -195,6 +209,9 @@ class Block:
     def _note(self) -> str:
         first, over = self._mode.first_calls, self._limits.over
         notes = [f"{first} operators were called for the first time"] if first else []
+        if self._choice is not None and self._choice.overhead is not None:
+            name, overhead = self._choice
+            notes.append(f"the next blocks here take {name}: {overhead:.2f} x the program's own time in a replay")
         if over is not None:
             notes.append(f"it went over by {format_bytes(over.peak_bytes - self.ledger.budget)} at {over.where}")
         return "; ".join(notes)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from remat.cards import card
 from remat.errors import InvalidBudget, RematError
 from remat.live.block import Block
+from remat.live.choosing import AUTO, FIRST, heuristic_at, place
 from remat.live.recording import trace_of
 from remat.report import Report
 from remat.runtime.dtr.heuristics import Heuristic, make_heuristic
@@ -39,6 +40,8 @@ class DTR:
     Args:
         budget: int (bytes) or string ("3GiB").
         heuristic: which storage to evict; a name, a `Ratio`, or a function of columns (`remat.runtime.dtr.heuristics`).
+            "auto": h_dtr_eq at first. A block in which something was evicted is then replayed, on paper, with several,
+            and later blocks at that place of the program take the best of them; the report says which.
         deallocation: "eager": what the program drops is freed at once. The others of the simulator would need memory
             that PyTorch has given back.
         thrash_limit: warn when recomputation takes more than thrash_limit - 1 times the program's own time, and raise
@@ -58,7 +61,7 @@ class DTR:
     def __init__(
         self,
         budget: int | str,
-        heuristic: str | Heuristic = "h_dtr_eq",
+        heuristic: str | Heuristic = AUTO,
         deallocation: str = "eager",
         *,
         thrash_limit: float | None = 2.0,
@@ -83,6 +86,9 @@ class DTR:
                 "remat.DTR(int(0.5 * dtr.report().peak_bytes))"
             )
         self.budget = resolve_budget(budget, None)
+        self.chooses = heuristic == AUTO
+        if self.chooses:
+            heuristic = FIRST
         self.heuristic = make_heuristic(heuristic)
         self._heuristic = heuristic
         self.name = heuristic if isinstance(heuristic, str) else getattr(heuristic, "__name__", str(heuristic))
@@ -93,6 +99,10 @@ class DTR:
         self._block: Block | None = None
 
     def __enter__(self) -> DTR:
+        where = (place(), self.budget) if self.chooses else None
+        if where is not None:
+            self._heuristic = self.name = heuristic_at(where)
+            self.heuristic = make_heuristic(self.name)
         block = Block(
             self.budget,
             self.heuristic,
@@ -100,6 +110,7 @@ class DTR:
             reserved=self.reserved_bytes,
             by_model=self.costs == "model",
             options=self._options,
+            chooses_for=where,
         )
         block.enter()
         self._block = block

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
@@ -13,9 +14,11 @@ from torch import Tensor
 
 from remat.live.plans import INDEXING, Plan, tensors_in
 from remat.live.slots import storage_of
+from remat.live.surroundings import PLAIN
 from remat.meter import MemoryMeter
 
 _TIMED_CALLS = 3
+_MOST = 50_000  # calls of which facts are remembered
 
 
 class Facts:
@@ -25,7 +28,8 @@ class Facts:
         output_bytes: for each storage that a call makes, in the order of its outputs.
         total_bytes: their sum.
         scratch_bytes: what a call needs beside that while it runs; 0 until it was measured.
-        measured: whether it was.
+        measured: whether it was, here or in another call of the family.
+        family: what calls have in common that need about the same scratch memory.
         model_nanoseconds: time by the cost model.
         nanoseconds: the least time seen, of the first calls; by the cost model before.
         timed: how many calls were timed.
@@ -35,6 +39,7 @@ class Facts:
     """
 
     __slots__ = (
+        "family",
         "measured",
         "model_nanoseconds",
         "nanoseconds",
@@ -50,6 +55,7 @@ class Facts:
     def __init__(self, output_bytes: Sequence[int], model_nanoseconds: int) -> None:
         self.expect(output_bytes)
         self.scratch_bytes = 0
+        self.family: Hashable = None
         self.measured = self.settled = self.plain = self.simple = False
         self.model_nanoseconds = self.nanoseconds = model_nanoseconds
         self.timed = 0
@@ -65,6 +71,7 @@ class Knowledge:
 
     def __init__(self) -> None:
         self.facts: dict[Hashable, Facts] = {}
+        self._scratch: dict[Hashable, Scratch] = {}
 
     def learn(
         self, key: Hashable, plan: Plan, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -78,9 +85,67 @@ class Knowledge:
         sizes, shadow = _predicted_outputs(plan, function, args, kwargs, inputs)
         facts = Facts(sizes, _model_nanoseconds(function, args, kwargs, inputs, shadow, sum(sizes)))
         facts.plain = all(not tensor.is_complex() and not tensor.is_quantized for tensor in inputs)
+        facts.family = _family(key, plan, args, kwargs, inputs)
+        known = self._scratch.get(facts.family)
+        if known is not None:
+            facts.scratch_bytes, facts.measured = known.of(_bytes(inputs)), True
         if not plan.sized_by_data(args):
-            self.facts[key] = facts
+            self._remember(key, facts)
+        elif facts.measured:
+            facts.settled = True
         return facts
+
+    def learn_scratch(self, facts: Facts, inputs: Sequence[Tensor]) -> None:
+        """What was measured in one call holds for others of its family, whose sizes are about the same."""
+        if facts.family is not None:
+            found = Scratch(facts.scratch_bytes, max(_bytes(inputs), 1))
+            known = self._scratch.get(facts.family)
+            self._scratch[facts.family] = found if known is None else max(known, found, key=lambda one: one.share)
+
+    def _remember(self, key: Hashable, facts: Facts) -> None:
+        if len(self.facts) >= _MOST:  # lengths that never come back, say
+            for old in list(itertools.islice(self.facts, _MOST // 4)):
+                del self.facts[old]
+        self.facts[key] = facts
+
+
+class Scratch(NamedTuple):
+    """Scratch memory that a call was measured to need, and the bytes of its inputs."""
+
+    bytes: int
+    input_bytes: int
+
+    @property
+    def share(self) -> float:
+        return self.bytes / self.input_bytes
+
+    def of(self, input_bytes: int) -> int:
+        """What a call of the same family needs: in proportion where it is larger."""
+        return max(self.bytes, math.ceil(self.share * input_bytes))
+
+
+def _bytes(inputs: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in inputs)
+
+
+def _family(
+    key: Hashable, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor]
+) -> Hashable:
+    """What calls have in common that need about the same scratch memory.
+
+    Of operators that ask no backend all but sizes, of which the power of two; of others, whose algorithm may be another
+    one for another size, everything.
+    """
+    if plan.reads is not PLAIN:
+        return key
+    forms = [(tensor.dtype, tensor.dim(), tensor.is_contiguous(), tensor.device) for tensor in inputs]
+    others = [
+        str(type(value) if position in plan.scalars else value)
+        for position, value in enumerate(args)
+        if not tensors_in(value)
+    ]
+    names = [(name, str(value)) for name, value in kwargs.items() if not tensors_in(value)]
+    return plan.label, tuple(forms), tuple(others), tuple(names), _bytes(inputs).bit_length()
 
 
 SHARED = Knowledge()
@@ -170,6 +235,9 @@ def _counted_outputs(
             return [int(args[1].count_nonzero()) * rows * first.element_size()]
         if plan.label == "repeat_interleave" and len(inputs) == 1:
             return [int(first.sum()) * _INDEX_BYTES]
+    if plan.label == "_unique2":  # with indices and counts where they are asked for
+        wanted = [True, *(len(args) > position and args[position] for position in (2, 3))]
+        return [first.numel() * size for size, asked in zip((first.element_size(), 8, 8), wanted, strict=True) if asked]
     elements = max((tensor.numel() * max(tensor.dim(), 1) for tensor in inputs), default=0)
     widest = max([_INDEX_BYTES, *(tensor.element_size() for tensor in inputs)])
     return [widest * elements] * len(function._schema.returns)  # type: ignore[attr-defined]

@@ -56,7 +56,6 @@ class Dispatcher(TorchDispatchMode):
         self.by_model = by_model
         self.knowledge = knowledge
         self.first_calls = 0
-        self._plans: dict[Any, Plan] = {}
         self._lazy = False  # whether tensors with lazy conjugation or negation may be about
 
     @classmethod
@@ -77,9 +76,7 @@ class Dispatcher(TorchDispatchMode):
             return self._dispatch(function, args, kwargs)
 
     def _dispatch(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
-        plan = self._plans.get(function)
-        if plan is None:
-            plan = self._plans[function] = plan_of(function)
+        plan = plan_of(function)
         store = self.store
         if store.dead or store.gone:
             store.settle()
@@ -95,7 +92,7 @@ class Dispatcher(TorchDispatchMode):
         call = Call(plan, surroundings, function, args, kwargs)
         if plan.several:
             call.key.append(torch.is_grad_enabled())
-        call.template = [self._take(value, call) for value in args]
+        call.template = [self._take(value, call, position in plan.scalars) for position, value in enumerate(args)]
         call.names = {name: self._take(value, call) for name, value in kwargs.items()} if kwargs else {}
         if call.device is None:
             call.device = device_among(kwargs)
@@ -103,6 +100,8 @@ class Dispatcher(TorchDispatchMode):
         key = (call.device, *call.key)
         facts = self.knowledge.facts.get(key)
         if facts is None:
+            if plan.sized_by_data(args):
+                self._access(call)
             facts = self.knowledge.learn(key, plan, function, args, kwargs)
         call.facts = facts
         if plan.writes or plan.statistics or call.opaque or not plan.repeatable:
@@ -156,8 +155,10 @@ class Dispatcher(TorchDispatchMode):
                 if not value or type(value[0]) is not int:
                     return False, None
                 key.append(tuple(value))
+            elif kind is float or (kind is int and len(template) in plan.scalars):
+                key.append(kind)
             else:
-                key.append(kind if kind is float else _BOOLS[value] if kind is bool else value)
+                key.append(_BOOLS[value] if kind is bool else value)
             template.append(value)
         facts = self.knowledge.facts.get(tuple(key))
         if facts is None or not facts.simple or self._lazy:
@@ -180,8 +181,12 @@ class Dispatcher(TorchDispatchMode):
         operator.outputs = (reference,)
         return True, result
 
-    def _take(self, value: Any, call: Call) -> Any:
-        """`value` with views in the place of tensors; notes what the cost of the call depends on."""
+    def _take(self, value: Any, call: Call, is_scalar: bool = False) -> Any:
+        """`value` with views in the place of tensors; notes what the cost of the call depends on.
+
+        Args:
+            is_scalar: it stands where elements are computed with it, so that its value is not a matter of cost.
+        """
         if isinstance(value, Tensor):
             return self._take_tensor(value, call)
         kind = type(value)
@@ -191,7 +196,7 @@ class Dispatcher(TorchDispatchMode):
                 return value
             call.key.append(len(value))
             return [self._take(item, call) for item in value]
-        if kind is float or kind is complex:
+        if kind is float or kind is complex or (kind is int and is_scalar):
             call.key.append(kind)  # seldom a matter of size, and often another one each time
             call.floats.append(value)
         else:
@@ -239,6 +244,17 @@ class Dispatcher(TorchDispatchMode):
         # Views that the program brought along may have such bits whatever their type.
         bits = bits_of(tensor) if self._lazy or source is not slot else 0
         return source, shape, stride, tensor.storage_offset(), dtype, bits
+
+    def _access(self, call: Call) -> None:
+        """Has the data of a call in memory, before it is known what the call makes of it."""
+        slots = [source for source in call.sources if isinstance(source, Slot)]
+        for slot in slots:
+            if not slot.resident:
+                self.store.access(slot, call.plan.label)
+        if not all(slot.resident for slot in slots):  # one had to give way to another
+            for slot in slots:
+                self.store.cut_loose(slot)
+        call.missing = False
 
     def _view(self, plan: Plan, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Views touch no data, but PyTorch makes most of them only of storages that are there."""
@@ -366,6 +382,7 @@ class Dispatcher(TorchDispatchMode):
         facts.simple = facts.settled and facts.plain and len(made) == 1 and isinstance(result, Tensor)
         if peak is not None:
             self._learned(plan.label, facts, peak, ledger.memory - (sum(sizes) if pending.tensors is not None else 0))
+            self.knowledge.learn_scratch(facts, tensors_in([*args, *kwargs.values()]))
         sizes += [storage.nbytes() for _, storage in changed]
         tensors = self._written_down(pending, sizes)
         operator = None

@@ -43,6 +43,7 @@ class Plan(NamedTuple):
         usual: it is none of all that.
         several: it returns more than one tensor; what these are may depend on whether gradients are on.
         reads: the flags that it may depend on beside its arguments.
+        scalars: positions of numbers that it computes with elements of tensors.
         foreign: it is no operator of PyTorch, so that nobody vouches for its tags.
     """
 
@@ -59,6 +60,7 @@ class Plan(NamedTuple):
     usual: bool = False
     several: bool = False
     reads: Readers = BACKENDS
+    scalars: frozenset[int] = frozenset()
     foreign: bool = False
 
     def sized_by_data(self, args: Sequence[Any]) -> bool:
@@ -76,7 +78,26 @@ class Plan(NamedTuple):
 
 
 def plan_of(function: Any) -> Plan:
-    """The plan of an operator (`torch._ops.OpOverload`), read from its schema and tags."""
+    """The plan of an operator (`torch._ops.OpOverload`), read from its schema and tags, once."""
+    plan = _PLANS.get(function)
+    if plan is None:
+        plan = _PLANS[function] = _read(function)
+    return plan
+
+
+def _scalars(schema: Any) -> frozenset[int]:
+    """Without a tensor among the arguments numbers may be sizes, as those of `arange` are."""
+    kinds = [str(argument.type) for argument in schema.arguments]
+    if not any(kind.startswith("Tensor") for kind in kinds):
+        return frozenset()
+    return frozenset(position for position, kind in enumerate(kinds) if kind in _COMPUTED_WITH)
+
+
+_COMPUTED_WITH = ("number", "Optional[number]", "Tensor")  # a number may stand for a tensor
+_PLANS: dict[Any, Plan] = {}
+
+
+def _read(function: Any) -> Plan:
     schema, tags = function._schema, function.tags
     arguments = [Argument(position, argument.name) for position, argument in enumerate(schema.arguments)]
     statistics = tuple(argument for argument in arguments if argument.name in _STATISTICS)
@@ -103,6 +124,7 @@ def plan_of(function: Any) -> Plan:
         data_dependent=torch.Tag.dynamic_output_shape in tags,
         several=len(schema.returns) > 1,
         reads=readers_for(label, pointwise=torch.Tag.pointwise in tags),
+        scalars=_scalars(schema),
         foreign=foreign,
     )
     special = any(plan[1:6]) or plan.random or plan.data_dependent or not plan.repeatable

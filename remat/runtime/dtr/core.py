@@ -279,6 +279,12 @@ def compile_all() -> None:
     quietly(_CODE.best().show, 0, core._state)
 
 
+def is_ready() -> bool:
+    """Whether the core runs compiled, so that replaying a step takes milliseconds."""
+    _CODE.best()
+    return _CODE.ready
+
+
 _CODE = InBackground(
     vars(k),
     "advance",

@@ -66,7 +66,7 @@ class Replay:
     def run(
         self,
         budget: int | str | float,
-        heuristic: str | Heuristic = "h_dtr",
+        heuristic: str | Heuristic = "h_dtr_eq",
         *,
         deallocation: str = "eager",
         thrash_limit: float = 2.0,
@@ -145,7 +145,7 @@ def replay_of(trace: Trace) -> Replay:
 def simulate_dtr(
     trace: Trace,
     budget: int | str | float,
-    heuristic: str | Heuristic = "h_dtr",
+    heuristic: str | Heuristic = "h_dtr_eq",
     deallocation: str = "eager",
     thrash_limit: float = 2.0,
     *,
