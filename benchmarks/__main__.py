@@ -7,6 +7,7 @@ import argparse
 from benchmarks.any_model import against_compile, against_libraries, any_model
 from benchmarks.comparing import comparing
 from benchmarks.dtr import dtr, static
+from benchmarks.first_use import first_use
 from benchmarks.frontier import frontier
 from benchmarks.live import live
 from benchmarks.paper import dtr_paper, rotor_paper
@@ -23,6 +24,7 @@ BENCHMARKS = {
     "prediction": lambda: prediction(6),
     "peaks": peaks,
     "live": lambda: live(7),
+    "first_use": first_use,
     "frontier": lambda: frontier(6),
     "compare": comparing,
     "any_model": any_model,

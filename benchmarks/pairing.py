@@ -58,7 +58,7 @@ def paired(first: Callable[[], object], second: Callable[[], object], pairs: int
     return median_with_interval(ratios), statistics.median(times[0]), statistics.median(times[1])
 
 
-def _revision() -> str:
+def revision() -> str:
     command = ["git", "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, cwd=RESULTS, check=False).stdout.strip()
 
@@ -66,5 +66,5 @@ def _revision() -> str:
 def write(name: str, rows: list[dict[str, object]], note: str) -> None:
     """Writes the rows as JSON, with the machine they came from."""
     RESULTS.mkdir(exist_ok=True)
-    content = {"note": note, "machine": {**machine(), "revision": _revision()}, "rows": rows}
+    content = {"note": note, "machine": {**machine(), "revision": revision()}, "rows": rows}
     (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1, default=asdict) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from remat.checks import Loss, check_model, check_sample, checked_loss
-from remat.errors import UnsupportedModel
+from remat.errors import OverBudgetWarning, UnsupportedModel
 from remat.live.context import DTR
 from remat.meter import MemoryMeter, elapsed, rounded
 from remat.native import checkpointed, compiled
@@ -277,6 +278,11 @@ class LimitedStep(Step):
         self.dtr.reserved_bytes = sample_bytes
 
     def __call__(self, foreign: ForeignGradients | None = None) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", OverBudgetWarning)  # what is measured says so
+            self._run(foreign)
+
+    def _run(self, foreign: ForeignGradients | None) -> None:
         if self._loss is None and self._gradients.missing:
             with self.dtr:  # gradients of the output are no part of the step, but who knows its shape?
                 output = self._output()

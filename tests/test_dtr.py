@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,9 +19,11 @@ from plain_dtr import SCORES, OutOfMemory, PlainDtr
 
 import remat
 from remat.chain import Chain
+from remat.compilation import InBackground
 from remat.errors import InfeasibleBudget, RematError
 from remat.graphs.training import TrainingGraph
 from remat.runtime.dtr import _kernels as k
+from remat.runtime.dtr import core as core_module
 from remat.runtime.dtr.core import Core
 from remat.runtime.dtr.freezing import freeze
 from remat.runtime.dtr.graph import compile_trace
@@ -394,3 +397,46 @@ def test_freezing_keeps_what_dtr_keeps() -> None:
     planned = simulate(chain, remat.solve(chain, 0.5, "floating"))
     assert planned.seconds <= report.seconds <= 1.15 * planned.seconds
     assert math.isfinite(report.overhead) and report.recomputations > 5
+
+
+@settings(max_examples=40, deadline=None)
+@given(traces(), st.floats(0.3, 1.0), st.sampled_from(sorted(HEURISTICS)))
+def test_the_core_as_it_is_written_decides_like_the_compiled_one(trace: Trace, share: float, heuristic: str) -> None:
+    program = compile_trace(trace)
+    budget = max(int(Replay(trace).baseline.peak_bytes * share), 1)
+
+    def decided(ready: bool) -> tuple[int, list]:
+        code = InBackground(vars(k), "advance", "", "the core")
+        code.ready, code._process = ready, SimpleNamespace(poll=lambda: None)  # type: ignore[assignment]  # at work
+        before, core_module._CODE = core_module._CODE, code
+        try:
+            core = Core(program.graph, budget, make_heuristic(heuristic), log=True, held=program.held)
+            return core.run(program.instructions), core.decisions()
+        finally:
+            core_module._CODE = before
+
+    assert decided(ready=True) == decided(ready=False)
+
+
+def test_an_interrupted_sweep_stops_at_once() -> None:
+    """What the threads are at stops too, though it would take long."""
+    chain = Chain([1] * 400, [2] * 399, [0] * 399, [0] * 399, [0.0] * 399, [0.0] * 399)  # costs nothing: no limit
+    replays = {"long": Replay(Trace.from_chain(chain))}
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep(replays, [1.0, *[0.02] * 6], {"h_lru": "h_lru"}, progress=interrupt)
+
+
+def test_a_long_replay_can_be_stopped() -> None:
+    chain = Chain([1] * 400, [2] * 399, [0] * 399, [0] * 399, [0.0] * 399, [0.0] * 399)
+    asked: list[int] = []
+
+    def stopped() -> bool:
+        asked.append(1)
+        return len(asked) == 3
+
+    with pytest.raises(KeyboardInterrupt):
+        Replay(Trace.from_chain(chain)).run(0.02, "h_lru", stopped=stopped)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _len_torch_dispatch_stack, _pop_mode
 
 from remat.errors import OutOfBudget, OverBudgetWarning, RematError, Thrashing
-from remat.live.choosing import Choice, choose, is_chosen
+from remat.live.choosing import Choice, choose, done_at, is_chosen, note_done
 from remat.live.compiled import is_compiling
 from remat.live.dispatcher import NUMBER_BYTES, Dispatcher
 from remat.live.ledger import Ledger
@@ -39,7 +39,8 @@ class Block:
         budget: bytes.
         reserved: bytes of the budget for what the block does not allocate itself.
         options: of the policy core.
-        chooses_for: place in the program for whose next blocks the best heuristic is to be found; None: it is given.
+        place: where in the program it stands.
+        chooses: whether the best heuristic is to be found for the next blocks there.
     """
 
     def __init__(
@@ -51,7 +52,8 @@ class Block:
         reserved: int,
         by_model: bool,
         options: dict[str, Any],
-        chooses_for: Hashable = None,
+        place: Hashable = None,
+        chooses: bool = False,
     ) -> None:
         self.budget = budget
         reserved += _NUMBERS * NUMBER_BYTES
@@ -60,7 +62,8 @@ class Block:
         self._store = Store(self.ledger, self._limits)
         self._mode = Dispatcher(self._store, by_model=by_model)
         self._saving = Saving(self._store)
-        self._chooses_for, self._by_model = chooses_for, by_model
+        self._place, self._chooses, self._by_model = place, chooses, by_model
+        self._limits.whole = done_at(place)
         self._choice: Choice | None = None
         self._depth = 0  # of the stack of modes below this one
         self._materialised = False
@@ -176,9 +179,11 @@ class Block:
 
     def _choose(self) -> None:
         """Finds the heuristic for the next blocks here, once, and again where the one that was found thrashes."""
-        where, core = self._chooses_for, self.ledger.core
+        where, core = (self._place, self.budget), self.ledger.core
         thrashed = self._limits.thrashes or self.outcome == "thrash"
-        if where is not None and core.scalar(k.EVICTIONS) and (thrashed or not is_chosen(where)):
+        if self.outcome in ("pass", "over"):
+            note_done(self._place, self.ledger)
+        if self._chooses and core.scalar(k.EVICTIONS) and (thrashed or not is_chosen(where)):
             self._choice = choose(where, self.ledger, by_model=self._by_model)
 
     def _warn(self) -> None:
@@ -231,6 +236,11 @@ class Block:
                     store.cut_loose(slot)
             if access in (Access.WRITES, Access.SHARES):
                 self._preserve(tensor, storage)
+
+    def take_state(self, get_state: Callable[[], Tensor]) -> Tensor:
+        """The state of PyTorch's generator, counted as long as the program holds it."""
+        with self._store.lock, torch._C._DisableTorchDispatch():
+            return self._mode.take_state(get_state)
 
     def _preserve(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         """What was computed from a tensor that is about to change without an operator must not need it any more."""

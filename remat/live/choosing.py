@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from remat.live.ledger import Ledger
+from remat.live.ledger import Ledger, Program
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.core import Core, is_ready
 from remat.runtime.dtr.heuristics import HEURISTICS
@@ -34,6 +34,8 @@ class Choice(NamedTuple):
 
 
 _chosen: dict[Hashable, str] = {}
+_done: dict[Hashable, Program] = {}  # what blocks did that ended well, by place
+_PLACES = 8  # of which that is remembered
 
 
 def place() -> Hashable:
@@ -47,6 +49,19 @@ def place() -> Hashable:
 def heuristic_at(where: Hashable) -> str:
     """The heuristic that was chosen for blocks there, or the one to begin with."""
     return _chosen.get(where, FIRST)
+
+
+def note_done(where: Hashable, ledger: Ledger) -> None:
+    """Remembers what a block did, so that a later one that runs out of memory knows what is yet to come."""
+    _done.pop(where, None)
+    _done[where] = ledger.program()
+    while len(_done) > _PLACES:
+        del _done[next(iter(_done))]
+
+
+def done_at(where: Hashable) -> Program | None:
+    """What the last block there did that ended well."""
+    return _done.get(where)
 
 
 def is_chosen(where: Hashable) -> bool:

@@ -99,9 +99,9 @@ class DTR:
         self._block: Block | None = None
 
     def __enter__(self) -> DTR:
-        where = (place(), self.budget) if self.chooses else None
-        if where is not None:
-            self._heuristic = self.name = heuristic_at(where)
+        here = place()
+        if self.chooses:
+            self._heuristic = self.name = heuristic_at((here, self.budget))
             self.heuristic = make_heuristic(self.name)
         block = Block(
             self.budget,
@@ -110,7 +110,8 @@ class DTR:
             reserved=self.reserved_bytes,
             by_model=self.costs == "model",
             options=self._options,
-            chooses_for=where,
+            place=here,
+            chooses=self.chooses,
         )
         block.enter()
         self._block = block

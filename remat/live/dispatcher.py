@@ -7,7 +7,7 @@ and its decisions are carried out; then the operator runs, and its outputs becom
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +35,10 @@ from remat.live.store import Store, new_storages, no_autocast, no_autograd, no_m
 from remat.live.surroundings import KNOWN, Surroundings, surroundings_of
 from remat.runtime.dtr import _kernels as k
 
-_RANDOM_BYTES = 3 * 5056  # copies of a generator's state while an operator that draws random numbers runs
+STATE_BYTES = 5056  # of the CPU's generator
+_RANDOM_BYTES = 3 * STATE_BYTES  # copies of a generator's state while an operator that draws random numbers runs
+# A copy of a tensor with its storage, `copy.deepcopy` and loading, makes the storage by itself and ends here.
+_ON_STORAGES = (torch.ops.aten.set_.source_Storage_storage_offset, torch.ops.aten.set_.source_Storage)
 _BOOLS = {True: "true", False: "false"}  # in keys, where they would equal 1 and 0
 NUMBER_BYTES = 16  # of the largest number, a complex one
 
@@ -267,7 +270,7 @@ class Dispatcher(TorchDispatchMode):
             if slot is not None and not slot.resident and plan.label != "detach":
                 self.store.access(slot, plan.label)
         result = function(*args, **kwargs)
-        if plan.is_fresh:
+        if plan.is_fresh or function in _ON_STORAGES:
             for tensor in tensors_in(result):
                 if tensor.layout == torch.strided and tensor.numel():
                     self._adopt(tensor)
@@ -275,13 +278,23 @@ class Dispatcher(TorchDispatchMode):
 
     def _adopt(self, tensor: Tensor) -> None:
         """Takes account of a tensor that was made behind the dispatcher's back."""
-        storage, store, ledger = storage_of(tensor), self.store, self.ledger
+        storage = storage_of(tensor)
         size = storage.nbytes()
-        if id(storage) in store.slots or not size:
-            return
-        (number,) = ledger.add("tensor", max(size // 10, 1), [], [size])
-        store.hold(size, "tensor")
-        store.enter(number, storage, size, None)
+        if id(storage) not in self.store.slots and id(storage) not in self.store.constants and size:
+            self.store.enter(self._announce("tensor", size), storage, size, None)
+
+    def _announce(self, label: str, size: int) -> int:
+        """Makes room for a tensor that no operator makes; returns its number in the policy core."""
+        (number,) = self.ledger.add(label, max(size // 10, 1), [], [size])
+        self.store.hold(size, label)
+        return number
+
+    def take_state(self, get_state: Callable[[], Tensor]) -> Tensor:
+        """The state of a generator, which checkpointing holds from a forward to its backward."""
+        number = self._announce("get_rng_state", STATE_BYTES)
+        state = get_state()
+        self.store.enter(number, storage_of(state), STATE_BYTES, None)
+        return state
 
     def _unusual(self, call: Call) -> Any:
         """Calls that change storages, or that cannot run again."""

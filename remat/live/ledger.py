@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,6 +11,13 @@ from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.core import NO_LIMIT, Core
 from remat.runtime.dtr.graph import Graph
 from remat.runtime.dtr.heuristics import Heuristic
+
+
+class Program(NamedTuple):
+    """Operators, and what is done with them and what they make: rows of the policy core's instructions."""
+
+    graph: Graph
+    instructions: np.ndarray
 
 
 class Ledger:
@@ -98,16 +106,23 @@ class Ledger:
         """From now on so much more of it makes the core answer THRASHING."""
         self.core.limit_recomputation(nanoseconds)
 
-    def least_budget(self) -> int | None:
-        """The least budget, in bytes, found under which all instructions so far can be carried out.
+    def program(self) -> Program:
+        """All that was written down so far, to be carried out on paper."""
+        return Program(self.graph, np.array(self.instructions, np.int64).reshape(-1, 2))
+
+    def least_budget(self, whole: Program | None = None) -> int | None:
+        """The least budget, in bytes, found under which a program can be carried out.
 
         Found by bisection between the one that failed and one without limit, each run on paper; None where not even
         that works.
+
+        Args:
+            whole: the program; by default what was written down so far.
         """
-        instructions = np.array(self.instructions, np.int64).reshape(-1, 2)
+        graph, instructions = whole or self.program()
 
         def run(budget: int) -> Core | None:
-            core = Core(self.graph, budget, self._heuristic, **self._options)  # type: ignore[arg-type]
+            core = Core(graph, budget, self._heuristic, **self._options)  # type: ignore[arg-type]
             return core if core.run(instructions) == k.DONE else None
 
         unlimited = run(NO_LIMIT)

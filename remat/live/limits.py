@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from remat.errors import OutOfBudget, Thrashing, ThrashingWarning
-from remat.live.ledger import Ledger
+from remat.live.ledger import Ledger, Program
 from remat.runtime.dtr import _kernels as k
 from remat.units import format_bytes
 
@@ -35,6 +35,7 @@ class Limits:
     Attributes:
         thrashes: whether it was reached.
         over: where most memory above the budget was taken, if any was.
+        whole: what an earlier block at this place of the program did, from its beginning to its end.
     """
 
     def __init__(self, thrash_limit: float | None, reserved_bytes: int = 0) -> None:
@@ -42,6 +43,7 @@ class Limits:
         self.reserved_bytes = reserved_bytes
         self.thrashes = False
         self.over: Over | None = None
+        self.whole: Program | None = None
 
     def went_over(self, where: str, peak_bytes: int) -> None:
         """Notes that more was taken than the budget allows."""
@@ -76,8 +78,9 @@ class Limits:
                 f"{max(_HOPELESS, self.thrash_limit or 0):g} times as long as all that the program has computed; raise "
                 "the budget, or set thrash_limit=None to go on"
             )
-        least = ledger.least_budget()
-        raise OutOfBudget(call, budget, needed + reserved, None if least is None else least + reserved)
+        found = [ledger.least_budget(), None if self.whole is None else ledger.least_budget(self.whole)]
+        least = max((least + reserved for least in found if least is not None), default=None)
+        raise OutOfBudget(call, budget, needed + reserved, least)
 
     def _warn(self, ledger: Ledger) -> None:
         self.thrashes = True

@@ -82,6 +82,8 @@ def guard(expose: Expose) -> None:
             if hasattr(owner, name):
                 _replace(owner, name, _exposing(getattr(owner, name), access))
         _replace(threading.Thread, "_bootstrap_inner", _visiting(threading.Thread._bootstrap_inner))  # type: ignore[attr-defined]
+        for owner in (torch, torch.random):
+            _replace(owner, "get_rng_state", _accounting(owner.get_rng_state))
         _replace(torch, "compile", also_from_now_on(torch.compile))
         run_as_written()
         _replace(ThreadPoolExecutor, "submit", _submitting(ThreadPoolExecutor.submit))
@@ -142,6 +144,15 @@ def _exposing(function: Callable[..., Any], access: Access) -> Callable[..., Any
         return function(*args, **kwargs)
 
     return guarded
+
+
+def _accounting(get_state: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    @functools.wraps(get_state)
+    def accounting() -> Tensor:
+        block = getattr(_own, "block", None)
+        return get_state() if block is None else block.__self__.take_state(get_state)
+
+    return accounting
 
 
 # Other threads -------------------------------------------------------------------------------------------------------
