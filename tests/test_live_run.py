@@ -24,7 +24,7 @@ def test_run_measures_dtr_as_it_measures_a_schedule() -> None:
     everything = remat.run(model, tokens, remat.DTR("1GiB"), repeats=1)
     assert everything.peak_bytes == pytest.approx(schedule.peak_bytes, rel=0.05)
     budget = everything.peak_bytes // 2
-    dtr = remat.DTR(budget)
+    dtr = remat.DTR(budget, "h_dtr_eq", thrash_limit=4.0)  # measured costs of so small operators vary
     report = remat.run(model, tokens, dtr, repeats=1, baseline=True)
     assert (report.strategy, report.outcome, report.measured, report.budget_bytes) == (
         "dtr h_dtr_eq",

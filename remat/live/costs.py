@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from remat.live.plans import INDEXING, Plan, tensors_in
+from remat.live.plans import INDEXING, PUTTING, Plan, tensors_in
 from remat.live.slots import storage_of
 from remat.live.surroundings import PLAIN
 from remat.meter import MemoryMeter
@@ -29,6 +29,7 @@ class Facts:
         total_bytes: their sum.
         scratch_bytes: what a call needs beside that while it runs; 0 until it was measured.
         measured: whether it was, here or in another call of the family.
+        extent: what that grows with, in calls of one family.
         family: what calls have in common that need about the same scratch memory.
         model_nanoseconds: time by the cost model.
         nanoseconds: the least time seen, of the first calls; by the cost model before.
@@ -39,6 +40,7 @@ class Facts:
     """
 
     __slots__ = (
+        "extent",
         "family",
         "measured",
         "model_nanoseconds",
@@ -56,6 +58,7 @@ class Facts:
         self.expect(output_bytes)
         self.scratch_bytes = 0
         self.family: Hashable = None
+        self.extent = 1
         self.measured = self.settled = self.plain = self.simple = False
         self.model_nanoseconds = self.nanoseconds = model_nanoseconds
         self.timed = 0
@@ -87,18 +90,19 @@ class Knowledge:
         facts.plain = all(not tensor.is_complex() and not tensor.is_quantized for tensor in inputs)
         facts.family = _family(key, plan, args, kwargs, inputs)
         known = self._scratch.get(facts.family)
+        facts.extent = max(_extent(plan, args, inputs), 1)
         if known is not None:
-            facts.scratch_bytes, facts.measured = known.of(_bytes(inputs)), True
+            facts.scratch_bytes, facts.measured = known.of(facts.extent), True
         if not plan.sized_by_data(args):
             self._remember(key, facts)
         elif facts.measured:
             facts.settled = True
         return facts
 
-    def learn_scratch(self, facts: Facts, inputs: Sequence[Tensor]) -> None:
+    def learn_scratch(self, facts: Facts) -> None:
         """What was measured in one call holds for others of its family, whose sizes are about the same."""
         if facts.family is not None:
-            found = Scratch(facts.scratch_bytes, max(_bytes(inputs), 1))
+            found = Scratch(facts.scratch_bytes, facts.extent)
             known = self._scratch.get(facts.family)
             self._scratch[facts.family] = found if known is None else max(known, found, key=lambda one: one.share)
 
@@ -110,18 +114,24 @@ class Knowledge:
 
 
 class Scratch(NamedTuple):
-    """Scratch memory that a call was measured to need, and the bytes of its inputs."""
+    """Scratch memory that a call was measured to need, and its extent: bytes of inputs, or entries of masks."""
 
     bytes: int
-    input_bytes: int
+    extent: int
 
     @property
     def share(self) -> float:
-        return self.bytes / self.input_bytes
+        return self.bytes / self.extent
 
-    def of(self, input_bytes: int) -> int:
+    def of(self, extent: int) -> int:
         """What a call of the same family needs: in proportion where it is larger."""
-        return max(self.bytes, math.ceil(self.share * input_bytes))
+        return max(self.bytes, math.ceil(self.share * extent))
+
+
+def _extent(plan: Plan, args: Sequence[Any], inputs: Sequence[Tensor]) -> int:
+    if plan.label in (*INDEXING, *PUTTING) and plan.sized_by_data(args):
+        return _masked_elements(args[0], args[1])
+    return _bytes(inputs)
 
 
 def _bytes(inputs: Sequence[Tensor]) -> int:
@@ -220,7 +230,7 @@ def _predicted_outputs(
 _INDEX_BYTES = 8
 
 
-def _counted_outputs(
+def _counted_outputs(  # noqa: PLR0911  # one for each kind of operator
     plan: Plan, function: Callable[..., Any], args: Sequence[Any], inputs: Sequence[Tensor]
 ) -> list[int]:
     """Bytes of the outputs of an operator whose sizes depend on data: counted there, or the most that they can be."""
@@ -228,6 +238,8 @@ def _counted_outputs(
     with torch._C._DisableTorchDispatch():
         if plan.label in INDEXING and any(tensor is not None for tensor in args[1]):
             return [_masked_elements(args[0], args[1]) * args[0].element_size()]
+        if plan.label in PUTTING:
+            return [] if plan.writes else [_bytes(inputs[:1])]
         if plan.label in ("nonzero", "argwhere"):
             return [int(first.count_nonzero()) * max(first.dim(), 1) * _INDEX_BYTES]
         if plan.label == "masked_select":
@@ -244,7 +256,10 @@ def _counted_outputs(
 
 
 def _masked_elements(source: Tensor, indices: Sequence[Tensor | None]) -> int:
-    """Elements of `source[indices]`: a mask stands for the indices of its true entries, in as many dimensions."""
+    """Elements of `source[indices]`: a mask stands for the indices of its true entries, in as many dimensions.
+
+    The masks are read, so they have to be in memory.
+    """
     picked, kept, dimension = 1, 1, 0
     for index in indices:
         if index is None:

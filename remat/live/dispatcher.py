@@ -395,7 +395,7 @@ class Dispatcher(TorchDispatchMode):
         facts.simple = facts.settled and facts.plain and len(made) == 1 and isinstance(result, Tensor)
         if peak is not None:
             self._learned(plan.label, facts, peak, ledger.memory - (sum(sizes) if pending.tensors is not None else 0))
-            self.knowledge.learn_scratch(facts, tensors_in([*args, *kwargs.values()]))
+            self.knowledge.learn_scratch(facts)
         sizes += [storage.nbytes() for _, storage in changed]
         tensors = self._written_down(pending, sizes)
         operator = None

@@ -12,6 +12,7 @@ from remat.live.surroundings import BACKENDS, Readers, readers_for
 
 _OWN = ("aten", "prims", "prim", "c10d", "_c10d_functional", "_dtensor")  # namespaces of PyTorch's own operators
 INDEXING = ("index", "_unsafe_index")
+PUTTING = ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
 _STATISTICS = ("running_mean", "running_var")
 _TRAINING = ("training", "train")
 
@@ -64,11 +65,11 @@ class Plan(NamedTuple):
     foreign: bool = False
 
     def sized_by_data(self, args: Sequence[Any]) -> bool:
-        """Whether the size of what a call makes depends on data. Indexing by numbers is among such operators by its
-        tags, but only indexing by masks is one."""
-        if not self.data_dependent:
+        """Whether the size of what a call makes, or of its scratch memory, depends on data. Indexing by numbers is
+        among such operators by its tags, but only indexing by masks is one."""
+        if not self.data_dependent and self.label not in PUTTING:
             return False
-        if self.label in INDEXING:
+        if self.label in (*INDEXING, *PUTTING):
             return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors_in(args[1]))
         return True
 
