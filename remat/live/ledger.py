@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,6 +12,9 @@ from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.core import NO_LIMIT, Core
 from remat.runtime.dtr.graph import Graph
 from remat.runtime.dtr.heuristics import Heuristic
+
+_SEARCH_SECONDS = 5.0  # that the search for the least budget may take
+_HOPELESS = 5  # times the operators' own time, spent on recomputing: such a budget is not worth naming
 
 
 class Program(NamedTuple):
@@ -114,22 +118,40 @@ class Ledger:
         """The least budget, in bytes, found under which a program can be carried out.
 
         Found by bisection between the one that failed and one without limit, each run on paper; None where not even
-        that works.
+        that works. Where that takes long, what was found in some seconds.
 
         Args:
             whole: the program; by default what was written down so far.
         """
         graph, instructions = whole or self.program()
 
+        until, most_again = time.monotonic() + _SEARCH_SECONDS, NO_LIMIT
+
+        def late() -> bool:
+            return time.monotonic() > until
+
         def run(budget: int) -> Core | None:
-            core = Core(graph, budget, self._heuristic, **self._options)  # type: ignore[arg-type]
-            return core if core.run(instructions) == k.DONE else None
+            core = Core(
+                graph,
+                budget,
+                self._heuristic,
+                most_again=most_again,
+                stopped=late,
+                **self._options,  # type: ignore[arg-type]
+            )
+            try:
+                return core if core.run(instructions) == k.DONE else None
+            except KeyboardInterrupt:
+                if late():  # what was found until then works, too
+                    return None
+                raise
 
         unlimited = run(NO_LIMIT)
         if unlimited is None:
             return None
+        most_again = _HOPELESS * max(unlimited.scalar(k.MODEL_COST), 1)
         fails, works = self.budget, unlimited.scalar(k.PEAK)
-        while works - fails > 1:
+        while works - fails > 1 and not late():
             middle = (fails + works) // 2
             if run(middle) is None:
                 fails = middle
