@@ -99,7 +99,23 @@ class OutOfBudget(RematError, MemoryError):
 
 
 class Thrashing(RematError, RuntimeError):
-    """A live DTR run would hardly do anything but recompute."""
+    """A live DTR run would hardly do anything but recompute.
+
+    Attributes:
+        budget: bytes.
+        minimum: the least budget, in bytes, found under which it would not; None where none was found.
+    """
+
+    def __init__(self, operator: str, budget: int, times: float, minimum: int | None) -> None:
+        self.operator, self.budget, self.times, self.minimum = operator, budget, times, minimum
+        least = "" if minimum is None else f" to {format_bytes(minimum)} ({minimum} bytes), with which it would not,"
+        super().__init__(
+            f"within {format_bytes(budget)}, up to {operator} recomputation takes more than {times:g} times as long as "
+            f"all that the program has computed; raise the budget{least} or set thrash_limit=None to go on"
+        )
+
+    def __reduce__(self) -> tuple[type, tuple[str, int, float, int | None]]:
+        return type(self), (self.operator, self.budget, self.times, self.minimum)
 
 
 class ThrashingWarning(UserWarning):

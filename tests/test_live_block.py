@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import threading
 import warnings
 from pathlib import Path
@@ -349,3 +350,55 @@ def test_from_the_second_step_on_the_peak_keeps_the_budget_with_measured_costs()
     limited()
     assert all(peak_bytes(limited) <= budget for _ in range(3))
     assert MIB < budget
+
+
+def test_advice_names_budgets_that_work() -> None:
+    model = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())])
+    sample = torch.randn(64, 64)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def block(budget: int) -> remat.DTR:
+        with remat.DTR(budget, "h_dtr_eq", costs="model", thrash_limit=None) as dtr:
+            model(sample).sum().backward()
+        return dtr
+
+    for _ in range(3):
+        whole = block(2**30)
+    dtr = block(int(0.6 * whole.report().peak_bytes))
+    advice = dtr.advice()
+    assert advice.least_bytes < advice.cheap_bytes <= whole.report().peak_bytes
+    assert block(advice.least_bytes).report().outcome == "pass"
+    assert block(advice.cheap_bytes).report().overhead <= 1.1
+    with pytest.raises(remat.OutOfBudget):
+        block(advice.least_bytes - 512)
+    (name, cost), *_ = advice.costliest
+    assert name in ("tanh", "addmm", "t")
+    assert cost > 0
+    assert 0 < advice.bookkeeping < 1
+    assert "10 % overhead" in str(advice)
+    assert not whole.advice().costliest
+
+
+def test_thrashing_names_a_budget_that_does_not() -> None:
+    cell, inputs = nn.GRUCell(32, 32), torch.randn(60, 8, 32)
+    for parameter in cell.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def block(budget: int) -> remat.DTR:
+        state = torch.zeros(8, 32)
+        with remat.DTR(budget, "h_lru", costs="model", thrash_limit=3.0) as dtr:
+            for given in inputs:
+                state = cell(given, state)
+            state.square().sum().backward()
+        return dtr
+
+    for _ in range(3):
+        whole = block(2**30).report().peak_bytes
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(remat.Thrashing) as caught:
+            block(int(0.4 * whole))
+        assert caught.value.minimum is not None
+        assert block(caught.value.minimum).report().overhead < 6
+    assert pickle.loads(pickle.dumps(caught.value)).minimum == caught.value.minimum

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _len_torch_dispatch_stack, _pop_mode
 
 from remat.errors import OutOfBudget, OverBudgetWarning, RematError, Thrashing
+from remat.live.advice import Advice, advice_on
 from remat.live.choosing import Choice, choose, done_at, is_chosen, note_done
 from remat.live.compiled import is_compiling
 from remat.live.dispatcher import NUMBER_BYTES, Dispatcher
@@ -191,6 +192,9 @@ class Block:
         if over is not None and self.outcome in ("pass", "over"):
             peak, budget = format_bytes(over.peak_bytes + self._limits.reserved_bytes), format_bytes(self.budget)
             warnings.warn(f"DTR took {peak} within {budget}, at {over.where}", OverBudgetWarning, stacklevel=4)
+
+    def advice(self) -> Advice:
+        return advice_on(self.ledger, self._limits.reserved_bytes, self._seconds)
 
     def report(self, strategy: str) -> Report:
         """What it cost; see `DTR.report`."""

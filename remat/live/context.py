@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from remat.cards import card
 from remat.errors import InvalidBudget, RematError
+from remat.live.advice import Advice
 from remat.live.block import Block
 from remat.live.choosing import AUTO, FIRST, heuristic_at, place
 from remat.live.recording import trace_of
@@ -138,6 +139,12 @@ class DTR:
         """What the last block cost: outcome "pass", "over" (at its end the program held more than fits), "oom" or
         "thrash"; peak as the runtime counted it, in bytes; seconds of the whole block."""
         return self._last.report(f"dtr {self.name}")
+
+    def advice(self) -> Advice:
+        """What can be done about the last block: the least budget that works, the least with 10 % overhead, the
+        operators whose recomputations cost most, and how much of the time was bookkeeping. Replays the block on paper,
+        for up to some seconds; print it."""
+        return self._last.advice()
 
     @property
     def trace(self) -> Trace:

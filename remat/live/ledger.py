@@ -14,7 +14,7 @@ from remat.runtime.dtr.graph import Graph
 from remat.runtime.dtr.heuristics import Heuristic
 
 _SEARCH_SECONDS = 5.0  # that the search for the least budget may take
-_HOPELESS = 5  # times the operators' own time, spent on recomputing: such a budget is not worth naming
+_HOPELESS = 5.0  # times the operators' own time, spent on recomputing: such a budget is not worth naming
 
 
 class Program(NamedTuple):
@@ -114,7 +114,9 @@ class Ledger:
         """All that was written down so far, to be carried out on paper."""
         return Program(self.graph, np.array(self.instructions, np.int64).reshape(-1, 2))
 
-    def least_budget(self, whole: Program | None = None) -> int | None:
+    def least_budget(
+        self, whole: Program | None = None, *, below: int | None = None, overhead: float = _HOPELESS
+    ) -> int | None:
         """The least budget, in bytes, found under which a program can be carried out.
 
         Found by bisection between the one that failed and one without limit, each run on paper; None where not even
@@ -122,6 +124,8 @@ class Ledger:
 
         Args:
             whole: the program; by default what was written down so far.
+            below: one that does not work; by default the present one.
+            overhead: times the operators' own time that it may take.
         """
         graph, instructions = whole or self.program()
 
@@ -149,8 +153,8 @@ class Ledger:
         unlimited = run(NO_LIMIT)
         if unlimited is None:
             return None
-        most_again = _HOPELESS * max(unlimited.scalar(k.MODEL_COST), 1)
-        fails, works = self.budget, unlimited.scalar(k.PEAK)
+        most_again = int((overhead - 1) * max(unlimited.scalar(k.MODEL_COST), 1))
+        fails, works = self.budget if below is None else below, unlimited.scalar(k.PEAK)
         while works - fails > 1 and not late():
             middle = (fails + works) // 2
             if run(middle) is None:

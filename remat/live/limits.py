@@ -71,15 +71,11 @@ class Limits:
         shapes = ", ".join(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors)
         call = f"{label}({shapes})"
         reserved, budget = self.reserved_bytes, ledger.budget + self.reserved_bytes
-        if answer == k.THRASHING:
-            self.thrashes = True
-            raise Thrashing(
-                f"within {format_bytes(budget)}, up to {call} recomputation takes more than "
-                f"{max(_HOPELESS, self.thrash_limit or 0):g} times as long as all that the program has computed; raise "
-                "the budget, or set thrash_limit=None to go on"
-            )
         found = [ledger.least_budget(), None if self.whole is None else ledger.least_budget(self.whole)]
         least = max((least + reserved for least in found if least is not None), default=None)
+        if answer == k.THRASHING:
+            self.thrashes = True
+            raise Thrashing(call, budget, max(_HOPELESS, self.thrash_limit or 0), least)
         raise OutOfBudget(call, budget, needed + reserved, least)
 
     def _warn(self, ledger: Ledger) -> None:
