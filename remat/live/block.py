@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack, _pop_mode
 from remat.errors import OutOfBudget, OverBudgetWarning, RematError, Thrashing
 from remat.live.advice import Advice, advice_on
 from remat.live.choosing import Choice, choose, done_at, is_chosen, note_done
-from remat.live.compiled import is_compiling
 from remat.live.dispatcher import NUMBER_BYTES, Dispatcher
 from remat.live.ledger import Ledger
 from remat.live.limits import Limits
@@ -80,12 +79,6 @@ class Block:
         if getattr(_running, "block", None) is not None:
             raise RematError(
                 "a DTR block inside another one: there is one budget for a thread; leave the outer block first"
-            )
-        if is_compiling():
-            raise RematError(
-                "a DTR block inside of code that torch.compile was given: the compiler would trace the block's own "
-                "code. Put the block around the call of the compiled function (what is compiled runs as it is written "
-                "then), or decorate the function that holds the block with torch.compiler.disable"
             )
         self._depth = _len_torch_dispatch_stack()
         try:

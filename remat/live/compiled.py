@@ -13,17 +13,21 @@ from typing import Any
 
 import torch
 
+from remat.errors import RematError
+
 _restore: list[Callable[[], None]] = []
 
 
-def is_compiling() -> bool:
-    """Whether this is called from code that the compiler traces, or has compiled in part."""
-    if torch.compiler.is_compiling():
-        return True
-    if "torch._dynamo" not in sys.modules:
-        return False
-    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
-    return callback is not None and callback is not False
+def refuse_inside() -> None:
+    """Raises RematError where this is called from code that the compiler traces, or has compiled in part."""
+    if torch.compiler.is_compiling() or (
+        "torch._dynamo" in sys.modules and torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
+    ):
+        raise RematError(
+            "a DTR block inside of code that torch.compile was given: the compiler would trace the block's own code. "
+            "Put the block around the call of the compiled function (what is compiled runs as it is written then), or "
+            "decorate the function that holds the block with torch.compiler.disable"
+        )
 
 
 def run_as_written() -> None:

@@ -10,6 +10,7 @@ from remat.errors import InvalidBudget, RematError
 from remat.live.advice import Advice
 from remat.live.block import Block
 from remat.live.choosing import AUTO, FIRST, heuristic_at, place
+from remat.live.compiled import refuse_inside
 from remat.live.recording import trace_of
 from remat.report import Report
 from remat.runtime.dtr.heuristics import Heuristic, make_heuristic
@@ -100,6 +101,7 @@ class DTR:
         self._block: Block | None = None
 
     def __enter__(self) -> DTR:
+        refuse_inside()
         here = place()
         if self.chooses:
             self._heuristic = self.name = heuristic_at((here, self.budget))

@@ -94,7 +94,7 @@ class Knowledge:
         if known is not None:
             facts.scratch_bytes, facts.measured = known.of(facts.extent), True
         if not plan.sized_by_data(args):
-            self._remember(key, facts)
+            _remember(self.facts, key, facts)
         elif facts.measured:
             facts.settled = True
         return facts
@@ -104,13 +104,16 @@ class Knowledge:
         if facts.family is not None:
             found = Scratch(facts.scratch_bytes, facts.extent)
             known = self._scratch.get(facts.family)
-            self._scratch[facts.family] = found if known is None else max(known, found, key=lambda one: one.share)
+            best = found if known is None else max(known, found, key=lambda one: one.share)
+            _remember(self._scratch, facts.family, best)
 
-    def _remember(self, key: Hashable, facts: Facts) -> None:
-        if len(self.facts) >= _MOST:  # lengths that never come back, say
-            for old in list(itertools.islice(self.facts, _MOST // 4)):
-                del self.facts[old]
-        self.facts[key] = facts
+
+def _remember(known: dict[Hashable, Any], key: Hashable, value: object) -> None:
+    """Adds an entry; where there are very many, of lengths that never come back, say, the oldest go."""
+    if len(known) >= _MOST:
+        for old in list(itertools.islice(known, _MOST // 4)):
+            del known[old]
+    known[key] = value
 
 
 class Scratch(NamedTuple):

@@ -280,7 +280,7 @@ class Dispatcher(TorchDispatchMode):
         """Takes account of a tensor that was made behind the dispatcher's back."""
         storage = storage_of(tensor)
         size = storage.nbytes()
-        if id(storage) not in self.store.slots and id(storage) not in self.store.constants and size:
+        if id(storage) not in self.store.slots and not self.store.is_brought(storage) and size:
             self.store.enter(self._announce("tensor", size), storage, size, None)
 
     def _announce(self, label: str, size: int) -> int:

@@ -23,6 +23,11 @@ class Program(NamedTuple):
     graph: Graph
     instructions: np.ndarray
 
+    def begins_like(self, graph: Graph) -> bool:
+        """Whether its first operators are those of another one so far, on tensors of the same sizes."""
+        operators, tensors = len(graph.labels), len(graph.sizes)
+        return self.graph.labels[:operators] == graph.labels and self.graph.sizes[:tensors] == graph.sizes
+
 
 class Ledger:
     """Writes down operators and references, and consults the policy core where memory runs out.

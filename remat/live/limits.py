@@ -71,7 +71,9 @@ class Limits:
         shapes = ", ".join(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors)
         call = f"{label}({shapes})"
         reserved, budget = self.reserved_bytes, ledger.budget + self.reserved_bytes
-        found = [ledger.least_budget(), None if self.whole is None else ledger.least_budget(self.whole)]
+        found = [ledger.least_budget()]
+        if self.whole is not None and self.whole.begins_like(ledger.graph):  # what is yet to come is known
+            found.append(ledger.least_budget(self.whole))
         least = max((least + reserved for least in found if least is not None), default=None)
         if answer == k.THRASHING:
             self.thrashes = True

@@ -159,6 +159,11 @@ class Store:
         brought.constant = weakref.ref(constant)
         return constant, True
 
+    def is_brought(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the program brought this storage along, as far as operators have used it."""
+        brought = self.constants.get(id(storage))
+        return brought is not None and brought() is storage  # an `id` may have been another one's
+
     def forget(self, storage: torch.UntypedStorage) -> None:
         """The content of a constant has changed: what is computed from it next is computed from another one."""
         brought = self.constants.get(id(storage))
