@@ -300,34 +300,46 @@ def _measure_memory(
 ) -> _Memory:
     value = detached(value)
     layouts = _settled_layouts(runs, value, foreign, tell)
+    sizes, output = _measured_sizes(runs, value, device, foreign, layouts, tell, output_held=output_held)
+    contiguous = contiguous_forms(output) if isinstance(runs[-1], Stage) else ()
+    if contiguous:  # a loss that is not known may send back either form, and all backwards hand it on
+        others = _settled_layouts(runs, value, foreign, tell, end=contiguous)
+        again, _ = _measured_sizes(runs, value, device, foreign, others, tell, output_held=output_held)
+        extras = [max(one.bwd_extra, other.bwd_extra) for one, other in zip(sizes, again, strict=True)]
+        sizes = [replace(size, bwd_extra=extra) for size, extra in zip(sizes, extras, strict=True)]
+    return _Memory(layouts.gradient_bytes(0, value), sizes, layouts.leaves)
+
+
+def _measured_sizes(
+    runs: Sequence[Stage | Loss],
+    value: Any,
+    device: torch.device,
+    foreign: ForeignGradients,
+    layouts: _Layouts,
+    tell: Progress,
+    *,
+    output_held: bool,
+) -> tuple[list[Sizes], Any]:
+    """What every stage takes where gradients lie in memory as in these layouts; and the model's output."""
     meter = MemoryMeter(device)
     boundaries: list[Boundary] = []
-    given = last_given = value
+    given = value
     with meter.session():
         for index, run in enumerate(runs):
             tell("measuring memory", index, len(runs))
-            last_given = given
             given, boundary = _measure_stage(index, run, given, meter, foreign, layouts)
             boundaries.append(boundary)
-        contiguous = contiguous_forms(given) if isinstance(runs[-1], Stage) else ()
-        if contiguous:  # a loss that is not known sends back gradients of its own choice
-            layouts.forms[len(runs)] = contiguous
-            boundaries.append(_measure_stage(len(runs) - 1, runs[-1], last_given, meter, foreign, layouts)[1])
         tell("measuring memory", len(runs), len(runs))
     stages = sum(isinstance(run, Stage) for run in runs)
     sizes = []
-    for position, boundary in enumerate(boundaries):
-        index = position if position < len(runs) else stages - 1  # the last one is there twice
-        without, full, backward = meter.regions[3 * position : 3 * position + 3]
+    for index, boundary in enumerate(boundaries):
+        without, full, backward = meter.regions[3 * index : 3 * index + 3]
         held = index == 0 or boundaries[index - 1].saves_output or (output_held and index == stages)
         size = sizes_of_stage(without, full, backward, boundary, held)
         if output_held and index == stages - 1 and not boundary.saves_output:  # it is counted for the whole step
             size = replace(size, saved=size.saved - boundary.act, bwd_extra=size.bwd_extra + boundary.act)
         sizes.append(size)
-    if contiguous:
-        other = sizes.pop()
-        sizes[-1] = replace(sizes[-1], bwd_extra=max(sizes[-1].bwd_extra, other.bwd_extra))
-    return _Memory(layouts.gradient_bytes(0, value), sizes, layouts.leaves)
+    return sizes, given
 
 
 @dataclass
@@ -348,15 +360,25 @@ class _Layouts:
         return max(gradient_bytes(value), sum(form.bytes for form in forms))
 
 
-def _settled_layouts(runs: Sequence[Stage | Loss], value: Any, foreign: ForeignGradients, tell: Progress) -> _Layouts:
+def _settled_layouts(
+    runs: Sequence[Stage | Loss],
+    value: Any,
+    foreign: ForeignGradients,
+    tell: Progress,
+    end: tuple[Form | None, ...] = (),
+) -> _Layouts:
     """Runs every stage forward and backward until gradients lie in memory as in the sweep before.
 
     What a stage sends back may depend on what was sent back to it, from the last stage to the first.
+
+    Args:
+        end: how the gradients of the output lie; by default as it does.
     """
-    layouts = _Layouts()
+    first = {len(runs): end} if end else {}
+    layouts = _Layouts(dict(first))
     for sweep in range(SETTLING):
         tell("looking at gradients", sweep, SETTLING)
-        found = _Layouts()
+        found = _Layouts(dict(first))
         given = value
         for index, run in enumerate(runs):
             given = _look_at_gradients(index, run, given, foreign, layouts, found)

@@ -286,3 +286,23 @@ def test_measuring_what_the_steps_hold_is_undone_after_an_error() -> None:
     with contextlib.suppress(ZeroDivisionError):
         remat.run(model, sample, schedule, loss=lambda output: 1 / 0)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_a_gradient_of_another_form_is_handed_on_through_all_backwards(found: bool) -> None:
+    """The output lies channels last, the gradient that a loss sends back does not; kernels copy it on the way."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.SiLU()) for _ in range(6)]
+    model = nn.Sequential(*layers)
+    if found:
+        model = Blocks(count=0)
+        model.blocks.extend(layers)
+    model = model.to(memory_format=torch.channels_last)
+    sample = torch.randn(4, 8, 24, 24).to(memory_format=torch.channels_last)
+    weights = torch.randn(4, 8, 24, 24)
+
+    def loop(model: nn.Module, sample: torch.Tensor) -> None:
+        output = model(sample)
+        (output * weights).mean().backward()
+
+    check(model, sample, loop, shares=(0.0, 0.3, 0.6))
