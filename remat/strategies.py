@@ -8,14 +8,14 @@ from typing import TypeAlias
 
 from remat.chain import Chain
 from remat.errors import RematError
-from remat.runtime.dtr.heuristics import HEURISTICS, Heuristic, make_heuristic
+from remat.runtime.dtr.heuristics import DEFAULT, HEURISTICS, Heuristic, make_heuristic
 from remat.solvers import SOLVERS, make_solver
 from remat.solvers.base import Solver
 from remat.solvers.floating import Floating, is_quick
 
 DEFAULTS = ("store_all", "sequential", "chen", "revolve", "persistent", "floating", "dtr")
 THRASH_LIMIT = 5.0  # times the program's own time: what DTR takes above that is thrashing, whose extent is no news
-DTR_HEURISTIC = "h_dtr_eq"  # what "dtr" alone stands for
+DTR_HEURISTIC = DEFAULT  # what "dtr" alone stands for
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 import remat
-from remat.live import block, costs
+from remat.live import block, choosing, costs
 from remat.live.surroundings import BACKENDS, PLAIN, surroundings_of
 from tests.live_programs import evicting
 
@@ -33,23 +33,21 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 @contextmanager
+def switched(read: Callable[[], Any], write: Callable[[Any], None], value: Any) -> Any:
+    before = read()
+    write(value)
+    try:
+        yield
+    finally:
+        write(before)
+
+
 def default_dtype(dtype: torch.dtype) -> Any:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    return switched(torch.get_default_dtype, torch.set_default_dtype, dtype)
 
 
-@contextmanager
 def threads(count: int) -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    return switched(torch.get_num_threads, torch.set_num_threads, count)
 
 
 @contextmanager
@@ -474,6 +472,30 @@ def test_an_interruption_at_any_call_while_a_block_begins_or_ends_leaves_nothing
     with evicting(ALWAYS):
         z = x + 1
     assert torch.equal(z, x + 1)
+
+
+def test_a_block_that_an_error_ended_chooses_no_heuristic() -> None:
+    x = torch.randn(64, 64)
+
+    def block(fails: bool) -> remat.DTR:
+        dtr = remat.DTR(6 * x.nbytes, costs="model")
+        with dtr:
+            y = x
+            kept = [y := y @ x for _ in range(8)]
+            if fails:
+                raise ValueError
+            torch.stack([each.sum() for each in kept[:2]])
+            del kept
+        return dtr
+
+    choosing._chosen.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ValueError):
+            block(fails=True)
+        assert not choosing._chosen
+        assert block(fails=False).report().evictions
+    assert choosing._chosen or not choosing.is_ready()
 
 
 # What is known of operators ------------------------------------------------------------------------------------------

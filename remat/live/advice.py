@@ -18,7 +18,7 @@ class Advice(NamedTuple):
 
     Attributes:
         least_bytes: the least budget that works, with up to five times the program's own time; None where none was
-            found. From the block's budget on if that was too little.
+            found.
         cheap_bytes: the least budget with 10 % overhead or less.
         costliest: the operators whose recomputations took most, with the nanoseconds of all of them.
         bookkeeping: share of the block's time that was neither operators' nor recomputation.

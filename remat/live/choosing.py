@@ -3,27 +3,26 @@ heuristics at the block's budget, and the best of them is taken from the next bl
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Hashable
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
-
-import numpy as np
+from typing import NamedTuple, TypeVar
 
 from remat.live.ledger import Ledger, Program
 from remat.runtime.dtr import _kernels as k
-from remat.runtime.dtr.core import Core, is_ready
-from remat.runtime.dtr.heuristics import HEURISTICS
+from remat.runtime.dtr.core import is_ready
+from remat.runtime.dtr.heuristics import DEFAULT, HEURISTICS
 
 AUTO = "auto"
-FIRST = "h_dtr_eq"  # the one that a program begins with, and that wins where nothing is better
+FIRST = DEFAULT  # the one that a program begins with, and that wins where nothing is better
 CANDIDATES = (FIRST, "h_dtr", "h_dtr_local", "h_lru")
 _MOST = 5.0  # times the program's own time, above which a replay is given up
 _SECONDS = 3.0  # that one replay may take
 _NOTICEABLE = 0.98  # of the time of another heuristic: what is within that is as good
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 class Choice(NamedTuple):
@@ -35,7 +34,8 @@ class Choice(NamedTuple):
 
 _chosen: dict[Hashable, str] = {}
 _done: dict[Hashable, Program] = {}  # what blocks did that ended well, by place
-_PLACES = 8  # of which that is remembered
+_PLACES = 32  # of which these are remembered
+_Value = TypeVar("_Value")
 
 
 def place() -> Hashable:
@@ -53,10 +53,7 @@ def heuristic_at(where: Hashable) -> str:
 
 def note_done(where: Hashable, ledger: Ledger) -> None:
     """Remembers what a block did, so that a later one that runs out of memory knows what is yet to come."""
-    _done.pop(where, None)
-    _done[where] = ledger.program()
-    while len(_done) > _PLACES:
-        del _done[next(iter(_done))]
+    _keep(_done, where, ledger.program())
 
 
 def done_at(where: Hashable) -> Program | None:
@@ -76,36 +73,27 @@ def choose(where: Hashable, ledger: Ledger, *, by_model: bool) -> Choice | None:
     """
     if not is_ready():
         return None
-    instructions = np.array(ledger.instructions, np.int64).reshape(-1, 2)
-    own = max(ledger.core.scalar(k.MODEL_COST), 1)
+    program, own = ledger.program(), max(ledger.core.scalar(k.MODEL_COST), 1)
     best: tuple[float, Choice] | None = None
     for name in CANDIDATES:
-        started = time.perf_counter()
-
-        def late(started: float = started) -> bool:
-            return time.perf_counter() - started > _SECONDS
-
-        core = Core(
-            ledger.graph,
-            ledger.budget,
-            HEURISTICS[name],
-            held=True,
-            most_again=int((_MOST - 1) * own),
-            stopped=late,
-        )
-        try:
-            passed = core.run(instructions) == k.DONE
-        except KeyboardInterrupt:
-            if not late():
-                raise
-            passed = False
-        if not passed:
+        started = time.monotonic()
+        most_again = int((_MOST - 1) * own)
+        core = program.replayed(ledger.budget, HEURISTICS[name], most_again=most_again, until=started + _SECONDS)
+        if core is None:
             continue
         clock = core.scalar(k.CLOCK)
-        searching = 0.0 if by_model else time.perf_counter() - started
+        searching = 0.0 if by_model else time.monotonic() - started
         cost = clock + 1e9 * searching
         if best is None or cost < _NOTICEABLE * best[0]:
             best = cost, Choice(name, clock / own)
     choice = Choice(FIRST, None) if best is None else best[1]
-    _chosen[where] = choice.name
+    _keep(_chosen, where, choice.name)
     return choice
+
+
+def _keep(known: dict[Hashable, _Value], where: Hashable, value: _Value) -> None:
+    """Remembers what is known of a place, and forgets that of the one that was met longest ago."""
+    known.pop(where, None)
+    known[where] = value
+    while len(known) > _PLACES:
+        del known[next(iter(known))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,12 +21,35 @@ class Program(NamedTuple):
     """Operators, and what is done with them and what they make: rows of the policy core's instructions."""
 
     graph: Graph
-    instructions: np.ndarray
+    instructions: Sequence[tuple[int, int]]
 
     def begins_like(self, graph: Graph) -> bool:
         """Whether its first operators are those of another one so far, on tensors of the same sizes."""
         operators, tensors = len(graph.labels), len(graph.sizes)
         return self.graph.labels[:operators] == graph.labels and self.graph.sizes[:tensors] == graph.sizes
+
+    def replayed(
+        self, budget: int, heuristic: Heuristic, *, most_again: int, until: float, **options: bool | int
+    ) -> Core | None:
+        """The core that has carried it out on paper; None where it did not get through.
+
+        Args:
+            most_again: nanoseconds of recomputation that are allowed.
+            until: when to give up, as `time.monotonic` counts.
+            options: of the core.
+        """
+
+        def late() -> bool:
+            return time.monotonic() > until
+
+        core = Core(self.graph, budget, heuristic, most_again=most_again, stopped=late, held=True, **options)  # type: ignore[arg-type]
+        try:
+            passed = core.run(np.array(self.instructions, np.int64).reshape(-1, 2)) == k.DONE
+        except KeyboardInterrupt:
+            if not late():
+                raise
+            passed = False
+        return core if passed else None
 
 
 class Ledger:
@@ -50,9 +73,9 @@ class Ledger:
         self.changed: dict[int, tuple[int, ...]] = {}
         self.constant_bytes: list[int] = []
         self.budget = budget
-        self._options = {"sampling": sampling, "skip_small": skip_small, "seed": seed, "held": True, "log": True}
+        self._options: dict[str, Any] = {"sampling": sampling, "skip_small": skip_small, "seed": seed}
         self._heuristic = heuristic
-        self.core = Core(self.graph, budget, heuristic, **self._options)  # type: ignore[arg-type]
+        self.core = Core(self.graph, budget, heuristic, held=True, log=True, **self._options)
         self.instructions: list[tuple[int, int]] = []
         self._told = 0
         self._followed = 0
@@ -117,7 +140,7 @@ class Ledger:
 
     def program(self) -> Program:
         """All that was written down so far, to be carried out on paper."""
-        return Program(self.graph, np.array(self.instructions, np.int64).reshape(-1, 2))
+        return Program(self.graph, self.instructions)
 
     def least_budget(
         self, whole: Program | None = None, *, below: int | None = None, overhead: float = _HOPELESS
@@ -132,37 +155,19 @@ class Ledger:
             below: one that does not work; by default the present one.
             overhead: times the operators' own time that it may take.
         """
-        graph, instructions = whole or self.program()
+        program, until = whole or self.program(), time.monotonic() + _SEARCH_SECONDS
 
-        until, most_again = time.monotonic() + _SEARCH_SECONDS, NO_LIMIT
+        def run(budget: int, most_again: int) -> Core | None:
+            return program.replayed(budget, self._heuristic, most_again=most_again, until=until, **self._options)
 
-        def late() -> bool:
-            return time.monotonic() > until
-
-        def run(budget: int) -> Core | None:
-            core = Core(
-                graph,
-                budget,
-                self._heuristic,
-                most_again=most_again,
-                stopped=late,
-                **self._options,  # type: ignore[arg-type]
-            )
-            try:
-                return core if core.run(instructions) == k.DONE else None
-            except KeyboardInterrupt:
-                if late():  # what was found until then works, too
-                    return None
-                raise
-
-        unlimited = run(NO_LIMIT)
+        unlimited = run(NO_LIMIT, NO_LIMIT)
         if unlimited is None:
             return None
         most_again = int((overhead - 1) * max(unlimited.scalar(k.MODEL_COST), 1))
         fails, works = self.budget if below is None else below, unlimited.scalar(k.PEAK)
-        while works - fails > 1 and not late():
+        while works - fails > 1 and time.monotonic() < until:  # what was found until then works, too
             middle = (fails + works) // 2
-            if run(middle) is None:
+            if run(middle, most_again) is None:
                 fails = middle
             else:
                 works = middle

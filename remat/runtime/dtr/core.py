@@ -11,7 +11,7 @@ from remat.compilation import InBackground, quietly
 from remat.errors import RematError
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.graph import Graph
-from remat.runtime.dtr.heuristics import HEURISTICS, Columns, Heuristic, codes
+from remat.runtime.dtr.heuristics import DEFAULT, HEURISTICS, Columns, Heuristic, codes
 
 _GROWING = (4, 8, 9, 10)  # nodes, frames, missing and log, which grow with the run
 # The pool, storages to walk to, storages whose eviction nobody was told of, and the columns of the pool.
@@ -272,7 +272,7 @@ def compile_all() -> None:
     graph = Graph()
     graph.add("constant", 0, [], [(8, -1)])
     graph.add("operator", 1, [0], [(8, -1)])
-    core = Core(graph, 8, HEURISTICS["h_dtr_eq"])
+    core = Core(graph, 8, HEURISTICS[DEFAULT])
     core.run(np.array([(k.COMPUTE, 0), (k.COMPUTE, 1), (k.LOCK, 1)], np.int64))
     core.abandon()
     core._columns(-1)

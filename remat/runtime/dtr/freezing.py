@@ -8,7 +8,7 @@ from typing import NamedTuple
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget, RematError
 from remat.runtime.dtr.core import Decision
-from remat.runtime.dtr.heuristics import Heuristic
+from remat.runtime.dtr.heuristics import DEFAULT, Heuristic
 from remat.runtime.dtr.simulator import Replay
 from remat.runtime.dtr.trace import Trace
 from remat.schedule import F_ALL, F_CK, F_NONE, B, Operation, Schedule, store_all_operations
@@ -19,7 +19,7 @@ from remat.units import resolve_budget
 _TRIES = 24  # budgets of DTR tried, by bisection
 
 
-def freeze(chain: Chain, budget: int | str | float, heuristic: str | Heuristic = "h_dtr_eq") -> Schedule:
+def freeze(chain: Chain, budget: int | str | float, heuristic: str | Heuristic = DEFAULT) -> Schedule:
     """A schedule that runs what DTR decides on the chain's trace, within `budget` when simulated.
 
     A schedule cannot drop what a stage has saved before its backward, nor the input of a saved stage, which DTR does

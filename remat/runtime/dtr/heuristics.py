@@ -116,6 +116,9 @@ HEURISTICS: dict[str, Ratio] = {
 }
 
 
+DEFAULT = "h_dtr_eq"  # where none is named
+
+
 def ablations(numerator: str) -> dict[str, Ratio]:
     """The four heuristics with this numerator, with and without bytes and staleness (Figures 7 to 10)."""
     words = {True: "yes", False: "no"}

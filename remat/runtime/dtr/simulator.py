@@ -16,7 +16,7 @@ from remat.report import Moment, Report
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.core import DEALLOCATIONS, NO_LIMIT, Core
 from remat.runtime.dtr.graph import Graph, Program, compile_trace
-from remat.runtime.dtr.heuristics import Heuristic, make_heuristic
+from remat.runtime.dtr.heuristics import DEFAULT, Heuristic, make_heuristic
 from remat.runtime.dtr.trace import REPLAY, Trace
 from remat.units import resolve_budget
 
@@ -66,7 +66,7 @@ class Replay:
     def run(
         self,
         budget: int | str | float,
-        heuristic: str | Heuristic = "h_dtr_eq",
+        heuristic: str | Heuristic = DEFAULT,
         *,
         deallocation: str = "eager",
         thrash_limit: float = 2.0,
@@ -145,7 +145,7 @@ def replay_of(trace: Trace) -> Replay:
 def simulate_dtr(
     trace: Trace,
     budget: int | str | float,
-    heuristic: str | Heuristic = "h_dtr_eq",
+    heuristic: str | Heuristic = DEFAULT,
     deallocation: str = "eager",
     thrash_limit: float = 2.0,
     *,
