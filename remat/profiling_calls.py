@@ -236,6 +236,7 @@ def _chain(
     last = len(places.stages)
     held_output = regions.get(Span("held", last))
     output_bytes = 0 if held_output is None else max(held_output.start_bytes - held_output.end_bytes, 0)
+    output_bytes = max(output_bytes - facts.in_output, 0)  # of which is what lasts beside of what is handed on
     facts.act[0], facts.grad[0] = storage_bytes(sample), gradient_bytes(sample)
     of_activations = [facts.grad.get(index, 0) for index in range(last + 2)]
     carrying = Carrying(
@@ -243,6 +244,11 @@ def _chain(
             *carried_by_activations(facts),
             *carried_by_leaves(facts.leaves),
             *carried_by_caller(of_activations, last, output_bytes, measured=True),
+            *(
+                carried
+                for piece, size in facts.given_and_in_output.items()
+                for carried in carried_by_caller(of_activations, piece, size, measured=True)
+            ),
             *carried_by_caller(of_activations, last + 1, facts.act.get(last + 1, 0), measured=False),
         ]
     )
@@ -359,20 +365,29 @@ def _beside(
 
     A variable of a caller that still names an earlier activation, or what a stage returns beside its output.
     """
-    most = [0]  # that lasts, in each run of stages
+    lasting = 0
     passing = {}
-    excess = 0
-    for index in sorted(places.follows):
-        if index - 1 not in places.follows:  # a run begins; what it was handed counts as held anyway
-            most.append(0)
-            excess = 0
-        now, before = (regions[Span("level", stage)].start_bytes for stage in (index, index - 1))
-        handed_on = facts.act[index - 2] if index - 1 in places.follows else 0
-        gone = sum(held.size_bytes for held in let_go if held.gone_by == index)  # which does not count here anyway
-        excess += now - before - facts.act[index - 1] + handed_on + gone - sizes[index - 2].lasting
-        passing[index] = max(min(excess, facts.passing[index]), 0)
-        most[-1] = max(most[-1], excess - passing[index])
-    return sum(most), passing
+    for run in places.runs():
+        most = excess = 0
+        for index in range(run.start + 1, run.stop + 1):  # to the code behind it
+            now, before = (_level(regions, stage) for stage in (index, index - 1))
+            handed_on = facts.act[index - 2]
+            if index - 1 == run.start:  # what the run was handed counts as held until the backward of what made it
+                handed_on *= index - 1 in facts.drops_input
+            gone = 0  # which does not count here anyway; code outside lets go of it after it began
+            if not places.fixed[index - 1]:
+                gone = sum(held.size_bytes for held in let_go if held.gone_by == index)
+            excess += now - before - facts.act[index - 1] + handed_on + gone - sizes[index - 2].lasting
+            passing[index] = max(min(excess, facts.passing[index]), 0)
+            most = max(most, excess - passing[index])
+        lasting += most
+    return lasting, passing
+
+
+def _level(regions: dict[Span, Region], index: int) -> int:
+    """Of memory, when a stage or a piece of code outside begins."""
+    found = regions.get(Span("level", index)) or regions[Span("outside", index)]
+    return found.start_bytes
 
 
 def _median(times: Sequence[dict[Span, float]], what: str, index: int) -> float:

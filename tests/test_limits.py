@@ -253,6 +253,63 @@ def test_an_output_with_its_loss_that_the_loop_holds() -> None:
     check(model, sample, loop)
 
 
+class _Collects(nn.Module):
+    """Returns what its blocks return too, as transformers' `output_hidden_states` does.
+
+    Args:
+        every, after: a state is what each `every`-th block returned, from number `after` on.
+        breaks: how many blocks come between two pieces of code that look at the activation and hand it on.
+    """
+
+    def __init__(self, every: int, after: int, breaks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual(64) for _ in range(12))
+        self.every, self.after, self.breaks = every, after, breaks
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        states = []
+        scale = x.new_ones(())
+        for number, block in enumerate(self.blocks, start=1):
+            if number % self.breaks == 0:
+                scale = scale + x.detach().mean()
+            x = block(x)
+            if number % self.every == self.after % self.every:
+                states.append(x)
+        return (x * scale).square().mean(), states
+
+
+@pytest.mark.parametrize(("every", "after", "breaks"), [(1, 1, 13), (3, 1, 3)])
+def test_what_blocks_returned_and_the_output_still_holds(every: int, after: int, breaks: int) -> None:
+    torch.manual_seed(0)
+
+    def loop(model: nn.Module, sample: Any) -> None:
+        loss, states = model(sample)
+        loss.backward()
+        del states
+
+    check(_Collects(every, after, breaks), torch.randn(512, 64), loop)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("layers", [2, 4])
+def test_hidden_states_of_a_model_with_code_between_its_stages(layers: int, autocast: bool) -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"d_model": 48, "d_kv": 8, "num_heads": 4, "d_ff": 96, "vocab_size": 145, "num_layers": layers}
+    config = T5Config(
+        **sizes, feed_forward_proj="gated-gelu", decoder_start_token_id=0, return_dict=True, output_hidden_states=True
+    )
+    words = torch.randint(1, 100, (5, 23))
+    model, sample = T5ForConditionalGeneration(config), {"input_ids": words, "labels": words}
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        chain = remat.profile(model, sample, repeats=1)
+        least = remat.minimum_budget(chain)
+        for limit in (least, round(1.03 * least), round(1.1 * least), round(1.3 * least)):
+            report = remat.run(model, sample, remat.solve(chain, limit), repeats=1)
+            assert 0 < report.peak_bytes <= limit
+
+
 def test_labels_at_fit_and_a_loss_outside() -> None:
     model, sample = gpt2(
         vocab_size=2000, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0

@@ -151,7 +151,11 @@ class Pass:
         self._outside_input: StorageWeakRef | None = None
         self._returned: list[_Held] = []  # by stages, and still in memory
         self._named: list[_Held] = []  # of that, and of the stage's input, when the open piece began
-        self._beside: dict[int, list[_Held]] = {}  # of that, what was there when a stage of a run began
+        self._run = 0  # where stages follow each other without code between: the first of them
+        self._run_input: StorageWeakRef | None = None
+        # Of what the stages of a run returned: what was there when a stage of it, or the code behind it, began.
+        self._beside: dict[int, list[_Held]] = {}
+        self._given: dict[int, _Held] = {}  # to stages by code outside; `run` is the first that was given it
         self._ends: dict[int, list[torch.Tensor]] = {}  # of code outside: where its backward begins
         self._made_by: dict[int, int] = {}  # which stage a tensor that is passed to stages came from
         self._alive: list[Any] = []  # what the executor would hold, and what must keep its identity
@@ -186,11 +190,18 @@ class Pass:
             del output
         self._handed = self._value = None
         self.facts.passing = {index: _gone(held) for index, held in self._beside.items()}
+        lasting = [each for beside in self._beside.values() for each in beside if not each.storage.expired()]
+        in_output = {_held(tensor).storage.cdata for tensor in tensors(held)}
         if self.variables is not None:
             self.variables.look(last)
         self._backward_of_code()
         with self.gauge.span("held", last):
             del held
+        self.facts.in_output = _gone(lasting)
+        for each in self._given.values():
+            if each.storage.cdata in in_output and not each.storage.expired():
+                before = self.facts.given_and_in_output.get(each.run - 1, 0)
+                self.facts.given_and_in_output[each.run - 1] = before + each.size
 
     # Calls -------------------------------------------------------------------------------------------------------
 
@@ -216,7 +227,7 @@ class Pass:
                 given, named = _cut((args, kwargs))  # what is computed here may be used outside; no backward enters
                 output = forward(*given, **named)
             calls.returned(output)
-            self._returned += map(_held, tensors(output))
+            self._note_returned(output)
             if self.variables is not None:
                 self.variables.counts_elsewhere(output)
             return output
@@ -236,19 +247,23 @@ class Pass:
             self._close_outside(index - 1, value)
             self.facts.act[index - 1] = storage_bytes(value)
             self.facts.grad[index - 1] = self._gradient_bytes(index - 1, value)
+            self._run, self._run_input = index, StorageWeakRef(value.untyped_storage())
         elif self.variables is not None:
             self.variables.look(index)
         if self.memory:
             with self.gauge.span("level", index):
                 pass
             if index in self.places.follows:
-                self._beside[index] = self._still_returned(value)
+                self._beside[index] = self._of_this_run(self._still_returned(value))
+                if index - 1 == self._run and self._run_input is not None and self._run_input.expired():
+                    self.facts.drops_input.add(index - 1)
         self._calls, self._value = StageCalls(value, with_graphs=True), value
         self._counted = self._counter.now()
 
     def _stage(self, index: int, calls: StageCalls, value: torch.Tensor) -> Any:
         """Measures a stage; returns what it returned, cut off from it."""
         self._calls = self._value = None
+        self._note_given([*([] if index in self.places.follows else [value]), *calls.side_inputs()])
         sides = [tensor for tensor in calls.side_inputs() if tensor.requires_grad and tensor.grad_fn is not None]
         if index not in self.places.follows:
             before = [tensor for tensor in (value, *sides) if not _is_cut(tensor) and id(tensor) not in self._made_by]
@@ -292,12 +307,13 @@ class Pass:
         if self.variables is not None:
             self.variables.counts_elsewhere(following)
         handed = first_tensor(following)
-        self._returned += map(_held, tensors(following))
+        self._note_returned(following)
         if index + 1 in self.places.follows:
             self._handed = handed
         else:
             self._outside_input = None if handed is None else StorageWeakRef(handed.untyped_storage())
-            self._named = [*self._still_returned(handed), _held(value)]
+            self._named = [*self._still_returned(handed), _held(value, self._run)]
+            self._beside[index + 1] = self._of_this_run(self._named)
             del handed, output, value
             self._open_outside(index + 1)
         return following
@@ -446,6 +462,19 @@ class Pass:
         now = None if but is None else _held(but).storage.cdata
         return [held for held in self._returned if held.storage.cdata != now]
 
+    def _note_returned(self, output: Any) -> None:
+        self._returned += [_held(tensor, self._run) for tensor in tensors(output)]
+
+    def _note_given(self, given: Sequence[torch.Tensor]) -> None:
+        of_stages = {held.storage.cdata for held in self._returned}
+        for tensor in given:
+            held = _held(tensor, self._run)
+            if held.storage.cdata not in of_stages:
+                self._given.setdefault(held.storage.cdata, held)
+
+    def _of_this_run(self, among: Sequence[_Held]) -> list[_Held]:
+        return [held for held in among if held.run == self._run]
+
     def _end(self, index: int, found: Sequence[torch.Tensor], *, as_it_is: bool = False) -> None:
         """Notes where the backward of code outside begins."""
         ends = [tensor for tensor in found if tensor.requires_grad and tensor.grad_fn is not None]
@@ -526,10 +555,11 @@ class _Reached(NamedTuple):
 class _Held(NamedTuple):
     storage: StorageWeakRef
     size: int
+    run: int  # whose stages returned it
 
 
-def _held(tensor: torch.Tensor) -> _Held:
-    return _Held(StorageWeakRef(tensor.untyped_storage()), storage_bytes(tensor))
+def _held(tensor: torch.Tensor, run: int = 0) -> _Held:
+    return _Held(StorageWeakRef(tensor.untyped_storage()), storage_bytes(tensor), run)
 
 
 def _gone(held: Sequence[_Held]) -> int:

@@ -66,6 +66,16 @@ class Places:
         uncalled = {modules[name]: name for name in layout.uncalled if name in modules}
         self.names = {**uncalled, **self._stage_names}
 
+    def runs(self) -> list[range]:
+        """The stages, by the runs in which they follow each other; behind each lies code outside."""
+        found: list[range] = []
+        for index, fixed in enumerate(self.fixed[:-1], start=1):
+            if index in self.follows:
+                found[-1] = range(found[-1].start, index + 1)
+            elif not fixed:
+                found.append(range(index, index + 1))
+        return found
+
     @property
     def is_current(self) -> bool:
         """Whether the stages still are modules of the model: none of them replaced or removed since."""
