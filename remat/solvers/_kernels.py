@@ -180,8 +180,8 @@ def fill_persistent(  # noqa: PLR0912  # one loop nest; functions in it would hi
             _begin_cell(flat, ranges, columns, s, t, sizes, slots, times, unit, save_all)
         for j in range(s, s_high):
             sweeps[s - s_low] = max(sweeps[s - s_low], _need_forward(s, j, sizes))
-        _slots_of_sweep(needs[0], s - s_low, sweeps[s - s_low], t_low, t_high, grad, unit)
-        needs[1, s - s_low] = needs[0, s - s_low]
+        for later in range(2):  # row by row: numba takes 4 s to compile the copy of one to the other
+            _slots_of_sweep(needs[later], s - s_low, sweeps[s - s_low], t_low, t_high, grad, unit)
     paired = max(t_low + 1 - s_high, 0) // 2 * 2
     for split in range(s_high, s_high + paired, 2):
         shifts = (slots[0][split], slots[0][split + 1])
@@ -198,8 +198,8 @@ def fill_persistent(  # noqa: PLR0912  # one loop nest; functions in it would hi
                 _two_splits(flat, ranges, columns, _row(s, t), lefts, rights, (need, then), shifts, costs)
             after = max(sweep, _need_forward(s, split + 1, sizes))
             if after > sweeps[row]:
-                _slots_of_sweep(needs[0], row, after, t_low, t_high, grad, unit)
-                needs[1, row] = needs[0, row]
+                for later in range(2):
+                    _slots_of_sweep(needs[later], row, after, t_low, t_high, grad, unit)
                 sweeps[row] = after
     for s in range(s_high - 1, s_low - 1, -1):
         for t in range(max(s + 1, t_low), t_high if save_all[s] else t_low):
@@ -259,12 +259,10 @@ def read_persistent(flat, columns, m, decisions, sizes, slots, times, unit, save
     and their seconds.
     """
     n = sizes[1].size
-    todo = np.empty((2 * n + 2, 4), np.int64)  # s, t, m, bytes held beyond what the cell counts; t = -1: B s
-    todo[0] = (0, n - 1, m, 0)
-    depth, count, peak, seconds = 1, 0, 0, 0.0
-    while depth > 0:
-        depth -= 1
-        s, t, m, held = todo[depth]
+    todo = [(0, n - 1, m, 0)]  # s, t, m, bytes held beyond what the cell counts; t = -1: B s
+    count, peak, seconds = 0, 0, 0.0
+    while todo:
+        s, t, m, held = todo.pop()
         if t < 0:
             kinds[count], stages[count] = 3, s + 1
             count += 1
@@ -278,20 +276,17 @@ def read_persistent(flat, columns, m, decisions, sizes, slots, times, unit, save
             count += 1
             peak = max(peak, held + _need_save_all(s, t, sizes))
             seconds += times[1][s]
-            todo[depth] = (s, -1, 0, 0)
-            depth += 1
+            todo.append((s, -1, 0, 0))
             if s < t:
-                todo[depth] = (s + 1, t, m - slots[1][s], held + sizes[1][s])
-                depth += 1
+                todo.append((s + 1, t, m - slots[1][s], held + sizes[1][s]))
         else:
             for stage in range(s, decision):
                 kinds[count], stages[count] = 1 if stage == s else 2, stage + 1
                 count += 1
                 peak = max(peak, held + sizes[4][t + 1] + _need_forward(s, stage, sizes))
             seconds += times[0][decision] - times[0][s]
-            todo[depth] = (s, decision - 1, m, held)
-            todo[depth + 1] = (decision, t, m - slots[0][decision], held + sizes[0][decision])
-            depth += 2
+            todo.append((s, decision - 1, m, held))
+            todo.append((decision, t, m - slots[0][decision], held + sizes[0][decision]))
     return count, peak, seconds
 
 
@@ -437,12 +432,10 @@ def read_floating(flat, columns, m, decisions, sizes, slots, times, unit, kinds,
     """
     act, saved = sizes[0], sizes[1]
     n = saved.size
-    todo = np.empty((2 * n + 2, 5), np.int64)  # s, t, l, m, bytes held beyond what the cell counts; t = -1: B s
-    todo[0] = (0, 0, n - 1, m, 0)
-    depth, count, peak, seconds = 1, 0, 0, 0.0
-    while depth > 0:
-        depth -= 1
-        s, t, l, m, held = todo[depth]
+    todo = [(0, 0, n - 1, m, 0)]  # s, t, l, m, bytes held beyond what the cell counts; t = -1: B s
+    count, peak, seconds = 0, 0, 0.0
+    while todo:
+        s, t, l, m, held = todo.pop()
         if t < 0:
             kinds[count], stages[count] = 3, s + 1
             count += 1
@@ -456,23 +449,19 @@ def read_floating(flat, columns, m, decisions, sizes, slots, times, unit, kinds,
             kinds[count] = 0
             peak = max(peak, held + act[s] + _need_save_all(s, l, sizes))
             seconds += times[1][s]
-            todo[depth] = (s, -1, 0, 0, 0)
-            depth += 1
+            todo.append((s, -1, 0, 0, 0))
             if s < l:
                 rest = min(m - slots[1][s], columns - 1)
-                todo[depth] = (s + 1, s + 1, l, rest, held + act[s] + saved[s] - act[s + 1])
-                depth += 1
+                todo.append((s + 1, s + 1, l, rest, held + act[s] + saved[s] - act[s + 1]))
         else:
             kinds[count] = 2 if decision == t else 1
             peak = max(peak, held + _need_step(s, l, sizes))
             seconds += times[0][s + 1] - times[0][s]
             if decision == t:
-                todo[depth] = (s + 1, t, l, m, held)
+                todo.append((s + 1, t, l, m, held))
             else:
-                todo[depth] = (s, t, decision - 1, m, held)
-                depth += 1
-                todo[depth] = (s + 1, decision, l, m - slots[0][s], held + act[s])
-            depth += 1
+                todo.append((s, t, decision - 1, m, held))
+                todo.append((s + 1, decision, l, m - slots[0][s], held + act[s]))
         count += 1
     return count, peak, seconds
 
