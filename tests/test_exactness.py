@@ -13,6 +13,7 @@ from helpers import (
     assert_same,
     chain_of,
     observed,
+    random_schedule,
     recomputations_of,
     schedules,
     traces,
@@ -26,7 +27,7 @@ from torch import nn
 from remat.chain import Chain, Layout
 from remat.models import gpt, resnet18, resnet1001
 from remat.runtime.stages import flatten
-from remat.schedule import F_ALL, F_CK, F_NONE, B, Operation, Schedule
+from remat.schedule import Operation, Schedule
 from remat.solvers.recompute_all import RecomputeAll
 from remat.solvers.sequential import sequential_operations
 from remat.solvers.store_all import StoreAll
@@ -144,49 +145,6 @@ def test_every_kind_of_schedule_equals_plain_pytorch(name: str) -> None:
             assert operations == wanted
         if schedule.strategy == "recompute_all":
             assert all(recomputations_of(operations, stage) >= 2 for stage in range(1, chain.length - 2))
-
-
-def random_schedule(draw: Callable[[int], int], stages: int) -> Schedule:
-    """A valid schedule made by chance: from time to time some stage runs again, as a solver never would."""
-    length = stages + 1
-    own, kept, operations = {0}, set(), []
-    pending = length
-
-    def step(kind: str, stage: int) -> None:
-        operations.append(Operation(kind, stage))
-        if kind == B:
-            own.discard(stage - 1)
-            kept.discard(stage)
-        elif kind == F_ALL:
-            kept.add(stage)
-        else:
-            own.add(stage)
-            if kind == F_NONE:
-                own.discard(stage - 1)
-
-    def reach(target: int) -> None:
-        """Runs forward until saved_target is there, from the last activation at hand."""
-        while target not in kept:
-            start = max(index for index in (own | kept) if index < target) + 1
-            for stage in range(start, target):
-                choices = [F_CK]
-                if stage not in kept:
-                    choices.append(F_ALL)
-                    # What F_none drops must be recoverable: another activation below, or a_0 itself, stays.
-                    if stage - 1 in own and stage - 1 > 0 and stage - 1 not in kept:
-                        choices.append(F_NONE)
-                step(choices[draw(len(choices))], stage)
-            step(F_ALL, target)
-
-    while pending:
-        if pending > 1 and pending < length and draw(4) == 0:
-            at_hand = sorted(index + 1 for index in own | kept if index + 1 < pending)
-            if at_hand:
-                step(F_CK, at_hand[draw(len(at_hand))])
-        reach(pending)
-        step(B, pending)
-        pending -= 1
-    return Schedule(tuple(operations))
 
 
 @settings(max_examples=60, deadline=None)

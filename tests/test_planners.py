@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from exhaustive import optimum
-from helpers import chains
+from helpers import chains, measured_chains
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,23 +29,6 @@ def makespan(chain: Chain, budget: int, solver: str) -> float:
     report = simulate(chain, schedule)
     assert report.peak_bytes <= budget
     return report.seconds
-
-
-@st.composite
-def measured_chains(draw: st.DrawFn, max_stages: int) -> Chain:
-    """Chains with the terms that only measured ones have."""
-    chain = draw(chains(max_stages=max_stages, largest=9))
-
-    def some(count: int) -> list[int]:
-        return draw(st.lists(st.integers(0, 4), min_size=count, max_size=count))
-
-    return replace(
-        chain,
-        save_overhead_bytes=some(chain.length),
-        bwd_released_bytes=[min(x, y) for x, y in zip(some(chain.length), chain.saved_bytes, strict=True)],
-        grad_bytes=[a if keep else 0 for a, keep in zip(chain.act_bytes, some(chain.length + 1), strict=True)],
-        reserve_bytes=draw(st.integers(0, 3)),
-    )
 
 
 def test_floating_equals_exhaustive_search_on_every_oracle_chain(oracle_chains: list) -> None:

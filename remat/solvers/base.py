@@ -77,8 +77,16 @@ class Solver(ABC):
         """
         sizes = [resolve_budget(budget, store_all_peak(chain)) for budget in budgets]
         start = time.perf_counter()
-        plans = self._checked(chain, sizes, self.plan(chain, sizes))
-        minimum = self.minimum_budget(chain) if None in plans else 0
+        found, minimum = list(self.plan(chain, sizes)), 0
+        if None in found:
+            least = self.least_memory(chain)
+            minimum, _ = peak_and_makespan(chain, least)
+            for index, size in enumerate(sizes):
+                if (
+                    found[index] is None and size >= minimum
+                ):  # a relaxation may have no answer, and its rounding one
+                    found[index] = Plan(least)
+        plans = self._checked(chain, sizes, found)
         share = (time.perf_counter() - start) / max(len(sizes), 1)
         answers: list[Schedule | InfeasibleBudget] = []
         for size, plan in zip(sizes, plans, strict=True):
