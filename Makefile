@@ -4,11 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 DONE := $(VENV)/.installed
 
-.PHONY: help demo test lint bench notebooks clean
+.PHONY: help demo test test-slow mutants lint bench notebooks clean
 
 help:
 	@echo "make demo   compare strategies on two networks, with figures in demo/ (about three minutes once installed)"
 	@echo "make test   run the tests"
+	@echo "make test-slow   run those that take long: notebooks, several processes, the largest models"
+	@echo "make mutants   put mistakes into the code and see which the tests notice (hours; goes on where it stopped)"
 	@echo "make lint   ruff, mypy and the import rules"
 	@echo "make notebooks   run the notebooks and keep what they show in them"
 	@echo "make bench  measure speed and memory, write benchmarks/results/"
@@ -24,7 +26,10 @@ demo: $(DONE)
 	$(BIN)/remat compare examples.demo:images --out demo/images
 
 test: $(DONE)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-slow: $(DONE)
+	$(BIN)/python -m pytest -q -m slow
 
 lint: $(DONE)
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""The promise: from the least budget to store-all, the measured peak stays within it, and the prediction within 5 %."""
+"""The promise: from the least budget to store-all the measured peak stays within it, the prediction just above it."""
 
 from __future__ import annotations
 
@@ -34,12 +34,17 @@ MODELS: dict[str, Callable[[], Example]] = {
     "resnet50": lambda: (resnet50(), torch.randn(4, 3, 64, 64), None),
     "gpt with its loss": language,
     "linear, small batch": lambda: linear(64),
-    "linear, large batch": lambda: linear(1500),
+    "linear, large batch": lambda: linear(900),
     "linear, input with gradient": lambda: (*linear(500)[:1], torch.randn(500, 343, requires_grad=True), None),
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+AT_MOST = {"resnet18": 1.005, "resnet50": 1.015}  # buffers of BatchNorm that are kept for a recomputation, or would be
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "resnet50" else name for name in MODELS]
+)
 def test_the_measured_peak_keeps_ten_budgets(name: str) -> None:
     model, sample, loss = MODELS[name]()
     chain = remat.profile(model, sample, loss=loss, repeats=1)
@@ -52,7 +57,7 @@ def test_the_measured_peak_keeps_ten_budgets(name: str) -> None:
         measured = remat.run(model, sample, schedule, loss=loss, repeats=1)
         assert measured.measured and not predicted.measured
         assert measured.peak_bytes <= budget
-        assert measured.peak_bytes <= predicted.peak_bytes <= 1.05 * measured.peak_bytes
+        assert measured.peak_bytes <= predicted.peak_bytes <= AT_MOST.get(name, 1.002) * measured.peak_bytes
         assert measured.recomputations == predicted.recomputations
     assert predicted.recomputations == 0
 

@@ -15,7 +15,10 @@ SCRIPT = Path(__file__).parents[1] / "examples" / "distributed.py"
 STEPS = 3
 SECONDS = 120  # after which ranks that wait for each other are ended; a run takes some 15
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this PyTorch is built without torch.distributed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not dist.is_available(), reason="this PyTorch is built without torch.distributed"),
+]
 
 
 def torchrun(*options: str) -> str:

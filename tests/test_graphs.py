@@ -70,6 +70,7 @@ def test_networks_have_the_layers_of_their_papers() -> None:
     assert sum(name.startswith("concat") for name in unet().names) == 4
 
 
+@pytest.mark.slow
 def test_dtr_is_close_to_the_optimum_and_all_methods_stand_side_by_side() -> None:
     graph = mobilenet()
     cells = {cell.heuristic: cell.report for cell in methods_at("MobileNet", graph, 0.8, 60.0)}
@@ -84,6 +85,7 @@ def test_dtr_is_close_to_the_optimum_and_all_methods_stand_side_by_side() -> Non
     assert cells["h_dtr"].overhead < 1.05 < cells["treeverse"].overhead
 
 
+@pytest.mark.slow
 def test_an_interrupted_program_is_a_bound_and_an_incumbent() -> None:
     graph = unet()
     cells = methods_at("U-Net", graph, 0.5, 0.5)

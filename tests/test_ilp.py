@@ -1,7 +1,8 @@
 """The integer program against exhaustive search, honest about time limits, and Checkmate as a baseline."""
 
 import pytest
-from helpers import chains
+from exhaustive import optimum
+from helpers import chains, measured_chains
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,6 +47,17 @@ def test_ilp_agrees_with_floating_on_larger_chains(chain: Chain, tenths: int) ->
     assert report.bound_seconds <= simulate(chain, remat.solve(chain, budget, "floating")).seconds * (1 + 1e-6)
 
 
+@settings(max_examples=60, deadline=None)
+@given(measured_chains(max_stages=4), st.integers(0, 10))
+def test_ilp_equals_exhaustive_search_with_all_terms_of_measured_chains(chain: Chain, tenths: int) -> None:
+    least, most = minimum_budget(chain, "floating"), store_all_peak(chain)
+    budget = max(least + (most - least) * tenths // 10, 1)
+    assert simulate(chain, Ilp(gap=0.0).solve(chain, budget)).seconds == pytest.approx(optimum(chain, budget))
+    if least > 1:
+        with pytest.raises(InfeasibleBudget, match=f"{least} bytes"):
+            Ilp(gap=0.0).solve(chain, least - 1)
+
+
 def test_sizes_that_differ_by_less_than_the_backends_tolerance() -> None:
     """One byte in a million decides; a solution that is over by it is excluded, and the one that fits is found."""
     chain = Chain((0,) * 5, (10**6, 0, 0, 0), (0,) * 4, (0, 0, 0, 1), (0,) * 4, (0,) * 4)
@@ -67,7 +79,7 @@ def test_an_interrupted_solve_says_so(backend: str) -> None:
     chain = Chain(act, saved, [size // 3 for size in act[1:]], [size // 3 for size in act[1:]], times, times)
     budget = minimum_budget(chain) + 1000
     outcomes = set()
-    for limit in (0.01, 4.0):
+    for limit in (0.01, 0.5):
         try:
             report = simulate(chain, Ilp(time_limit=limit, gap=0.0, backend=backend).solve(chain, budget))
         except SolverStopped as error:

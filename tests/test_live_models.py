@@ -14,7 +14,12 @@ from tests.live_models import CASES, least_budget, make, peak_bytes, step_of, tr
 FEED_FORWARD = ("ResNet-50", "DenseNet", "GPT", "Transformer")
 
 
-@pytest.mark.parametrize("name", CASES)
+LONG = "TreeLSTM on parse trees"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == LONG else name for name in CASES]
+)
 def test_three_steps_at_three_budgets(name: str) -> None:
     """Losses, gradients, parameters, buffers and random numbers equal plain PyTorch's; peaks keep the budget."""
     case = make(name)

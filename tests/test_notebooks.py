@@ -11,7 +11,16 @@ import remat
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
 
-@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
+QUICK = "planners"  # the others take ten seconds and more
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=() if path.stem == QUICK else pytest.mark.slow, id=path.stem)
+        for path in sorted(NOTEBOOKS.glob("*.ipynb"))
+    ],
+)
 def test_notebook_runs_from_a_clean_kernel(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(NOTEBOOKS))
     from execute import execute

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 import remat
+from remat.cli import main
 
 ROOT = Path(__file__).parent.parent
 
@@ -74,28 +77,44 @@ def wrong():
 """
 
 
-@pytest.fixture
-def cli(tmp_path: Path):
-    (tmp_path / "my_models.py").write_text(EXAMPLE)
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
 
-    def call(*arguments: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [sys.executable, "-m", "remat", *arguments],
-            capture_output=True, text=True, cwd=tmp_path, check=False, env={**_environment(), "COLUMNS": "160"},
-        )  # fmt: skip
+
+@pytest.fixture
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """The command in this process, in a folder with models."""
+    (tmp_path / "my_models.py").write_text(EXAMPLE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def call(*arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["remat", *arguments])
+        monkeypatch.delitem(sys.modules, "my_models", raising=False)
+        capsys.readouterr()
+        status = 0
+        try:
+            main()
+        except SystemExit as end:
+            status = int(end.code or 0)
+        finally:
+            sys.modules.pop("my_models", None)
+        return Done(status, *capsys.readouterr())
 
     return call
 
 
-def _environment() -> dict[str, str]:
-    import os
-
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
+def test_the_command_is_installed(tmp_path: Path) -> None:
+    done = python("-m", "remat", "--help")
+    assert done.returncode == 0 and "profile" in done.stdout and "plan" in done.stdout
+    done = python("-m", "remat", "plan", "missing.json")
+    assert done.returncode == 2 and "missing.json: no such file" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_command_line(cli, tmp_path: Path) -> None:
-    done = cli("--help")
-    assert done.returncode == 0 and "profile" in done.stdout and "plan" in done.stdout
     done = cli("profile", "my_models:make", "--out", "results")
     assert done.returncode == 0, done.stderr
     assert "loss" in done.stdout

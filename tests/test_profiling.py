@@ -104,9 +104,9 @@ def test_what_cannot_stand_alone_is_fused() -> None:
 
 def test_stages_too_small_to_matter_are_fused() -> None:
     model = nn.Sequential(
-        nn.Tanh(), nn.Linear(1500, 1500), nn.Linear(1500, 1), nn.Tanh(), nn.Linear(1, 1500), nn.Linear(1500, 1500)
+        nn.Tanh(), nn.Linear(900, 900), nn.Linear(900, 1), nn.Tanh(), nn.Linear(1, 900), nn.Linear(900, 900)
     )
-    sample = torch.randn(2000, 1500)
+    sample = torch.randn(1000, 900)
     chain = remat.profile(model, sample, small=0.3)
     assert chain.layout is not None
     assert sum(chain.layout.modules) == len(model) and len(chain.layout.modules) < len(model) - 1
@@ -214,7 +214,7 @@ def test_a_first_module_in_place_on_the_models_input() -> None:
 def test_profiling_never_holds_the_whole_models_activations() -> None:
     """Thirty layers: a step that stores everything peaks several times higher than the whole of `profile`."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(30)))
-    sample = torch.randn(4000, 64)
+    sample = torch.randn(1000, 64)
     # The profiler cannot be nested, so memory is watched from outside of it: as live tensors, at two modules.
     seen: list[int] = []
 

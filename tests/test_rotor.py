@@ -276,6 +276,7 @@ def _train_distributed(rank: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_distributed_data_parallel(tmp_path: Path) -> None:
     """Two processes over gloo; with gradients reduced in many small buckets while the backward recomputes."""
     mp.spawn(_train_distributed, (str(tmp_path),), nprocs=2)

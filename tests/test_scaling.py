@@ -161,6 +161,7 @@ def _uneven(rank: int) -> None:
         other(_data())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)  # processes that gather other stages wait for each other for ever
 def test_processes_that_measure_differently_gather_the_same(tmp_path: Path) -> None:
     spawn(_uneven, tmp_path)
@@ -218,6 +219,7 @@ def _held_by_plain(module: rotor.Checkpointable) -> int:
     return held_after_forward(chain, remat.solve(chain, 1.0, solver="store_all"))
 
 
+@pytest.mark.slow
 def test_pipeline_stages_with_limits_of_their_own(tmp_path: Path) -> None:
     spawn(_pipeline, tmp_path)
 

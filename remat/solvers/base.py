@@ -82,9 +82,7 @@ class Solver(ABC):
             least = self.least_memory(chain)
             minimum, _ = peak_and_makespan(chain, least)
             for index, size in enumerate(sizes):
-                if (
-                    found[index] is None and size >= minimum
-                ):  # a relaxation may have no answer, and its rounding one
+                if found[index] is None and size >= minimum:  # a relaxation may have no answer, and its rounding one
                     found[index] = Plan(least)
         plans = self._checked(chain, sizes, found)
         share = (time.perf_counter() - start) / max(len(sizes), 1)
