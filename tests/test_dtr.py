@@ -399,6 +399,18 @@ def test_freezing_keeps_what_dtr_keeps() -> None:
     assert math.isfinite(report.overhead) and report.recomputations > 5
 
 
+def test_freezing_drops_what_is_not_read_again_and_names_the_least_it_can() -> None:
+    """A chain whose activations are nearly all of its memory: keeping each on the way would take them all."""
+    chain = Chain([10] * 31 + [0], [11] * 30 + [0], [0] * 31, [0] * 31, [1.0] * 31, [1.0] * 31)
+    with pytest.raises(InfeasibleBudget) as caught:
+        freeze(chain, 30)
+    least = caught.value.minimum
+    assert least < 0.5 * store_all_peak(chain)
+    report = simulate(chain, freeze(chain, least))
+    assert report.peak_bytes <= least
+    assert any(moment.operation.startswith("F_none") for moment in report.timeline)
+
+
 @settings(max_examples=40, deadline=None)
 @given(traces(), st.floats(0.3, 1.0), st.sampled_from(sorted(HEURISTICS)))
 def test_the_core_as_it_is_written_decides_like_the_compiled_one(trace: Trace, share: float, heuristic: str) -> None:

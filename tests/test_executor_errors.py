@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import weakref
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +13,7 @@ from torch import nn
 
 import remat
 from remat.errors import InvalidSchedule, PlanMismatch, RematError, ReplayError, UnsupportedModel
+from remat.meter import MemoryMeter
 from remat.schedule import Schedule
 
 RECOMPUTE = Schedule.parse("F_ck1 F_none2 F_all3 F_all4 B4 B3 F_all1 F_all2 B2 B1")
@@ -114,6 +114,10 @@ class Moody(nn.Module):
     ("second", "message"),
     [
         (lambda x: x.sigmoid() * x.tanh(), r"saved 4 tensors for the backward, its first run 1|saved a|saved \d"),
+        (
+            lambda x: x.double().sigmoid().float(),
+            "saved a torch.float64 tensor of shape .* the first run a torch.float32",
+        ),
         (lambda x: x * 1, "saved 0 tensors for the backward, its first run 1"),
         (lambda x: torch.cat([x, x]).sigmoid()[:5], r"of shape \(10, 4\) as number 1, the first run .*\(5, 4\)"),
     ],
@@ -141,51 +145,101 @@ def test_a_stage_that_returns_no_tensor(sample: torch.Tensor) -> None:
     still_trains(module, copy.deepcopy(model), sample)
 
 
-def test_memory_comes_back_after_an_error(sample: torch.Tensor) -> None:
-    def fail(x: torch.Tensor) -> torch.Tensor:
-        raise ValueError("on purpose")
+class Fails(nn.Module):
+    """Hands on what it is given, and fails when it is called for the n-th time."""
 
-    model = three(middle=Moody(torch.sigmoid, fail))
-    module = remat.apply(model, RECOMPUTE)
-    output = module(sample)
-    (run,) = (run for run in _runs() if run.executor is module.executor)
-    stored = weakref.ref(run.stored[0].value)
-    del run
-    with pytest.raises(ValueError, match="on purpose"):
-        output.sum().backward()
-    gc.collect()
-    assert stored() is None
-    model[1].variants = (torch.sigmoid,)
-    still_trains(module, copy.deepcopy(model), sample)
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = 10**9
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if not self.left:
+            raise ValueError("on purpose")
+        return x.sin()
 
 
-def _runs() -> list:
-    from remat.runtime.executor import Run
+class FailsInPlace(nn.Module):
+    """The same as stages of another model, found and driven in place."""
 
-    return [found for found in gc.get_objects() if type(found) is Run]
+    def __init__(self, switch: Fails) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), switch, nn.Linear(64, 64)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.sum(1)
 
 
-def test_nothing_is_held_after_a_step(sample: torch.Tensor) -> None:
+@pytest.mark.parametrize("found", [False, True])
+def test_memory_comes_back_after_an_error_at_any_step_of_a_backward(found: bool) -> None:
+    """While the output is still held, and with it the graph: what was stored, and what was filled in, is gone."""
+    switch = Fails()
+    model: nn.Module = FailsInPlace(switch)
+    if not found:
+        model = nn.Sequential(model.first, *(part for block in model.blocks for part in block))
+    sample = torch.randn(1000, 4)
+    chain = remat.profile(model, sample, repeats=1)
+    module = remat.apply(model, remat.solve(chain, remat.minimum_budget(chain)))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    switch.left = 10**6
+    module(sample).sum().backward()
+    calls = 10**6 - switch.left
+    activation = 1000 * 64 * 4
+    assert calls >= 8  # of which 4 in the forward
+    for when in range(5, calls + 1):
+        switch.left = when
+        held: list[torch.Tensor] = []
+        meter = MemoryMeter(torch.device("cpu"))
+        with meter.session(), meter.region():
+            held.append(module(sample))
+            with pytest.raises(ValueError, match="on purpose") as caught:
+                held[0].sum().backward()
+            del caught  # the error's frames name tensors
+            gc.collect(1)  # all of it is young
+        (region,) = meter.regions
+        kept = region.end_bytes - region.start_bytes
+        assert kept < 0.9 * activation + held[0].nbytes, f"{kept / activation:.2f} activations after an error at {when}"
+        del held
+    switch.left = 10**9
+    plain = copy.deepcopy(model)
+    still_trains(module, plain, sample)
+
+
+def test_nothing_is_held_after_a_step() -> None:
     """A run dies with its graph, whether a backward followed or not, and without waiting for the garbage collector."""
-    module = remat.apply(three(), RECOMPUTE)
-    gc.collect()
-    gc.disable()
-    try:
-        before = len(_runs())
-        module(sample)
-        loss = module(sample).sum()
-        loss.backward()
-        del loss
-        assert len(_runs()) == before
-        front = remat.apply(nn.Sequential(nn.Linear(4, 4).requires_grad_(False), *three()[1:]), RECOMPUTE)
-        loss = front(sample).sum()
-        loss.backward()
-        (run,) = (run for run in _runs() if run.executor is front.executor)
-        assert not run.stored and not run.first_runs  # although the loss and its graph are still held
-        del loss, run
-        assert len(_runs()) == before
-    finally:
-        gc.enable()
+
+    def left_by(module: nn.Module, *, backward: bool, hold: bool) -> int:
+        """Bytes that are there after two steps, of which the last one's loss is held or not."""
+        meter = MemoryMeter(torch.device("cpu"))
+        gc.disable()
+        try:
+            with meter.session(), meter.region():
+                for _ in range(2):
+                    loss = module(sample).sum()
+                    if backward:
+                        loss.backward()
+                if not hold:
+                    del loss
+        finally:
+            gc.enable()
+        return meter.regions[0].end_bytes - meter.regions[0].start_bytes
+
+    sample = torch.randn(500, 4)
+    for first in (nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)):
+        model = nn.Sequential(first, nn.Sigmoid(), nn.Linear(4, 2))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        module = remat.apply(model, RECOMPUTE)
+        assert left_by(module, backward=False, hold=False) == 0
+        assert left_by(module, backward=True, hold=False) == 0
+        assert left_by(module, backward=True, hold=True) <= 64  # the loss; its graph holds no activation any more
+        assert left_by(module, backward=False, hold=True) >= sample.nbytes  # what there was to let go of
 
 
 @pytest.mark.parametrize(

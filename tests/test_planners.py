@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from remat.chain import Chain
 from remat.errors import InfeasibleBudget, RematError
 from remat.simulation import simulate
 from remat.solvers import lower_bound, make_solver, minimum_budget, solve
-from remat.solvers.base import store_all_peak
+from remat.solvers.base import Solver, store_all_peak
 from remat.solvers.floating import Floating, FloatingTable
 from remat.solvers.persistent import Persistent, PersistentTable
 
@@ -180,8 +181,6 @@ def test_table_limit_takes_fewer_slots() -> None:
 
 def test_sizes_rounded_to_slots_lose_little() -> None:
     """Rounded to the nearest slot, not up: a long chain with 300 slots is as good as with 3000."""
-    import random
-
     draw = random.Random(1)
     n = 120
     act = [draw.randint(10**6, 60 * 10**6) for _ in range(n + 1)]
@@ -190,6 +189,35 @@ def test_sizes_rounded_to_slots_lose_little() -> None:
     for share in (0.2, 0.5):
         coarse, fine = (simulate(chain, Persistent(slots).solve(chain, share)).seconds for slots in (300, 3000))
         assert coarse <= 1.005 * fine
+
+
+def varied(stages: int, seed: int) -> Chain:
+    """Sizes and times of a real chain's kind: none a multiple of another."""
+    draw = random.Random(seed)
+    act = [draw.randint(10**6, 60 * 10**6) for _ in range(stages + 1)]
+    saved = [a * draw.randint(1, 4) + draw.randint(0, 999) for a in act[1:]]
+    times = [draw.random() for _ in act[1:]]
+    return Chain(act, saved, [a // 3 for a in act[1:]], [a // 5 for a in act[1:]], times, times)
+
+
+@pytest.mark.parametrize("planner", [Persistent(40), Floating(40)], ids=["persistent", "floating"])
+def test_budgets_far_apart_are_planned_as_well_together_as_alone(planner: Solver) -> None:
+    chain = varied(24, 1)
+    least = planner.minimum_budget(chain)
+    budgets = [store_all_peak(chain) - 1, round(1.3 * least)]
+    together = [simulate(chain, answer).seconds for answer in planner.solve_many(chain, budgets)]
+    assert budgets[0] > 4 * budgets[1]
+    assert together == [simulate(chain, planner.solve(chain, budget)).seconds for budget in budgets]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**6), st.integers(4, 12), st.integers(3, 8), st.floats(0.0, 1.0))
+def test_floating_is_never_slower_than_persistent_however_coarse(seed: int, n: int, slots: int, share: float) -> None:
+    chain = varied(n, seed)
+    least, most = minimum_budget(chain), store_all_peak(chain)
+    budget = round(least + share * (most - least))
+    floating, persistent = (planner.solve(chain, budget) for planner in (Floating(slots), Persistent(slots)))
+    assert simulate(chain, floating).seconds <= simulate(chain, persistent).seconds
 
 
 def test_chen_balances_bytes_where_sequential_counts_stages() -> None:

@@ -6,13 +6,15 @@ import copy
 import io
 import pickle
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from helpers import assert_same, chain_of, train_step
+from helpers import assert_same, chain_of, peak_of_a_step, train_step
 from torch import nn
 
 import remat
@@ -35,6 +37,22 @@ def network() -> nn.Sequential:
 @pytest.fixture
 def sample() -> torch.Tensor:
     return torch.randn(200, 20)
+
+
+@pytest.fixture
+def profiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The samples that were profiled. Every module is a stage, whatever the clock says of it."""
+    samples: list[Any] = []
+
+    def profile(model: nn.Module, sample: Any, **options: Any) -> remat.Chain:
+        samples.append(sample)
+        return remat.profile(model, sample, repeats=1, small=0.0, **options)
+
+    monkeypatch.setattr(rotor, "profile", profile)
+    return samples
+
+
+pytestmark = pytest.mark.usefixtures("profiled")
 
 
 @pytest.mark.parametrize("way", ["both", "sample", "limit", "neither"])
@@ -162,22 +180,68 @@ def test_hooks_of_the_model_run_once(sample: torch.Tensor) -> None:
     assert calls == ["before wrapping", "after wrapping"] * 2
 
 
-def test_another_input_shape_is_planned_for_in_turn(sample: torch.Tensor) -> None:
+def notes_of(step: Callable[[], object]) -> list[str]:
+    """What is warned of in a step."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step()
+    return [str(note.message) for note in caught if "Checkpointable" in str(note.message)]
+
+
+def test_another_input_shape_is_planned_for_in_turn(sample: torch.Tensor, profiled: list[Any]) -> None:
     plain = network()
     wrapped = rotor.Checkpointable(copy.deepcopy(plain), sample, mem_limit=0.7)
     first = wrapped.sequence
     half = sample[:90]
-    for candidate in (half, sample, half):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            assert_same(train_step(plain, candidate), train_step(wrapped, candidate))
-        notes = [str(note.message) for note in caught if "Checkpointable" in str(note.message)]
-        if candidate is half and not any("planned" in note for note in notes):
-            assert len(wrapped._plans) == 1  # the second time the plan is there
-        else:
-            assert (len(notes) == 1) == (candidate is half)
-            assert candidate is sample or "float32[90, 20] cpu, measured so far was float32[200, 20] cpu" in notes[0]
+    told = []
+    for candidate in (half, sample, half, sample):
+        told.append(notes_of(lambda given=candidate: assert_same(train_step(plain, given), train_step(wrapped, given))))
+    assert "float32[90, 20] cpu, measured so far was float32[200, 20] cpu" in told[0][0]
+    assert [len(notes) for notes in told] == [1, 0, 0, 0]
+    assert len(profiled) == 2
     assert wrapped.sequence == first
+
+
+def test_plans_for_other_shapes_follow_a_new_limit_and_a_new_measurement() -> None:
+    """A plan that was made for a shape under one limit does not outlive it."""
+    sample = torch.randn(2000, 20)
+    half = sample[:900]
+    wrapped = rotor.Checkpointable(network(), sample, mem_limit=1.0)
+    for parameter in wrapped.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def step() -> None:
+        wrapped(half).sum().backward()
+
+    with pytest.warns(UserWarning, match="planned for that too"):
+        everything = peak_of_a_step(step, half)
+    assert notes_of(step) == []
+    wrapped.compute_min_sequence()
+    with pytest.warns(UserWarning, match="planned for that too"):
+        least = peak_of_a_step(step, half)
+    assert least < 0.8 * everything
+    wrapped.measure(sample)
+    with pytest.warns(UserWarning, match="planned for that too"):
+        assert peak_of_a_step(step, half) == least
+
+
+def test_train_flags_are_part_of_what_a_plan_is_for(sample: torch.Tensor) -> None:
+    wrapped = rotor.Checkpointable(network(), sample, mem_limit=0.7)
+    assert notes_of(lambda: wrapped(sample).sum().backward()) == []
+    wrapped[0][1].eval()
+    (note,) = notes_of(lambda: wrapped(sample).sum().backward())
+    assert "train flags, frozen parameters or autocast are not as they were" in note
+
+
+def test_the_limit_without_one_is_nine_tenths_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rotor, "available_bytes", lambda: 10**8)
+    model = network()
+    wrapped = rotor.Checkpointable(model)
+    own = sum(parameter.nbytes for parameter in model.parameters())
+    assert wrapped.automatic_limit() == 9 * 10**7 - 3 * own  # gradients that are to come, and Adam's two moments
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    assert wrapped.automatic_limit() == 9 * 10**7 - 2 * own
 
 
 def test_a_loss_that_only_takes_the_first_shape(sample: torch.Tensor) -> None:

@@ -19,6 +19,14 @@ def test_amounts_with_units(text: str, size: int) -> None:
     assert parse_bytes(text) == size == resolve_budget(text)
 
 
+def test_parts_of_a_byte_are_cut_off() -> None:
+    """A limit is never rounded up."""
+    assert parse_bytes("10.9B") == 10
+    assert parse_bytes("1.0009 KiB") == 1024
+    assert resolve_budget(0.5, 7) == 3
+    assert resolve_budget(0.999999, 10) == 9
+
+
 def test_the_three_forms() -> None:
     assert resolve_budget(12345) == 12345
     assert resolve_budget(0.5, 1001) == 500
