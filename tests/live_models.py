@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ import remat
 from remat import models
 from remat.meter import MemoryMeter
 from remat.runtime.dtr.simulator import Replay
+
+Result = TypeVar("Result")
 
 
 class Case(NamedTuple):
@@ -146,10 +148,15 @@ def train(case: Case, block: Callable[[], Any], steps: int = 3) -> list[Tensor]:
 
 def peak_bytes(run: Callable[[], object]) -> int:
     """The allocator's peak above the level before."""
+    return metered(run)[0]
+
+
+def metered(run: Callable[[], Result]) -> tuple[int, Result]:
+    """The allocator's peak above the level before, and what `run` returns."""
     meter = MemoryMeter(torch.device("cpu"))
     with meter.session(), meter.region():
-        run()
-    return meter.regions[0].peak_bytes - meter.regions[0].start_bytes
+        result = run()
+    return meter.regions[0].peak_bytes - meter.regions[0].start_bytes, result
 
 
 def step_of(case: Case) -> Callable[[], None]:

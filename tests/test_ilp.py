@@ -44,6 +44,9 @@ def test_ilp_agrees_with_floating_on_larger_chains(chain: Chain, tenths: int) ->
     report = simulate(chain, Ilp(gap=0.0).solve(chain, budget))
     assert report.peak_bytes <= budget
     assert report.seconds >= lower_bound(chain, budget)
+    if report.bound_seconds is None:  # zero times leave the backend with nothing to choose by
+        assert report.note.startswith("the schedule of least memory")
+        return
     assert report.bound_seconds <= simulate(chain, remat.solve(chain, budget, "floating")).seconds * (1 + 1e-6)
 
 

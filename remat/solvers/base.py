@@ -83,7 +83,7 @@ class Solver(ABC):
             minimum, _ = peak_and_makespan(chain, least)
             for index, size in enumerate(sizes):
                 if found[index] is None and size >= minimum:  # a relaxation may have no answer, and its rounding one
-                    found[index] = Plan(least)
+                    found[index] = Plan(least, note="the schedule of least memory; none faster was found")
         plans = self._checked(chain, sizes, found)
         share = (time.perf_counter() - start) / max(len(sizes), 1)
         answers: list[Schedule | InfeasibleBudget] = []

@@ -1,0 +1,111 @@
+"""The peak that DTR reports is the allocator's, in the first block that meets its operators and in later ones."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import remat
+from tests.live_models import metered
+
+WIDTH = 251  # met nowhere else, so that the first block knows nothing of its operators
+SLACK = 512  # bytes: numbers of a few bytes each, which the runtime holds on its own account
+
+
+class Program:
+    """Some layers, and one of several ends whose operators need memory in ways of their own."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
+        self.norm, self.wide = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(30_000)
+        self.sample, self.few = torch.randn(500, WIDTH), torch.randn(2, 30_000)
+        for parameter in (self.weight, *self.norm.parameters(), *self.wide.parameters()):
+            parameter.grad = torch.zeros_like(parameter)
+
+    def deep(self, y: Tensor) -> Tensor:
+        for _ in range(4):
+            y = (y @ self.weight).tanh()
+        return y
+
+    def concatenated(self) -> Tensor:
+        y = self.deep(self.sample)
+        return torch.cat([y, torch.sort(y, 1)[0], y.t().contiguous().t()], 1)
+
+    def normalised(self) -> Tensor:
+        return self.norm(self.deep(self.sample)).relu()
+
+    def wide_statistics(self) -> Tensor:
+        return self.wide(self.few * 2).relu()
+
+    def sized_by_data(self) -> Tensor:
+        y = self.deep(self.sample)
+        return y[y > 0] * 2
+
+    def random(self) -> Tensor:
+        return nn.functional.dropout(self.deep(self.sample), 0.3).softmax(1)
+
+    def in_place(self) -> Tensor:
+        return (self.deep(self.sample) * 1).mul_(2).add_(1).relu_()
+
+    def factorised(self) -> Tensor:
+        y = self.deep(self.sample)
+        return torch.linalg.svdvals(y[:100, :100]).sum() + y.std()
+
+    def summed_up(self) -> Tensor:
+        y = self.deep(self.sample)
+        return torch.topk(y, 100)[0].sum() + y.median() + torch.cumsum(y, 1).sum()
+
+    def constant_changed(self) -> Tensor:
+        constant = torch.ones(700, WIDTH)
+        y = self.deep(constant * 3)
+        constant.add_(1)
+        return y.sum() + (constant @ self.weight).tanh().sum()
+
+    def saved_and_then_changed(self) -> Tensor:
+        y = self.deep(self.sample)
+        z = y * y
+        y.add_(1)
+        return (z.detach() + y.detach()).requires_grad_()
+
+
+STATISTICS = {"normalised": 2 * 4 * WIDTH, "wide_statistics": 2 * 4 * 30_000}  # copies that only a recomputation makes
+ENDS = [name for name, value in vars(Program).items() if not name.startswith("_") and name != "deep"]
+
+
+def block_of(program: Program, end: str, budget: int) -> remat.DTR:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", remat.ThrashingWarning)
+        with remat.DTR(budget, "h_dtr_eq", costs="model", thrash_limit=None) as dtr:
+            getattr(program, end)().sum().backward()
+    return dtr
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_reported_peak_is_the_measured_one(end: str) -> None:
+    program, more = Program(), STATISTICS.get(end, 0) + SLACK
+
+    def block(budget: int) -> Callable[[], remat.DTR]:
+        return lambda: block_of(program, end, budget)
+
+    first = block(2**40)().report().peak_bytes
+    (whole, dtr), (again, _) = metered(block(2**40)), metered(block(2**40))
+    assert whole == again <= dtr.report().peak_bytes <= whole + more
+    assert whole <= first <= whole + more
+    evicted = 0
+    for share in (0.9, 0.75, 0.6):
+        budget = int(share * whole)
+        try:
+            block(budget)()
+        except remat.OutOfBudget as error:
+            assert error.minimum is not None
+            budget = error.minimum
+        measured, dtr = metered(block(budget))
+        report = dtr.report()
+        assert measured <= report.peak_bytes <= min(measured + more, budget)
+        evicted += report.evictions
+    assert evicted or end == "wide_statistics"  # where nothing can be spared
