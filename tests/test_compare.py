@@ -6,6 +6,7 @@ import copy
 import csv
 import json
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ from torch.nn import functional
 import remat
 from remat import models, rotor
 from remat.comparison import PLAIN, Comparison
+from remat.schedule import Operation, store_all_operations
+from remat.solvers.base import Plan, Solver
+from remat.solvers.persistent import Persistent
 from tests.live_models import make
 
 STATIC = ("store_all", "sequential", "chen", "revolve", "persistent", "floating")
@@ -260,6 +264,84 @@ def test_an_interrupted_comparison_keeps_what_it_has_and_goes_on(tmp_path: Path)
     assert (again.times, again.ratios) == (before.times, before.ratios)
     assert again.measured.seconds == again.measured.overhead * wider.plain.seconds  # of that run, not of the first
     assert wider.at("persistent", 0.8).measured is not None
+
+
+class Wrong(nn.Module):
+    """Its library's checkpointing computes something else: everything a hundredth larger."""
+
+    def __init__(self, off: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+        self.off, self.on = off, False
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.on = enable
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x * (1 + self.off) if self.on else x
+
+
+@pytest.mark.parametrize("off", [0.01, 1e-5])
+def test_wrong_gradients_are_said_to_differ_and_are_never_recommended(off: float) -> None:
+    found = remat.compare(
+        Wrong(off), torch.randn(32, 16), [1.0], ["persistent", "gradient_checkpointing"], progress=False
+    )
+    (wrong,) = (entry for entry in found.entries if entry.strategy == "gradient_checkpointing")
+    assert wrong.gradients.startswith("differ by")
+    assert float(wrong.gradients.split()[2]) == pytest.approx(off, rel=0.2)
+    assert found.at("persistent", 1.0).gradients == "equal"
+    best, tied = found.verdict(2**40)
+    assert wrong not in (best, *tied)
+
+
+def test_steps_are_timed_in_changing_order() -> None:
+    model, sample = _gpt()
+    rounds: list[list[str]] = []
+
+    def note(what: str, done: int, total: int) -> None:
+        if what.startswith("time: "):
+            if not rounds or what in rounds[-1]:
+                rounds.append([])
+            rounds[-1].append(what)
+
+    remat.compare(model, sample, [0.6], ["persistent", "sequential", "revolve"], repeats=4, progress=note)
+    assert len(rounds) == 4
+    assert all(sorted(each) == sorted(rounds[0]) for each in rounds)
+    assert len({each[0] for each in rounds}) > 2
+    assert len({each[-1] for each in rounds}) > 2
+
+
+class Changing(Solver):
+    """A planner of one name whose plans change, as when its options do."""
+
+    name = "mine"
+
+    def __init__(self, least: bool) -> None:
+        self.least = least
+
+    def plan(self, chain: remat.Chain, budgets: Sequence[int]) -> list[Plan | None]:
+        return [Plan(self.least_memory(chain) if self.least else store_all_operations(chain.length)) for _ in budgets]
+
+    def least_memory(self, chain: remat.Chain) -> tuple[Operation, ...]:
+        return Persistent().least_memory(chain)
+
+
+def test_what_was_measured_of_another_plan_is_not_taken_over(tmp_path: Path) -> None:
+    model, sample = _gpt()
+    options = {"file": tmp_path / "comparison.json", "progress": False, "repeats": 1}
+    most = remat.compare(model, sample, [1.0], [Changing(least=False)], **options).at("mine", 1.0)
+    least = remat.compare(model, sample, [1.0], [Changing(least=True)], **options).at("mine", 1.0)
+    assert least.measured.peak_bytes < 0.9 * most.measured.peak_bytes
+
+
+def test_a_file_measured_under_another_autocast_is_refused(tmp_path: Path) -> None:
+    model, sample = _gpt()
+    file = tmp_path / "comparison.json"
+    remat.compare(model, sample, [0.9], ["persistent"], measure=False, file=file, progress=False)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(remat.RematError, match="another model or sample"):
+        remat.compare(model, sample, [0.9], ["persistent"], measure=False, file=file, progress=False)
 
 
 def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:

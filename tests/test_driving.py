@@ -266,6 +266,37 @@ def test_a_forward_without_a_backward_leaves_nothing_in_memory(name: str) -> Non
     assert_same(train(made(name)[0], sample), train(copy.deepcopy(model), sample))
 
 
+def test_without_gradients_nothing_is_measured_and_the_models_own_forward_runs() -> None:
+    model, sample = made("gpt2")
+    torch.manual_seed(1)
+    expected = model(**sample).logits
+    module = rotor.Checkpointable(model, mem_limit="1GiB")
+    torch.manual_seed(1)
+    with torch.no_grad():
+        assert torch.equal(model(**sample).logits, expected)
+    assert module.chain is None
+    model(**sample).loss.backward()
+    assert module.chain is not None
+
+
+def test_a_forward_of_the_instances_own_comes_back_with_remove() -> None:
+    model, sample = made("gpt2")
+    own, calls = model.forward, []
+
+    def around(**batch: Any) -> Any:
+        calls.append(len(batch))
+        return own(**batch)
+
+    model.forward = around
+    remat.fit(model, sample, 0.9, quiet=True)
+    before = len(calls)
+    model(**sample).loss.backward()
+    assert len(calls) == before + 1
+    assert remat.remove(model).forward is around
+    model(**sample)
+    assert len(calls) == before + 2
+
+
 # Other paths ---------------------------------------------------------------------------------------------------------
 
 
