@@ -31,6 +31,10 @@ test: $(DONE)
 test-slow: $(DONE)
 	$(BIN)/python -m pytest -q -m slow
 
+mutants: $(DONE)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[mutants]'
+	$(BIN)/python -m benchmarks.mutants
+
 lint: $(DONE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

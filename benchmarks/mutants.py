@@ -1,0 +1,198 @@
+"""Mistakes put into the code at random, to see which of them the tests notice: `make mutants`.
+
+Cosmic Ray makes the mistakes (another operator, another number, a condition turned round), one at a time, in a clone of
+the repository; the tests that should notice are run until the first fails. A sample of all mistakes that it can make is
+drawn with a fixed seed. What was found is written after each one, and a later call goes on there, as long as the files
+that mistakes are made in stay as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pairing import RESULTS, revision
+from remat.machine import machine
+
+ROOT = Path(__file__).parents[1]
+CLONE = ROOT / ".mutants" / "clone"
+SAMPLE, SEED = 300, 1
+SECONDS = 600  # after which tests that do not end count as failed
+
+_PLANNING = "judges planners solvers ilp"
+_RUNNING = "executor_errors judges exactness exactness_modules found_by_users limits"
+_LIVE = "live_peaks live_block live_programs live_run live_models"
+TESTS = {
+    "remat/simulation.py": "simulation judges solvers planners budget",
+    "remat/solvers/base.py": f"{_PLANNING} verdicts units",
+    "remat/solvers/_tables.py": _PLANNING,
+    "remat/solvers/_kernels.py": _PLANNING,
+    "remat/solvers/persistent.py": _PLANNING,
+    "remat/solvers/floating.py": _PLANNING,
+    "remat/solvers/revolve.py": _PLANNING,
+    "remat/solvers/sequential.py": _PLANNING,
+    "remat/solvers/chen.py": _PLANNING,
+    "remat/solvers/ilp.py": f"ilp {_PLANNING}",
+    "remat/solvers/checkmate.py": f"ilp {_PLANNING}",
+    "remat/runtime/executor.py": _RUNNING,
+    "remat/runtime/environment.py": _RUNNING,
+    "remat/runtime/driving.py": "driving any_model ordinary_models found_by_users limits",
+    "remat/finding/measuring.py": "finding any_model limits ordinary_models profiling",
+    "remat/live/ledger.py": _LIVE,
+    "remat/runtime/dtr/core.py": f"dtr {_LIVE}",
+    "remat/runtime/dtr/_kernels.py": f"dtr {_LIVE}",
+    "remat/comparison.py": "verdicts compare pictures cards package",
+}
+
+
+def mutants(sample: int, survivors: bool) -> None:
+    """Goes on with the sample; `survivors`: tries those again that no test noticed."""
+    _clone()
+    drawn = _drawn(sample)
+    file = RESULTS / "mutants.json"
+    known = json.loads(file.read_text()) if file.exists() else {}
+    if known.get("sources") != _sources():
+        known = {"sources": _sources(), "seed": SEED, "rows": []}
+    rows: list[dict[str, Any]] = known["rows"]
+    for number, mutation in enumerate(drawn):
+        before = next((row for row in rows if row["number"] == number), None)
+        if before is not None and not (survivors and before["outcome"] == "survived"):
+            continue
+        row = {"number": number, **_tried(mutation)}
+        rows[:] = sorted([*(row for row in rows if row is not before), row], key=lambda row: row["number"])
+        found = Counter(row["outcome"] for row in rows)
+        print(f"{len(rows)}/{len(drawn)}: {row['outcome']} {row['where']} {dict(found)}", flush=True)
+        noticed = len(rows) - found["survived"]
+        content = {
+            "note": "mistakes that Cosmic Ray makes, a random sample, and whether a test fails; timeouts count as noticed",
+            "machine": {**machine(), "revision": revision()},
+            **{key: known[key] for key in ("sources", "seed")},
+            **{"sample": len(drawn), "tried": len(rows), "noticed": noticed, "share": noticed / len(rows)},
+            "rows": rows,
+        }
+        written = file.with_suffix(".part")
+        written.write_text(json.dumps(content, indent=1) + "\n")
+        written.replace(file)
+
+
+def _clone() -> None:
+    """A clone of the last commit, since mistakes are written to files."""
+    if not CLONE.exists():
+        CLONE.parent.mkdir(exist_ok=True)
+        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(CLONE)], check=True)
+    for command in (["fetch", "--quiet", "origin", "HEAD"], ["reset", "--quiet", "--hard", "FETCH_HEAD"]):
+        subprocess.run(["git", *command], cwd=CLONE, check=True)
+
+
+def _sources() -> str:
+    """What the sample is drawn from."""
+    return hashlib.sha256(b"".join((CLONE / name).read_bytes() for name in TESTS)).hexdigest()[:16]
+
+
+def _drawn(sample: int) -> list[Any]:
+    """The mistakes to try, in the order in which they are tried, so that any beginning is a sample too."""
+    from cosmic_ray.commands.init import init
+    from cosmic_ray.work_db import WorkDB, use_db
+
+    database = CLONE.parent / "mutants.sqlite"
+    with use_db(str(database), WorkDB.Mode.create) as work:
+        init([Path(name) for name in TESTS], work, {})
+        found = [mutation for item in work.work_items for mutation in item.mutations]
+    database.unlink()
+    notes = {name: set(_annotations(ast.parse(Path(name).read_text()))) for name in TESTS}
+    found = [each for each in found if not _is_within(each.start_pos, notes[str(each.module_path)])]
+    found.sort(key=lambda each: (str(each.module_path), each.operator_name, each.occurrence))
+    random.Random(SEED).shuffle(found)
+    print(f"{len(found)} mistakes can be made in {len(TESTS)} files; {sample} are tried", flush=True)
+    return found[:sample]
+
+
+def _annotations(tree: ast.AST) -> Iterator[tuple[int, int, int, int]]:
+    """Where annotations stand, which nothing reads when the code runs, and what is there for type checkers."""
+    for node in ast.walk(tree):
+        found: Sequence[ast.AST | None] = ()
+        if isinstance(node, ast.FunctionDef):
+            arguments = node.args
+            given = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+            found = [node.returns, *(argument.annotation for argument in given if argument is not None)]
+        elif isinstance(node, ast.AnnAssign):
+            found = [node.annotation]
+        elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            found = [node]
+        for each in found:
+            if each is not None:
+                yield each.lineno, each.col_offset, each.end_lineno, each.end_col_offset  # type: ignore[attr-defined]
+
+
+def _is_within(position: tuple[int, int], ranges: set[tuple[int, int, int, int]]) -> bool:
+    return any((a, b) <= position < (c, d) for a, b, c, d in ranges)
+
+
+def _tried(mutation: Any) -> dict[str, Any]:
+    from cosmic_ray.mutating import use_mutation
+    from cosmic_ray.plugins import get_operator
+
+    name = str(mutation.module_path)
+    operator = get_operator(mutation.operator_name)(**mutation.operator_args)
+    start = time.monotonic()
+    with use_mutation(mutation.module_path, operator, mutation.occurrence) as (before, after):
+        outcome = "no change" if after is None else _outcome(TESTS[name].split())
+    changed = [
+        f"{old.strip()} -> {new.strip()}"
+        for old, new in zip(before.splitlines(), (after or before).splitlines(), strict=False)
+        if old != new
+    ]
+    return {
+        "outcome": outcome,
+        "where": f"{name}:{mutation.start_pos[0]} in {mutation.definition_name}",
+        "operator": mutation.operator_name.removeprefix("core/"),
+        "change": changed[0][:240] if changed else "",
+        "seconds": round(time.monotonic() - start, 1),
+    }
+
+
+def _outcome(tests: Sequence[str]) -> str:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(CLONE),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "NUMBA_CACHE_DIR": str(CLONE.parent / "numba"),
+        "OMP_NUM_THREADS": "1",
+    }
+    options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--timeout", "120"]
+    files = [f"tests/test_{name}.py" for name in tests]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, *files],
+            cwd=CLONE,
+            env=environment,
+            timeout=SECONDS,
+            capture_output=True,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return "timeout"
+    return "survived" if done.returncode == 0 else "noticed"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sample", type=int, default=SAMPLE, help="how many mistakes are tried in all")
+    parser.add_argument("--survivors", action="store_true", help="try those again that no test noticed")
+    given = parser.parse_args()
+    os.makedirs(CLONE.parent, exist_ok=True)
+    if not CLONE.exists():
+        _clone()
+    os.chdir(CLONE)
+    mutants(given.sample, given.survivors)
