@@ -75,7 +75,7 @@ def mutants(sample: int, survivors: bool) -> None:
         print(f"{len(rows)}/{len(drawn)}: {row['outcome']} {row['where']} {dict(found)}", flush=True)
         noticed = len(rows) - found["survived"]
         content = {
-            "note": "mistakes of Cosmic Ray, a random sample, and whether a test fails; running out of time counts as noticed",
+            "note": "a random sample of Cosmic Ray's mistakes; noticed: a test failed, or ran out of time",
             "machine": {**machine(), "revision": revision()},
             **{key: known[key] for key in ("sources", "seed")},
             **{"sample": len(drawn), "tried": len(rows), "noticed": noticed, "share": noticed / len(rows)},
