@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from remat.meter import rounded
-from remat.runtime.environment import RandomState
+from remat.runtime.environment import RandomState, rescaled
 from remat.runtime.sharding import is_sharded
 from remat.runtime.values import map_tensors, tensors
 
 
 @contextmanager
 def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> Iterator[Replaced]:
-    """Afterwards buffers and the state of the random number generators are what they were before.
+    """Afterwards buffers, weights that forwards rescale, and states of random number generators are as before.
 
     So are attributes of modules into which forwards have put tensors with their graphs, which would keep these alive.
     """
@@ -27,6 +27,7 @@ def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> 
     buffers = [(part, name, buffer) for part in parts for name, buffer in part._buffers.items()]
     # Copies are worked on, so that not even the versions of the originals move: a pending backward may need them.
     copies = {id(buffer): buffer.clone() for _, _, buffer in buffers if buffer is not None}
+    weights = [(weight, weight.detach().clone()) for part in parts for weight in rescaled(part).values()]
     inside = {(part, name): None if buffer is None else copies[id(buffer)] for part, name, buffer in buffers}
     try:
         for (part, name), buffer in inside.items():
@@ -35,6 +36,9 @@ def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> 
     finally:
         for part, name, buffer in buffers:
             part._buffers[name] = buffer
+        for weight, old in weights:
+            if not torch.equal(weight, old):
+                weight.detach().copy_(old)
         for part, before in attributes:
             for name, value in [*part.__dict__.items()]:
                 if value is not before.get(name) and any(tensor.grad_fn is not None for tensor in tensors(value)):

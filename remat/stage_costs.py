@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat.meter import MemoryMeter, Region, rounded
 from remat.preserving import cut_off
+from remat.runtime.environment import rescaled
 from remat.runtime.interception import uncompiled
 from remat.runtime.stages import Stage
 from remat.runtime.values import map_tensors, tensors
@@ -135,7 +136,8 @@ def as_executed(size: Sizes, stage: Stage, mark: Marks) -> Sizes:
     a backward keeps those copies that it saved (a batch norm's does) in place of the buffers. What a stage holds in any
     case is in the executor's reserve, so no part of what it saves; a run that is repeated holds it once more meanwhile.
     """
-    buffers = sum(buffer.numel() * buffer.element_size() for *_, buffer in stage.buffers())
+    buffers = sum(buffer.nbytes for *_, buffer in stage.buffers())
+    buffers += sum(weight.nbytes for part in stage.parts for weight in rescaled(part).values())
     working = 2 * buffers + 3 * _state_bytes() + mark.set_up_bytes
     return replace(
         size,

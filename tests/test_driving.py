@@ -7,6 +7,7 @@ import gc
 import inspect
 import pickle
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from training_any import budgets_of, made, train
 import remat
 from remat import rotor
 from remat.errors import InfeasibleBudget, LeftChain, PlanMismatch, RematError, ReplayError, UnsupportedModel
-from remat.runtime.driving import CallRun, drive_of
+from remat.meter import MemoryMeter
+from remat.runtime.driving import drive_of
 from remat.runtime.values import loss_in
 from remat.solvers.base import store_all_peak
 
@@ -188,12 +190,13 @@ class Around(nn.Module):
 def test_caches_are_off_in_training_steps_wherever_the_model_is() -> None:
     inner, sample = made("gpt2")
     expected = train(inner, sample)
-    model = Around(made("gpt2")[0]).train()
-    remat.fit(model, sample, 0.6, quiet=True, other_path="error")
-    assert_same(expected, train(model, sample))
-    assert model.inner.config.use_cache is True
-    assert model(**sample).past_key_values is None
-    assert model.eval()(**sample).past_key_values is not None
+    for memory in (0.6, 1.0):  # also where everything is stored
+        model = Around(made("gpt2")[0]).train()
+        remat.fit(model, sample, memory, quiet=True, other_path="error")
+        assert_same(expected, train(model, sample))
+        assert model.inner.config.use_cache is True
+        assert model(**sample).past_key_values is None
+        assert model.eval()(**sample).past_key_values is not None
 
 
 def test_numbers_among_the_arguments_are_no_other_input() -> None:
@@ -240,9 +243,14 @@ def test_two_forwards_before_their_backwards() -> None:
     assert_same(both(plain, sample), both(model, sample))
 
 
-def _runs() -> int:
+def left_by(step: Callable[[], object]) -> int:
+    """Bytes that are there after a step, of what it made."""
     gc.collect()
-    return sum(type(found) is CallRun for found in gc.get_objects())
+    meter = MemoryMeter(torch.device("cpu"))
+    with meter.session(), meter.region():
+        step()
+        gc.collect()
+    return meter.regions[0].end_bytes - meter.regions[0].start_bytes
 
 
 @pytest.mark.parametrize("name", ["t5", "records"])
@@ -251,18 +259,19 @@ def test_a_forward_without_a_backward_leaves_nothing_in_memory(name: str) -> Non
     model, sample = made(name)
     chain = remat.profile(model, sample, repeats=1)
     remat.apply(model, remat.solve(chain, remat.minimum_budget(chain)), other_path="error")
-    for _ in range(2):
-        model(**sample)
-    assert _runs() == 0
-    loss = loss_in(model(**sample))
-    loss.backward()
-    del loss
-    assert _runs() == 0
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def failing() -> None:
+        with pytest.raises(ZeroDivisionError):
+            model(**sample)
+
+    assert left_by(lambda: model(**sample)) == 0
+    assert left_by(lambda: loss_in(model(**sample)).backward()) == 0
     handle = model.register_forward_hook(lambda module, args, output: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        model(**sample)
+    assert left_by(failing) == 0
     handle.remove()
-    assert _runs() == 0
+    model.zero_grad()
     assert_same(train(made(name)[0], sample), train(copy.deepcopy(model), sample))
 
 
@@ -401,6 +410,30 @@ def test_shorter_inputs_train_by_the_plan_of_a_longer_one() -> None:
         found = train(model, wider)
     assert_same(train(made("gpt2")[0], wider), found)
     assert module.chain.layout.inputs[0] == "int64[2, 24] cpu"
+
+
+def test_of_several_plans_that_cover_an_input_the_one_for_the_smallest_is_taken() -> None:
+    """Within one limit, what is planned for a shorter batch keeps more, so that less is computed again."""
+    model = Blocks(8, 32, dropout=0.0).train()
+    calls: list[str] = []
+    for block in model.blocks:
+        layer = next(part for part in block.modules() if isinstance(part, nn.Linear))
+        layer.register_forward_pre_hook(lambda module, args: calls.append("block"))
+
+    def runs(rows: int) -> int:
+        calls.clear()
+        model(torch.randn(rows, 8)).sum().backward()
+        return len(calls)
+
+    short = torch.randn(300, 8)
+    everything = store_all_peak(remat.profile(model, short, repeats=1))
+    module = rotor.Checkpointable(model, short, round(1.3 * everything))
+    assert runs(300) == 8
+    with pytest.warns(UserWarning, match="measured and planned for that too"):
+        runs(900)
+    assert runs(900) > 8 == runs(300) == runs(200)
+    assert runs(400) > 8  # which the plan for 300 does not cover
+    assert module.sequence.recomputations == 0
 
 
 def test_a_schedule_of_another_model_or_input_is_refused() -> None:

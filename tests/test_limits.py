@@ -125,6 +125,18 @@ def test_under_autocast(kind: str, inside: bool) -> None:
         assert_same(gradients_of(plain), gradients_of(trained))
 
 
+def test_under_autocast_without_its_cache() -> None:
+    """A recomputation makes its casts anew and keeps none, as the first run did."""
+    sample = torch.randn(64, 256)
+
+    def loop(model: nn.Module, sample: Any) -> None:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            model(sample).float().square().mean().backward()
+
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        check(Blocks(), sample, loop, (0.0, 0.4))
+
+
 class _SetsUpATable(nn.Module):
     """Makes a table for the shapes that it meets, as position biases and rotary embeddings do."""
 

@@ -7,6 +7,7 @@ import io
 import pickle
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -232,17 +233,28 @@ def test_two_threads_have_blocks_of_their_own() -> None:
         expected.append([p.grad.clone() for p in case.model.parameters()])
         for p in case.model.parameters():
             p.grad.zero_()
+    budgets = []
+    for case, run in zip(cases, runs, strict=True):
+        with remat.DTR("1GiB", costs="model") as dtr:
+            run()
+        budgets.append(int(0.75 * dtr.report().peak_bytes))
+        for p in case.model.parameters():
+            p.grad.zero_()
     failures: list[BaseException] = []
+    start = threading.Barrier(2)
 
-    def work(run: object) -> None:
+    def work(run: Callable[[], None], budget: int) -> None:
         try:
-            with remat.DTR("1GiB", costs="model") as dtr:
-                run()  # type: ignore[operator]
-            assert dtr.report().peak_bytes > 0
+            with remat.DTR(budget, costs="model", thrash_limit=None) as dtr:
+                start.wait(60)  # both are inside of their blocks
+                run()
+            report = dtr.report()
+            assert report.evictions > 0
+            assert report.peak_bytes <= budget
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(run,)) for run in runs]
+    threads = [threading.Thread(target=work, args=each) for each in zip(runs, budgets, strict=True)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -311,12 +323,16 @@ def test_a_users_heuristic() -> None:
     with remat.DTR("1GiB", costs="model") as dtr:
         run()
     budget = int(dtr.report().peak_bytes * 0.7)
-    both = []
-    for heuristic in ("h_dtr_local", lambda c: c.cost / np.maximum(c.bytes * c.staleness, 1e-9)):
+    decisions = []
+    for heuristic in (
+        "h_dtr_local",
+        lambda c: c.cost / np.maximum(c.bytes * c.staleness, 1e-9),  # the same, but not known to be
+        lambda c: -c.cost / np.maximum(c.bytes * c.staleness, 1e-9),
+    ):
         with remat.DTR(budget, heuristic, costs="model", thrash_limit=None) as dtr:
             run()
-        both.append(dtr.report().evictions)
-    assert all(both)
+        decisions.append(dtr.decisions)
+    assert decisions[0] == decisions[1] != decisions[2] != []
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,8 @@ class BufferWatch:
     copies all of them; later ones only those that were seen to change. Versions alone do not tell: the kernels of
     BatchNorm write running statistics without counting one, so values are compared too, in that first run. A run that
     puts another tensor in a buffer's place, as modules do that set up a table for the shapes they meet, needs no copy:
-    the old one is kept until the backward, and nothing after a run that leaves it alone.
+    the old one is kept until the backward, and nothing after a run that leaves it alone. A parameter that the forward
+    itself scales down (`max_norm` of embeddings) counts as such a buffer: a second time would change it once more.
     """
 
     def __init__(self) -> None:
@@ -91,10 +92,10 @@ class BufferWatch:
             (position, name): _Before(None, 0, None)
             if buffer is None
             else _Before(
-                buffer, buffer._version, buffer.clone() if known is None or (position, name) in known else None
+                buffer, buffer._version, buffer.detach().clone() if known is None or (position, name) in known else None
             )
             for position, part in enumerate(stage.parts)
-            for name, buffer in part._buffers.items()
+            for name, buffer in (*part._buffers.items(), *rescaled(part).items())
         }
 
     def after(self, stage: Stage, flags: tuple[bool, ...], before: dict[_Key, _Before]) -> dict[_Key, _Before]:
@@ -106,6 +107,7 @@ class BufferWatch:
             if (known is not None and key in known)
             or (was.buffer is not None and was.buffer._version != was.version)
             or _is_running_statistic(stage.parts[key[0]], flags[key[0]])
+            or key[1] in rescaled(stage.parts[key[0]])
             or (known is None and _differ(was.buffer, was.copy))
         }
         replaced = {
@@ -121,6 +123,13 @@ def _differ(buffer: torch.Tensor | None, copy: torch.Tensor | None) -> bool:
     if buffer is None or copy is None or buffer.layout != torch.strided:
         return False  # sparse tensors have no `equal`; their versions must do
     return not torch.equal(buffer, copy)
+
+
+def rescaled(part: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters that the module's own forward writes to."""
+    if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+        return {"weight": part.weight}
+    return {}
 
 
 def _is_running_statistic(part: nn.Module, training: bool) -> bool:
@@ -200,7 +209,7 @@ class FirstRun:
     @contextmanager
     def _buffers_again(self) -> Iterator[None]:
         """Runs on scratch copies of the old values, so that the module's own buffers are not changed a second time."""
-        originals: list[tuple[nn.Module, str, Any]] = []
+        originals: list[tuple[dict[str, Any], str, Any]] = []
         try:
             for (position, name), was in self._changed.items():
                 part = self._stage.parts[position]
@@ -209,12 +218,16 @@ class FirstRun:
                         f"buffer {name!r} of stage {self._stage.name!r} changed in this forward but not in the ones "
                         "before, so its old value was not kept; use the store_all schedule for such a stage"
                     )
-                originals.append((part, name, part._buffers[name]))
-                part._buffers[name] = None if was.copy is None else was.copy.clone()
+                holder: dict[str, Any] = part._parameters if name in part._parameters else part._buffers
+                originals.append((holder, name, holder[name]))
+                scratch = None if was.copy is None else was.copy.clone()
+                if isinstance(holder[name], nn.Parameter) and scratch is not None:
+                    scratch = nn.Parameter(scratch, holder[name].requires_grad)
+                holder[name] = scratch
             yield
         finally:
-            for part, name, buffer in originals:
-                part._buffers[name] = buffer
+            for holder, name, buffer in originals:
+                holder[name] = buffer
 
 
 def _autocast_states(device_types: set[str]) -> list[dict[str, Any]]:
