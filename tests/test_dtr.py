@@ -66,7 +66,8 @@ def test_every_cell_of_the_papers_simulator(replays: dict, deallocation: str) ->
         counts["outcome"] += report.outcome == row["outcome"]
         if row["outcome"] == "pass":
             counts["passing"] += 1
-            counts["overhead"] += abs(report.overhead / row["overhead"] - 1) <= 0.01
+            tolerance = 0.01 if deallocation == "ignore" else 1e-5  # of sums of floats in another order
+            counts["overhead"] += abs(report.overhead / row["overhead"] - 1) <= tolerance
             counts["evictions"] += report.evictions == row["evictions"]
         assert report.peak_bytes <= row["budget"]
     assert counts["outcome"] == len(rows)  # 300, 50 and 50
