@@ -337,7 +337,9 @@ def _measured_sizes(
         held = index == 0 or boundaries[index - 1].saves_output or (output_held and index == stages)
         size = sizes_of_stage(without, full, backward, boundary, held)
         if output_held and index == stages - 1 and not boundary.saves_output:  # it is counted for the whole step
-            size = replace(size, saved=size.saved - boundary.act, bwd_extra=size.bwd_extra + boundary.act)
+            again = size.save_overhead + boundary.act  # a recomputation makes it once more, while the first is held
+            less, more = size.saved - boundary.act, size.bwd_extra + boundary.act
+            size = replace(size, saved=less, save_overhead=again, bwd_extra=more)
         sizes.append(size)
     return sizes, given
 
