@@ -2,8 +2,8 @@
 
 Cosmic Ray makes the mistakes (another operator, another number, a condition turned round), one at a time, in a clone of
 the repository; the tests that should notice are run until the first fails. A sample of all mistakes that it can make is
-drawn with a fixed seed. What was found is written after each one, and a later call goes on there, as long as the files
-that mistakes are made in stay as they are.
+drawn with a fixed seed. What was found is written after each one, and a later call goes on there; what was found in a
+file that has changed since is looked for again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import ast
 import hashlib
 import json
 import os
-import random
 import subprocess
 import sys
 import time
@@ -59,27 +58,23 @@ TESTS = {
 def mutants(sample: int, survivors: bool) -> None:
     """Goes on with the sample; `survivors`: tries those again that no test noticed."""
     _clone()
-    drawn = _drawn(sample)
+    drawn, digests = _drawn(sample), {name: _digest(Path(name).read_bytes()) for name in TESTS}
     file = RESULTS / "mutants.json"
-    known = json.loads(file.read_text()) if file.exists() else {}
-    if known.get("sources") != _sources():
-        known = {"sources": _sources(), "seed": SEED, "rows": []}
-    rows: list[dict[str, Any]] = known["rows"]
-    for number, mutation in enumerate(drawn):
-        before = next((row for row in rows if row["number"] == number), None)
-        if before is not None and not (survivors and before["outcome"] == "survived"):
+    before = json.loads(file.read_text())["rows"] if file.exists() else []
+    rows = {row["key"]: row for row in before if row["file"] == digests[row["key"].partition(" ")[0]]}
+    rows = {key: row for key, row in rows.items() if key in drawn}
+    for key, mutation in drawn.items():
+        if key in rows and not (survivors and rows[key]["outcome"] == "survived"):
             continue
-        row = {"number": number, **_tried(mutation)}
-        rows[:] = sorted([*(row for row in rows if row is not before), row], key=lambda row: row["number"])
-        found = Counter(row["outcome"] for row in rows)
-        print(f"{len(rows)}/{len(drawn)}: {row['outcome']} {row['where']} {dict(found)}", flush=True)
+        rows[key] = {"key": key, "file": digests[str(mutation.module_path)], **_tried(mutation)}
+        found = Counter(row["outcome"] for row in rows.values())
+        print(f"{len(rows)}/{len(drawn)}: {rows[key]['outcome']} {rows[key]['where']} {dict(found)}", flush=True)
         noticed = len(rows) - found["survived"]
         content = {
             "note": "a random sample of Cosmic Ray's mistakes; noticed: a test failed, or ran out of time",
             "machine": {**machine(), "revision": revision()},
-            **{key: known[key] for key in ("sources", "seed")},
             **{"sample": len(drawn), "tried": len(rows), "noticed": noticed, "share": noticed / len(rows)},
-            "rows": rows,
+            "rows": [rows[key] for key in drawn if key in rows],
         }
         written = file.with_suffix(".part")
         written.write_text(json.dumps(content, indent=1) + "\n")
@@ -95,13 +90,16 @@ def _clone() -> None:
         subprocess.run(["git", *command], cwd=CLONE, check=True)
 
 
-def _sources() -> str:
-    """What the sample is drawn from."""
-    return hashlib.sha256(b"".join((CLONE / name).read_bytes() for name in TESTS)).hexdigest()[:16]
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
-def _drawn(sample: int) -> list[Any]:
-    """The mistakes to try, in the order in which they are tried, so that any beginning is a sample too."""
+def _drawn(sample: int) -> dict[str, Any]:
+    """The mistakes to try, by file, operator and number, in the order in which they are tried.
+
+    They are ranked by chance, each by itself: any beginning is a sample too, and where a file changes, what was drawn
+    of the others stays.
+    """
     from cosmic_ray.commands.init import init
     from cosmic_ray.work_db import WorkDB, use_db
 
@@ -111,11 +109,13 @@ def _drawn(sample: int) -> list[Any]:
         found = [mutation for item in work.work_items for mutation in item.mutations]
     database.unlink()
     notes = {name: set(_annotations(ast.parse(Path(name).read_text()))) for name in TESTS}
-    found = [each for each in found if not _is_within(each.start_pos, notes[str(each.module_path)])]
-    found.sort(key=lambda each: (str(each.module_path), each.operator_name, each.occurrence))
-    random.Random(SEED).shuffle(found)
-    print(f"{len(found)} mistakes can be made in {len(TESTS)} files; {sample} are tried", flush=True)
-    return found[:sample]
+    keys = {
+        f"{each.module_path} {each.operator_name.removeprefix('core/')} {each.occurrence}": each
+        for each in found
+        if not _is_within(each.start_pos, notes[str(each.module_path)])
+    }
+    print(f"{len(keys)} mistakes can be made in {len(TESTS)} files; {sample} are tried", flush=True)
+    return {key: keys[key] for key in sorted(keys, key=lambda key: _digest(f"{SEED} {key}".encode()))[:sample]}
 
 
 def _annotations(tree: ast.AST) -> Iterator[tuple[int, int, int, int]]:
@@ -156,7 +156,6 @@ def _tried(mutation: Any) -> dict[str, Any]:
     return {
         "outcome": outcome,
         "where": f"{name}:{mutation.start_pos[0]} in {mutation.definition_name}",
-        "operator": mutation.operator_name.removeprefix("core/"),
         "change": changed[0][:240] if changed else "",
         "seconds": round(time.monotonic() - start, 1),
     }
