@@ -47,8 +47,34 @@ def test_encoder_and_decoder_are_chains_of_their_own() -> None:
 
 def test_what_works_in_place_belongs_to_what_it_works_on() -> None:
     model, sample = made("convolutions")
-    for stage in remat.find_chain(model, sample, small=0.0).stages:
+    found = remat.find_chain(model, sample, small=0.0)
+    assert len(found.stages) > 3
+    for stage in found.stages:
         assert not stage.name.startswith(("features.2", "features.5", "features.8", "features.11"))
+
+
+class Alternating(nn.Module):
+    """Blocks with dropout, with batch norm and with neither, in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        ends = (nn.Dropout(0.3), nn.BatchNorm1d(64), nn.Tanh())
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 64), nn.GELU(), ends[number % 3], nn.Linear(64, 64)) for number in range(9)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_marks_are_those_of_each_stage() -> None:
+    chain = remat.profile(Alternating().train(), torch.randn(300, 64), stages=["blocks"], repeats=1)
+    random = {name for name, flag in zip(chain.names, chain.draws_random, strict=True) if flag}
+    changing = {name for name, flag in zip(chain.names, chain.changes_buffers, strict=True) if flag}
+    assert random == {"blocks.0", "blocks.3", "blocks.6"}
+    assert changing == {"blocks.1", "blocks.4", "blocks.7"}
 
 
 def test_a_module_called_again_has_a_stage_for_each_call() -> None:

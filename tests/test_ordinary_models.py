@@ -73,7 +73,45 @@ class Positions(nn.Module):
         return x
 
 
+class Between(nn.Module):
+    """Code in place between two modules of which the second works in place on what the first returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(5))
+        self.ends = nn.ModuleList(nn.ReLU(inplace=True) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, end in zip(self.layers, self.ends, strict=True):
+            x = layer(x)
+            x.mul_(1.5)
+            x = end(x)
+        return x
+
+
+def _note(module: nn.Module, args: object, output: torch.Tensor) -> None:
+    module.noted = output
+
+
+class Beside(nn.Module):
+    """Works on what was computed inside of its blocks too, which a hook there hands out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual(64) for _ in range(6))
+        for block in self.blocks:
+            block.inner[1].register_forward_hook(_note)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        noted = [block.inner[1].__dict__.pop("noted") for block in self.blocks]
+        return x * torch.stack([tensor.square().mean() for tensor in noted]).sum()
+
+
 def test_what_a_stage_returned_is_changed_in_place() -> None:
+    check(Between(), torch.randn(256, 64))
+    check(Beside(), torch.randn(256, 64))
     check(InPlace(), torch.randn(4, 3, 16, 16))
     check(Positions(), torch.randn(64, 32))
 
