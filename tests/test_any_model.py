@@ -45,11 +45,11 @@ def test_measured_peaks_stay_within_ten_budgets(name: str) -> None:
 
 @pytest.mark.parametrize("name", LIBRARY)
 def test_the_prediction_is_near_what_is_measured(name: str) -> None:
-    """At these sizes what the executor keeps, a generator's state a stage, is up to a tenth of all."""
+    """At these sizes a generator's state is a twentieth of all; what a plan keeps of them depends on the plan."""
     model, sample = made(name)
     schedule = remat.solve(chain_of(name), remat.minimum_budget(chain_of(name)))
     peak = remat.run(model, sample, schedule, repeats=1).peak_bytes
-    assert 0.75 * schedule.budget_bytes < peak <= schedule.budget_bytes
+    assert 0.94 * schedule.budget_bytes < peak <= schedule.budget_bytes
 
 
 @pytest.mark.parametrize("name", EVERY)
