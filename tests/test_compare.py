@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import csv
 import json
+import statistics
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.nn import functional
 import remat
 from remat import models, rotor
 from remat.comparison import PLAIN, Comparison
+from remat.errors import SolverStopped
 from remat.schedule import Operation, store_all_operations
 from remat.solvers.base import Plan, Solver
 from remat.solvers.persistent import Persistent
@@ -75,6 +77,54 @@ def test_what_fails_says_why(compared: Comparison) -> None:
     assert dtr.outcome in ("oom", "thrash")
     assert dtr.report is not None
     assert dtr.report.note
+
+
+class Stops(Solver):
+    """A planner that gives up, by its time limit or for another reason."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        self.name, self.error = name, error
+
+    def plan(self, chain: remat.Chain, budgets: Sequence[int]) -> list[Plan | None]:
+        raise self.error
+
+    def least_memory(self, chain: remat.Chain) -> tuple[Operation, ...]:
+        return Persistent().least_memory(chain)
+
+
+def test_planners_that_give_up_are_an_outcome_of_their_own() -> None:
+    model, sample = _gpt()
+    slow = Stops("slow", SolverStopped("nothing was found in 3 s"))
+    broken = Stops("broken", remat.RematError("no such thing"))
+    found = remat.compare(model, sample, [0.9], [slow, broken, "persistent"], progress=False, repeats=1)
+    outcomes = {entry.strategy: (entry.outcome, entry.report.note) for entry in found.entries}
+    assert outcomes["slow"] == ("timeout", "nothing was found in 3 s")
+    assert outcomes["broken"] == ("error", "no such thing")
+    assert found.best(0.9).strategy == "persistent"
+
+
+def test_seconds_are_medians_of_ratios_to_the_plain_step_of_the_round() -> None:
+    model, sample = _gpt()
+    found = remat.compare(model, sample, [0.9], ["persistent"], repeats=5, progress=False)
+    entry = found.at("persistent", 0.9)
+    assert len(entry.times) == len(entry.ratios) == len(found.entries[0].times) == 5
+    rounds = zip(entry.times, found.entries[0].times, strict=True)
+    assert entry.ratios == pytest.approx([mine / plain for mine, plain in rounds])
+    assert entry.measured.overhead == statistics.median(entry.ratios)
+    assert found.plain.seconds == statistics.median(found.entries[0].times)
+
+
+@pytest.mark.slow
+def test_compiled_models_are_compared_without_a_budget() -> None:
+    model, sample = _gpt()
+    found = remat.compare(model, sample, [0.9], ["persistent", "torch.compile"], repeats=1, progress=False)
+    compiled = [entry for entry in found.entries if "compile" in entry.strategy]
+    assert len(compiled) > 2  # several values of its activation_memory_budget
+    for entry in compiled:
+        assert entry.budget_bytes is None
+        assert entry.outcome == "pass"
+        assert entry.measured.peak_bytes > 0
+        assert entry.gradients == "equal" or float(entry.gradients.split()[2]) < 1e-3
 
 
 def test_plans_are_those_of_the_planners(compared: Comparison) -> None:

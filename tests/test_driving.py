@@ -216,6 +216,18 @@ def test_checkpointing_of_the_library_turned_on_later_is_noticed() -> None:
         model(**sample)
 
 
+def test_checkpointing_that_timm_turned_on_is_noticed() -> None:
+    """timm keeps a flag of its own name, which `set_grad_checkpointing` sets."""
+    model, sample = made("blocks")
+    model.grad_checkpointing = False
+    remat.fit(model, sample, 0.9, quiet=True)
+    model.grad_checkpointing = True
+    with pytest.raises(UnsupportedModel, match=r"set_grad_checkpointing\(False\)"):
+        model(sample)
+    model.grad_checkpointing = False
+    model(sample).sum().backward()
+
+
 def test_a_model_compiled_as_a_whole_is_refused() -> None:
     model, sample = made("blocks")
     compiled = torch.compile(model, backend="eager")

@@ -58,6 +58,15 @@ class One(nn.Module):
         return parts[0] * parts[1]["side"] + parts[1]["count"]
 
 
+class Clamped(nn.Linear):
+    """Keeps its weights within bounds in its own forward, which a second time changes nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
 def ends(*middle: nn.Module, width: int = 12) -> nn.Sequential:
     """The stages under test between others, so that they are recomputed several times and gradients pass them."""
     return nn.Sequential(nn.Linear(6, width), *middle, nn.Tanh(), nn.Linear(width, width), nn.Linear(width, 3))
@@ -121,6 +130,7 @@ CASES = {
         lambda: nn.Sequential(nn.Embedding(20, 12, max_norm=0.7), nn.Flatten(), nn.Linear(60, 12), nn.Tanh()),
         lambda: torch.randint(0, 20, (4, 5)),
     ),
+    "weights clamped in the forward": Case(lambda: ends(Clamped(12, 12), nn.Tanh(), Clamped(12, 12))),
     "tuples and dicts between stages": Case(lambda: ends(Two(), One(), nn.Linear(12, 12))),
     "nested": Case(lambda: nn.Sequential(nn.Sequential(ends(), nn.Sequential(nn.Tanh())), nn.Linear(3, 2))),
     "gpt": Case(lambda: gpt(3, 32, 4, context=16), lambda: torch.randint(0, 256, (2, 16))),

@@ -111,6 +111,15 @@ def test_parameters_replaced_between_forward_and_backward() -> None:
         loss.backward()
 
 
+def test_a_backward_outside_of_functional_call_says_so() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 2))
+    module = remat.apply(model, RECOMPUTE)
+    others = {name: torch.randn_like(value, requires_grad=True) for name, value in model.named_parameters()}
+    loss = torch.func.functional_call(module, others, (torch.randn(5, 4),)).sum()
+    with pytest.raises(ReplayError, match=r"inside of torch\.func\.functional_call"):
+        loss.backward()
+
+
 def test_what_was_measured_frozen_or_in_eval_mode_is_measured_again() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(30, 30), nn.Dropout(0.1), nn.GELU()) for _ in range(6))).eval()
     sample = torch.randn(400, 30)

@@ -166,6 +166,21 @@ def test_command_line_compares(cli, tmp_path: Path) -> None:
     assert "to the last bit" not in predicted.stdout
 
 
+@pytest.mark.slow
+def test_the_demo_of_the_readme(cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`make demo` as it is written in the Makefile, in one process and with one round."""
+    pytest.importorskip("sklearn")
+    monkeypatch.syspath_prepend(str(ROOT))
+    lines = [line.split() for line in (ROOT / "Makefile").read_text().splitlines() if "remat compare" in line]
+    assert len(lines) == 2
+    for words in lines:
+        done = cli(*words[words.index("compare") :], "--repeats", "1")
+        assert done.returncode == 0, done.stderr
+        assert "to the last bit" in done.stdout
+        folder = tmp_path / words[-1]
+        assert (folder / "comparison.png").is_file() and (folder / "comparison.json").is_file()
+
+
 def test_command_line_simulates_and_makes_experiments(cli, tmp_path: Path) -> None:
     chain = remat.Chain([9] * 21, [20] * 20, [0] * 20, [0] * 20, [1.0] * 20, [2.0] * 20)
     remat.Trace.from_chain(chain).save(tmp_path / "a.log.gz")

@@ -94,6 +94,11 @@ def _data_parallel(rank: int) -> None:
     plans: list[Any] = [None, None]
     dist.all_gather_object(plans, (module.chain, module.sequence))
     assert plans[0] == plans[1]
+    with pytest.raises(InfeasibleBudget) as caught:  # the first process plans; all hear of what goes wrong
+        module.compute_sequence(10)
+    minima: list[Any] = [None, None]
+    dist.all_gather_object(minima, caught.value.minimum)
+    assert minima[0] == minima[1] == remat.minimum_budget(module.chain)
     parallel = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.02)
     torch.testing.assert_close(losses_of(parallel, part, together=True), expected)
     assert module.sequence.budget_bytes is not None

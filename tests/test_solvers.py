@@ -211,6 +211,21 @@ def test_sequential_is_checkpoint_sequentials() -> None:
         Sequential(9).solve(chain, 1000)
 
 
+@pytest.mark.parametrize("segments", [1, 2, 3, 4, 7])
+def test_sequential_runs_stages_as_often_as_checkpoint_sequential(segments: int) -> None:
+    import torch
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint_sequential
+
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(7)))
+    runs = [0] * 7
+    for number, layer in enumerate(model):
+        layer.register_forward_pre_hook(lambda module, args, number=number: runs.__setitem__(number, runs[number] + 1))
+    checkpoint_sequential(model, segments, torch.randn(4, 8, requires_grad=True), use_reentrant=False).sum().backward()
+    operations = sequential_operations(7, segments)
+    assert runs == [sum(each.stage == stage and each.kind != "B" for each in operations) for stage in range(1, 8)]
+
+
 def test_errors_say_what_to_do(table2: Chain) -> None:
     with pytest.raises(InfeasibleBudget, match=r"10\.0 MiB.*least budget that works is .*Raise the budget") as caught:
         solve(table2, "10MiB")
