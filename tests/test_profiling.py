@@ -240,14 +240,9 @@ class Views(nn.Module):
         return y, y.flatten()
 
 
-class Whole(nn.Module):
-    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return pair[0] + pair[1].view_as(pair[0])
-
-
 def test_memory_that_two_tensors_share_counts_once() -> None:
     sample = torch.randn(4000, 64)
-    model = nn.Sequential(nn.Linear(64, 64), Views(), Whole(), nn.Linear(64, 64))
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), Views())
     chain = remat.profile(model, sample, small=0.0)
     assert max(chain.act_bytes) == sample.nbytes
     schedule = remat.solve(chain, remat.minimum_budget(chain))
@@ -255,18 +250,37 @@ def test_memory_that_two_tensors_share_counts_once() -> None:
     assert measured <= schedule.budget_bytes <= 1.02 * measured
 
 
+class Counts(nn.Module):
+    """Writes to a buffer much larger than what it works on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+        self.register_buffer("seen", torch.zeros(300_000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(1)
+        return self.layer(x).tanh()
+
+
+def mean_square(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
 def test_buffers_larger_than_activations_are_in_the_limit() -> None:
     """A recomputation works on copies of the buffers that a stage changes, and a backward may keep them."""
-    model = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(32, 4000), nn.BatchNorm1d(4000), Narrow())))
-    sample = torch.randn(4, 32)
-    chain = remat.profile(model, sample, small=0.0)
-    least, most = remat.minimum_budget(chain), store_all_peak(chain)
-    for budget in (least, (least + most) // 2, most):
-        schedule = remat.solve(chain, budget)
-        assert remat.run(model, sample, schedule, repeats=1).peak_bytes <= budget
-    schedule = remat.solve(chain, least)
-    assert schedule.recomputations > 0
-    assert remat.run(model, sample, schedule, repeats=1).peak_bytes >= 0.9 * least
+    normalised = (part for _ in range(6) for part in (nn.Linear(32, 4000), nn.BatchNorm1d(4000), Narrow()))
+    for model in (nn.Sequential(*normalised), nn.Sequential(*(Counts() for _ in range(6)))):
+        sample = torch.randn(4, 32)
+        chain = remat.profile(model, sample, small=0.0, loss=mean_square)
+        least, most = remat.minimum_budget(chain, "recompute_all"), store_all_peak(chain)
+        for budget in (least, (least + most) // 2, most):
+            schedule = remat.solve(chain, budget, "recompute_all" if budget == least else "persistent")
+            report = remat.run(model, sample, schedule, repeats=1, loss=mean_square)
+            assert report.peak_bytes <= budget
+            if budget == least:
+                assert report.recomputations > 0
+                assert report.peak_bytes >= 0.75 * least  # a copy more is counted where one is saved
 
 
 class Narrow(nn.Module):
