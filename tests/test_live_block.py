@@ -181,6 +181,20 @@ def test_after_an_operator_that_does_not_fit_the_block_goes_on() -> None:
     assert torch.equal(y, x + 1)
 
 
+def test_room_that_was_made_for_an_operator_that_fails_is_given_back() -> None:
+    x = torch.ones(128, 128)
+    with remat.DTR("300KiB", thrash_limit=None) as dtr:
+        bad = x * -1
+        for _ in range(20):
+            evict_all(dtr)  # so that room is made for what it needs, and for what it would return
+            with pytest.raises(torch.linalg.LinAlgError):
+                torch.linalg.cholesky(bad)
+        y = x * 3
+    assert torch.equal(y, x * 3)
+    report = dtr.report()
+    assert report.outcome == "pass" and report.peak_bytes <= 300 * 1024
+
+
 def test_held_beyond_the_budget() -> None:
     """More than fits is still in memory after the block, and the report says so."""
     x = torch.ones(64, 1024)
