@@ -93,11 +93,12 @@ class Program:
         return (z.detach() + y.detach()).requires_grad_()
 
 
+WIDE = 2 * 4 * 30_000  # running mean and variance
 STATISTICS = {
     "normalised": 2 * 4 * WIDTH,
-    "wide_statistics": 2 * 4 * 30_000,
-    "statistics_again": 2 * 4 * 30_000,
-}  # copies that only a recomputation makes
+    "wide_statistics": WIDE,
+    "statistics_again": WIDE,
+}  # of which copies are made
 ENDS = [name for name, value in vars(Program).items() if not name.startswith("_") and name != "deep"]
 
 
