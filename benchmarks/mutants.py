@@ -13,11 +13,13 @@ import ast
 import hashlib
 import json
 import os
+import queue
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from benchmarks.pairing import RESULTS, revision
 from remat.machine import machine
 
 ROOT = Path(__file__).parents[1]
-CLONE = ROOT / ".mutants" / "clone"
+WORK = ROOT / ".mutants"  # with a clone for each worker, since mistakes are written to files
 SAMPLE, SEED = 300, 1
 SECONDS = 600  # after which tests that do not end count as failed
 
@@ -55,39 +57,56 @@ TESTS = {
 }
 
 
-def mutants(sample: int, survivors: bool) -> None:
+def mutants(sample: int, survivors: bool, workers: int) -> None:
     """Goes on with the sample; `survivors`: tries those again that no test noticed."""
-    _clone()
+    clones: queue.Queue[Path] = queue.Queue()
+    for number in range(workers):
+        clones.put(_clone(number))
+    os.chdir(WORK / "clone0")
     drawn, digests = _drawn(sample), {name: _digest(Path(name).read_bytes()) for name in TESTS}
     file = RESULTS / "mutants.json"
     before = json.loads(file.read_text())["rows"] if file.exists() else []
     rows = {row["key"]: row for row in before if row["file"] == digests[row["key"].partition(" ")[0]]}
     rows = {key: row for key, row in rows.items() if key in drawn}
-    for key, mutation in drawn.items():
-        if key in rows and not (survivors and rows[key]["outcome"] == "survived"):
-            continue
-        rows[key] = {"key": key, "file": digests[str(mutation.module_path)], **_tried(mutation)}
-        found = Counter(row["outcome"] for row in rows.values())
-        print(f"{len(rows)}/{len(drawn)}: {rows[key]['outcome']} {rows[key]['where']} {dict(found)}", flush=True)
-        noticed = len(rows) - found["survived"]
-        content = {
-            "note": "a random sample of Cosmic Ray's mistakes; noticed: a test failed, or ran out of time",
-            "machine": {**machine(), "revision": revision()},
-            **{"sample": len(drawn), "tried": len(rows), "noticed": noticed, "share": noticed / len(rows)},
-            "rows": [rows[key] for key in drawn if key in rows],
-        }
-        written = file.with_suffix(".part")
-        written.write_text(json.dumps(content, indent=1) + "\n")
-        written.replace(file)
+    missing = [key for key in drawn if key not in rows or (survivors and rows[key]["outcome"] == "survived")]
+
+    def tried(key: str) -> dict[str, Any]:
+        clone = clones.get()
+        try:
+            return {"key": key, "file": digests[str(drawn[key].module_path)], **_tried(drawn[key], clone)}
+        finally:
+            clones.put(clone)
+
+    with ThreadPoolExecutor(workers) as pool:
+        for row in pool.map(tried, missing):
+            rows[row["key"]] = row
+            found = Counter(each["outcome"] for each in rows.values())
+            print(f"{len(rows)}/{len(drawn)}: {row['outcome']} {row['where']} {dict(found)}", flush=True)
+            _write(file, len(drawn), [rows[key] for key in drawn if key in rows])
 
 
-def _clone() -> None:
-    """A clone of the last commit, since mistakes are written to files."""
-    if not CLONE.exists():
-        CLONE.parent.mkdir(exist_ok=True)
-        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(CLONE)], check=True)
+def _write(file: Path, sample: int, rows: Sequence[dict[str, Any]]) -> None:
+    noticed = sum(row["outcome"] != "survived" for row in rows)
+    content = {
+        "note": "a random sample of Cosmic Ray's mistakes; noticed: a test failed, or ran out of time",
+        "machine": {**machine(), "revision": revision()},
+        **{"sample": sample, "tried": len(rows), "noticed": noticed, "share": noticed / len(rows)},
+        "rows": rows,
+    }
+    written = file.with_suffix(".part")
+    written.write_text(json.dumps(content, indent=1) + "\n")
+    written.replace(file)
+
+
+def _clone(number: int) -> Path:
+    """A clone of the last commit."""
+    clone = WORK / f"clone{number}"
+    if not clone.exists():
+        WORK.mkdir(exist_ok=True)
+        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     for command in (["fetch", "--quiet", "origin", "HEAD"], ["reset", "--quiet", "--hard", "FETCH_HEAD"]):
-        subprocess.run(["git", *command], cwd=CLONE, check=True)
+        subprocess.run(["git", *command], cwd=clone, check=True)
+    return clone
 
 
 def _digest(content: bytes) -> str:
@@ -103,7 +122,7 @@ def _drawn(sample: int) -> dict[str, Any]:
     from cosmic_ray.commands.init import init
     from cosmic_ray.work_db import WorkDB, use_db
 
-    database = CLONE.parent / "mutants.sqlite"
+    database = WORK / "mutants.sqlite"
     with use_db(str(database), WorkDB.Mode.create) as work:
         init([Path(name) for name in TESTS], work, {})
         found = [mutation for item in work.work_items for mutation in item.mutations]
@@ -139,15 +158,15 @@ def _is_within(position: tuple[int, int], ranges: set[tuple[int, int, int, int]]
     return any((a, b) <= position < (c, d) for a, b, c, d in ranges)
 
 
-def _tried(mutation: Any) -> dict[str, Any]:
+def _tried(mutation: Any, clone: Path) -> dict[str, Any]:
     from cosmic_ray.mutating import use_mutation
     from cosmic_ray.plugins import get_operator
 
     name = str(mutation.module_path)
     operator = get_operator(mutation.operator_name)(**mutation.operator_args)
     start = time.monotonic()
-    with use_mutation(mutation.module_path, operator, mutation.occurrence) as (before, after):
-        outcome = "no change" if after is None else _outcome(TESTS[name].split())
+    with use_mutation(clone / name, operator, mutation.occurrence) as (before, after):
+        outcome = "no change" if after is None else _outcome(TESTS[name].split(), clone)
     changed = [
         f"{old.strip()} -> {new.strip()}"
         for old, new in zip(before.splitlines(), (after or before).splitlines(), strict=False)
@@ -161,12 +180,12 @@ def _tried(mutation: Any) -> dict[str, Any]:
     }
 
 
-def _outcome(tests: Sequence[str]) -> str:
+def _outcome(tests: Sequence[str], clone: Path) -> str:
     environment = {
         **os.environ,
-        "PYTHONPATH": str(CLONE),
+        "PYTHONPATH": str(clone),
         "PYTHONDONTWRITEBYTECODE": "1",
-        "NUMBA_CACHE_DIR": str(CLONE.parent / "numba"),
+        "NUMBA_CACHE_DIR": str(clone) + "-numba",
         "OMP_NUM_THREADS": "1",
     }
     options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--timeout", "120"]
@@ -174,7 +193,7 @@ def _outcome(tests: Sequence[str]) -> str:
     try:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *options, *files],
-            cwd=CLONE,
+            cwd=clone,
             env=environment,
             timeout=SECONDS,
             capture_output=True,
@@ -189,9 +208,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sample", type=int, default=SAMPLE, help="how many mistakes are tried in all")
     parser.add_argument("--survivors", action="store_true", help="try those again that no test noticed")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="how many are tried at once")
     given = parser.parse_args()
-    os.makedirs(CLONE.parent, exist_ok=True)
-    if not CLONE.exists():
-        _clone()
-    os.chdir(CLONE)
-    mutants(given.sample, given.survivors)
+    mutants(given.sample, given.survivors, given.workers)

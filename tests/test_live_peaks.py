@@ -94,7 +94,8 @@ class Program:
 
 
 WIDE = 2 * 4 * 30_000  # running mean and variance
-STATISTICS = {
+# Bytes of copies of statistics.
+STATISTICS = {"normalised": 2 * 4 * WIDTH, "wide_statistics": WIDE, "statistics_again": WIDE}
     "normalised": 2 * 4 * WIDTH,
     "wide_statistics": WIDE,
     "statistics_again": WIDE,
