@@ -94,12 +94,8 @@ class Program:
 
 
 WIDE = 2 * 4 * 30_000  # running mean and variance
-# Bytes of copies of statistics.
+# Bytes of statistics, of which only a recomputation makes copies.
 STATISTICS = {"normalised": 2 * 4 * WIDTH, "wide_statistics": WIDE, "statistics_again": WIDE}
-    "normalised": 2 * 4 * WIDTH,
-    "wide_statistics": WIDE,
-    "statistics_again": WIDE,
-}  # of which copies are made
 ENDS = [name for name, value in vars(Program).items() if not name.startswith("_") and name != "deep"]
 
 
