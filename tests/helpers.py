@@ -100,14 +100,14 @@ def measured_chains(draw: st.DrawFn, max_stages: int) -> Chain:
     """Chains with the terms that only measured ones have."""
     chain = draw(chains(max_stages=max_stages, largest=9))
 
-    def some(count: int) -> list[int]:
-        return draw(st.lists(st.integers(0, 4), min_size=count, max_size=count))
+    def some(count: int, most: int = 4) -> list[int]:
+        return draw(st.lists(st.integers(0, most), min_size=count, max_size=count))
 
     return replace(
         chain,
         save_overhead_bytes=some(chain.length),
         bwd_released_bytes=[min(x, y) for x, y in zip(some(chain.length), chain.saved_bytes, strict=True)],
-        grad_bytes=[a if keep else 0 for a, keep in zip(chain.act_bytes, some(chain.length + 1), strict=True)],
+        grad_bytes=some(chain.length + 1, 20),  # not as large as the activations: where skips join, say
         reserve_bytes=draw(st.integers(0, 3)),
     )
 

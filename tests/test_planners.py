@@ -38,7 +38,7 @@ def test_floating_equals_exhaustive_search_on_every_oracle_chain(oracle_chains: 
         assert makespan(chain, row["budget"], "floating") == expected
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(measured_chains(max_stages=6), st.integers(0, 12))
 def test_floating_equals_exhaustive_search(chain: Chain, tenths: int) -> None:
     least, most = minimum_budget(chain, "floating"), store_all_peak(chain)
