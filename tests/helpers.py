@@ -103,8 +103,10 @@ def measured_chains(draw: st.DrawFn, max_stages: int) -> Chain:
     def some(count: int, most: int = 4) -> list[int]:
         return draw(st.lists(st.integers(0, most), min_size=count, max_size=count))
 
+    forward = draw(st.sampled_from([1, 1, 5]))  # now and then what decides is what runs forward
     return replace(
         chain,
+        fwd_overhead_bytes=[forward * size for size in chain.fwd_overhead_bytes],
         save_overhead_bytes=some(chain.length),
         bwd_released_bytes=[min(x, y) for x, y in zip(some(chain.length), chain.saved_bytes, strict=True)],
         grad_bytes=some(chain.length + 1, 20),  # not as large as the activations: where skips join, say
