@@ -53,7 +53,7 @@ TESTS = {
     "remat/live/ledger.py": _LIVE,
     "remat/runtime/dtr/core.py": f"dtr {_LIVE}",
     "remat/runtime/dtr/_kernels.py": f"dtr {_LIVE}",
-    "remat/comparison.py": "verdicts compare pictures cards package",
+    "remat/comparison.py": "verdicts compare compare_files pictures cards package",
 }
 
 
@@ -63,6 +63,7 @@ def mutants(sample: int, survivors: bool, workers: int) -> None:
     for number in range(workers):
         clones.put(_clone(number))
     os.chdir(WORK / "clone0")
+    _check_collected(WORK / "clone0")
     drawn, digests = _drawn(sample), {name: _digest(Path(name).read_bytes()) for name in TESTS}
     file = RESULTS / "mutants.json"
     before = json.loads(file.read_text())["rows"] if file.exists() else []
@@ -107,6 +108,14 @@ def _clone(number: int) -> Path:
     for command in (["fetch", "--quiet", "origin", "HEAD"], ["reset", "--quiet", "--hard", "FETCH_HEAD"]):
         subprocess.run(["git", *command], cwd=clone, check=True)
     return clone
+
+
+def _check_collected(clone: Path) -> None:
+    """A test file that does not load would notice every mistake."""
+    files = sorted({name for tests in TESTS.values() for name in tests.split()})
+    done = _pytest(clone, files, "--collect-only", "-q")
+    if done.returncode:
+        raise SystemExit(done.stdout[-3000:])
 
 
 def _digest(content: bytes) -> str:
@@ -181,6 +190,14 @@ def _tried(mutation: Any, clone: Path) -> dict[str, Any]:
 
 
 def _outcome(tests: Sequence[str], clone: Path) -> str:
+    try:
+        done = _pytest(clone, tests, "-x", "-q", "-m", "not slow", "--timeout", "120")
+    except subprocess.TimeoutExpired:
+        return "timeout"
+    return "survived" if done.returncode == 0 else "noticed"
+
+
+def _pytest(clone: Path, tests: Sequence[str], *options: str) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
         "PYTHONPATH": str(clone),
@@ -188,20 +205,16 @@ def _outcome(tests: Sequence[str], clone: Path) -> str:
         "NUMBA_CACHE_DIR": str(clone) + "-numba",
         "OMP_NUM_THREADS": "1",
     }
-    options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--timeout", "120"]
     files = [f"tests/test_{name}.py" for name in tests]
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", *options, *files],
-            cwd=clone,
-            env=environment,
-            timeout=SECONDS,
-            capture_output=True,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return "timeout"
-    return "survived" if done.returncode == 0 else "noticed"
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, *files],
+        cwd=clone,
+        env=environment,
+        timeout=SECONDS,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 if __name__ == "__main__":

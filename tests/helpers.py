@@ -12,6 +12,7 @@ from torch import nn
 
 from remat.chain import Chain
 from remat.meter import MemoryMeter
+from remat.models import gpt
 from remat.profiling import profile
 from remat.runtime.values import tensors
 from remat.runtime.wrapper import ScheduledModule, apply
@@ -24,6 +25,11 @@ from remat.solvers.store_all import StoreAll
 from remat.stage_costs import storage_bytes
 
 Step = Callable[[nn.Module, Any], Any]
+
+
+def small_gpt() -> tuple[nn.Sequential, torch.Tensor]:
+    torch.manual_seed(0)
+    return gpt(5, 32, 2, vocabulary=64, context=32), torch.randint(0, 64, (4, 32))
 
 
 def train_step(model: nn.Module, sample: Any, *, autocast: bool = False, seed: int = 7) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""`remat.compare`: planned and run, shown, saved, interrupted and taken up again; and `remat.fit`."""
+"""`remat.compare`: planned and run, judged, shown and saved; and `remat.fit`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import small_gpt
 from matplotlib.figure import Figure
 from torch import nn
 from torch.nn import functional
@@ -20,17 +21,12 @@ import remat
 from remat import models, rotor
 from remat.comparison import PLAIN, Comparison
 from remat.errors import SolverStopped
-from remat.schedule import Operation, store_all_operations
+from remat.schedule import Operation
 from remat.solvers.base import Plan, Solver
 from remat.solvers.persistent import Persistent
 from tests.live_models import make
 
 STATIC = ("store_all", "sequential", "chen", "revolve", "persistent", "floating")
-
-
-def _gpt() -> tuple[nn.Sequential, torch.Tensor]:
-    torch.manual_seed(0)
-    return models.gpt(5, 32, 2, vocabulary=64, context=32), torch.randint(0, 64, (4, 32))
 
 
 def _loss(output: torch.Tensor) -> torch.Tensor:
@@ -39,7 +35,7 @@ def _loss(output: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def compared() -> Comparison:
-    model, sample = _gpt()
+    model, sample = small_gpt()
     return remat.compare(model, sample, [0.1, 0.5, 1.0], loss=_loss, progress=False)
 
 
@@ -93,7 +89,7 @@ class Stops(Solver):
 
 
 def test_planners_that_give_up_are_an_outcome_of_their_own() -> None:
-    model, sample = _gpt()
+    model, sample = small_gpt()
     slow = Stops("slow", SolverStopped("nothing was found in 3 s"))
     broken = Stops("broken", remat.RematError("no such thing"))
     found = remat.compare(model, sample, [0.9], [slow, broken, "persistent"], progress=False, repeats=1)
@@ -104,7 +100,7 @@ def test_planners_that_give_up_are_an_outcome_of_their_own() -> None:
 
 
 def test_seconds_are_medians_of_ratios_to_the_plain_step_of_the_round() -> None:
-    model, sample = _gpt()
+    model, sample = small_gpt()
     found = remat.compare(model, sample, [0.9], ["persistent"], repeats=5, progress=False)
     entry = found.at("persistent", 0.9)
     assert len(entry.times) == len(entry.ratios) == len(found.entries[0].times) == 5
@@ -270,7 +266,7 @@ def test_the_model_is_left_as_found() -> None:
 
 def test_predictions_alone_run_no_step() -> None:
     """Nothing larger than single stages runs, so a model may be compared where it does not fit."""
-    model, sample = _gpt()
+    model, sample = small_gpt()
     calls: list[str] = []
     model.register_forward_pre_hook(lambda module, args: calls.append("model"))
     found = remat.compare(model, sample, [0.4, 0.8], measure=False, progress=False)
@@ -280,42 +276,6 @@ def test_predictions_alone_run_no_step() -> None:
     assert {entry.outcome for entry in found.entries} >= {"pass", "infeasible"}
     assert found.best(0.8).predicted is not None
     assert "predicted" in found.plot("throughput").axes[0].get_title()
-
-
-def test_an_interrupted_comparison_keeps_what_it_has_and_goes_on(tmp_path: Path) -> None:
-    model, sample = _gpt()
-    file = tmp_path / "comparison.json"
-
-    def stop(what: str, done: int, total: int) -> None:
-        if what.startswith("memory: dtr"):
-            raise KeyboardInterrupt
-
-    options = {"strategies": ["persistent", "dtr"], "file": file}
-    with pytest.warns(UserWarning, match="interrupted: 2 of 3 entries"):
-        first = remat.compare(model, sample, [0.6], progress=stop, **options)
-    assert not first.complete
-    assert first.at("persistent", 0.6).measured is not None
-    assert first.at("dtr", 0.6).measured is None
-    assert "incomplete" in str(first)
-    assert Comparison.load(file) == first
-
-    seen: list[str] = []
-    second = remat.compare(model, sample, [0.6], progress=lambda what, done, total: seen.append(what), **options)
-    assert second.complete
-    assert not any("measuring" in what for what in seen)  # the profile was in the file
-    assert second.chain == first.chain
-    assert second.at("persistent", 0.6).measured.peak_bytes == first.at("persistent", 0.6).measured.peak_bytes
-    assert second.at("dtr", 0.6).outcome == "pass"
-
-    seen.clear()
-    third = remat.compare(model, sample, [0.6], progress=lambda what, done, total: seen.append(what), **options)
-    assert not any("time" in what for what in seen)
-    assert [entry.measured for entry in third.entries] == [entry.measured for entry in second.entries]
-    wider = remat.compare(model, sample, [0.6, 0.8], progress=False, **options)
-    again, before = wider.at("persistent", 0.6), second.at("persistent", 0.6)
-    assert (again.times, again.ratios) == (before.times, before.ratios)
-    assert again.measured.seconds == again.measured.overhead * wider.plain.seconds  # of that run, not of the first
-    assert wider.at("persistent", 0.8).measured is not None
 
 
 class Wrong(nn.Module):
@@ -349,7 +309,7 @@ def test_wrong_gradients_are_said_to_differ_and_are_never_recommended(off: float
 
 
 def test_steps_are_timed_in_changing_order() -> None:
-    model, sample = _gpt()
+    model, sample = small_gpt()
     rounds: list[list[str]] = []
 
     def note(what: str, done: int, total: int) -> None:
@@ -363,53 +323,6 @@ def test_steps_are_timed_in_changing_order() -> None:
     assert all(sorted(each) == sorted(rounds[0]) for each in rounds)
     assert len({each[0] for each in rounds}) > 2
     assert len({each[-1] for each in rounds}) > 2
-
-
-class Changing(Solver):
-    """A planner of one name whose plans change, as when its options do."""
-
-    name = "mine"
-
-    def __init__(self, least: bool) -> None:
-        self.least = least
-
-    def plan(self, chain: remat.Chain, budgets: Sequence[int]) -> list[Plan | None]:
-        return [Plan(self.least_memory(chain) if self.least else store_all_operations(chain.length)) for _ in budgets]
-
-    def least_memory(self, chain: remat.Chain) -> tuple[Operation, ...]:
-        return Persistent().least_memory(chain)
-
-
-def test_what_was_measured_of_another_plan_is_not_taken_over(tmp_path: Path) -> None:
-    model, sample = _gpt()
-    options = {"file": tmp_path / "comparison.json", "progress": False, "repeats": 1}
-    most = remat.compare(model, sample, [1.0], [Changing(least=False)], **options).at("mine", 1.0)
-    least = remat.compare(model, sample, [1.0], [Changing(least=True)], **options).at("mine", 1.0)
-    assert least.measured.peak_bytes < 0.9 * most.measured.peak_bytes
-
-
-def test_a_file_measured_under_another_autocast_is_refused(tmp_path: Path) -> None:
-    model, sample = _gpt()
-    file = tmp_path / "comparison.json"
-    remat.compare(model, sample, [0.9], ["persistent"], measure=False, file=file, progress=False)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(remat.RematError, match="another model or sample"):
-        remat.compare(model, sample, [0.9], ["persistent"], measure=False, file=file, progress=False)
-
-
-def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
-    model, sample = _gpt()
-    file = tmp_path / "comparison.json"
-    remat.compare(model, sample, [0.6], ["persistent"], measure=False, file=file, progress=False)
-    with pytest.raises(remat.RematError, match="another model or sample"):
-        remat.compare(model, sample[:2], [0.6], ["persistent"], file=file, progress=False)
-    with pytest.raises(remat.RematError, match="another model or sample"):
-        remat.compare(model[:3], sample, [0.6], ["persistent"], file=file, progress=False)
-    content = json.loads(file.read_text())
-    content["machine"]["processor"] = "an abacus"
-    content["entries"][0]["measured"] = content["entries"][0]["predicted"]
-    file.write_text(json.dumps(content))
-    with pytest.raises(remat.RematError, match="abacus"):
-        remat.compare(model, sample, [0.6], ["persistent"], file=file, progress=False)
 
 
 def test_any_module_under_dtr_alone() -> None:
@@ -426,7 +339,7 @@ def test_any_module_under_dtr_alone() -> None:
 
 
 def test_solvers_heuristics_and_wrong_names() -> None:
-    model, sample = _gpt()
+    model, sample = small_gpt()
 
     def patient(c):  # type: ignore[no-untyped-def]
         return c.cost / (c.bytes + 1.0)
@@ -449,7 +362,7 @@ def test_solvers_heuristics_and_wrong_names() -> None:
 
 
 def test_budgets_of_its_own_go_from_the_least_to_the_most() -> None:
-    model, sample = _gpt()
+    model, sample = small_gpt()
     found = remat.compare(model, sample, strategies=["persistent"], measure=False, progress=False)
     assert len(found.budgets) == 5
     assert found.budgets[0] == found.least_bytes["persistent"]
@@ -458,7 +371,7 @@ def test_budgets_of_its_own_go_from_the_least_to_the_most() -> None:
 
 
 def test_fit_takes_the_fastest_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    model, sample = _gpt()
+    model, sample = small_gpt()
     assert remat.fit(model, sample, 0.5, _loss) is model
     line = capsys.readouterr().err
     assert line.startswith("remat.fit: ")
@@ -477,7 +390,7 @@ def test_fit_takes_the_fastest_plan(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_fit_says_what_it_cannot_do() -> None:
-    model, sample = _gpt()
+    model, sample = small_gpt()
     with pytest.raises(remat.InfeasibleBudget, match="the least budget that works is") as caught:
         remat.fit(model, sample, 1000)
     assert caught.value.minimum > 1000
@@ -487,24 +400,6 @@ def test_fit_says_what_it_cannot_do() -> None:
         remat.fit(make("TreeLSTM").model, models.complete_tree(3), "1GiB", loss=lambda output: output.sum())
     with pytest.raises(remat.InvalidBudget):
         remat.fit(model, sample, "plenty")
-
-
-def test_a_file_of_the_same_model_in_another_form_is_refused(tmp_path: Path) -> None:
-    """Widths, flags and losses change what was measured, though names and numbers of modules do not."""
-    file = tmp_path / "comparison.json"
-    sample = torch.randn(8, 16)
-
-    def model(width: int) -> nn.Sequential:
-        return nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, 16), nn.Tanh())
-
-    remat.compare(model(32), sample, [1.0], ["dtr"], file=file, progress=False)
-    frozen = model(32)
-    frozen[0].requires_grad_(False)
-    for other, loss in ((model(64), None), (frozen, None), (model(32).eval(), None), (model(32), torch.sum)):
-        with pytest.raises(remat.RematError, match="another model or sample"):
-            remat.compare(other, sample, [1.0], ["dtr"], loss, file=file, progress=False)
-    with pytest.raises(remat.RematError, match="folder does not exist"):
-        remat.compare(model(32), sample, [1.0], file=tmp_path / "nowhere" / "comparison.json", progress=False)
 
 
 def test_what_fails_while_it_is_timed_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -518,116 +413,12 @@ def test_what_fails_while_it_is_timed_is_an_outcome(monkeypatch: pytest.MonkeyPa
         return timed(bench, step)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Bench, "seconds", seconds)
-    model, sample = _gpt()
+    model, sample = small_gpt()
     found = remat.compare(model, sample, [0.9], ["persistent", "dtr"], progress=False)
     assert found.at("dtr", 0.9).outcome == "oom"
     assert "addmm does not fit" in found.at("dtr", 0.9).measured.note
     assert found.at("persistent", 0.9).outcome == "pass"
     assert found.complete
-
-
-@pytest.mark.parametrize(
-    "moment", ["measuring memory", "recording", "least budget: pers", "planning: pers", "planning: dtr", "memory: pers"]
-)
-def test_an_interruption_at_any_moment_loses_nothing(moment: str, tmp_path: Path) -> None:
-    model, sample = _gpt()
-    file = tmp_path / "comparison.json"
-    options = {"strategies": ["sequential", "persistent", "dtr"], "file": file}
-
-    def stop(what: str, done: int, total: int) -> None:
-        if what.startswith(moment):
-            raise KeyboardInterrupt
-
-    before = {parameter: parameter.detach().clone() for parameter in model.parameters()}
-    if moment.startswith(("measuring", "recording", "least")):  # nothing was planned that could be returned
-        with pytest.raises(KeyboardInterrupt):
-            remat.compare(model, sample, [0.6, 1.0], progress=stop, **options)
-    else:
-        with pytest.warns(UserWarning, match="interrupted: "):
-            found = remat.compare(model, sample, [0.6, 1.0], progress=stop, **options)
-        assert not found.complete
-        assert Comparison.load(file) == found
-        for entry, row in zip(found.entries, found.rows(), strict=True):
-            if entry.measured is None and found.measured:  # no prediction where measurements stand
-                assert row["throughput"] is None
-        assert ("as predicted" in str(found).splitlines()[0]) or found.timed
-    assert all(torch.equal(parameter, value) for parameter, value in before.items())
-    seen: list[str] = []
-    finished = remat.compare(model, sample, [0.6, 1.0], progress=lambda what, done, total: seen.append(what), **options)
-    assert finished.complete
-    assert finished.measured
-    assert ("measuring memory" in seen) == (moment == "measuring memory")  # the profile is never measured twice
-
-
-def test_an_interruption_while_planning_keeps_what_was_measured_before(tmp_path: Path) -> None:
-    model, sample = _gpt()
-    file = tmp_path / "comparison.json"
-    first = remat.compare(model, sample, [0.6], ["persistent"], file=file, progress=False)
-
-    def stop(what: str, done: int, total: int) -> None:
-        if what.startswith("planning: chen"):
-            raise KeyboardInterrupt
-
-    with pytest.warns(UserWarning, match="interrupted"):
-        remat.compare(model, sample, [0.6], ["persistent", "chen"], file=file, progress=stop)
-    assert Comparison.load(file).at("persistent", 0.6).measured == first.at("persistent", 0.6).measured
-
-
-def test_predictions_do_not_stand_where_measurements_do() -> None:
-    model, sample = _gpt()
-
-    def stop(what: str, done: int, total: int) -> None:
-        if what.startswith("memory: persistent at"):
-            raise KeyboardInterrupt
-
-    with pytest.warns(UserWarning, match="interrupted"):
-        found = remat.compare(model, sample, [0.6], ["persistent"], progress=stop)
-    assert found.plain.measured
-    waiting = next(line for line in str(found).splitlines() if line.startswith(" persistent"))
-    assert " - " in waiting
-    assert " ms" not in waiting
-    assert "as predicted" in str(found).splitlines()[0]
-    assert "(as predicted)" in str(remat.compare(model, sample, [0.6], ["persistent"], measure=False, progress=False))
-
-
-def test_an_interruption_in_a_round_drops_that_round(tmp_path: Path) -> None:
-    model, sample = _gpt()
-    file = tmp_path / "comparison.json"
-    rounds = []
-
-    def stop(what: str, done: int, total: int) -> None:
-        if what.startswith("time: persistent"):
-            rounds.append(what)
-            if len(rounds) == 2:
-                raise KeyboardInterrupt
-
-    with pytest.warns(UserWarning, match="interrupted"):
-        first = remat.compare(model, sample, [0.5], ["persistent"], file=file, progress=stop)
-    entry = first.at("persistent", 0.5)
-    assert len(entry.times) == len(entry.ratios) == 1
-    second = remat.compare(model, sample, [0.5], ["persistent"], file=file, progress=False)
-    entry = second.at("persistent", 0.5)
-    assert len(entry.times) == len(entry.ratios) == 3
-    assert second.complete
-    # Another question to the same file leaves the answer to the first one in it.
-    third = remat.compare(model, sample, [0.7], ["sequential"], file=file, progress=False)
-    assert third.strategies == ["sequential"]
-    kept = Comparison.load(file)
-    assert set(kept.strategies) == {"persistent", "sequential"}
-    assert kept.at("persistent", 0.5).measured == entry.measured
-
-
-def test_untimed_comparisons_recommend_by_prediction() -> None:
-    model, sample = _gpt()
-
-    def stop(what: str, done: int, total: int) -> None:
-        if what.startswith("time"):
-            raise KeyboardInterrupt
-
-    with pytest.warns(UserWarning, match="interrupted"):
-        found = remat.compare(model, sample, [0.5, 1.0], ["persistent", "chen"], progress=stop)
-    assert found.best(0.5).predicted is not None
-    assert "predicted" in found.plot("overhead").axes[0].get_title()
 
 
 def test_fit_plans_for_other_shapes_too() -> None:
@@ -640,7 +431,7 @@ def test_fit_plans_for_other_shapes_too() -> None:
 
 
 def test_strategies_of_one_name_and_a_sequential_with_a_forward_of_its_own() -> None:
-    model, sample = _gpt()
+    model, sample = small_gpt()
     with pytest.raises(remat.RematError, match="two strategies are called"):
         remat.compare(model, sample, [0.5], [remat.solvers.Persistent(100), "persistent"], progress=False)
 

@@ -146,6 +146,25 @@ def test_a_stage_that_returns_no_tensor(sample: torch.Tensor) -> None:
     still_trains(module, copy.deepcopy(model), sample)
 
 
+class Decays(nn.Linear):
+    """Makes its weights smaller each time it runs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+        return super().forward(x)
+
+
+def test_a_stage_that_changes_its_own_parameters_each_time(sample: torch.Tensor) -> None:
+    model = three(middle=Decays(4, 4))
+    module = remat.apply(model, RECOMPUTE)
+    loss = module(sample).sum()
+    before = model[1].weight.detach().clone()
+    with pytest.raises(ReplayError, match=r"stage '1' changes a parameter of its own, of shape \(4, 4\), once more"):
+        loss.backward()
+    assert torch.equal(before, model[1].weight)  # as plain PyTorch would have left it
+
+
 class Fails(nn.Module):
     """Hands on what it is given, and fails when it is called for the n-th time."""
 

@@ -143,7 +143,8 @@ class FirstRun:
     def __init__(self, stage: Stage, value: Any, watch: BufferWatch, *, preserve_random: bool) -> None:
         self._stage = stage
         self._flags = tuple(part.training for part in stage.parts)
-        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._versions = [(parameter, parameter._version) for parameter in stage.parameters()]
+        self._rewritten: list[torch.Tensor] = []  # parameters that the forward itself wrote to
         self._autocast = _autocast_states({tensor.device.type for tensor in tensors(value)} | {"cpu"})
         self._devices = accelerators(stage, value)
         self._random: RandomState | None = RandomState(self._devices) if preserve_random else None
@@ -154,6 +155,8 @@ class FirstRun:
     def ended(self) -> None:
         """To be called when the first run is over: keeps only what it really drew on and changed."""
         # A stage may change a parameter itself (Embedding's max_norm); only what comes after its run is an error.
+        kept_aside = {id(weight) for part in self._stage.parts for weight in rescaled(part).values()}
+        self._rewritten = [p for p, version in self._versions if p._version != version and id(p) not in kept_aside]
         self._versions = [(parameter, parameter._version) for parameter in self._stage.parameters()]
         self._changed = self._watch.after(self._stage, self._flags, self._before)
         self._before = {}
@@ -165,7 +168,8 @@ class FirstRun:
         """The surroundings of the first run; afterwards everything is as before, buffers changed once included.
 
         Raises:
-            ReplayError: a parameter was modified in place since, or a buffer changed that never did before.
+            ReplayError: a parameter was modified in place since, a buffer changed that never did before, or the stage
+                writes other values to a parameter of its own each time.
         """
         now = list(self._stage.parameters())
         if len(now) != len(self._versions) or any(a is not b for a, (b, _) in zip(now, self._versions, strict=True)):
@@ -181,6 +185,7 @@ class FirstRun:
                     f"place since the forward (version {version} then, {parameter._version} now), so recomputing the "
                     "stage would give another result; call optimizer.step() after backward()"
                 )
+        written = [(weight, weight.detach().clone()) for weight in self._rewritten]
         with ExitStack() as stack:
             stack.enter_context(self._flags_again())
             stack.enter_context(self._buffers_again())
@@ -191,6 +196,14 @@ class FirstRun:
             for state in self._autocast:
                 stack.enter_context(torch.autocast(**state))
             yield
+            for weight, was in written:
+                if not torch.equal(weight, was):
+                    weight.detach().copy_(was)
+                    raise ReplayError(
+                        f"stage {self._stage.name!r} changes a parameter of its own, of shape {tuple(was.shape)}, "
+                        "once more when it is recomputed, so that it would give another result; use the store_all "
+                        "schedule for such a stage"
+                    )
 
     def _note_versions(self) -> None:
         self._versions = [(parameter, parameter._version) for parameter, _ in self._versions]
