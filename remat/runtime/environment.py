@@ -155,8 +155,10 @@ class FirstRun:
     def ended(self) -> None:
         """To be called when the first run is over: keeps only what it really drew on and changed."""
         # A stage may change a parameter itself (Embedding's max_norm); only what comes after its run is an error.
-        kept_aside = {id(weight) for part in self._stage.parts for weight in rescaled(part).values()}
-        self._rewritten = [p for p, version in self._versions if p._version != version and id(p) not in kept_aside]
+        self._rewritten = [parameter for parameter, version in self._versions if parameter._version != version]
+        if self._rewritten:
+            kept_aside = {id(weight) for part in self._stage.parts for weight in rescaled(part).values()}
+            self._rewritten = [weight for weight in self._rewritten if id(weight) not in kept_aside]
         self._versions = [(parameter, parameter._version) for parameter in self._stage.parameters()]
         self._changed = self._watch.after(self._stage, self._flags, self._before)
         self._before = {}
