@@ -105,6 +105,9 @@ def _clone(number: int) -> Path:
     if not clone.exists():
         WORK.mkdir(exist_ok=True)
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    data = WORK / "shared"
+    if (ROOT.parent / "shared").exists() and not data.exists():  # beside the clones as beside this repository
+        data.symlink_to(ROOT.parent / "shared")
     for command in (["fetch", "--quiet", "origin", "HEAD"], ["reset", "--quiet", "--hard", "FETCH_HEAD"]):
         subprocess.run(["git", *command], cwd=clone, check=True)
     return clone

@@ -39,6 +39,7 @@ from remat.preserving import (
 from remat.profiling_calls import SETTLING, profile_calls
 from remat.progress import Progress
 from remat.runtime.environment import BufferWatch, RandomState, accelerators
+from remat.runtime.sharding import refuse_flat_shards
 from remat.runtime.stages import (
     Stage,
     check_device,
@@ -114,6 +115,7 @@ def profile(
         MeasurementError: a PyTorch profiler is running.
     """
     check_model(model)
+    refuse_flat_shards(model)
     check_sample(sample)
     check_count("repeats", repeats)
     loss_modules = [loss] if isinstance(loss, nn.Module) else []  # which may have parameters and buffers too

@@ -35,6 +35,7 @@ from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.driving import CallExecutor, driven
 from remat.runtime.environment import accelerators
 from remat.runtime.places import Places
+from remat.runtime.sharding import refuse_shards_of_others
 from remat.runtime.stages import Stage, check_device, describe_call
 from remat.runtime.values import Arguments, arguments, loss_in, tensors
 from remat.schedule import Schedule
@@ -180,6 +181,7 @@ def _measured(
         UnsupportedModel: the model takes another path than when its chain was found.
     """
     places, loss = Places(model, layout), protocol.loss
+    refuse_shards_of_others(model, places.stages)
     tell("measuring memory", 0, 1)
     variables = Variables()  # followed in a first pass, in which what is set up once is set up
     first = Pass(places, Seconds(device), foreign, memory=False, variables=variables)

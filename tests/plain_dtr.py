@@ -174,7 +174,16 @@ def cost_with(*directions: str) -> Callable[[PlainDtr, int], float]:
     return numerator
 
 
+def unoptimised(dtr: PlainDtr, storage: int) -> float:
+    """Each evicted neighbour once, and as stale as what was accessed last of storage and neighbours."""
+    near = dtr.above(storage) | dtr.below(storage)
+    staleness = dtr.clock - max(dtr.access[s] for s in {storage, *near})
+    bottom = dtr.sizes[storage] * staleness
+    return sum(dtr.local_cost(s) for s in {storage, *near}) / bottom if bottom else math.inf
+
+
 SCORES: dict[str, Callable[[PlainDtr, int], float]] = {
+    "h_dtr_unopt": unoptimised,
     "h_dtr": lambda dtr, s: dtr.ratio(cost_with("above", "below")(dtr, s), s),
     "h_e_star": lambda dtr, s: dtr.ratio(cost_with("above", "below")(dtr, s), s, stale=False),
     "h_msps": lambda dtr, s: dtr.ratio(cost_with("above")(dtr, s), s, stale=False),

@@ -13,7 +13,7 @@ import pytest
 from conftest import DATA, DTR_LOGS, needs_dtr_logs
 from exhaustive import fastest
 from helpers import chains
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from plain_dtr import SCORES, OutOfMemory, PlainDtr
 
@@ -212,9 +212,25 @@ def test_memory_stays_within_the_budget_under_every_policy(
 # Heuristics ------------------------------------------------------------------------------------------------------
 
 
+def of_constant(name: str, *sizes: int) -> Call:
+    results = tuple(f"{name}{number}" for number in range(len(sizes)))
+    return Call("f", ("c",), results, 1, sizes, (-1,) * len(sizes))
+
+
+# A component of evicted storages loses more cost than it has: what was a lower bound of a score is none any more.
+NEGATIVE_COMPONENT = Trace(
+    (
+        *(Constant("c", 0), Constant("d", 3), of_constant("a", 0, 1, 0)),
+        *(Call("f", ("a0", "a1"), ("b0",), 1, (1,), (-1,)), of_constant("e", 2)),
+        *(Call("view", ("a0",), ("v",), 2, (3,), (0,)), of_constant("g", 2), of_constant("h", 0)),
+    )
+)
+
+
 @pytest.mark.parametrize("name", ["h_dtr", "h_dtr_eq", "h_dtr_local", "h_lru", "h_size", "h_msps", "h_e_star"])
 @settings(max_examples=60, deadline=None)
 @given(traces(), st.floats(0.3, 1.0))
+@example(NEGATIVE_COMPONENT, 0.625)
 def test_a_users_function_decides_as_the_compiled_one(name: str, trace: Trace, share: float) -> None:
     budget = max(int(Replay(trace).baseline.peak_bytes * share), 1)
     _, compiled = Replay(trace).run(budget, name, log=True)

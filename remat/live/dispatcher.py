@@ -391,6 +391,8 @@ class Dispatcher(TorchDispatchMode):
             action = replace(action, repeatable=False)
         sizes = [storage.nbytes() for storage in made]
         if tuple(sizes) != facts.output_bytes:
+            if pending.tensors is None:  # else the core is told below what it made room for in vain
+                pending.scratch += max(facts.total_bytes - sum(sizes), 0)
             facts.expect(sizes)
         facts.simple = facts.settled and facts.plain and len(made) == 1 and isinstance(result, Tensor)
         if peak is not None:

@@ -24,9 +24,12 @@ class Program(NamedTuple):
     instructions: Sequence[tuple[int, int]]
 
     def begins_like(self, graph: Graph) -> bool:
-        """Whether its first operators are those of another one so far, on tensors of the same sizes."""
-        operators, tensors = len(graph.labels), len(graph.sizes)
-        return self.graph.labels[:operators] == graph.labels and self.graph.sizes[:tensors] == graph.sizes
+        """Whether its first operators are those of another one so far, on tensors of the same sizes.
+
+        What the last one makes may not be there yet, and its size a guess.
+        """
+        operators, tensors = len(graph.labels), graph.operators[-1][k.OUT] if graph.operators else 0
+        return self.graph.labels[:operators] == graph.labels and self.graph.sizes[:tensors] == graph.sizes[:tensors]
 
     def replayed(
         self, budget: int, heuristic: Heuristic, *, most_again: int, until: float, **options: bool | int

@@ -13,6 +13,9 @@ from typing import Any
 
 from torch import nn
 
+from remat.errors import UnsupportedModel
+from remat.runtime.stages import Stage
+
 
 @contextmanager
 def unsharded(modules: Sequence[nn.Module]) -> Iterator[None]:
@@ -27,6 +30,34 @@ def unsharded(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for module in opened:
             module.reshard()
+
+
+def refuse_flat_shards(model: nn.Module) -> None:
+    """Raises UnsupportedModel where modules are wrapped in FSDP's first version, whose shards cannot be gathered here."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
+        raise UnsupportedModel(
+            "the model has modules in FullyShardedDataParallel, which gathers parameters at no other time than in its "
+            "own forward and backward; use fully_shard (FSDP2) instead"
+        )
+
+
+def refuse_shards_of_others(model: nn.Module, stages: Sequence[Stage]) -> None:
+    """Raises UnsupportedModel where a stage has shards that FSDP gathers with those of a module around the stage."""
+    # Not by what the parameters are now: between forward and backward those of the model itself are whole.
+    around = {part for module in model.modules() if is_sharded(module) for part in module.modules() if part is not module}
+    for stage in stages:
+        if any(module in around and _has_parameters_of_others(module) for module in stage.modules):
+            raise UnsupportedModel(
+                f"stage {stage.name!r} has parameters in shards that are gathered for a module around it, to which "
+                "fully_shard was applied; apply it to the stages, or name the sharded modules as stages="
+            )
+
+
+def _has_parameters_of_others(module: nn.Module) -> bool:
+    if is_sharded(module):
+        return False
+    return bool(list(module.parameters(recurse=False))) or any(map(_has_parameters_of_others, module.children()))
 
 
 def is_sharded(module: nn.Module) -> bool:
