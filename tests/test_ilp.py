@@ -1,5 +1,7 @@
 """The integer program against exhaustive search, honest about time limits, and Checkmate as a baseline."""
 
+from dataclasses import replace
+
 import pytest
 from exhaustive import optimum
 from helpers import chains, measured_chains
@@ -139,6 +141,20 @@ def test_checkmate_is_always_valid_and_says_when_it_is_over(chain: Chain, tenths
         answer = Checkmate().solve(chain, max(answer.minimum, 1))  # that much does work
     report = simulate(chain, answer)
     assert report.outcome == ("pass" if report.peak_bytes <= report.budget_bytes else "over")
+
+
+@settings(max_examples=30, deadline=None)
+@given(measured_chains(max_stages=5))
+def test_checkmate_refuses_what_one_backward_does_not_fit(chain: Chain) -> None:
+    """In its model that needs the outputs and gradients on both sides of a stage, the sample and the reserve."""
+    chain = replace(chain, bwd_released_bytes=[0] * chain.length)  # of which it knows nothing
+    act, grad = chain.act_bytes, chain.grad_bytes
+    needed = [act[k] + (act[k - 1] if k > 1 else 0) + grad[k] + grad[k - 1] for k in range(1, chain.length + 1)]
+    least = chain.reserve_bytes + act[0] + max(needed)
+    if least > 1:
+        with pytest.raises(InfeasibleBudget) as caught:
+            Checkmate().solve(chain, least - 1)
+        assert caught.value.minimum >= least
 
 
 def test_checkmate_does_not_see_what_a_stage_saves(table2: Chain, tmp_path) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 
 import remat
 from tests.live_models import make, peak_bytes, step_of
@@ -222,6 +223,61 @@ def test_thrashing_is_noticed() -> None:
         with remat.DTR(thrashing, "h_size", costs="model", thrash_limit=1.5) as dtr:
             run()
     assert dtr.report().outcome == "thrash"
+
+
+def read_evicted(limit: float | None, times: int) -> tuple[remat.DTR, int]:
+    """A block in which a result is evicted with all that it was computed from, and read, again and again; how often."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3))), torch.randn(2048, 512)
+    done = 0
+    with remat.DTR("1GiB", costs="model", thrash_limit=limit) as dtr, torch.no_grad():
+        y = model(x)
+        while done < times:
+            evict_all(dtr)
+            try:
+                y.sum()
+            except remat.Thrashing:
+                break
+            done += 1
+    return dtr, done
+
+
+def test_thrashing_is_what_goes_beyond_its_limit() -> None:
+    overhead = read_evicted(None, 1)[0].report().overhead
+    assert overhead is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read_evicted(overhead * (1 + 1e-9), 1)[0].report().outcome == "pass"
+    with pytest.warns(remat.ThrashingWarning):
+        assert read_evicted(overhead * (1 - 1e-9), 1)[0].report().outcome == "thrash"
+
+
+def test_recomputation_without_end_is_stopped() -> None:
+    """At 20 times what the program has computed, and 10 ms, which is little here."""
+    with pytest.warns(remat.ThrashingWarning):
+        dtr, done = read_evicted(2.0, 100)
+    own = sum(call.nanoseconds for call in dtr.trace.instructions if isinstance(call, remat.runtime.dtr.trace.Call))
+    again = (dtr.report().overhead - 1) * own
+    each, most = again / (done + 1), 20 * own + 10**7
+    assert most < again <= most + each
+    assert dtr.report().outcome == "thrash"
+
+
+def test_the_block_goes_on_where_something_cannot_be_computed_again() -> None:
+    x, other = torch.ones(64), torch.arange(64.0)
+    with remat.DTR("1GiB", thrash_limit=None) as dtr:
+        first, second = (x * 2).exp(), (other * 3).sin()
+        both = first + second
+        evict_all(dtr)
+        with _disable_current_modes():
+            x.add_(1)
+        with pytest.raises(remat.ReplayError, match="changed by something"):
+            both.sum()
+        del first, both  # what the program still holds at the end would have to be there
+        assert torch.equal(second + 0, (other * 3).sin())
+        third = second * 2
+        evict_all(dtr)
+    assert torch.equal(third, (other * 3).sin() * 2)
 
 
 def test_blocks_do_not_nest_but_follow_one_another() -> None:

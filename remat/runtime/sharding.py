@@ -33,7 +33,7 @@ def unsharded(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def refuse_flat_shards(model: nn.Module) -> None:
-    """Raises UnsupportedModel where modules are wrapped in FSDP's first version, whose shards cannot be gathered here."""
+    """Raises UnsupportedModel where modules are wrapped in the first version of FSDP."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
         raise UnsupportedModel(
@@ -45,7 +45,8 @@ def refuse_flat_shards(model: nn.Module) -> None:
 def refuse_shards_of_others(model: nn.Module, stages: Sequence[Stage]) -> None:
     """Raises UnsupportedModel where a stage has shards that FSDP gathers with those of a module around the stage."""
     # Not by what the parameters are now: between forward and backward those of the model itself are whole.
-    around = {part for module in model.modules() if is_sharded(module) for part in module.modules() if part is not module}
+    sharded = [module for module in model.modules() if is_sharded(module)]
+    around = {part for module in sharded for part in module.modules() if part is not module}
     for stage in stages:
         if any(module in around and _has_parameters_of_others(module) for module in stage.modules):
             raise UnsupportedModel(
