@@ -13,10 +13,10 @@ from torch import nn
 import remat
 from benchmarks.pairing import write
 from benchmarks.paper import FIGURES
-from remat.measuring import Bench
+from remat.comparison.bench import Bench
 from remat.plotting.style import new_figure
+from remat.runtime.strategies import Native
 from remat.solvers.base import store_all_peak
-from remat.strategies import Native
 
 Made = tuple[nn.Module, dict[str, Any]]
 BUDGETS = 10

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 import remat
-import remat.comparing
+import remat.comparison.compare
 from benchmarks.pairing import write
 from benchmarks.paper import FIGURES
-from remat.measuring import Bench
+from remat.comparison.bench import Bench
 from remat.models import resnet50
 
 
@@ -53,7 +53,7 @@ def comparing() -> list[dict[str, object]]:
     model, sample = resnet50(), torch.randn(4, 3, 96, 96)
     with (
         _timed(Bench, ["step", "peak_bytes", "seconds", "left"]) as steps,
-        _timed(remat.comparing, ["profile"]) as profiles,
+        _timed(remat.comparison.compare, ["profile"]) as profiles,
     ):
         start = time.perf_counter()
         found = remat.compare(model, sample, progress=False)

@@ -31,11 +31,11 @@ import remat
 from benchmarks.fuzz_models import Draw, Program, in_words, other, seasoned, sequential
 from benchmarks.pairing import RESULTS
 from remat import rotor
-from remat.machine import machine
-from remat.meter import MemoryMeter
-from remat.runtime.values import loss_in, map_tensors, tensors
+from remat.files import write_whole
+from remat.host.machine import machine
+from remat.runtime.meter import MemoryMeter
+from remat.runtime.pytree import loss_in, map_tensors, tensors
 from remat.solvers.base import store_all_peak
-from remat.storage import write_whole
 
 KINDS = {"sequential": sequential, "other": other}
 ATTEMPTS = 60  # programs that plain PyTorch refuses, before a case is given up

@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import remat
 from benchmarks.pairing import median_with_interval, paired, write
 from benchmarks.workloads import Workload, small
-from remat.live.ledger import Ledger
-from remat.live.store import Store
 from remat.models import gpt, resnet50
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.core import Core
 from remat.runtime.dtr.graph import Graph
 from remat.runtime.dtr.heuristics import make_heuristic
+from remat.runtime.live.ledger import Ledger
+from remat.runtime.live.store import Store
 
 Block = Callable[[], AbstractContextManager[object]]
 

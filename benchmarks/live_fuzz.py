@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import remat
 from benchmarks.pairing import RESULTS, write
-from remat.meter import MemoryMeter
+from remat.runtime.meter import MemoryMeter
 
 ROWS, WIDTH = 48, 64
 SHARES = (0.9, 0.7, 0.5)

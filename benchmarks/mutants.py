@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pairing import RESULTS, revision
-from remat.machine import machine
+from remat.host.machine import machine
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / ".mutants"  # with a clone for each worker, since mistakes are written to files
@@ -38,7 +38,7 @@ TESTS = {
     "remat/simulation.py": "simulation judges solvers planners budget",
     "remat/solvers/base.py": f"{_PLANNING} verdicts units",
     "remat/solvers/_tables.py": _PLANNING,
-    "remat/solvers/_kernels.py": _PLANNING,
+    "remat/solvers/_table_kernels.py": _PLANNING,
     "remat/solvers/persistent.py": _PLANNING,
     "remat/solvers/floating.py": _PLANNING,
     "remat/solvers/revolve.py": _PLANNING,
@@ -46,14 +46,14 @@ TESTS = {
     "remat/solvers/chen.py": _PLANNING,
     "remat/solvers/ilp.py": f"ilp {_PLANNING}",
     "remat/solvers/checkmate.py": f"ilp {_PLANNING}",
-    "remat/runtime/executor.py": _RUNNING,
-    "remat/runtime/environment.py": _RUNNING,
-    "remat/runtime/driving.py": "driving any_model ordinary_models found_by_users limits",
-    "remat/finding/measuring.py": "finding any_model limits ordinary_models profiling",
-    "remat/live/ledger.py": _LIVE,
+    "remat/runtime/planned/executor.py": _RUNNING,
+    "remat/runtime/calls/environment.py": _RUNNING,
+    "remat/runtime/planned/driving.py": "driving any_model ordinary_models found_by_users limits",
+    "remat/profiling/passes.py": "finding any_model limits ordinary_models profiling",
+    "remat/runtime/live/ledger.py": _LIVE,
     "remat/runtime/dtr/core.py": f"dtr {_LIVE}",
     "remat/runtime/dtr/_kernels.py": f"dtr {_LIVE}",
-    "remat/comparison.py": "verdicts compare compare_files pictures cards package",
+    "remat/comparison/result.py": "verdicts compare compare_files pictures cards package",
 }
 
 

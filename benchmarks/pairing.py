@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from remat.machine import machine
+from remat.host.machine import machine
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -23,10 +23,10 @@ import remat
 from benchmarks.pairing import median_with_interval, paired, write
 from benchmarks.workloads import Workload, checkpointed, peak_bytes, step
 from remat import models
-from remat.comparing import UNLIMITED
-from remat.comparison import PLAIN, Comparison
-from remat.measuring import Bench, LimitedStep
-from remat.plotting.comparison import plot_overhead, plot_throughput
+from remat.comparison.bench import Bench, LimitedStep
+from remat.comparison.compare import UNLIMITED
+from remat.comparison.result import PLAIN, Comparison
+from remat.plotting.memory_time import plot_overhead, plot_throughput
 from remat.plotting.style import axes_for, legend
 from remat.solvers.base import store_all_peak
 from remat.solvers.persistent import Persistent

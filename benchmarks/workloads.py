@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint_sequential
 
-from remat.meter import MemoryMeter
 from remat.models import gpt, resnet50, resnet101
-from remat.runtime.stages import group
+from remat.runtime.calls.stages import group
+from remat.runtime.meter import MemoryMeter
 from remat.schedule import Schedule
 
 

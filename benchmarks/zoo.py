@@ -34,8 +34,8 @@ from torch.utils import _pytree as pytree
 
 import remat
 from benchmarks.pairing import RESULTS
-from remat.machine import machine
-from remat.meter import MemoryMeter
+from remat.host.machine import machine
+from remat.runtime.meter import MemoryMeter
 from remat.solvers.base import store_all_peak
 
 STEPS = 2

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from remat import rotor as rotor
     from remat.chain import Chain as Chain
     from remat.chain import Layout as Layout
-    from remat.comparing import compare as compare
-    from remat.comparison import Comparison as Comparison
-    from remat.comparison import Entry as Entry
+    from remat.comparison.compare import compare as compare
+    from remat.comparison.explore import explore as explore
+    from remat.comparison.result import Comparison as Comparison
+    from remat.comparison.result import Entry as Entry
+    from remat.comparison.run import run as run
     from remat.errors import InfeasibleBudget as InfeasibleBudget
     from remat.errors import InvalidBudget as InvalidBudget
     from remat.errors import InvalidChain as InvalidChain
@@ -40,22 +42,20 @@ if TYPE_CHECKING:
     from remat.errors import Thrashing as Thrashing
     from remat.errors import ThrashingWarning as ThrashingWarning
     from remat.errors import UnsupportedModel as UnsupportedModel
-    from remat.exploring import explore as explore
-    from remat.finding.find import find_chain as find_chain
-    from remat.finding.found import FoundChain as FoundChain
-    from remat.finding.found import FoundStage as FoundStage
     from remat.fitting import fit as fit
-    from remat.live.context import DTR as DTR
-    from remat.plotting.dtr import plot_evictions as plot_evictions
-    from remat.profiling import profile as profile
+    from remat.plotting.evictions import plot_evictions as plot_evictions
+    from remat.profiling.find import find_chain as find_chain
+    from remat.profiling.found import FoundChain as FoundChain
+    from remat.profiling.found import FoundStage as FoundStage
+    from remat.profiling.sequential import profile as profile
     from remat.report import Moment as Moment
     from remat.report import Report as Report
-    from remat.running import run as run
-    from remat.runtime.driving import remove as remove
     from remat.runtime.dtr.freezing import freeze as freeze
     from remat.runtime.dtr.simulator import simulate_dtr as simulate_dtr
     from remat.runtime.dtr.trace import Trace as Trace
-    from remat.runtime.wrapper import apply as apply
+    from remat.runtime.live.context import DTR as DTR
+    from remat.runtime.planned.driving import remove as remove
+    from remat.runtime.planned.wrapper import apply as apply
     from remat.schedule import Operation as Operation
     from remat.schedule import Schedule as Schedule
     from remat.simulation import simulate as simulate
@@ -70,8 +70,8 @@ __version__ = "0.1.0"
 # Where each public name lives; it is imported on first use, so that `import remat` loads neither torch nor numba.
 _HOMES = {
     "remat.chain": ("Chain", "Layout"),
-    "remat.comparing": ("compare",),
-    "remat.comparison": ("Comparison", "Entry"),
+    "remat.comparison.compare": ("compare",),
+    "remat.comparison.result": ("Comparison", "Entry"),
     "remat.errors": (
         "InfeasibleBudget",
         "InvalidBudget",
@@ -93,20 +93,20 @@ _HOMES = {
         "ThrashingWarning",
         "UnsupportedModel",
     ),
-    "remat.exploring": ("explore",),
-    "remat.finding.find": ("find_chain",),
-    "remat.finding.found": ("FoundChain", "FoundStage"),
+    "remat.comparison.explore": ("explore",),
+    "remat.profiling.find": ("find_chain",),
+    "remat.profiling.found": ("FoundChain", "FoundStage"),
     "remat.fitting": ("fit",),
-    "remat.live.context": ("DTR",),
-    "remat.plotting.dtr": ("plot_evictions",),
-    "remat.profiling": ("profile",),
+    "remat.runtime.live.context": ("DTR",),
+    "remat.plotting.evictions": ("plot_evictions",),
+    "remat.profiling.sequential": ("profile",),
     "remat.report": ("Moment", "Report"),
-    "remat.running": ("run",),
-    "remat.runtime.driving": ("remove",),
+    "remat.comparison.run": ("run",),
+    "remat.runtime.planned.driving": ("remove",),
     "remat.runtime.dtr.freezing": ("freeze",),
     "remat.runtime.dtr.simulator": ("simulate_dtr",),
     "remat.runtime.dtr.trace": ("Trace",),
-    "remat.runtime.wrapper": ("apply",),
+    "remat.runtime.planned.wrapper": ("apply",),
     "remat.schedule": ("Operation", "Schedule"),
     "remat.simulation": ("simulate",),
     "remat.solvers": ("lower_bound", "minimum_budget", "solve"),

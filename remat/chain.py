@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, fields
 from html import escape
 from typing import Any
 
-from remat import storage
-from remat.cards import bar, card, table
+from remat import files
 from remat.errors import InvalidChain, InvalidFile
-from remat.units import format_bytes, format_seconds
+from remat.formatting import bar, card, format_bytes, format_seconds, table
 
 
 @dataclass(frozen=True)
@@ -183,7 +182,7 @@ class Chain:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the chain to `path` as JSON."""
-        storage.write(path, "Chain", self.VERSION, self.to_fields())
+        files.write(path, "Chain", self.VERSION, self.to_fields())
 
     def to_fields(self) -> dict[str, Any]:
         """What `save` writes."""
@@ -199,7 +198,7 @@ class Chain:
             InvalidFile: another kind of file, another version, or missing fields.
             InvalidChain: numbers that describe no chain.
         """
-        content = storage.read(path, "Chain", cls.VERSION)
+        content = files.read(path, "Chain", cls.VERSION)
         try:
             return cls.from_fields(content)
         except (KeyError, TypeError) as error:

@@ -16,12 +16,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from remat.budgets import resolve_budget
 from remat.errors import InfeasibleBudget, RematError
-from remat.units import format_bytes, format_seconds, resolve_budget
+from remat.formatting import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from remat.chain import Chain
-    from remat.comparison import Comparison
+    from remat.comparison.result import Comparison
     from remat.runtime.dtr.simulator import Baseline, Cell
     from remat.runtime.dtr.trace import Trace
     from remat.schedule import Schedule
@@ -202,7 +203,7 @@ def _bounds(chain: Chain, sizes: Sequence[int]) -> list[float | None]:
 
 
 def _draw(text: str, chain: Chain, schedule: Schedule) -> None:
-    from remat.pictures import draw_memory, draw_plan, symbols_for
+    from remat.plotting.text import draw_memory, draw_plan, symbols_for
     from remat.simulation import simulate
 
     width = min(console.width, 120)
@@ -238,7 +239,7 @@ def compare(
     ] = None,
 ) -> None:
     """Compare strategies at several budgets: plan with each, run each beside plain PyTorch, name the best."""
-    from remat.comparing import compare as compare_strategies
+    from remat.comparison.compare import compare as compare_strategies
     from remat.models.examples import load_example
 
     sizes = None if budgets is None else [_budget(text) for text in budgets.split(",")]
@@ -426,7 +427,7 @@ def _write_cells(out: Path, cells: Sequence[Cell]) -> None:
     import io
     import json
 
-    from remat.storage import write_whole
+    from remat.files import write_whole
 
     keep = ("outcome", "budget_bytes", "peak_bytes", "overhead", "evictions", "recomputations", "accesses")
     rows = [
@@ -464,7 +465,7 @@ def _budget(text: str) -> int | str | float:
 
 def _profile(name: str, batch: int, device: str) -> Chain:
     from remat.models.examples import load_example
-    from remat.profiling import profile as profile_model
+    from remat.profiling.sequential import profile as profile_model
 
     example = load_example(name, batch, device)
     with _progress() as progress:

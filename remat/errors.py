@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from remat.units import format_bytes
+from remat.formatting import format_bytes
 
 
 class RematError(Exception):

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from remat.budgets import resolve_budget
 from remat.chain import Chain
-from remat.checks import check_count, check_model
 from remat.errors import InfeasibleBudget, RematError
-from remat.measuring import Loss
+from remat.formatting import format_bytes
 from remat.rotor import Checkpointable
-from remat.runtime.wrapper import Wrapper
+from remat.runtime.checks import Loss, check_count, check_model
+from remat.runtime.planned.wrapper import Wrapper
 from remat.schedule import Schedule
 from remat.simulation import simulate
 from remat.solvers import make_solver
 from remat.solvers.base import store_all_peak
-from remat.units import format_bytes, resolve_budget
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -7,10 +7,9 @@ from dataclasses import dataclass, fields
 from html import escape
 from typing import Any, NamedTuple
 
-from remat import storage
-from remat.cards import bar, card
+from remat import files
 from remat.errors import InvalidFile
-from remat.units import format_bytes, format_seconds
+from remat.formatting import bar, card, format_bytes, format_seconds
 
 
 class Moment(NamedTuple):
@@ -106,7 +105,7 @@ class Report:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the report to `path` as JSON."""
-        storage.write(path, "Report", self.VERSION, self.to_fields())
+        files.write(path, "Report", self.VERSION, self.to_fields())
 
     def to_fields(self) -> dict[str, Any]:
         """What `save` writes."""
@@ -119,7 +118,7 @@ class Report:
         Raises:
             InvalidFile: another kind of file, another version, or missing fields.
         """
-        content = storage.read(path, "Report", cls.VERSION)
+        content = files.read(path, "Report", cls.VERSION)
         try:
             return cls.from_fields(content)
         except (KeyError, TypeError) as error:

@@ -14,23 +14,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from remat.agreement import agree, from_first
+from remat.budgets import resolve_budget
 from remat.chain import Chain
-from remat.checks import check_count, check_model, checked_loss
+from remat.distributed import agree, from_first, held_after_forward, plan_in_flight
 from remat.errors import PlanMismatch, RematError
-from remat.in_flight import held_after_forward, plan_in_flight
-from remat.packages import available_bytes
-from remat.profiling import SMALL, Loss, profile
-from remat.progress import Progress, shown
+from remat.formatting import format_bytes, format_seconds
+from remat.host.packages import available_bytes
+from remat.host.progress import Progress, shown
+from remat.profiling.sequential import SMALL, Loss, profile
 from remat.report import Report
-from remat.runtime.driving import CallExecutor, Drive, check_other_path, drive_of, refuse_driven, undriven
-from remat.runtime.executor import Executor, Lock
-from remat.runtime.interception import beyond_compiler
-from remat.runtime.program import compile_schedule
+from remat.runtime.calls.stages import describe_call, flatten, group, is_current, is_sequential, single_input
+from remat.runtime.checks import check_count, check_model, checked_loss
+from remat.runtime.patching import beyond_compiler
+from remat.runtime.planned.driving import CallExecutor, Drive, check_other_path, drive_of, refuse_driven, undriven
+from remat.runtime.planned.executor import Executor, Lock
+from remat.runtime.planned.program import compile_schedule
+from remat.runtime.planned.wrapper import Wrapper
+from remat.runtime.pytree import Arguments, arguments, tensors
 from remat.runtime.sharding import is_sharded
-from remat.runtime.stages import describe_call, flatten, group, is_current, is_sequential, single_input
-from remat.runtime.values import Arguments, arguments, tensors
-from remat.runtime.wrapper import Wrapper
 from remat.schedule import Operation, Schedule, store_all_operations
 from remat.simulation import simulate
 from remat.solvers import make_solver
@@ -40,7 +41,6 @@ from remat.solvers.persistent import Persistent
 from remat.solvers.revolve import Revolve
 from remat.solvers.sequential import Sequential
 from remat.solvers.store_all import StoreAll
-from remat.units import format_bytes, format_seconds, resolve_budget
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -8,11 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from remat import storage
-from remat.cards import card
+from remat import files
 from remat.chain import Layout
 from remat.errors import InvalidFile, InvalidSchedule
-from remat.units import format_bytes
+from remat.formatting import card, format_bytes
 
 F_ALL, F_CK, F_NONE, B = KINDS = ("F_all", "F_ck", "F_none", "B")
 _COLOURS = {F_ALL: "#2b4b7e", F_CK: "#8c9bb5", F_NONE: "#dfe5ee"}
@@ -129,7 +128,7 @@ class Schedule:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the schedule to `path` as JSON."""
-        storage.write(path, "Schedule", self.VERSION, self.to_fields())
+        files.write(path, "Schedule", self.VERSION, self.to_fields())
 
     def to_fields(self) -> dict[str, Any]:
         """What `save` writes."""
@@ -151,7 +150,7 @@ class Schedule:
             InvalidFile: another kind of file, another version, or missing fields.
             InvalidSchedule: text that is no schedule.
         """
-        content = storage.read(path, "Schedule", cls.VERSION)
+        content = files.read(path, "Schedule", cls.VERSION)
         try:
             return cls.from_fields(content)
         except (KeyError, TypeError) as error:

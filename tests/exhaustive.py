@@ -6,7 +6,7 @@ import heapq
 import math
 
 from remat.chain import Chain
-from remat.graphs.training import TrainingGraph
+from remat.experiments.training_graph import TrainingGraph
 
 
 def optimum(chain: Chain, budget: int) -> float:

@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 from remat.chain import Chain
-from remat.meter import MemoryMeter
 from remat.models import gpt
-from remat.profiling import profile
-from remat.runtime.values import tensors
-from remat.runtime.wrapper import ScheduledModule, apply
+from remat.profiling.sequential import profile
+from remat.profiling.stage_costs import storage_bytes
+from remat.runtime.meter import MemoryMeter
+from remat.runtime.planned.wrapper import ScheduledModule, apply
+from remat.runtime.pytree import tensors
 from remat.schedule import F_ALL, F_CK, F_NONE, B, Operation, Schedule
 from remat.solvers.persistent import Persistent
 from remat.solvers.recompute_all import RecomputeAll
 from remat.solvers.revolve import Revolve
 from remat.solvers.sequential import Sequential
 from remat.solvers.store_all import StoreAll
-from remat.stage_costs import storage_bytes
 
 Step = Callable[[nn.Module, Any], Any]
 

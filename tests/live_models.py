@@ -13,8 +13,8 @@ from torch.nn import functional
 
 import remat
 from remat import models
-from remat.meter import MemoryMeter
 from remat.runtime.dtr.simulator import Replay
+from remat.runtime.meter import MemoryMeter
 
 Result = TypeVar("Result")
 

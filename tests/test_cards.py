@@ -7,7 +7,7 @@ import torch
 from matplotlib.figure import Figure
 
 import remat
-from remat.exploring import shares_of
+from remat.comparison.explore import shares_of
 from remat.solvers.base import store_all_peak
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 import remat
 from remat import models, rotor
-from remat.comparison import PLAIN, Comparison
+from remat.comparison.result import PLAIN, Comparison
 from remat.errors import SolverStopped
 from remat.schedule import Operation
 from remat.solvers.base import Plan, Solver
@@ -403,7 +403,7 @@ def test_fit_says_what_it_cannot_do() -> None:
 
 
 def test_what_fails_while_it_is_timed_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    from remat.measuring import Bench, LimitedStep
+    from remat.comparison.bench import Bench, LimitedStep
 
     timed = Bench.seconds
 

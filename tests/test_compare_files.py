@@ -12,7 +12,7 @@ from helpers import small_gpt
 from torch import nn
 
 import remat
-from remat.comparison import Comparison
+from remat.comparison.result import Comparison
 from remat.schedule import Operation, store_all_operations
 from remat.solvers.base import Plan, Solver
 from remat.solvers.persistent import Persistent

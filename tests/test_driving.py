@@ -20,9 +20,9 @@ from training_any import budgets_of, made, train
 import remat
 from remat import rotor
 from remat.errors import InfeasibleBudget, LeftChain, PlanMismatch, RematError, ReplayError, UnsupportedModel
-from remat.meter import MemoryMeter
-from remat.runtime.driving import drive_of
-from remat.runtime.values import loss_in
+from remat.runtime.meter import MemoryMeter
+from remat.runtime.planned.driving import drive_of
+from remat.runtime.pytree import loss_in
 from remat.solvers.base import store_all_peak
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

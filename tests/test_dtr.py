@@ -19,9 +19,10 @@ from plain_dtr import SCORES, OutOfMemory, PlainDtr
 
 import remat
 from remat.chain import Chain
-from remat.compilation import InBackground
 from remat.errors import InfeasibleBudget, RematError
-from remat.graphs.training import TrainingGraph
+from remat.experiments.theorems import optimal_linear_operators, run_adversary, run_linear
+from remat.experiments.training_graph import TrainingGraph
+from remat.host.compilation import InBackground
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr import core as core_module
 from remat.runtime.dtr.core import Core
@@ -29,7 +30,6 @@ from remat.runtime.dtr.freezing import freeze
 from remat.runtime.dtr.graph import compile_trace
 from remat.runtime.dtr.heuristics import HEURISTICS, Columns, Ratio, make_heuristic
 from remat.runtime.dtr.simulator import Replay, simulate_dtr, sweep
-from remat.runtime.dtr.theory import optimal_linear_operators, run_adversary, run_linear
 from remat.runtime.dtr.trace import Call, Constant, Copy, CopyFrom, Instruction, Mutate, Release, Trace
 from remat.simulation import simulate
 from remat.solvers.base import store_all_peak

@@ -26,7 +26,7 @@ from torch import nn
 
 from remat.chain import Chain, Layout
 from remat.models import gpt, resnet18, resnet1001
-from remat.runtime.stages import flatten
+from remat.runtime.calls.stages import flatten
 from remat.schedule import B, Operation, Schedule
 from remat.solvers.recompute_all import RecomputeAll
 from remat.solvers.sequential import sequential_operations

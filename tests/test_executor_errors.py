@@ -13,7 +13,7 @@ from torch import nn
 
 import remat
 from remat.errors import InvalidSchedule, PlanMismatch, RematError, ReplayError, UnsupportedModel
-from remat.meter import MemoryMeter
+from remat.runtime.meter import MemoryMeter
 from remat.schedule import Schedule
 from remat.solvers import make_solver
 

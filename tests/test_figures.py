@@ -12,11 +12,11 @@ from torch import nn
 import remat
 from remat.cli import _in_a_name
 from remat.plotting.overview import plot_overview
-from remat.plotting.schedule import plot_schedule
 from remat.plotting.style import style_at, styles
+from remat.plotting.timeline import plot_schedule
 from remat.runtime.dtr.heuristics import HEURISTICS
+from remat.runtime.strategies import CHECKPOINTING, COMPILE
 from remat.solvers import SOLVERS
-from remat.strategies import CHECKPOINTING, COMPILE
 
 
 @pytest.fixture

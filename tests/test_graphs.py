@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat.errors import InvalidSchedule
-from remat.experiments import methods_at
-from remat.graphs import checkmate, classic
-from remat.graphs.networks import mobilenet, unet, vgg16
-from remat.graphs.training import Layer, Step, TrainingGraph, replay, steps_of, with_backward
-from remat.plotting.dtr import plot_static
+from remat.experiments import checkmate_graph as checkmate
+from remat.experiments import classic, methods_at, plot_static
+from remat.experiments.networks import mobilenet, unet, vgg16
+from remat.experiments.training_graph import Layer, Step, TrainingGraph, replay, steps_of, with_backward
 from remat.runtime.dtr.simulator import Replay
 
 

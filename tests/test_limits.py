@@ -16,7 +16,7 @@ from torch import nn
 
 import remat
 from remat.errors import PlanMismatch
-from remat.runtime.values import arguments
+from remat.runtime.pytree import arguments
 from remat.solvers.base import store_all_peak
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}

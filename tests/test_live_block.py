@@ -136,7 +136,7 @@ def test_no_memory_is_left_held() -> None:
     limited()
     levels = []
     for _ in range(2):
-        meter = remat.meter.MemoryMeter(torch.device("cpu"))
+        meter = remat.runtime.meter.MemoryMeter(torch.device("cpu"))
         with meter.session(), meter.region():
             limited()
         levels.append(meter.regions[0].end_bytes - meter.regions[0].start_bytes)
@@ -146,7 +146,7 @@ def test_no_memory_is_left_held() -> None:
         with pytest.raises(remat.OutOfBudget), remat.DTR(budget // 8):
             run()
 
-    meter = remat.meter.MemoryMeter(torch.device("cpu"))
+    meter = remat.runtime.meter.MemoryMeter(torch.device("cpu"))
     failing()
     with meter.session(), meter.region():
         failing()

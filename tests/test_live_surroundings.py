@@ -21,8 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 import remat
-from remat.live import block, choosing, costs
-from remat.live.surroundings import BACKENDS, PLAIN, surroundings_of
+from remat.runtime.live import block, choosing, costs
+from remat.runtime.live.surroundings import BACKENDS, PLAIN, surroundings_of
 from tests.live_programs import evicting
 
 ALWAYS: Callable[[], bool] = lambda: True  # noqa: E731

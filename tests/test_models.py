@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from remat import models
-from remat.runtime.stages import flatten
+from remat.runtime.calls.stages import flatten
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch.nn import functional
 import remat
 from remat import rotor
 from remat.chain import Chain
-from remat.runtime.driving import drive_of
+from remat.runtime.planned.driving import drive_of
 from remat.simulation import peak_and_makespan
 
 

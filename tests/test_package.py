@@ -155,7 +155,7 @@ def test_command_line_compares(cli, tmp_path: Path) -> None:
     assert (folder / "comparison.png").read_bytes().startswith(b"\x89PNG")
     works = {entry.budget_bytes for entry in comparison.entries if entry.schedule is not None}
     assert {path.name for path in folder.glob("plan_*.png")} == {
-        f"plan_{remat.units.format_bytes(size).replace(' ', '')}.png" for size in works
+        f"plan_{remat.formatting.format_bytes(size).replace(' ', '')}.png" for size in works
     }
     assert 2**30 in works
     again = cli("compare", "my_models:with_loss", *options)

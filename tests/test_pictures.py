@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 
 from remat.chain import Chain
-from remat.pictures import ASCII, draw_memory, draw_plan, symbols_for
-from remat.plotting.dtr import plot_evictions
+from remat.plotting.evictions import plot_evictions
 from remat.plotting.overview import plot_overview
-from remat.plotting.schedule import plot_schedule
+from remat.plotting.text import ASCII, draw_memory, draw_plan, symbols_for
+from remat.plotting.timeline import plot_schedule
 from remat.report import Report
 from remat.runtime.dtr.simulator import simulate_dtr
 from remat.runtime.dtr.trace import Trace

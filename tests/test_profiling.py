@@ -13,11 +13,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import remat
 from remat.errors import MeasurementError, UnsupportedModel
-from remat.meter import MemoryMeter
-from remat.preserving import aliased_parameters
+from remat.profiling.preserving import aliased_parameters
+from remat.profiling.stage_costs import SavedStorages
+from remat.runtime.meter import MemoryMeter
 from remat.simulation import simulate
 from remat.solvers.base import store_all_peak
-from remat.stage_costs import SavedStorages
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from remat.progress import lines, shown
+from remat.host.progress import lines, shown
 
 
 def test_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from library_models import gpt2
 from torch import nn
 
 import remat
-from remat.runtime.driving import drive_of
+from remat.runtime.planned.driving import drive_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 RECIPES = ["plain_loop", "transformers_trainer", "lightning_trainer"]

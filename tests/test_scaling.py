@@ -21,10 +21,9 @@ from torch import nn
 
 import remat
 from remat import rotor
-from remat.agreement import largest
+from remat.distributed import held_after_forward, largest, plan_in_flight
 from remat.errors import InfeasibleBudget, PlanMismatch, RematError
-from remat.in_flight import held_after_forward, plan_in_flight
-from remat.meter import MemoryMeter
+from remat.runtime.meter import MemoryMeter
 from remat.simulation import peak_and_makespan, simulate
 from remat.solvers.base import store_all_peak
 from remat.solvers.persistent import Persistent

@@ -1,7 +1,8 @@
 import pytest
 
+from remat.budgets import parse_bytes, resolve_budget
 from remat.errors import InvalidBudget, RematError
-from remat.units import format_bytes, format_seconds, parse_bytes, resolve_budget
+from remat.formatting import format_bytes, format_seconds
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import remat
-from remat.comparison import PLAIN, Comparison, Entry
+from remat.comparison.result import PLAIN, Comparison, Entry
 from remat.report import Report
 
 STORE_ALL = remat.Schedule.parse("F_all1 F_all2 B2 B1")

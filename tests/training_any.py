@@ -10,7 +10,7 @@ from library_models import EVERY
 from torch import nn
 
 import remat
-from remat.runtime.values import arguments, loss_in, tensors
+from remat.runtime.pytree import arguments, loss_in, tensors
 from remat.solvers.base import store_all_peak
 
 

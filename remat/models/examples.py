@@ -18,7 +18,7 @@ from remat.errors import RematError
 from remat.models import densenet, resnet, vgg
 from remat.models.gpt import gpt
 from remat.models.inception import inception_v3
-from remat.runtime.values import map_tensors
+from remat.runtime.pytree import map_tensors
 
 
 class Example(NamedTuple):

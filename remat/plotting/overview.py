@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from remat.budgets import resolve_budget
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget
-from remat.plotting.schedule import plot_memory, plot_schedule
+from remat.formatting import format_bytes
 from remat.plotting.style import new_figure, styles
+from remat.plotting.timeline import plot_memory, plot_schedule
 from remat.runtime.dtr.simulator import Replay
 from remat.runtime.dtr.trace import Trace
+from remat.runtime.strategies import THRASH_LIMIT, Static, make_strategies, takes_long
 from remat.schedule import Schedule
 from remat.simulation import simulate
 from remat.solvers.base import Solver, store_all_peak
-from remat.strategies import THRASH_LIMIT, Static, make_strategies, takes_long
-from remat.units import format_bytes, resolve_budget
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,7 +11,7 @@ from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from remat.packages import require
+from remat.host.packages import require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from remat.errors import UnsupportedModel
-from remat.runtime.stages import Stage
+from remat.runtime.calls.stages import Stage
 
 
 @contextmanager

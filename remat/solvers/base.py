@@ -7,11 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, NamedTuple, TypeAlias, final
 
+from remat.budgets import resolve_budget
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget, RematError
 from remat.schedule import Operation, Schedule, store_all_operations
 from remat.simulation import peak_and_makespan
-from remat.units import resolve_budget
 
 Operations: TypeAlias = tuple[Operation, ...]
 

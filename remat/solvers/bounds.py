@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from remat.budgets import resolve_budget
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget
 from remat.solvers._tables import always
 from remat.solvers.base import store_all_peak
 from remat.solvers.floating import Floating, FloatingTable
-from remat.units import resolve_budget
 
 _HALF_ULP = 2.0**-24  # relative error of one float32 addition
 

@@ -15,13 +15,13 @@ from typing import ClassVar
 
 import numpy as np
 
+from remat.budgets import resolve_budget
 from remat.chain import Chain
 from remat.simulation import peak_and_makespan
-from remat.solvers import _kernels
+from remat.solvers import _table_kernels
 from remat.solvers._tables import Room, Table, in_parallel, plan_with_tables, sizes_of, times_of
 from remat.solvers.base import Operations, Plan, Solver
 from remat.solvers.persistent import Persistent, PersistentTable
-from remat.units import resolve_budget
 
 MODEST_WORK = 3e9  # steps of the recurrence, which take a second or two
 _BLOCK = 8  # values of t that share rows from cache
@@ -55,11 +55,11 @@ class Floating(Solver):
 
     def least_memory(self, chain: Chain) -> Operations:
         sizes, times = sizes_of(chain), times_of(chain)
-        decisions = _kernels.fill_least_floating(sizes, times)
+        decisions = _table_kernels.fill_least_floating(sizes, times)
         room = Room(chain.length)
         nothing, slots = np.empty(0, np.float32), (np.zeros_like(sizes[0]), np.zeros_like(sizes[1]))
         options = (sizes, slots, times, 1, room.kinds, room.stages)
-        return room.operations(_kernels.read_floating(nothing, 1, 0, decisions, *options)[0])
+        return room.operations(_table_kernels.read_floating(nothing, 1, 0, decisions, *options)[0])
 
 
 def work(chain: Chain) -> float:
@@ -97,7 +97,7 @@ class FloatingTable(Table):
 
         def fill(s: int, t: int) -> None:
             options = (self.sizes, self.slots, self.times, self.unit)
-            _kernels.fill_floating(self.flat, ranges, self.columns, s, t, min(t + _BLOCK, n), *options)
+            _table_kernels.fill_floating(self.flat, ranges, self.columns, s, t, min(t + _BLOCK, n), *options)
 
         def waves() -> Iterator[list[tuple[int, int]]]:
             for s in range(n - 1, -1, -1):  # for one s, cells of different t need nothing of each other
@@ -108,7 +108,7 @@ class FloatingTable(Table):
     def _walk(self, slot: int) -> tuple[int, int, float]:
         none, room = np.empty(0, np.int16), self._room
         options = (self.sizes, self.slots, self.times, self.unit, room.kinds, room.stages)
-        return _kernels.read_floating(self.flat, self.columns, slot, none, *options)
+        return _table_kernels.read_floating(self.flat, self.columns, slot, none, *options)
 
 
 def _faster(chain: Chain, plans: tuple[Plan | None, Plan | None]) -> Plan | None:

@@ -14,8 +14,8 @@ from typing import ClassVar
 import numpy as np
 
 from remat.chain import Chain
-from remat.compilation import say_that_it_compiles
-from remat.solvers import _kernels
+from remat.host.compilation import say_that_it_compiles
+from remat.solvers import _table_kernels
 from remat.solvers._tables import Room, Table, in_parallel, plan_with_tables, sizes_of, times_of
 from remat.solvers.base import Operations, Plan, Solver
 
@@ -36,7 +36,7 @@ class Persistent(Solver):
     name: ClassVar[str] = "persistent"
 
     def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:
-        say_that_it_compiles(_kernels.fill_persistent, "the planner", seconds="some seconds")
+        say_that_it_compiles(_table_kernels.fill_persistent, "the planner", seconds="some seconds")
 
         def table(budget: int) -> PersistentTable:
             return PersistentTable(chain, budget, self.slots)
@@ -80,7 +80,7 @@ class PersistentTable(Table):
         def fill(i: int, j: int) -> None:
             tile = (*blocks[i], *blocks[j])
             options = (self.sizes, self.slots, self.times, self.unit, saved_early)
-            _kernels.fill_persistent(self.flat, ranges, self.columns, *tile, *options)
+            _table_kernels.fill_persistent(self.flat, ranges, self.columns, *tile, *options)
 
         # A tile needs those below it in its column and left of it in its row: tiles of one diagonal are independent.
         diagonals = [[(i, i + d) for i in range(len(blocks) - d)] for d in range(len(blocks))]
@@ -90,18 +90,19 @@ class PersistentTable(Table):
         options = (self.sizes, self.slots, self.times, self.unit, _saved_early(self.chain, save_all=self.save_all))
         none = np.empty((0, 0), np.int64)
         room = self._room
-        return _kernels.read_persistent(self.flat, self.columns, slot, none, *options, room.kinds, room.stages)
+        return _table_kernels.read_persistent(self.flat, self.columns, slot, none, *options, room.kinds, room.stages)
 
 
 def least_persistent_operations(chain: Chain, *, save_all: bool) -> Operations:
     """The memory-persistent schedule of least peak, exact in bytes: the recurrence as a minimax, O(n^3), no slots."""
     sizes, times = sizes_of(chain), times_of(chain)
     saved_early = _saved_early(chain, save_all=save_all)
-    decisions = _kernels.fill_least_persistent(sizes, times, saved_early)
+    decisions = _table_kernels.fill_least_persistent(sizes, times, saved_early)
     room = Room(chain.length)
     nothing, slots = np.empty(0, np.float32), (np.zeros_like(sizes[0]), np.zeros_like(sizes[1]))
     options = (sizes, slots, times, 1, saved_early)
-    return room.operations(_kernels.read_persistent(nothing, 1, 0, decisions, *options, room.kinds, room.stages)[0])
+    count, *_ = _table_kernels.read_persistent(nothing, 1, 0, decisions, *options, room.kinds, room.stages)
+    return room.operations(count)
 
 
 def _saved_early(chain: Chain, *, save_all: bool) -> np.ndarray:

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from remat.compilation import InBackground, quietly
 from remat.errors import RematError
+from remat.host.compilation import InBackground, quietly
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.graph import Graph
 from remat.runtime.dtr.heuristics import DEFAULT, HEURISTICS, Columns, Heuristic, codes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from remat.budgets import resolve_budget
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget, RematError
 from remat.runtime.dtr.core import Decision
@@ -14,7 +15,6 @@ from remat.runtime.dtr.trace import Trace
 from remat.schedule import F_ALL, F_CK, F_NONE, B, Operation, Schedule, store_all_operations
 from remat.simulation import peak_and_makespan
 from remat.solvers.base import store_all_peak
-from remat.units import resolve_budget
 
 _TRIES = 24  # budgets of DTR tried, by bisection
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from remat.budgets import resolve_budget
 from remat.errors import RematError
 from remat.report import Moment, Report
 from remat.runtime.dtr import _kernels as k
@@ -18,7 +19,6 @@ from remat.runtime.dtr.core import DEALLOCATIONS, NO_LIMIT, Core
 from remat.runtime.dtr.graph import Graph, Program, compile_trace
 from remat.runtime.dtr.heuristics import DEFAULT, Heuristic, make_heuristic
 from remat.runtime.dtr.trace import REPLAY, Trace
-from remat.units import resolve_budget
 
 _OUTCOMES = {k.DONE: "pass", k.OUT_OF_MEMORY: "oom", k.THRASHING: "thrash"}
 

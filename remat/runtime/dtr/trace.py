@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple, TypeAlias
 
 from remat.chain import Chain
 from remat.errors import InvalidTrace
-from remat.storage import write_whole
+from remat.files import write_whole
 
 
 class Constant(NamedTuple):

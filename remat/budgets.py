@@ -1,0 +1,78 @@
+"""Budgets as people write them, in bytes: `parse_bytes("2GiB")`, `resolve_budget(0.5, peak)`."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+
+_FACTORS = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_TOO_MUCH = 2**63  # bytes; planners count in numbers of 64 bits
+_AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*")
+
+
+def _refuse(budget: object, reason: str) -> ValueError:
+    from remat.errors import InvalidBudget  # errors formats bytes, hence imports this module
+
+    return InvalidBudget(
+        f"budget {budget!r}: {reason}. Write it as bytes (an int, 2147483648), as a string with a unit "
+        "('2GiB', '800MB'), or as a float in (0, 1], the fraction of the store-all peak (0.5)."
+    )
+
+
+def parse_bytes(text: str) -> int:
+    """The bytes that `text` names: a number and one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB, in any case.
+
+    Raises:
+        InvalidBudget: no number, no unit, or a unit that is not known.
+    """
+    match = _AMOUNT.fullmatch(text)
+    if match is None:
+        raise _refuse(text, "not a number followed by a unit")
+    number, unit = match.groups()
+    factor = _FACTORS.get(unit.lower())
+    if factor is None:
+        raise _refuse(text, f"unknown unit {unit!r}")
+    return math.floor(float(number) * factor)
+
+
+def resolve_budget(budget: int | str | float, store_all_bytes: int | None = None) -> int:
+    """A budget in any of its three forms, in bytes.
+
+    Args:
+        budget: int (bytes), string with a unit, or float in (0, 1] of `store_all_bytes`.
+        store_all_bytes: peak of the schedule that stores everything, where it is known.
+
+    Raises:
+        InvalidBudget: none of the three forms, zero or negative, or a fraction of a peak that is not known.
+    """
+    if isinstance(budget, str):
+        size = parse_bytes(budget)
+    elif isinstance(budget, float):
+        if not 0 < budget <= 1:
+            raise _refuse(budget, "a float must lie in (0, 1]")
+        if store_all_bytes is None:
+            raise _refuse(budget, "a fraction needs a store-all peak, which is not known here")
+        size = math.floor(budget * store_all_bytes)
+    else:
+        try:
+            if isinstance(budget, bool):
+                raise TypeError
+            size = operator.index(budget)
+        except TypeError:
+            raise _refuse(budget, f"a {type(budget).__name__} is none of the three forms") from None
+    if size <= 0:
+        raise _refuse(budget, "a budget must be above zero")
+    if size >= _TOO_MUCH and not isinstance(budget, float):
+        raise _refuse(budget, "more than any machine has")
+    return size

@@ -1,0 +1,463 @@
+"""`compare`: plans with every strategy, runs each plan and DTR beside plain PyTorch, and tells what each costs."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.budgets import resolve_budget
+from remat.chain import Chain
+from remat.comparison.bench import Bench, LimitedStep, Loss
+from remat.comparison.result import PLAIN, Comparison, Entry, failed
+from remat.comparison.rounds import Progress, Row, measure, sum_up
+from remat.errors import InfeasibleBudget, RematError, SolverStopped, UnsupportedModel
+from remat.formatting import format_bytes
+from remat.host.machine import machine
+from remat.host.progress import shown
+from remat.profiling.sequential import profile
+from remat.runtime.calls.stages import describe, describe_call, is_sequential
+from remat.runtime.checks import check_count, check_model, check_sample, checked_loss
+from remat.runtime.dtr.simulator import Replay
+from remat.runtime.dtr.trace import Trace
+from remat.runtime.library import has_checkpointing
+from remat.runtime.live.context import DTR
+from remat.runtime.pytree import tensors
+from remat.runtime.strategies import (
+    CHECKPOINTING,
+    THRASH_LIMIT,
+    Dynamic,
+    Native,
+    Static,
+    Strategy,
+    make_strategies,
+    takes_long,
+)
+from remat.schedule import Schedule, store_all_operations
+from remat.simulation import simulate
+from remat.solvers.base import Solver, store_all_peak
+
+UNLIMITED = 2**50  # bytes: DTR that evicts nothing
+_AUTOMATIC = 5  # budgets, where none are given
+_SLOW = ("ilp", "checkmate")  # whose least budget takes many programs to find
+
+
+def compare(
+    model: nn.Module,
+    sample: Any,
+    budgets: Sequence[int | str | float] | int | str | float | None = None,
+    strategies: Sequence[str | Solver | Callable] | None = None,
+    loss: Loss | None = None,
+    *,
+    measure: bool = True,
+    repeats: int = 3,
+    slots: int = 500,
+    file: str | os.PathLike[str] | None = None,
+    progress: bool | Progress = True,
+    output_held: bool = True,
+) -> Comparison:
+    """What each strategy costs this model at each budget: planned, and then run on this machine.
+
+    The protocol: the model is profiled once. Every plan and DTR run the same sample from the same random numbers, by
+    one executor. Memory and gradients are taken in steps of their own, after one to warm up; then steps are timed in
+    rounds, in each of which plain PyTorch and every strategy take one step, in changing order. Medians are reported,
+    overheads are ratios within a round. Plans that are the same sequence are run once. The model is left as found.
+
+    Args:
+        model: any module; static strategies plan for the chains found in it, DTR for all of it.
+        sample: its input: a tensor, a tuple of positional or a dict of keyword arguments; its first dimension counts
+            the examples. On the model's device.
+        budgets: one or several, each an int (bytes), a string ("2GiB"), or a float in (0, 1] of the store-all peak.
+            They cover what
+            `remat.run` measures, the sample included. None: five, in equal ratios from the least that works to that
+            peak.
+        strategies: names of planners, `Solver` objects, "dtr", names or functions of DTR heuristics;
+            "gradient_checkpointing" for that of the model's library (transformers, timm), and "torch.compile", with
+            several values of its `activation_memory_budget`, neither of which has a budget in bytes. None: store_all,
+            sequential, chen, revolve, persistent, floating (unless it would take long), dtr, and the library's
+            checkpointing where it has one.
+        loss: a function of the output that returns a scalar; without one the output is backpropagated with a fixed
+            random gradient.
+        measure: False stops after the predictions, of DTR too: nothing larger than single stages is run.
+        repeats: rounds of timed steps.
+        slots: memory units of the dynamic programs.
+        file: the comparison is written there as JSON as it grows. If the file is there, it is taken up: its profile
+            of the model is used, what was measured for the same strategies and budgets is not measured again, and what
+            it holds of others stays in it.
+        output_held: hold the output until the backward is over, as most training loops do; as for `remat.profile`.
+        progress: whether to show progress on stderr; or a function of what is done, how much of it, and of how much.
+
+    Returns:
+        A `Comparison`. An interruption (Ctrl-C, or the stop button of Jupyter) ends it early: it then holds what was
+        planned and measured until then, and says so. Before anything is planned there is nothing to return, and the
+        interruption goes on; what was profiled is in the file.
+
+    Raises:
+        RematError: an unknown strategy, nothing that could be compared, or a file that was made for another model,
+            sample or machine.
+        InvalidBudget: a budget in another form.
+        InvalidFile: a file that holds no comparison.
+    """
+    check_model(model)
+    check_sample(sample)
+    check_count("repeats", repeats)
+    check_count("slots", slots)
+    if isinstance(budgets, (int, str, float)):
+        budgets = [budgets]
+    loss = checked_loss(loss) if not isinstance(loss, nn.Module) else loss
+    chosen = make_strategies(strategies, slots)
+    if strategies is None and measure and has_checkpointing(model):
+        chosen += make_strategies([CHECKPOINTING])
+    for budget in budgets or ():
+        resolve_budget(budget, store_all_bytes=2**62)  # its form, before anything is measured
+    if file is not None and not Path(file).absolute().parent.is_dir():
+        raise RematError(f"{file}: its folder does not exist; make it first")
+    before = Comparison.load(file) if file is not None and Path(file).exists() else None
+    with shown(progress) as tell:
+        work = _Work(model, sample, loss, measure, tell, file, output_held=output_held)
+        if before is not None:
+            work.take_up(before)
+        try:
+            work.plan(chosen, budgets, everything=strategies is not None)
+            if measure:
+                work.run(repeats)
+        except KeyboardInterrupt:
+            if not work.rows:
+                raise
+            work.interrupted()
+            warnings.warn(work.notes[-1], stacklevel=2)
+        return work.result()
+
+
+class _Work:
+    """One comparison on its way."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sample: Any,
+        loss: Loss | None,
+        measure: bool,
+        tell: Progress,
+        file: str | os.PathLike[str] | None,
+        *,
+        output_held: bool,
+    ) -> None:
+        self.output_held = output_held
+        self.model, self.sample, self.loss = model, sample, loss
+        self.measure, self.tell, self.file = measure, tell, file
+        self.chain: Chain | None = None
+        self.trace: Trace | None = None
+        self.extra = 0
+        self.least: dict[str, int] = {}
+        self.heuristics: dict[str, Any] = {}
+        self.notes: list[str] = []
+        self.budgets: list[int] = []
+        self.rows: list[Row] = []
+        self.before: Comparison | None = None
+        self.complete = False
+        self.fingerprint = _fingerprint(model, sample, loss, output_held)
+
+    # Planning --------------------------------------------------------------------------------------------------------
+
+    def take_up(self, before: Comparison) -> None:
+        """Goes on from an earlier comparison.
+
+        Raises:
+            RematError: it was of something else, or made elsewhere.
+        """
+        if before.fingerprint != self.fingerprint:
+            raise RematError(
+                f"the file holds a comparison of another model or sample ({before.model}, {before.batch} examples), or "
+                "of this one with other parameters, flags or loss. Give another file, or delete that one"
+            )
+        if before.machine != machine():
+            raise RematError(
+                f"the file holds measurements of another machine, {before.machine}; this is {machine()}. Give another "
+                "file: times of two machines cannot be compared"
+            )
+        self.before, self.chain = before, before.chain
+        if before.measured or not self.measure:  # else its trace may only be the chain's
+            self.trace, self.extra = before.trace, before.trace_extra_bytes
+
+    def plan(self, chosen: list[Strategy], budgets: Sequence[int | str | float] | None, *, everything: bool) -> None:
+        """Profiles, plans and predicts. `everything`: also plans what takes long, since it was asked for."""
+        chosen = self._profile(chosen)
+        self.keep()
+        if not everything and self.chain is not None:
+            long = [strategy.name for strategy in chosen if takes_long(strategy, self.chain)]
+            self.notes += [f"{name} is left out: planning would take long; name it to have it" for name in long]
+            chosen = [strategy for strategy in chosen if strategy.name not in long]
+        if self.chain is None or any(isinstance(strategy, Dynamic) for strategy in chosen):
+            self._record()
+        replay = None if self.trace is None else Replay(self.trace)
+        most = self._most()
+        for done, strategy in enumerate(chosen):
+            self.tell(f"least budget: {strategy.name}", done, len(chosen))
+            least = self._least(strategy, replay)
+            if least is not None:
+                self.least[strategy.name] = least
+        self.budgets = self._sizes(budgets, most)
+        self.rows = [Row(self._plain_entry(), None)]
+        try:
+            for done, strategy in enumerate(chosen):
+                self.tell(f"planning: {strategy.name}", done, len(chosen))
+                entries = self._entries(strategy, replay)
+                self.rows += [Row(entry, strategy) for entry in entries]
+        finally:  # an interrupted one keeps what was measured before, too
+            self._take_over()
+        self.complete = not self.measure
+        self.keep()
+
+    def _profile(self, chosen: list[Strategy]) -> list[Strategy]:
+        """Measures the stages if the model is a chain; returns the strategies that apply."""
+        dynamic = [strategy for strategy in chosen if not isinstance(strategy, Static)]
+        if len(dynamic) == len(chosen) and self.measure:
+            return chosen
+        try:
+            if self.chain is None:
+                self.chain = profile(
+                    self.model, self.sample, loss=self.loss, progress=self.tell, output_held=self.output_held
+                )
+        except UnsupportedModel as error:
+            if is_sequential(self.model):
+                raise
+            left_out = ", ".join(strategy.name for strategy in chosen if isinstance(strategy, Static))
+            kind = type(self.model).__name__
+            if not dynamic or not self.measure:
+                raise RematError(
+                    f"{left_out or 'predictions'} need a chain of stages, and there is none in this {kind}: {error}"
+                ) from error
+            self.notes.append(f"{left_out} are left out: no chain was found in this {kind}")
+            return [*dynamic]
+        return chosen
+
+    def _record(self) -> None:
+        """The trace of a step in which DTR evicts nothing, or, where no step is to be run, of the chain."""
+        if self.trace is not None:
+            return
+        if self.measure:
+            self.tell("recording a step", 0, 1)
+            try:
+                with self._bench() as bench:
+                    step = bench.step(DTR(UNLIMITED))
+                    assert isinstance(step, LimitedStep)
+                    step()  # costs are the least of an operator's first three calls
+                self.trace, self.extra = step.dtr.trace, step.dtr.trace_budget - UNLIMITED
+                return
+            except torch.OutOfMemoryError:
+                if self.chain is None:
+                    raise
+                self.notes.append(
+                    "DTR is predicted from the chain: a step that evicts nothing does not fit this device"
+                )
+        assert self.chain is not None
+        self.trace, self.extra = Trace.from_chain(self.chain), 0
+
+    def _bench(self) -> Bench:
+        in_a_row = self.chain is not None and not self._is_found()
+        return Bench(self.model, self.sample, self.loss, chain=in_a_row, output_held=self.output_held)
+
+    def _is_found(self) -> bool:
+        """Whether the chain was found in a model that is no `nn.Sequential`."""
+        return self.chain is not None and self.chain.layout is not None and self.chain.layout.calls is not None
+
+    def _most(self) -> int:
+        """The store-all peak, which fractions are of."""
+        if self.chain is not None:
+            return store_all_peak(self.chain)
+        assert self.trace is not None
+        return Replay(self.trace).run(UNLIMITED)[0].peak_bytes - self.extra
+
+    def _least(self, strategy: Strategy, replay: Replay | None) -> int | None:
+        """The least budget that works; None where that is not known, or would take long to find."""
+        if isinstance(strategy, Native):
+            return None
+        if isinstance(strategy, Dynamic):
+            assert replay is not None
+            return _least_of_dtr(replay, strategy, self.extra)
+        assert self.chain is not None
+        if strategy.name in _SLOW:
+            return None
+        try:
+            return strategy.solver.minimum_budget(self.chain)
+        except RematError as error:
+            self.notes.append(f"the least budget of {strategy.name} is not known: {error}")
+            return None
+
+    def _sizes(self, budgets: Sequence[int | str | float] | None, most: int) -> list[int]:
+        if budgets is None:
+            least = min(self.least.values(), default=most)
+            between = [step / (_AUTOMATIC - 1) for step in range(1, _AUTOMATIC - 1)]
+            budgets = [least, *(math.ceil(least * (most / least) ** share) for share in between), most]
+        sizes = list(dict.fromkeys(resolve_budget(budget, most) for budget in budgets))
+        if not sizes:
+            raise RematError("no budgets to compare at; leave `budgets` out for five between the least and the most")
+        return sizes
+
+    def _plain_entry(self) -> Entry:
+        if self.chain is not None:
+            schedule = Schedule(store_all_operations(self.chain.length))
+            return Entry(PLAIN, None, replace(simulate(self.chain, schedule), strategy=PLAIN, timeline=()))
+        assert self.trace is not None
+        report, _ = Replay(self.trace).run(UNLIMITED)
+        peak = report.peak_bytes - self.extra
+        return Entry(PLAIN, None, replace(report, strategy=PLAIN, budget_bytes=None, peak_bytes=peak))
+
+    def _entries(self, strategy: Strategy, replay: Replay | None) -> list[Entry]:
+        if isinstance(strategy, Static):
+            return self._static(strategy)
+        if isinstance(strategy, Dynamic):
+            return self._dynamic(strategy, replay)
+        return [Entry(strategy.name, None)] if self.measure else []
+
+    def _static(self, strategy: Static) -> list[Entry]:
+        """The entries of a planner, all budgets at once where none of them stops it."""
+        assert self.chain is not None
+        try:
+            answers: list[Schedule | RematError] = [*strategy.solver.solve_many(self.chain, self.budgets)]
+        except RematError:
+            answers = [self._answer(strategy.solver, budget) for budget in self.budgets]
+        return [self._planned(strategy, budget, answer) for budget, answer in zip(self.budgets, answers, strict=True)]
+
+    def _answer(self, solver: Solver, budget: int) -> Schedule | RematError:
+        assert self.chain is not None
+        try:
+            return solver.solve(self.chain, budget)
+        except RematError as error:
+            return error
+
+    def _planned(self, strategy: Static, budget: int, answer: Schedule | RematError) -> Entry:
+        assert self.chain is not None
+        if isinstance(answer, Schedule):
+            prediction = replace(simulate(self.chain, answer), timeline=())
+            return Entry(strategy.name, budget, prediction, schedule=answer)
+        outcomes = {InfeasibleBudget: "infeasible", SolverStopped: "timeout"}
+        outcome = next((name for kind, name in outcomes.items() if isinstance(answer, kind)), "error")
+        return Entry(strategy.name, budget, failed(strategy.name, budget, outcome, str(answer)))
+
+    def _dynamic(self, strategy: Dynamic, replay: Replay | None) -> list[Entry]:
+        assert replay is not None
+        self.heuristics[strategy.name] = strategy.heuristic
+        return [self._simulated(strategy, replay, budget) for budget in self.budgets]
+
+    def _simulated(self, strategy: Dynamic, replay: Replay, budget: int) -> Entry:
+        name = strategy.name
+        if budget + self.extra <= 0:
+            return Entry(name, budget, failed(name, budget, "oom", "the sample does not fit"))
+        report, _ = replay.run(budget + self.extra, strategy.heuristic, thrash_limit=THRASH_LIMIT)
+        if report.outcome == "pass":
+            peak = max(report.peak_bytes - self.extra, 0)
+            return Entry(name, budget, replace(report, strategy=name, budget_bytes=budget, peak_bytes=peak))
+        thrashes = f"it takes over {THRASH_LIMIT:g} x the time"
+        why = "it runs out of memory" if report.outcome == "oom" else thrashes
+        note = f"in the simulation {why}; the least budget there is {format_bytes(self.least[name])}"
+        return Entry(name, budget, failed(name, budget, report.outcome, note))
+
+    def _take_over(self) -> None:
+        """What was measured before, of the same strategies, budgets and schedules."""
+        known = {} if self.before is None else {(e.strategy, e.budget_bytes): e for e in self.before.entries}
+        taken = 0
+        for row in self.rows:
+            entry = known.get((row.entry.strategy, row.entry.budget_bytes))
+            if entry is not None and entry.measured is not None and entry.schedule == row.entry.schedule:
+                row.take_over(entry)
+                taken += 1
+        if taken and self.measure:
+            self.notes.append(f"{taken} of {len(self.rows)} entries were measured in an earlier run")
+
+    # Running ---------------------------------------------------------------------------------------------------------
+
+    def run(self, repeats: int) -> None:
+        """Measures what is missing."""
+        sum_up(self.rows)
+        with self._bench() as bench:
+            measure(bench, self.rows, repeats, self.tell, self.keep)
+        self.complete = True
+        self.keep()
+
+    def interrupted(self) -> None:
+        """Notes that it ended early, and keeps what there is."""
+        sum_up(self.rows)
+        count = sum(row.measured is not None for row in self.rows)
+        where = "" if self.file is None else f"; compare again with file={os.fspath(self.file)!r} to go on from there"
+        self.notes.append(f"interrupted: {count} of {len(self.rows)} entries were measured{where}")
+        self.keep()
+
+    def keep(self) -> None:
+        """Writes what there is to the file, and what that holds of other strategies and budgets."""
+        if self.file is None:
+            return
+        result = self.result()
+        if self.before is not None:
+            there = {(entry.strategy, entry.budget_bytes) for entry in result.entries}
+            others = [e for e in self.before.entries if (e.strategy, e.budget_bytes) not in there]
+            result = replace(
+                result,
+                entries=(*result.entries, *others),
+                budgets=tuple(dict.fromkeys((*result.budgets, *self.before.budgets))),
+                least_bytes={**self.before.least_bytes, **result.least_bytes},
+            )
+        result.save(self.file)
+
+    def result(self) -> Comparison:
+        return Comparison(
+            model=self._name(),
+            batch=_batch(self.sample),
+            budgets=tuple(self.budgets),
+            entries=tuple(row.finished() for row in self.rows),
+            least_bytes=self.least,
+            chain=self.chain,
+            trace=self.trace,
+            trace_extra_bytes=self.extra,
+            machine=machine(),
+            notes=tuple(self.notes),
+            complete=self.complete,
+            fingerprint=self.fingerprint,
+            heuristics=self.heuristics,
+        )
+
+    def _name(self) -> str:
+        kind = type(self.model).__name__
+        return kind if self.chain is None else f"{kind} of {self.chain.length - 1 - sum(self.chain.fixed)} stages"
+
+
+def _batch(sample: Any) -> int:
+    """Examples in the sample."""
+    found = [tensor for tensor in tensors(sample) if tensor.ndim]
+    return found[0].shape[0] if found else 1
+
+
+def _fingerprint(model: nn.Module, sample: Any, loss: Loss | None, output_held: bool) -> str:
+    """What a measurement holds for: the model's modules and their flags, its tensors, the sample's form, autocast."""
+    parts = [model, loss] if isinstance(loss, nn.Module) else [model]
+    found: list[object] = [describe_call(sample), loss is None, output_held]
+    found.append(type(loss).__name__)
+    for part in parts:
+        found += [(name, type(module).__name__, module.training) for name, module in part.named_modules()]
+        for kind in (part.named_parameters(), part.named_buffers()):
+            found += [(name, *describe(tensor), tensor.requires_grad) for name, tensor in kind]
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
+
+
+def _least_of_dtr(replay: Replay, strategy: Dynamic, extra: int) -> int:
+    """The least budget at which the simulation passes, found by bisection to 1 % of the peak without eviction."""
+
+    def passes(budget: int) -> bool:
+        report, _ = replay.run(budget, strategy.heuristic, thrash_limit=THRASH_LIMIT)
+        return report.outcome == "pass"
+
+    works = replay.run(UNLIMITED, strategy.heuristic)[0].peak_bytes
+    fails, step = extra, max((works - extra) // 100, 1)
+    while works - fails > step:
+        middle = (fails + works) // 2
+        fails, works = (fails, middle) if passes(middle) else (middle, works)
+    return works - extra

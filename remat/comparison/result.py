@@ -1,0 +1,552 @@
+"""`Comparison`: what strategies cost one model at several budgets; shows, saves and plots itself, picks the best."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from remat import files
+from remat.budgets import resolve_budget
+from remat.chain import Chain
+from remat.comparison.verdicts import PLAIN, Candidate, Interval, Verdict, interval_of, verdict_of
+from remat.errors import InfeasibleBudget, InvalidFile, RematError
+from remat.formatting import card, format_bytes, format_seconds
+from remat.host.packages import has, require
+from remat.report import Report
+from remat.runtime.dtr.heuristics import HEURISTICS
+from remat.runtime.dtr.simulator import Replay, timeline
+from remat.runtime.dtr.trace import Trace, read_instructions
+from remat.runtime.strategies import THRASH_LIMIT, make_strategies
+from remat.schedule import Schedule
+from remat.simulation import simulate
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+EQUAL = "equal"
+OWN = "not repeatable here"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One strategy at one budget.
+
+    Attributes:
+        strategy: its name; `PLAIN` for the model left alone.
+        budget_bytes: the limit; None for plain PyTorch, and for libraries' own ways, which take none in bytes.
+        predicted: by simulation; None where nothing could be predicted.
+        measured: on this machine; None where it was not run. In both, `outcome` is "pass", "over" (the peak exceeds
+            the budget), "infeasible", "oom", "thrash", "timeout" or "error", and `note` has the reason.
+        schedule: of static strategies.
+        gradients: "equal" if gradients and buffers were those of plain PyTorch to the bit, else by how much they
+            differed, beginning with `OWN` where plain PyTorch differs from itself too (kernels on a GPU may); empty
+            where they were not compared.
+        times: seconds of the timed steps; ratios: each over that of plain PyTorch's step in the same round.
+    """
+
+    strategy: str
+    budget_bytes: int | None
+    predicted: Report | None = None
+    measured: Report | None = None
+    schedule: Schedule | None = None
+    gradients: str = ""
+    times: tuple[float, ...] = ()
+    ratios: tuple[float, ...] = ()
+
+    @property
+    def report(self) -> Report | None:
+        """What was measured, or else what was predicted."""
+        return self.measured or self.predicted
+
+    @property
+    def outcome(self) -> str:
+        return "" if self.report is None else self.report.outcome
+
+    @property
+    def spread(self) -> float | None:
+        """How far the timed steps lie apart: the longest less the shortest, over the median."""
+        if len(self.times) < 2 or self.measured is None or not self.measured.seconds:  # noqa: PLR2004  # none in one
+            return None
+        return (max(self.times) - min(self.times)) / self.measured.seconds
+
+    @property
+    def interval(self) -> Interval | None:
+        """Where its ratio to plain PyTorch lies; None where it was timed fewer than two times."""
+        return interval_of(self.ratios)
+
+    def _repr_html_(self) -> str:
+        if self.report is None:
+            return card(self.strategy, [("", "nothing was planned or run")])
+        gradients = f"<p>gradients: {escape(self.gradients)}</p>" if self.gradients else ""
+        return self.report._repr_html_() + gradients
+
+    def to_fields(self) -> dict[str, Any]:
+        parts = {name: getattr(self, name) for name in ("predicted", "measured", "schedule")}
+        plain = {name: getattr(self, name) for name in ("strategy", "budget_bytes", "gradients", "times", "ratios")}
+        return {**plain, **{name: part and part.to_fields() for name, part in parts.items()}}
+
+    @classmethod
+    def from_fields(cls, content: dict[str, Any]) -> Entry:
+        kinds: dict[str, Any] = {"predicted": Report, "measured": Report, "schedule": Schedule}
+        parts = {name: content[name] and kind.from_fields(content[name]) for name, kind in kinds.items()}
+        times = {name: tuple(content[name]) for name in ("times", "ratios")}
+        return cls(**{**content, **parts, **times})
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `remat.compare` found.
+
+    Attributes:
+        model: what people call it: name of its class, and how many stages it has.
+        batch: how many examples a step takes, for the throughput.
+        budgets: in bytes.
+        entries: plain PyTorch first, then a strategy after the other at each budget.
+        least_bytes: for each strategy the least budget that works; of DTR by simulation, to about 1 %.
+        chain: what the stages cost; None where the model is no chain.
+        trace: of a step under DTR without eviction, or of the chain.
+        trace_extra_bytes: what the trace counts beyond what budgets count.
+        machine: where it was measured.
+        fingerprint: of the model, the sample and the loss: what measurements hold for.
+        heuristics: those of DTR strategies; files do not hold them.
+        notes: what people should know: strategies left out, an interruption.
+        complete: whether all was measured that was to be.
+    """
+
+    model: str
+    batch: int
+    budgets: tuple[int, ...]
+    entries: tuple[Entry, ...]
+    least_bytes: dict[str, int] = field(default_factory=dict)
+    chain: Chain | None = None
+    trace: Trace | None = None
+    trace_extra_bytes: int = 0
+    machine: dict[str, Any] = field(default_factory=dict)
+    fingerprint: str = ""
+    heuristics: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    notes: tuple[str, ...] = ()
+    complete: bool = True
+
+    VERSION = 1
+
+    # What was found --------------------------------------------------------------------------------------------------
+
+    @property
+    def reports(self) -> list[Report]:
+        """All predictions and all measurements."""
+        both = [report for entry in self.entries for report in (entry.predicted, entry.measured)]
+        return [report for report in both if report is not None]
+
+    @property
+    def strategies(self) -> list[str]:
+        """Their names, without plain PyTorch."""
+        return list(dict.fromkeys(entry.strategy for entry in self.entries if entry.strategy != PLAIN))
+
+    @property
+    def plain(self) -> Report | None:
+        """Plain PyTorch's step, measured or else predicted."""
+        return next((entry.report for entry in self.entries if entry.strategy == PLAIN), None)
+
+    @property
+    def store_all_bytes(self) -> int | None:
+        """The peak that fractions are of: that of storing everything, as predicted."""
+        predicted = next((entry.predicted for entry in self.entries if entry.strategy == PLAIN), None)
+        return None if predicted is None else predicted.peak_bytes
+
+    @property
+    def measured(self) -> bool:
+        """Whether anything was run."""
+        return any(entry.measured is not None for entry in self.entries)
+
+    @property
+    def timed(self) -> bool:
+        """Whether any step was timed."""
+        return any(entry.times for entry in self.entries)
+
+    def throughput(self, report: Report) -> float | None:
+        """Examples per second."""
+        return self.batch / report.seconds if report.seconds and report.outcome in ("pass", "over", "thrash") else None
+
+    def at(self, strategy: str, budget: int | str | float | None) -> Entry:
+        """The entry of a strategy at a budget, given in any of its three forms.
+
+        Raises:
+            RematError: there is none; tells which there are.
+        """
+        names = [strategy] if strategy in (PLAIN, *self.strategies) else [make_strategies([strategy])[0].name]
+        size = None if budget is None or self._takes_none(names) else self._bytes(budget)
+        for entry in self.entries:
+            if entry.strategy in names and entry.budget_bytes == size:
+                return entry
+        budgets = ", ".join(f"{budget} ({format_bytes(budget)})" for budget in self.budgets)
+        raise RematError(
+            f"nothing was compared for {strategy!r} at {budget!r}; strategies are {', '.join(self.strategies)}, "
+            f"budgets are {budgets}"
+        )
+
+    def _takes_none(self, names: list[str]) -> bool:
+        """Whether these strategies take no budget in bytes."""
+        return all(entry.budget_bytes is None for entry in self.entries if entry.strategy in names)
+
+    def best(self, budget: int | str | float) -> Entry:
+        """The entry to take within `budget`, whichever budget it was planned for: `verdict(budget).best`."""
+        return self.verdict(budget).best
+
+    def verdict(self, budget: int | str | float) -> Verdict:
+        """The fastest entry whose peak is within `budget`, and those that are tied with it.
+
+        Times count by their ratio to plain PyTorch's step in the same round. Where the intervals of these ratios
+        overlap that of the fastest, the entries are tied, and the simplest of them is the best: plain PyTorch, storing
+        everything, the persistent plan, other plans, a library's own way, DTR. What was measured counts where anything
+        was timed; predictions else. An entry whose gradients differed does not.
+
+        Raises:
+            InfeasibleBudget: none fits; tells the least peak of those that work.
+        """
+        size = self._bytes(budget)
+        found = []
+        for entry in self.entries:
+            report = entry.measured if self.timed else entry.predicted
+            if report is None or not report.seconds or not _is_right(entry):
+                continue
+            if report.outcome in ("pass", "over"):
+                found.append(Candidate(report.overhead or report.seconds, report.peak_bytes, entry))
+        fitting = [candidate for candidate in found if candidate.peak_bytes <= size]
+        if not fitting:
+            raise InfeasibleBudget(size, min((candidate.peak_bytes for candidate in found), default=0))
+        return verdict_of(fitting)
+
+    def recommendations(self) -> list[str]:
+        """A line for each budget: what to take within it, and what is tied with that."""
+        return [self._recommendation(size) for size in sorted(set(self.budgets))]
+
+    def _recommendation(self, size: int) -> str:
+        within = f"within {format_bytes(size)}:"
+        try:
+            best, tied = self.verdict(size)
+        except InfeasibleBudget:
+            name, least = min(self.least_bytes.items(), key=lambda item: item[1], default=("", 0))
+            if not name or least > size:
+                return f"{within} nothing works; the least budget is {format_bytes(least)}, with {name}"
+            return f"{within} nothing that works was compared; {name} works from {format_bytes(least)} on"
+        report = best.measured if self.timed else best.predicted
+        assert report is not None
+        overhead = "" if report.overhead is None else f", {report.overhead:.2f} x plain PyTorch"
+        if best.interval is not None and best.strategy != PLAIN:
+            overhead += f" [{best.interval.low:.2f}, {best.interval.high:.2f}]"
+        names = [name for name in dict.fromkeys(entry.strategy for entry in tied) if name != best.strategy]
+        level = f"; tied with {', '.join(names)}" if names else ""
+        how = "" if report.measured else ", as predicted"
+        return f"{within} {best.strategy}, {format_bytes(report.peak_bytes)}{overhead}{how}{level}"
+
+    def _bytes(self, budget: int | str | float) -> int:
+        return resolve_budget(budget, self.store_all_bytes)
+
+    @cached_property
+    def _replay(self) -> Replay:
+        if self.trace is None:
+            raise RematError("this comparison holds no trace; DTR was not among its strategies")
+        return Replay(self.trace)
+
+    def with_timeline(self, strategy: str, budget: int | str | float) -> Report:
+        """The prediction for one strategy at one budget, with its operations one by one.
+
+        Raises:
+            RematError: no such entry, or no plan was found for it.
+        """
+        entry = self.at(strategy, budget)
+        if entry.schedule is not None and self.chain is not None:
+            return simulate(self.chain, entry.schedule)
+        if entry.predicted is None or entry.predicted.outcome not in ("pass", "over"):
+            reason = "nothing was predicted" if entry.predicted is None else entry.predicted.note
+            raise RematError(f"{entry.strategy} has no timeline at {budget!r}: {reason}")
+        if not entry.strategy.startswith("dtr "):
+            raise RematError(f"{entry.strategy} has no timeline; name one of {', '.join(self.strategies)}")
+        assert entry.budget_bytes is not None
+        heuristic = self.heuristics.get(entry.strategy, entry.strategy.removeprefix("dtr "))
+        if isinstance(heuristic, str) and heuristic not in HEURISTICS:
+            raise RematError(f"{entry.strategy} was a function, which a file does not hold; compare again to draw it")
+        _, core = self._replay.run(
+            entry.budget_bytes + self.trace_extra_bytes, heuristic, thrash_limit=THRASH_LIMIT, log=True
+        )
+        extra = self.trace_extra_bytes
+        moments = timeline(core, self._replay.program("eager").graph)
+        shifted = [
+            moment._replace(
+                peak_bytes=max(moment.peak_bytes - extra, 0), stored_bytes=max(moment.stored_bytes - extra, 0)
+            )
+            for moment in moments
+            if moment.end_seconds > 0
+        ]
+        return replace(entry.predicted, timeline=tuple(shifted))
+
+    # Showing itself --------------------------------------------------------------------------------------------------
+
+    def rows(self) -> list[dict[str, Any]]:
+        """An entry each, with plain values under plain names: bytes, seconds."""
+        rows = []
+        for entry in self.entries:
+            predicted, measured = entry.predicted, entry.measured
+            report = entry.report
+            rows.append(
+                {
+                    "strategy": entry.strategy,
+                    "budget_bytes": entry.budget_bytes,
+                    "outcome": entry.outcome,
+                    "predicted_peak_bytes": predicted.peak_bytes if predicted and predicted.peak_bytes else None,
+                    "measured_peak_bytes": measured.peak_bytes if measured and measured.peak_bytes else None,
+                    "predicted_seconds": predicted.seconds if predicted and predicted.seconds else None,
+                    "measured_seconds": measured.seconds if measured and measured.seconds else None,
+                    "spread": entry.spread,
+                    "predicted_overhead": predicted.overhead if predicted else None,
+                    "measured_overhead": measured.overhead if measured else None,
+                    "throughput": None if report is None or not self._is_shown(report) else self.throughput(report),
+                    "recomputations": None if report is None else report.recomputations,
+                    "evictions": None if report is None else report.evictions,
+                    "planning_seconds": predicted.planning_seconds if predicted else None,
+                    "gradients": entry.gradients,
+                    "note": "" if report is None else report.note,
+                }
+            )
+        return rows
+
+    def table(self) -> Table:
+        """A table for the terminal, of 80 columns.
+
+        Raises:
+            RematError: rich is not installed; `str` of the comparison is then the same in plain text.
+        """
+        require("rich", "a table for rich's console")
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        title, caption = Text(self._title()), Text(self._caption())
+        table = Table(title=title, box=box.SIMPLE_HEAD, padding=0, caption=caption)
+        for position, column in enumerate(_SHORT):
+            table.add_column(column, justify="right" if position else "left", no_wrap=True)
+        for heading, entries in self._groups():
+            if heading:
+                table.add_row(Text(heading, style="bold"))
+            for entry in entries:
+                table.add_row(*map(Text, self._cells(entry)), style="bold" if entry.outcome == "over" else "")
+        return table
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+        from rich.text import Text
+
+        return Group(*map(Text, self.recommendations()), self.table())
+
+    def __str__(self) -> str:
+        if not has("rich"):
+            return self._plain_text()
+        from rich.console import Console
+
+        text = io.StringIO()
+        # In Jupyter it would show itself there instead of writing to the file.
+        Console(file=text, width=80, color_system=None, force_jupyter=False).print(self)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+    __repr__ = __str__
+
+    def _plain_text(self) -> str:
+        """The same without rich: columns side by side."""
+        rows = [[column.replace("-\n", "").replace("\n", " ") for column in _SHORT]]
+        for heading, entries in self._groups():
+            rows += [[heading]] if heading else []
+            rows += [self._cells(entry) for entry in entries]
+        widths = [max(len(row[column]) for row in rows if len(row) > 1) for column in range(len(_SHORT))]
+        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+        return "\n".join([*self.recommendations(), "", self._title(), *lines, "", self._caption()])
+
+    def _repr_html_(self) -> str:
+        """The table in Jupyter, with the reason of each failure as a hint and in the last column."""
+        head = "".join(f"<th>{escape(column)}</th>" for column in (*_SHORT, ""))
+        body = []
+        for heading, entries in self._groups():
+            if heading:
+                body.append(f'<tr><th colspan="{len(_SHORT) + 1}" style="text-align:left">{escape(heading)}</th></tr>')
+            for entry in entries:
+                cells = "".join(
+                    f'<td style="text-align:{"right" if position else "left"}">{escape(cell)}</td>'
+                    for position, cell in enumerate(self._cells(entry))
+                )
+                note = "" if entry.report is None else entry.report.note
+                short = note if len(note) <= _NOTE else note[: _NOTE - 1] + "…"
+                body.append(f'<tr>{cells}<td style="text-align:left" title="{escape(note)}">{escape(short)}</td></tr>')
+        answers = "".join(f"<li>{escape(line)}</li>" for line in self.recommendations())
+        caption = f"<p><b>{escape(self._title())}</b></p><ul>{answers}</ul>"
+        notes = "".join(f"<p>{escape(line)}</p>" for line in self._caption().splitlines())
+        return f"{caption}<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>{notes}"
+
+    def _groups(self) -> list[tuple[str, list[Entry]]]:
+        """Entries by budget, plain PyTorch before all."""
+        groups = [("", [entry for entry in self.entries if entry.budget_bytes is None])]
+        most = self.store_all_bytes
+        for budget in sorted(set(self.budgets)):
+            share = f", {budget / most:.0%}" if most else ""
+            # Those that it cannot hold share a line below.
+            entries = [e for e in self.entries if e.budget_bytes == budget and e.outcome != "infeasible"]
+            groups.append((f"<= {format_bytes(budget)}{share}", entries))
+        return [group for group in groups if group[1]]
+
+    def _cells(self, entry: Entry) -> list[str]:
+        predicted, measured, report = entry.predicted, entry.measured, entry.report
+        if report is not None and not self._is_shown(report):
+            report = replace(report, seconds=0.0)  # which would look like a measurement beside those that are
+        failed = entry.outcome in _FAILED or report is None or not report.seconds
+        # It has not been timed yet.
+        waiting = entry.outcome not in _FAILED and entry.report is not None and entry.report.peak_bytes > 0
+        step = ("-" if waiting else entry.outcome) if failed else format_seconds(report.seconds if report else 0)
+        throughput = None if failed or report is None else self.throughput(report)
+        peaks = [
+            "" if found is None or not found.peak_bytes else format_bytes(found.peak_bytes) + _over(found)
+            for found in (predicted, measured)
+        ]
+        return [
+            entry.strategy,
+            *peaks,
+            step + (" thrash" if entry.outcome == "thrash" and not failed else ""),
+            _ratio(None if entry.outcome in _FAILED else predicted),
+            _ratio(measured),
+            "" if throughput is None else _rate(throughput),
+            "" if failed or report is None else str(report.recomputations),
+        ]
+
+    def _is_shown(self, report: Report) -> bool:
+        """Whether its times belong into a table of this comparison: measured ones, once anything was measured."""
+        return report.measured or not self.measured
+
+    def _title(self) -> str:
+        marks = ["as predicted"] * (not self.measured) + ["incomplete"] * (not self.complete)
+        return f"{self.model}: {self.batch} examples a step" + (f" ({', '.join(marks)})" if marks else "")
+
+    def _caption(self) -> str:
+        least = [f"{name} {format_bytes(size)}" for name, size in self.least_bytes.items()]
+        lines = ["least budget of " + ", ".join(least)] if least else []
+        checked = [entry for entry in self.entries if entry.gradients]
+        different = [entry for entry in checked if entry.gradients != EQUAL]
+        if checked and not different:
+            lines.append(f"gradients and buffers of all {len(checked)} equal plain PyTorch's to the last bit")
+        lines += [f"{_where(entry)}: gradients {entry.gradients}" for entry in different]
+        return "\n".join([*lines, *self._infeasible(), *self.notes])
+
+    def _infeasible(self) -> list[str]:
+        """A line for each budget that some strategies cannot keep."""
+        lines = []
+        for budget in sorted(set(self.budgets)):
+            names = [e.strategy for e in self.entries if e.budget_bytes == budget and e.outcome == "infeasible"]
+            if names:
+                lines.append(f"infeasible within {format_bytes(budget)}: {', '.join(names)}")
+        return lines
+
+    def plot(
+        self, kind: str | None = None, *, strategy: str | None = None, budget: int | str | float | None = None
+    ) -> Any:
+        """A figure of matplotlib, which shows itself in Jupyter.
+
+        Args:
+            kind: "throughput" against peak memory (Beaumont et al., Figures 6 to 8), "overhead" against budget
+                (Kirisame et al., Figures 2 and 3), "memory" over time or the "schedule" of one strategy at one budget.
+                None: the first two, side by side; or, where a budget is given, the last two.
+            strategy: for "memory" and "schedule"; by default the best of those that have one.
+            budget: for the same, one that was compared; by default the least at which the strategy works.
+
+        Raises:
+            RematError: another kind, or nothing of that kind to show.
+        """
+        from remat.plotting import memory_time
+
+        return memory_time.plot(self, kind, strategy, budget)
+
+    def to_pandas(self) -> Any:
+        """The rows as a `pandas.DataFrame`.
+
+        Raises:
+            RematError: pandas is not installed.
+        """
+        return require("pandas", "to_pandas (`rows()` has the same as dicts)").DataFrame(self.rows())
+
+    # Files -----------------------------------------------------------------------------------------------------------
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Writes the rows to `path`."""
+        text = io.StringIO()
+        rows = self.rows()
+        writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        files.write_whole(path, text.getvalue().encode())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes everything to `path` as JSON."""
+        content = {
+            **{name: getattr(self, name) for name in ("model", "batch", "budgets", "least_bytes", "machine")},
+            **{name: getattr(self, name) for name in ("fingerprint", "trace_extra_bytes", "notes", "complete")},
+            "entries": [entry.to_fields() for entry in self.entries],
+            "chain": self.chain and self.chain.to_fields(),
+            "trace": None if self.trace is None else list(self.trace.lines()),
+        }
+        files.write(path, "Comparison", self.VERSION, content)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Comparison:
+        """Reads what `save` wrote.
+
+        Raises:
+            InvalidFile: another kind of file, another version, or missing fields.
+        """
+        content = files.read(path, "Comparison", cls.VERSION)
+        try:
+            content["entries"] = tuple(Entry.from_fields(entry) for entry in content["entries"])
+            content["chain"] = content["chain"] and Chain.from_fields(content["chain"])
+            lines = content["trace"]
+            content["trace"] = None if lines is None else Trace(tuple(read_instructions(lines, str(path))))
+            for name in ("budgets", "notes"):
+                content[name] = tuple(content[name])
+            return cls(**content)
+        except (KeyError, TypeError) as error:
+            raise InvalidFile(f"{path}: not the fields of a Comparison ({error})") from error
+
+
+def failed(strategy: str, budget: int | None, outcome: str, note: str, *, measured: bool = False) -> Report:
+    """The report of what did not run, and why."""
+    return Report(strategy, outcome, measured, budget, 0, 0.0, None, 0, note=note)
+
+
+def _is_right(entry: Entry) -> bool:
+    """Whether its gradients are plain PyTorch's, as far as those can be repeated."""
+    return entry.gradients in ("", EQUAL) or entry.gradients.startswith(OWN)
+
+
+def _rate(per_second: float) -> str:
+    """Three digits, or all those before the point."""
+    return f"{per_second:.{max(2 - int(math.log10(per_second)), 0)}f}" if per_second >= 1 else f"{per_second:.3g}"
+
+
+def _ratio(report: Report | None) -> str:
+    return "" if report is None or report.overhead is None else f"{report.overhead:.2f}"
+
+
+def _where(entry: Entry) -> str:
+    return entry.strategy if entry.budget_bytes is None else f"{entry.strategy} at {format_bytes(entry.budget_bytes)}"
+
+
+def _over(report: Report) -> str:
+    return " OVER" if report.outcome == "over" else ""
+
+
+_SHORT: Sequence[str] = (
+    *("", "planned\npeak", "peak", "a step\ntakes", "planned\nover-\nhead", "over-\nhead"),
+    *("exam-\nples\n/ s", "recom-\nputed"),
+)
+_FAILED = ("", "infeasible", "oom", "timeout", "error")  # outcomes of what never ran to its end
+_NOTE = 60  # characters of a reason that a column shows

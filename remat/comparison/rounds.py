@@ -1,0 +1,271 @@
+"""The protocol of a comparison: memory and gradients of every way to train, then rounds of timed steps."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from remat.comparison.bench import Bench, LimitedStep, Step
+from remat.comparison.result import EQUAL, OWN, Entry, failed
+from remat.comparison.run import with_fields_of
+from remat.errors import OutOfBudget, RematError, Thrashing, ThrashingWarning
+from remat.formatting import format_bytes
+from remat.host.progress import Progress
+from remat.report import Report
+from remat.runtime.live.context import DTR
+from remat.runtime.strategies import THRASH_LIMIT, Dynamic, Native, Strategy
+from remat.schedule import Operation, Schedule
+
+
+@dataclass
+class Row:
+    """An entry in the making."""
+
+    entry: Entry
+    strategy: Strategy | None  # None: plain PyTorch
+    times: list[float] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+    gradients: str = ""
+    measured: Report | None = None
+    step: Step | None = None
+    taken_over: int = 0  # times that are of an earlier run
+
+    def take_over(self, entry: Entry) -> None:
+        """What was measured before; of times only those that have a ratio."""
+        self.measured, self.gradients = entry.measured, entry.gradients
+        complete = len(entry.ratios)
+        self.times, self.ratios = list(entry.times[:complete]), list(entry.ratios)
+        self.taken_over = complete
+
+    @property
+    def runs(self) -> bool:
+        """Whether there is anything to run."""
+        if isinstance(self.strategy, Dynamic):
+            return self.entry.outcome != "thrash"  # an oom may only be the simulation's, which a run tells quickly
+        return self.strategy is None or isinstance(self.strategy, Native) or self.entry.schedule is not None
+
+    def rounds(self, repeats: int) -> int:
+        """How often it is timed."""
+        if self.measured is None:
+            return repeats
+        return {"pass": repeats, "over": repeats, "thrash": 1}.get(self.measured.outcome, 0)
+
+    def is_done(self, repeats: int) -> bool:
+        """Whether all of it has been measured."""
+        unusable = self.measured is not None and self.measured.peak_bytes == 0  # it failed
+        return unusable or (self.measured is not None and len(self.times) >= self.rounds(repeats))
+
+    def finished(self) -> Entry:
+        """The entry, with what was measured."""
+        times, ratios = tuple(self.times), tuple(self.ratios)
+        return replace(self.entry, measured=self.measured, gradients=self.gradients, times=times, ratios=ratios)
+
+    def what(self, which: str) -> str:
+        budget = self.entry.budget_bytes
+        return f"{which}: {self.entry.strategy}" + ("" if budget is None else f" at {format_bytes(budget)}")
+
+
+def measure(bench: Bench, rows: Sequence[Row], repeats: int, tell: Progress, keep: Callable[[], None]) -> None:
+    """Measures what is missing of the rows, of which the first is plain PyTorch.
+
+    Rows of the same schedule are run once, as the first of them.
+
+    Args:
+        keep: called when there is more to keep than before.
+    """
+    firsts = _firsts(rows)
+    plain = firsts[0]
+    others = [row for row in firsts if row is not plain and not row.is_done(repeats)]
+    if plain.is_done(repeats) and not others:
+        return
+    total = (1 + len(others)) * (1 + repeats)
+    _look_at_all(bench, plain, others, lambda what, done: tell(what, done, total), lambda: _kept(rows, keep))
+    for turn in range(repeats):
+        timed = [row for row in others if row.step is not None and len(row.times) < row.rounds(repeats)]
+        if plain.step is not None and (timed or len(plain.times) < repeats):
+            timed.append(plain)
+        first = turn * len(timed) // repeats  # nobody always comes after the same one, or first
+        seconds: list[tuple[Row, float]] = []
+        for row in [*timed[first:], *timed[:first]]:
+            tell(row.what("time"), (1 + len(others)) * (1 + turn) + len(seconds), total)
+            found = _time(bench, row)
+            if found is not None:
+                seconds.append((row, found))
+        beside = next((found for row, found in seconds if row is plain), None)
+        for row, found in seconds:  # a round counts as a whole or not at all
+            row.times.append(found)
+            if beside is not None:
+                row.ratios.append(found / beside)
+        _kept(rows, keep)
+
+
+def _look_at_all(
+    bench: Bench, plain: Row, others: Sequence[Row], tell: Callable[[str, int], None], keep: Callable[[], None]
+) -> None:
+    """Memory and gradients of all rows that have none yet; gradients against plain PyTorch's."""
+    expected: list[torch.Tensor] | None = None
+    own = 0.0  # how far plain PyTorch is from itself
+    for done, row in enumerate([plain, *others]):
+        tell(row.what("memory"), done)
+        if not _start(bench, row) or row.step is None:
+            keep()
+            continue
+        with _failures(row):
+            if row.measured is None:
+                row.measured = _judged(row, _report(row, bench.peak_bytes(row.step)))
+            if row is plain:
+                expected = bench.left(row.step)
+                if bench.device.type != "cpu":  # kernels there may add in another order each time
+                    own = _distance(bench.left(row.step), expected)
+            elif expected is not None and not row.gradients:
+                row.gradients = _words(_distance(bench.left(row.step), expected), own)
+        keep()
+
+
+def _start(bench: Bench, row: Row) -> bool:
+    """Makes the step of a row and runs it once."""
+    how: Schedule | DTR | Native | None = row.entry.schedule
+    if isinstance(row.strategy, Native):
+        how = row.strategy
+    if isinstance(row.strategy, Dynamic):
+        assert row.entry.budget_bytes is not None
+        how = DTR(row.entry.budget_bytes, row.strategy.heuristic, thrash_limit=THRASH_LIMIT)
+    with _failures(row):
+        row.step = bench.step(how)
+    return row.step is not None
+
+
+def _time(bench: Bench, row: Row) -> float | None:
+    assert row.step is not None
+    seconds = None
+    with _failures(row):
+        seconds = bench.seconds(row.step)
+    return seconds
+
+
+@contextmanager
+def _failures(row: Row) -> Iterator[None]:
+    """What a row raises becomes its outcome; of plain PyTorch only that memory ran out. Thrashing needs no warning."""
+    entry = row.entry
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ThrashingWarning)
+            yield
+        return
+    except (OutOfBudget, torch.OutOfMemoryError) as error:
+        outcome, note = "oom", str(error)
+    except Thrashing as error:
+        outcome, note = "thrash", str(error)
+    except (RematError, RuntimeError) as error:
+        if row.strategy is None:
+            raise
+        outcome, note = "error", f"{type(error).__name__}: {error}"
+    row.step = None
+    row.times, row.ratios = [], []
+    row.measured = failed(entry.strategy, entry.budget_bytes, outcome, note, measured=True)
+
+
+def _report(row: Row, peak: int) -> Report:
+    schedule = row.entry.schedule
+    measured = Report(
+        strategy=row.entry.strategy,
+        outcome="pass",
+        measured=True,
+        budget_bytes=row.entry.budget_bytes,
+        peak_bytes=peak,
+        seconds=0.0,
+        overhead=None,
+        recomputations=0 if schedule is None else schedule.recomputations,
+        planning_seconds=0.0 if schedule is None else schedule.planning_seconds,
+    )
+    if isinstance(row.step, LimitedStep):
+        return with_fields_of(row.step.dtr.report(), measured)
+    return measured
+
+
+def _judged(row: Row, report: Report) -> Report:
+    """The report with the row's budget, and "over" where its peak exceeds that."""
+    budget, outcome = row.entry.budget_bytes, report.outcome
+    if outcome in ("pass", "over"):
+        outcome = "pass" if budget is None or report.peak_bytes <= budget else "over"
+    return replace(report, budget_bytes=budget, outcome=outcome)
+
+
+def _firsts(rows: Sequence[Row]) -> list[Row]:
+    """The rows to run: one of each schedule, and all of DTR."""
+    first: dict[tuple[Operation, ...] | int, Row] = {}
+    for number, row in enumerate(rows):
+        if row.runs:
+            schedule = row.entry.schedule
+            first.setdefault(number if schedule is None else schedule.operations, row)
+    return list(first.values())
+
+
+def _kept(rows: Sequence[Row], keep: Callable[[], None]) -> None:
+    """Sums up what was measured, shares it among rows of the same schedule, and keeps it."""
+    sum_up(rows)
+    keep()
+
+
+def sum_up(rows: Sequence[Row]) -> None:
+    """Medians of what was timed so far; rows of the same schedule have the same."""
+    by_operations: dict[tuple[Operation, ...], Row] = {}
+    plain = _plain_seconds(rows)
+    for row in rows:
+        schedule = row.entry.schedule
+        source = row if schedule is None else by_operations.setdefault(schedule.operations, row)
+        if source is not row and source.measured is not None:
+            row.gradients, row.times, row.ratios = source.gradients, list(source.times), list(source.ratios)
+            row.measured = _judged(row, replace(source.measured, strategy=row.entry.strategy))
+        if row.measured is not None and row.times:
+            overhead = statistics.median(row.ratios) if row.ratios else None
+            own = statistics.median(row.times)
+            seconds = own if overhead is None or plain is None else overhead * plain
+            row.measured = replace(row.measured, seconds=seconds, overhead=overhead)
+
+
+def _plain_seconds(rows: Sequence[Row]) -> float | None:
+    """What a plain step takes: of this run's steps, if there are any, else of an earlier one's.
+
+    Seconds of all rows are ratios to it, so that those of rounds on a slower or a faster day do not stand beside it.
+    """
+    times = next((row.times[row.taken_over :] or row.times for row in rows if row.strategy is None), [])
+    return statistics.median(times) if times else None
+
+
+def _distance(left: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """The largest difference relative to the largest value of a tensor; infinite where it cannot be told in numbers."""
+    if len(left) != len(expected):
+        return math.inf
+    worst = 0.0
+    for mine, theirs in zip(left, expected, strict=True):
+        if _same(mine, theirs):
+            continue
+        if not theirs.is_floating_point() or not torch.equal(mine.isnan(), theirs.isnan()):
+            return math.inf
+        scale = theirs.nan_to_num().abs().max().item() or 1.0
+        worst = max(worst, (mine - theirs).nan_to_num().abs().max().item() / scale)
+    return worst
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal to the bit, NaN to NaN."""
+    return torch.equal(a, b) or (a.is_floating_point() and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
+
+
+def _words(distance: float, own: float) -> str:
+    if distance == 0:
+        return EQUAL
+    how = "differ in a NaN, a whole number or in number" if distance == math.inf else f"differ by {distance:.1e}"
+    if distance <= _REPEATABLE * own:
+        return f"{OWN}: they {how} of the largest value, plain PyTorch's own by {own:.1e}"
+    return how
+
+
+_REPEATABLE = 10  # times what plain PyTorch differs from itself is taken for the same cause

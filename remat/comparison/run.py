@@ -1,0 +1,85 @@
+"""`run`: trains one step by a schedule or under DTR, measures it, and leaves the model as it was."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from remat.comparison.bench import Bench, LimitedStep, Loss
+from remat.report import Report
+from remat.runtime.live.context import DTR
+from remat.runtime.planned.driving import runs_in_place
+from remat.schedule import Schedule
+
+
+def run(
+    model: nn.Module,
+    sample: Any,
+    schedule: Schedule | DTR,
+    *,
+    loss: Loss | None = None,
+    repeats: int = 3,
+    baseline: bool = False,
+    output_held: bool = True,
+) -> Report:
+    """Measures training steps (forward, loss, backward) of `model` under `schedule`.
+
+    The outcome is "over" where the peak exceeds the schedule's budget. Peak memory is that of one step above what was
+    allocated before it (parameters, their gradients, buffers), plus the bytes of the sample. Memory and time are taken
+    in different steps, after one to warm up. The model is left as found: its parameters, gradients, buffers and random
+    numbers; no hook of a parameter is called.
+
+    Args:
+        model: an `nn.Sequential`, nested or not; for DTR, and schedules of a chain found in it, any module.
+        sample: its input: a tensor, a tuple of positional or a dict of keyword arguments; on the model's device.
+        schedule: as for `remat.apply`; or a `remat.DTR`, whose budget then holds the sample too.
+        loss: a function of the output that returns a scalar. Without one it is the output's own where a model computes
+            it (`output.loss`), else the output is backpropagated with a fixed random gradient of its own shape.
+        repeats: timed steps, of which the median is reported.
+        output_held: hold the output until the backward is over, as most training loops do; as for `remat.profile`.
+        baseline: also time plain PyTorch, in turn with the schedule's steps, for the report's `overhead`. The model
+            must then fit without recomputation; without it `overhead` is None.
+
+    Raises:
+        InvalidSchedule, PlanMismatch, UnsupportedModel: as `remat.apply`.
+        MeasurementError: a PyTorch profiler is running.
+        OutOfBudget, Thrashing: as `remat.DTR`.
+    """
+    chain = isinstance(schedule, Schedule) and not runs_in_place(schedule)
+    with Bench(model, sample, loss, chain=chain, output_held=output_held) as bench:
+        step = bench.step(schedule)
+        peak = bench.peak_bytes(step)
+        plain = bench.step(None) if baseline else None
+        seconds, overheads = [], []
+        for _ in range(repeats):
+            seconds.append(bench.seconds(step))
+            if plain is not None:
+                overheads.append(seconds[-1] / bench.seconds(plain))
+    measured = Report(
+        strategy="",
+        outcome="pass",
+        measured=True,
+        budget_bytes=None,
+        peak_bytes=peak,
+        seconds=statistics.median(seconds),
+        overhead=statistics.median(overheads) if overheads else None,
+        recomputations=0,
+    )
+    if isinstance(step, LimitedStep):
+        return with_fields_of(step.dtr.report(), measured)
+    assert isinstance(schedule, Schedule)
+    names = ["strategy", "budget_bytes", "recomputations", "planning_seconds"]
+    within = schedule.budget_bytes is None or peak <= schedule.budget_bytes
+    outcome = "pass" if within else "over"
+    return replace(measured, outcome=outcome, **{name: getattr(schedule, name) for name in names})
+
+
+def with_fields_of(own: Report, measured: Report) -> Report:
+    """What a DTR block says of itself, with what was measured from outside."""
+    names = ["strategy", "outcome", "budget_bytes", "recomputations", "evictions", "accesses", "note"]
+    found = replace(measured, **{name: getattr(own, name) for name in names})
+    over = found.budget_bytes is not None and found.peak_bytes > found.budget_bytes
+    return replace(found, outcome="over") if over and found.outcome == "pass" else found

@@ -1,0 +1,120 @@
+"""Models spread over processes: one plan for all ranks, and one limit for several forwards of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from remat.chain import Chain
+from remat.errors import InfeasibleBudget, PlanMismatch, RematError
+from remat.schedule import B, Schedule
+from remat.simulation import simulate
+from remat.solvers.base import Solver
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_TRIED = 48  # budgets for one forward, between the least and the limit
+_SIZES = (
+    "act_bytes",
+    "saved_bytes",
+    "fwd_overhead_bytes",
+    "bwd_overhead_bytes",
+    "grad_bytes",
+    "save_overhead_bytes",
+)
+
+
+def agree(chain: Chain, group: ProcessGroup) -> Chain:
+    """The chain that all processes of `group` plan for: of each number the largest that any of them measured.
+
+    Raises:
+        PlanMismatch: they found different stages.
+    """
+    import torch.distributed as dist
+
+    chains: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(chains, chain, group)
+    return largest(chains)
+
+
+def largest(chains: Sequence[Chain]) -> Chain:
+    """A chain that takes as long and as much as the largest of `chains`, stage by stage.
+
+    Raises:
+        PlanMismatch: their stages differ.
+    """
+    first = chains[0]
+    for rank, other in enumerate(chains):
+        if (other.names, other.fixed, _calls(other)) != (first.names, first.fixed, _calls(first)):
+            raise PlanMismatch(
+                f"the processes found different stages: rank 0 {first.length - 1}, rank {rank} {other.length - 1}. "
+                "Measure the same model with samples of the same kind in all of them, or name the stages"
+            )
+    merged: dict[str, Any] = {name: _most(getattr(chain, name) for chain in chains) for name in _SIZES}
+    merged |= {name: _most(getattr(chain, name) for chain in chains) for name in ("fwd_seconds", "bwd_seconds")}
+    released = tuple(map(min, zip(*(chain.bwd_released_bytes for chain in chains), strict=True)))
+    reserve = max(chain.reserve_bytes for chain in chains)
+    flags: dict[str, Any] = {
+        name: tuple(map(any, zip(*(getattr(chain, name) for chain in chains), strict=True)))
+        for name in ("draws_random", "changes_buffers")
+    }
+    return replace(first, bwd_released_bytes=released, reserve_bytes=reserve, **merged, **flags)
+
+
+def _calls(chain: Chain) -> Any:
+    return None if chain.layout is None else (chain.layout.modules, chain.layout.calls)
+
+
+def _most(columns: Any) -> tuple[Any, ...]:
+    return tuple(map(max, zip(*columns, strict=True)))
+
+
+def from_first(plan: Callable[[], Schedule], group: ProcessGroup) -> Schedule:
+    """What the first process of `group` plans, in all of them; an error it meets is raised in all."""
+    import torch.distributed as dist
+
+    box: list[Any] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            box[0] = plan()
+        except RematError as error:
+            box[0] = error
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    if isinstance(box[0], RematError):
+        raise box[0]
+    return box[0]
+
+
+def held_after_forward(chain: Chain, schedule: Schedule) -> int:
+    """Bytes that one forward leaves until its backward, the sample and what the executor keeps included."""
+    stored = chain.reserve_bytes + chain.act_bytes[0]
+    for moment in simulate(chain, schedule).timeline:
+        if moment.operation.startswith(B):
+            break
+        stored = moment.stored_bytes
+    return stored
+
+
+def plan_in_flight(chain: Chain, solver: Solver, limit: int, count: int) -> Schedule:
+    """The fastest schedule with which `count` forwards, of which one is run back, stay within `limit` bytes together.
+
+    Raises:
+        InfeasibleBudget: none is found; tells the least limit that works for those that were tried.
+    """
+    least = solver.minimum_budget(chain)
+    sizes = sorted({least + max(limit - least, 0) * step // _TRIED for step in range(_TRIED + 1)})
+    fitting: list[tuple[float, Schedule]] = []
+    needed = []
+    for schedule in solver.solve_many(chain, sizes):
+        if isinstance(schedule, InfeasibleBudget):
+            continue
+        report = simulate(chain, schedule)
+        total = report.peak_bytes + (count - 1) * held_after_forward(chain, schedule)
+        needed.append(total)
+        if total <= limit:
+            fitting.append((report.seconds, schedule))
+    if not fitting:
+        raise InfeasibleBudget(limit, min(needed), solver.name)
+    return min(fitting, key=lambda found: found[0])[1]

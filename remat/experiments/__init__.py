@@ -1,0 +1,36 @@
+"""The simulated experiments of the DTR paper (Kirisame et al.): training graphs, static methods, theorems, figures."""
+
+from remat.experiments.plots import plot_overhead, plot_static
+from remat.experiments.runs import (
+    HEURISTICS,
+    RATIOS,
+    WITH_TRACES,
+    WITHOUT_TRACES,
+    Experiment,
+    ablation,
+    adversary,
+    deallocation_policies,
+    linear_network,
+    methods_at,
+    overhead_by_heuristic,
+    static_methods,
+    storage_accesses,
+)
+
+__all__ = [
+    "HEURISTICS",
+    "RATIOS",
+    "WITHOUT_TRACES",
+    "WITH_TRACES",
+    "Experiment",
+    "ablation",
+    "adversary",
+    "deallocation_policies",
+    "linear_network",
+    "methods_at",
+    "overhead_by_heuristic",
+    "plot_overhead",
+    "plot_static",
+    "static_methods",
+    "storage_accesses",
+]

@@ -1,1 +1,0 @@
-"""Finding chains in models that are no `nn.Sequential`."""

@@ -1,0 +1,1 @@
+"""What remat finds on a machine: optional packages, a compiler, a terminal."""

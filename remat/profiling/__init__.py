@@ -1,0 +1,1 @@
+"""A model becomes a `Chain`: its units are found and measured."""

@@ -1,0 +1,134 @@
+"""What is held through the backwards of other stages, for them to be corrected for it.
+
+Most of it are gradients that wait: of what several stages use (side inputs, activations that are used again further on,
+shared parameters), autograd holds the sum so far until the last of them has added its. In the order of the backward,
+such a gradient begins with the stage that comes last and ends with the one that comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from remat.profiling.facts import Facts
+
+
+class Carried(NamedTuple):
+    """A gradient that is held from one stage's backward to another's, since more is to be added to it; or the output.
+
+    Attributes:
+        begin, end: the stages, in the order of the backward.
+        summed_in: those with a gradient to add; a sum may take memory of its own, until it has taken the others' place.
+        measured: the gradient was held when the backward of `begin` was measured.
+    """
+
+    begin: int
+    end: int
+    size_bytes: int
+    summed_in: Sequence[int]
+    measured: bool
+
+
+class Carrying:
+    """The gradients that are carried through a chain, as corrections of its terms."""
+
+    def __init__(self, carried: Iterable[Carried]) -> None:
+        self._carried = tuple(carried)
+
+    def gradients(self, grads: Sequence[int]) -> tuple[int, ...]:
+        """`grad_bytes` (0..L or L+1) with what is carried along."""
+        found = list(grads)
+        for each in self._carried:
+            for index in range(each.end, each.begin):
+                found[index] += each.size_bytes
+        return tuple(found)
+
+    def extras(self, extras: Sequence[int]) -> list[int]:
+        """What the backward of each stage needs beyond the model's terms, corrected for what is carried through it.
+
+        A gradient that is carried along is there before and after a backward, and counted in both: once too often.
+        """
+        found = list(extras)
+        sums = [0] * len(found)
+        for each in self._carried:
+            for index in range(each.end + 1, each.begin + each.measured):
+                found[index - 1] -= each.size_bytes
+            for index in each.summed_in:
+                sums[index - 1] = max(sums[index - 1], each.size_bytes)
+        return [extra + more for extra, more in zip(found, sums, strict=True)]
+
+
+def users_of_leaves(leaves: Mapping[int, set[torch.Tensor]]) -> dict[torch.Tensor, list[int]]:
+    """Which stages the backward of which reaches a leaf, in the order of the backward, where there are several."""
+    users: dict[torch.Tensor, list[int]] = {}
+    for index in sorted(leaves, reverse=True):
+        for leaf in leaves[index]:
+            users.setdefault(leaf, []).append(index)
+    return {leaf: stages for leaf, stages in users.items() if len(stages) > 1}
+
+
+def begun_by(leaves: Mapping[int, set[torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
+    """The leaves of several stages, by the one whose gradient is the first."""
+    found: dict[int, list[torch.Tensor]] = {}
+    for leaf, (first, *_) in users_of_leaves(leaves).items():
+        found.setdefault(first, []).append(leaf)
+    return found
+
+
+def carried_by_leaves(leaves: Mapping[int, set[torch.Tensor]]) -> list[Carried]:
+    """The gradients of parameters that several stages use."""
+    found = []
+    for leaf, (first, second, *others) in users_of_leaves(leaves).items():
+        size = leaf.numel() * leaf.element_size()
+        found.append(Carried(first, [second, *others][-1], size, [second], measured=True))
+    return found
+
+
+def carried_by_activations(facts: Facts) -> list[Carried]:
+    """The gradients of what several stages are passed, or work on besides the next one."""
+    found = []
+    for side in facts.sides.values():
+        first, *others = sorted(side.users, reverse=True)
+        if first > side.producer:
+            found.append(Carried(first, side.producer, side.gradient_bytes, others[:1], measured=False))
+    for (stage, position), pieces in facts.used.items():
+        end = stage if position else stage + 1  # whose gradient is the chain's own, and comes last
+        beyond = sorted((piece for piece in pieces if piece > end), reverse=True)
+        if beyond:
+            size = max(pieces[piece] for piece in beyond)
+            summed_in = beyond[1:2] if position else [*beyond[1:2], end]
+            found.append(Carried(beyond[0], end, size, summed_in, measured=False))
+    return found
+
+
+def carried_by_caller(grads: Sequence[int], stage: int, size_bytes: int, *, measured: bool) -> list[Carried]:
+    """What the caller holds while backward runs, and is part of what `stage` saves: the output, or the loss.
+
+    Some losses of PyTorch are scalars in a memory as large as what they were computed from.
+
+    Args:
+        grads: sizes of the gradients of what the stages hand on; the first that is above zero ends the backward.
+        measured: it was held when the backward of `stage` was measured.
+    """
+    end = next((index for index, size in enumerate(grads) if index and size), stage)
+    return [Carried(stage, end, size_bytes, (), measured=measured)] if size_bytes and end < stage else []
+
+
+def leaves_of(end: torch.Tensor, stops: Any) -> set[torch.Tensor]:
+    """The leaves that the backward of `end` reaches without passing a node that `stops(node)`."""
+    found: set[torch.Tensor] = set()
+    seen: set[Any] = set()
+    todo = [end.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found.add(leaf)
+        elif not stops(node):
+            todo.extend(before for before, _ in node.next_functions)
+    return found

@@ -1,0 +1,281 @@
+"""`find_chain`: the chains of any model, found by running it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.errors import UnsupportedModel
+from remat.profiling.found import FoundChain, FoundStage
+from remat.profiling.preserving import preserved
+from remat.profiling.recording import Call, Record, record, saving_nothing
+from remat.profiling.selecting import Selector, Unit
+from remat.runtime.caches import caches_off, configs_with_caches
+from remat.runtime.calls.environment import accelerators
+from remat.runtime.calls.stages import Stage
+from remat.runtime.checks import check_model, check_sample
+from remat.runtime.patching import Forward, blocks_as_written, intercepted, outside_of_compiled
+from remat.runtime.planned.driving import refuse_checkpointing, refuse_compiled, switches_of, undriven
+from remat.runtime.pytree import Arguments, arguments
+
+SMALL = 0.05  # share of the upper quartile of work under which a stage is fused with its neighbour
+_MINOR = 0.25  # the same, where autograd keeps nothing between the two
+_SPARED = 0.05  # share of a run's memory that its ends may leave outside, where they are hardly worth a stage,
+_SLIGHT = 0.01  # because they have next to nothing to do, or no more than this share of the run's memory
+_SHOWN = 8  # calls outside that are named
+
+
+def find_chain(
+    model: nn.Module, sample: Any, *, stages: Sequence[str | nn.Module] | None = None, small: float = SMALL
+) -> FoundChain:
+    """Finds runs of module calls in `model` that hand one activation on, each to the next, as a chain's stages do.
+
+    The model runs forward twice, once watched and once timed, keeping nothing for a backward. It is left as found.
+    A call gives way to calls inside it where these make up a chain of their own, so that a transformer's blocks come
+    out and not the transformer; a residual connection inside a block keeps the block whole. What lies outside the
+    stages is stored as ever when the model trains by a plan.
+
+    Args:
+        model: any module, in the mode (train or eval) it will be used in.
+        sample: its input: a tensor, a tuple of positional or a dict of keyword arguments; on the model's device.
+        stages: names or modules to take for the stages instead; one that holds others (a ModuleList, an
+            nn.Sequential) stands for these.
+        small: units whose forward has less to do than this share of the upper quartile (in bytes moved and operations)
+            are fused with their neighbour.
+
+    Raises:
+        UnsupportedModel: there is no chain, or `stages` do not form one; says why, and offers DTR.
+    """
+    check_model(model)
+    check_sample(sample)
+    with _untouched(model, sample), undriven(model), caches_off(configs_with_caches(model)):
+        return locate(model, arguments(sample), stages=stages, small=small)
+
+
+def locate(
+    model: nn.Module, sample: Arguments, *, stages: Sequence[str | nn.Module] | None = None, small: float = SMALL
+) -> FoundChain:
+    """`find_chain` on a call of the model; changes buffers and random numbers."""
+    refuse_checkpointing(switches_of(model))
+    refuse_compiled(model)
+    written = record(model, sample)
+    selector = Selector(written)
+    units = selector.choose() if stages is None else _chosen(model, selector, stages)
+    if not units:
+        raise UnsupportedModel(_no_chain(model, selector))
+    if stages is None:
+        units = _fused(selector, _trimmed(selector, units, small), small)
+    seconds, total = _timed(model, sample, units)
+    follows = [False, *(not selector.obstacle(one, other) for one, other in itertools.pairwise(units))]
+    return FoundChain(
+        model=type(model).__name__,
+        stages=tuple(
+            FoundStage(tuple(call.name for call in unit.calls), linked, selector.covered_bytes([unit]), spent)
+            for unit, linked, spent in zip(units, follows, seconds, strict=True)
+        ),
+        outside=_outside(written, units),
+        memory_share=selector.covered_bytes(units) / max(written.saved_bytes, 1),
+        time_share=min(sum(seconds) / total, 1.0) if total else 1.0,
+        aside=_aside(written, units),
+        uncalled=_uncalled(model, written),
+    )
+
+
+@contextmanager
+def _untouched(model: nn.Module, sample: Any) -> Iterator[None]:
+    devices = accelerators(Stage([model], "model"), sample)
+    with preserved([model], devices):
+        yield
+
+
+def _no_chain(model: nn.Module, selector: Selector) -> str:
+    reasons = [
+        reason
+        for call in selector.record.root.children
+        if call.saved_bytes > 0 and (reason := selector.why_not_again(Unit((call,))))
+    ]
+    why = f" ({reasons[0]})" if reasons else ""
+    return (
+        f"no chain of module calls was found in this {type(model).__name__}{why}: a plan needs modules that hand one "
+        "activation on, each to the next, and keep more than that for their backward. DTR trains any model within a "
+        "budget as it is:\n\n    with remat.DTR(budget=...):\n        loss = model(...)\n        loss.backward()"
+    )
+
+
+# The ends of runs, and stages too small to decide on -----------------------------------------------------------------
+
+
+def _trimmed(selector: Selector, units: Sequence[Unit], small: float) -> list[Unit]:
+    """Runs without what is hardly worth a stage at their ends, like a dropout before and a norm after the blocks.
+
+    It is stored then, which costs a little memory and spares decisions.
+    """
+    quick = _threshold(units, small)
+    kept: list[Unit] = []
+    for run in selector.runs(units):
+        whole = selector.freed_bytes(run)
+        while len(run) > 1:
+            ends = [(selector.freed_bytes(rest), rest, end) for rest, end in ((run[1:], run[0]), (run[:-1], run[-1]))]
+            freed, rest, end = max(ends, key=lambda entry: entry[0])
+            slight = end.work < quick or selector.freed_bytes([end]) < _SLIGHT * whole
+            if freed < (1 - _SPARED) * whole or not slight:
+                break
+            run = rest
+        kept += run
+    return kept
+
+
+def _fused(selector: Selector, units: Sequence[Unit], small: float) -> list[Unit]:
+    """Units with little to do joined with the one before them in their run; the first with the next.
+
+    So are minor ones where nothing is kept for a backward in between: a place to cut there would cost an activation.
+    """
+    threshold, most = _threshold(units, small), _threshold(units, _MINOR)
+    fused: list[Unit] = []
+    for run in selector.runs(units):
+        first = len(fused)
+        for unit in run:
+            least = min(unit.work, fused[-1].work) if len(fused) > first else math.inf
+            if least < threshold or (least < most and not selector.keeps_between(fused[-1])):
+                fused[-1] = Unit((*fused[-1].calls, *unit.calls))
+            else:
+                fused.append(unit)
+    return fused
+
+
+def _threshold(units: Sequence[Unit], small: float) -> float:
+    """The work under which a unit is not worth a decision of its own."""
+    return small * sorted(unit.work for unit in units)[3 * len(units) // 4]
+
+
+def _timed(model: nn.Module, sample: Arguments, units: Sequence[Unit]) -> tuple[list[float], float]:
+    """Seconds of each unit's forward and of the whole, in a forward of their own."""
+    place = {call.name: index for index, unit in enumerate(units) for call in unit.calls}
+    names = {call.module: call.name.partition("#")[0] for unit in units for call in unit.calls}
+    seconds = [0.0] * len(units)
+    counts: dict[nn.Module, int] = {}
+    synchronise = _synchroniser(model)
+
+    def call(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        count = counts[module] = counts.get(module, 0) + 1
+        index = place.get(names[module] + (f"#{count}" if count > 1 else ""))
+        synchronise()
+        start = time.perf_counter()
+        output = forward(*args, **kwargs)
+        synchronise()
+        if index is not None:
+            seconds[index] += time.perf_counter() - start
+        return output
+
+    with torch.enable_grad(), blocks_as_written(), intercepted(names, call), saving_nothing():
+        start = time.perf_counter()
+        model(*sample.args, **sample.kwargs)
+        synchronise()
+        total = time.perf_counter() - start
+    return seconds, total
+
+
+def _synchroniser(model: nn.Module) -> Callable[[], None]:
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if device.type == "cpu":
+        return lambda: None
+    return lambda: torch.get_device_module(device).synchronize(device)
+
+
+# Stages that the caller names ----------------------------------------------------------------------------------------
+
+
+def _chosen(model: nn.Module, selector: Selector, wanted: Sequence[str | nn.Module]) -> list[Unit]:
+    """The units that the caller names.
+
+    Raises:
+        UnsupportedModel: no such module, one that is not called, or modules of one list between which is no cut.
+    """
+    if isinstance(wanted, (str, nn.Module)):
+        wanted = [wanted]
+    groups = [_group(model, selector, item) for item in wanted]
+    units = sorted((unit for group in groups for unit in group), key=lambda unit: unit.begin)
+    for one, other in itertools.pairwise(units):
+        if other.begin < one.end:
+            raise UnsupportedModel(f"the stage {other.name!r} lies in the stage {one.name!r}; name one of them")
+    for unit in units:
+        reason = selector.why_not_again(unit)
+        if reason:
+            raise UnsupportedModel(f"{unit.name!r} cannot be a stage, which may run twice: {reason}")
+    together = groups if any(len(group) > 1 for group in groups) else [units]
+    for group in together:
+        for one, other in itertools.pairwise(group):
+            reason = selector.obstacle(one, other)
+            if reason:
+                raise UnsupportedModel(f"{one.name!r} and {other.name!r} cannot be stages of one chain: {reason}")
+    return units
+
+
+def _group(model: nn.Module, selector: Selector, item: str | nn.Module) -> list[Unit]:
+    named = dict(model.named_modules(remove_duplicate=False))
+    if isinstance(item, str):
+        if item not in named:
+            raise UnsupportedModel(f"the model has no module {item!r}; see [name for name, _ in model.named_modules()]")
+        module = named[item]
+    else:
+        module = item
+        if module not in named.values():
+            raise UnsupportedModel(f"the {type(module).__name__} given as a stage is no module of this model")
+    wanted = set(module.children()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else {module}
+    calls = sorted((call for call in selector.record.calls() if call.module in wanted), key=lambda call: call.begin)
+    if not calls:
+        raise UnsupportedModel(
+            f"{item if isinstance(item, str) else type(item).__name__!r} is not called in the forward"
+        )
+    return selector.joined_where_needed([Unit((call,)) for call in calls])
+
+
+# What is left --------------------------------------------------------------------------------------------------------
+
+
+def _aside(written: Record, units: Sequence[Unit]) -> tuple[str, ...]:
+    """Calls of modules of the units that lie outside of them."""
+    modules = {call.module for unit in units for call in unit.calls}
+    stages = {call for unit in units for call in unit.calls}
+    return tuple(call.name for call in written.calls() if call.module in modules and call not in stages)
+
+
+def _uncalled(model: nn.Module, written: Record) -> tuple[str, ...]:
+    """The outermost modules with a forward that was not called."""
+    called = {call.module for call in written.calls()}
+    found: list[str] = []
+    for module, name in outside_of_compiled(model).items():
+        has_forward = type(module).forward is not nn.Module.forward
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        holds_called = any(part in called for part in module.modules())
+        if has_forward and not inside and not holds_called:
+            found.append(name)
+    return tuple(found)
+
+
+def _outside(written: Record, units: Sequence[Unit]) -> tuple[tuple[str, int], ...]:
+    """The outermost calls that lie in no unit and hold none, with what is kept of each; then the code between."""
+    found: list[tuple[str, int]] = []
+
+    def visit(call: Call) -> None:
+        if any(unit.has(call) for unit in units):
+            return
+        if any(call.has(own) for unit in units for own in unit.calls):
+            own_bytes = call.saved_bytes - sum(child.saved_bytes for child in call.children)
+            found.append((f"code of {call.name or 'the model'}", own_bytes))
+            for child in call.children:
+                visit(child)
+        else:
+            found.append((call.name, call.saved_bytes))
+
+    visit(written.root)
+    shown = sorted((entry for entry in found if entry[1]), key=lambda entry: -entry[1])
+    rest = sum(size for _, size in shown[_SHOWN:])
+    return (*shown[:_SHOWN], ("other code", rest)) if rest else tuple(shown)

@@ -1,0 +1,597 @@
+"""Measuring each stage of a found chain, and the code between the stages, while the model's own forward runs.
+
+The model runs forward as ever, but what a stage hands on is cut off from the stage: nothing of it is kept, and each is
+measured forward and backward by itself, as `remat.profile` does with an nn.Sequential. What the code between keeps
+stays, and its backward is measured piece by piece at the end, from the last to the first.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from remat.errors import UnsupportedModel
+from remat.profiling.carried import begun_by
+from remat.profiling.facts import Facts, Made, Side
+from remat.profiling.preserving import (
+    INSIDE,
+    OUTSIDE,
+    ForeignGradients,
+    Form,
+    RandomGradients,
+    Replaced,
+    Sink,
+    contiguous_forms,
+    cut_off,
+    drops_gradients,
+    set_apart,
+)
+from remat.profiling.recording import no_backward, saving_nothing
+from remat.profiling.stage_costs import (
+    Boundary,
+    Marks,
+    SavedStorages,
+    gradient_bytes,
+    storage_bytes,
+)
+from remat.profiling.variables import Variables
+from remat.runtime.calls.environment import BufferWatch, RandomState, accelerators
+from remat.runtime.calls.places import Counter, Place, Places, among
+from remat.runtime.calls.record import StageCalls
+from remat.runtime.calls.stages import detached
+from remat.runtime.checks import Loss
+from remat.runtime.meter import MemoryMeter, Region
+from remat.runtime.patching import Forward, intercepted
+from remat.runtime.pytree import Arguments, activation_of, first_tensor, loss_in, map_tensors, tensors
+
+# What is measured ----------------------------------------------------------------------------------------------------
+
+
+class Span(NamedTuple):
+    """What a measured stretch was: of which stage, and what of it."""
+
+    what: str
+    stage: int
+
+
+class Gauge(ABC):
+    """Measures stretches of a pass, one after the other."""
+
+    @abstractmethod
+    def span(self, what: str, stage: int) -> AbstractContextManager[None]: ...
+
+
+class Bytes(Gauge):
+    def __init__(self, device: torch.device) -> None:
+        self.meter = MemoryMeter(device)
+        self.order: list[Span] = []
+
+    def span(self, what: str, stage: int) -> AbstractContextManager[None]:
+        self.order.append(Span(what, stage))
+        return self.meter.region()
+
+    def regions(self) -> dict[Span, Region]:
+        return dict(zip(self.order, self.meter.regions, strict=True))
+
+
+class Seconds(Gauge):
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[Span, float] = {}
+        self._device = device
+
+    @contextmanager
+    def span(self, what: str, stage: int) -> Any:
+        self._synchronise()
+        start = time.perf_counter()
+        yield
+        self._synchronise()
+        self.seconds[Span(what, stage)] = time.perf_counter() - start
+
+    def _synchronise(self) -> None:
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).synchronize(self._device)
+
+
+# A pass --------------------------------------------------------------------------------------------------------------
+
+
+class Pass:
+    """One forward of the model with every stage measured by itself, then the backward of what is between them.
+
+    Args:
+        memory: what is measured is memory.
+        known: what an earlier pass found out.
+        variables: what follows the variables of the forward, in a pass in which nothing is measured.
+        contiguous: gradients of the model's output are contiguous, also where the output is not.
+        output_held: the output lives until all backwards are over, else only a loss in it. What that held is the last
+            span.
+        replaced: knows the buffers that were set up since the profile began.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        gauge: Gauge,
+        foreign: ForeignGradients,
+        *,
+        memory: bool,
+        known: Facts | None = None,
+        variables: Variables | None = None,
+        contiguous: bool = False,
+        output_held: bool = False,
+        replaced: Replaced | None = None,
+    ) -> None:
+        self.places, self.gauge, self.foreign, self.memory = places, gauge, foreign, memory
+        self.variables, self._contiguous, self._output_held = variables, contiguous, output_held
+        self._replaced = replaced
+        self.odd_ends = False  # the output does not lie contiguous, so that its gradient may lie as it does or not
+        self._piece = 0  # of code outside, whose backward runs
+        self._begun_by = begun_by(known.leaves) if known is not None else {}
+        self._forms = known.forms if known is not None else {}
+        self.facts = Facts()
+        self._counter = Counter(places)
+        self._measured_runs: list[range] = []  # sequence numbers of the graphs of stages, which are not run again
+        self._measuring = False
+        self._position = 0
+        self._calls: StageCalls | None = None
+        self._value: torch.Tensor | None = None
+        self._handed: torch.Tensor | None = None
+        self._outside: Any = None  # the open span of code outside
+        self._outside_input: StorageWeakRef | None = None
+        self._returned: list[_Held] = []  # by stages, and still in memory
+        self._named: list[_Held] = []  # of that, and of the stage's input, when the open piece began
+        self._run = 0  # where stages follow each other without code between: the first of them
+        self._run_input: StorageWeakRef | None = None
+        # Of what the stages of a run returned: what was there when a stage of it, or the code behind it, began.
+        self._beside: dict[int, list[_Held]] = {}
+        self._given: dict[int, _Held] = {}  # to stages by code outside; `run` is the first that was given it
+        self._ends: dict[int, list[torch.Tensor]] = {}  # of code outside: where its backward begins
+        self._made_by: dict[int, int] = {}  # which stage a tensor that is passed to stages came from
+        self._alive: list[Any] = []  # what the executor would hold, and what must keep its identity
+
+    def run(self, model: nn.Module, sample: Arguments, loss: Loss | None) -> None:
+        self._open_outside(1)
+        with intercepted(self.places.names, self.arrive), warnings.catch_warnings():
+            # What is cut off from a stage is a view, of which FSDP warns in case it is changed in place.
+            warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
+            output = model(*sample.args, **sample.kwargs)
+        last = len(self.places.stages)
+        if self._position < len(self.places.calls):
+            raise UnsupportedModel(
+                f"{self.places.calls[self._position].name!r} was called when the chain was found, and not when it was "
+                "measured: the model takes another path each time. Train it under remat.DTR"
+            )
+        self._close_outside(last, None)
+        own = loss_in(output) if loss is None else None
+        used = self._used_by(loss, output) if loss is not None else tensors(output)
+        ends = [own] if own is not None else [tensor for tensor in used if tensor.requires_grad]
+        self.facts.act[last] = storage_bytes(own if own is not None else output)
+        self.facts.grad[last] = gradient_bytes(ends)
+        self._end(last, ends, as_it_is=own is not None)
+        held = output if self._output_held else own
+        del own, ends, used
+        if loss is not None:
+            given = detached(output)
+            del output
+            self._measure(last + 1, loss, given, self.facts.act[last], self.facts.grad[last])
+            del given
+        else:
+            del output
+        self._handed = self._value = None
+        self.facts.passing = {index: _gone(held) for index, held in self._beside.items()}
+        lasting = [each for beside in self._beside.values() for each in beside if not each.storage.expired()]
+        in_output = {_held(tensor).storage.cdata for tensor in tensors(held)}
+        if self.variables is not None:
+            self.variables.look(last)
+        self._backward_of_code()
+        with self.gauge.span("held", last):
+            del held
+        self.facts.in_output = _gone(lasting)
+        for each in self._given.values():
+            if each.storage.cdata in in_output and not each.storage.expired():
+                before = self.facts.given_and_in_output.get(each.run - 1, 0)
+                self.facts.given_and_in_output[each.run - 1] = before + each.size
+
+    # Calls -------------------------------------------------------------------------------------------------------
+
+    def arrive(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = self._counter.name(module)
+        if self._measuring or name in self.places.aside:
+            return forward(*args, **kwargs)
+        place = self.places.calls[self._position] if self._position < len(self.places.calls) else None
+        if place is None or place.name != name:
+            raise UnsupportedModel(
+                f"{name!r} was called where {place.name if place else 'no stage'!r} came when the chain was found: the "
+                "model takes another path each time. Train it under remat.DTR"
+            )
+        self._position += 1
+        if place.first:
+            self._begin(place, args, kwargs)
+        calls, value = self._calls, self._value
+        assert calls is not None
+        assert value is not None
+        calls.add(forward, args, kwargs)
+        if not place.last:
+            with self._graph_of_a_stage(), saving_nothing():
+                given, named = _cut((args, kwargs))  # what is computed here may be used outside; no backward enters
+                output = forward(*given, **named)
+            calls.returned(output)
+            self._note_returned(output)
+            if self.variables is not None:
+                self.variables.counts_elsewhere(output)
+            return output
+        calls.complete()
+        return self._stage(place.stage, calls, value)
+
+    def _begin(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        index = place.stage
+        if index in self.places.follows:
+            value = None if self._handed is None else among(self._handed, (args, kwargs))
+        else:
+            value = activation_of(args, kwargs)
+        if value is None:
+            raise UnsupportedModel(f"{place.name!r} was not given what the stage before it handed on; run it as DTR")
+        self._handed = None
+        if index not in self.places.follows:
+            self._close_outside(index - 1, value)
+            self.facts.act[index - 1] = storage_bytes(value)
+            self.facts.grad[index - 1] = self._gradient_bytes(index - 1, value)
+            self._run, self._run_input = index, StorageWeakRef(value.untyped_storage())
+        elif self.variables is not None:
+            self.variables.look(index)
+        if self.memory:
+            with self.gauge.span("level", index):
+                pass
+            if index in self.places.follows:
+                self._beside[index] = self._of_this_run(self._still_returned(value))
+                if index - 1 == self._run and self._run_input is not None and self._run_input.expired():
+                    self.facts.drops_input.add(index - 1)
+        self._calls, self._value = StageCalls(value, with_graphs=True), value
+        self._counted = self._counter.now()
+
+    def _stage(self, index: int, calls: StageCalls, value: torch.Tensor) -> Any:
+        """Measures a stage; returns what it returned, cut off from it."""
+        self._calls = self._value = None
+        self._note_given([*([] if index in self.places.follows else [value]), *calls.side_inputs()])
+        sides = [tensor for tensor in calls.side_inputs() if tensor.requires_grad and tensor.grad_fn is not None]
+        if index not in self.places.follows:
+            before = [tensor for tensor in (value, *sides) if not _is_cut(tensor) and id(tensor) not in self._made_by]
+            self._end(index - 1, before)
+        else:
+            late = [tensor for tensor in sides if not _is_cut(tensor) and id(tensor) not in self._made_by]
+            producer = max((stage for stage in self._ends if stage < index), default=0)
+            for tensor in late:  # made by code outside that ran between two linked stages: part of the last piece
+                self._made_by[id(tensor)] = producer
+        for tensor in sides:
+            made = _made(tensor.grad_fn)
+            producer = self._made_by.setdefault(id(tensor), index - 1 if made is None else made.stage)
+            side = self.facts.sides.setdefault(id(tensor), Side([], producer, gradient_bytes(tensor)))
+            side.users.append(index)
+        self._alive += [calls, sides]
+
+        def told(position: int, gradient: torch.Tensor) -> None:
+            if not position:
+                self.facts.forms[index - 1] = Form.of(gradient)
+            else:
+                side = self.facts.sides[id(sides[position - 1])]
+                side.gradient_bytes = max(side.gradient_bytes, storage_bytes(gradient))
+
+        def again(passed: Any) -> Any:
+            first, *others = passed
+            replaced = {id(side): other for side, other in zip(sides, others, strict=True)}
+            self._counter.back_to(self._counted)  # it runs several times, and counts once
+            outputs = calls.again(first, replaced)[1]
+            return outputs[-1], calls.not_handed_on(outputs)
+
+        counted = self._counter.now()
+        act, grad = storage_bytes(value), self._gradient_bytes(index - 1, value)
+        output = self._measure(index, again, [value, *sides], act, grad, told)
+        self._counter.add(counted)
+        output, _ = output  # what else the calls return, others have been given already
+        following = _cut(output, partial(self._came_back, index), OUTSIDE)
+        for position, tensor in enumerate(tensors(following)):
+            if tensor.requires_grad:
+                node: Any = tensor.grad_fn
+                node.made = Made(index, position)
+        if self.variables is not None:
+            self.variables.counts_elsewhere(following)
+        handed = first_tensor(following)
+        self._note_returned(following)
+        if index + 1 in self.places.follows:
+            self._handed = handed
+        else:
+            self._outside_input = None if handed is None else StorageWeakRef(handed.untyped_storage())
+            self._named = [*self._still_returned(handed), _held(value, self._run)]
+            self._beside[index + 1] = self._of_this_run(self._named)
+            del handed, output, value
+            self._open_outside(index + 1)
+        return following
+
+    def _came_back(self, stage: int, position: int, gradient: torch.Tensor) -> None:
+        """A gradient of what a stage returned, from the piece of code outside whose backward runs."""
+        if not position:
+            self.facts.forms[stage] = Form.of(gradient)
+        pieces = self.facts.used.get(Made(stage, position), {})
+        if self._piece in pieces:  # with the memory that it is a view of, the gradient of a concatenation, say
+            pieces[self._piece] = max(pieces[self._piece], storage_bytes(gradient))
+
+    def _measure(
+        self,
+        index: int,
+        run: Callable[[Any], Any],
+        given: Any,
+        act: int,
+        grad: int,
+        told: Callable[[int, torch.Tensor], None] | None = None,
+    ) -> Any:
+        """The stretches of one stage: forward without saving, forward with, backward. Returns its output.
+
+        `told`: is told of the gradients of what is given.
+        """
+        given = detached(given)
+        first = tensors(given)[0]
+        stage = self.places.stages[index - 1] if index <= len(self.places.stages) else None
+        saved = SavedStorages()
+        before: Any = {}
+        if self.memory:
+            devices = accelerators(stage, given) if stage is not None else set()
+            watch = BufferWatch()
+            flags = tuple(part.training for part in stage.parts) if stage is not None else ()
+            before = watch.before(stage, flags) if stage is not None else {}
+            random = RandomState(devices)
+            with (
+                self._graph_of_a_stage(),
+                self.gauge.span("without", index),
+                saved_tensors_hooks(saved.note, no_backward),
+            ):
+                output = run(_cut(given))
+            changed = watch.after(stage, flags, before) if stage is not None else {}
+            kept = sum(was.kept_bytes for was in changed.values())
+            set_up = self._replaced.among(stage.parts) if stage is not None and self._replaced is not None else []
+            set_up_saved = [buffer for buffer in set_up if saved.among(buffer)]
+            self.facts.marks[index] = Marks(
+                random != RandomState(devices),
+                bool(changed),
+                kept,
+                storage_bytes(set_up),
+                storage_bytes(set_up_saved),
+            )
+            handed = first_tensor(output)
+            if handed is None:
+                raise UnsupportedModel(f"stage {stage.name if stage else 'loss'!r} returned no tensor")
+            self.facts.act[index], self.facts.grad[index] = storage_bytes(handed), self._gradient_bytes(index, handed)
+            self.facts.boundaries[index] = Boundary(
+                act=storage_bytes(handed),
+                grad=self.facts.grad[index],
+                act_before=act,
+                grad_before=grad,
+                saves_input=saved.among(first),
+                saves_output=saved.among(handed),
+                returned=storage_bytes(output),
+            )
+            following = map_tensors(_detached, output)
+            del output, handed
+        source = _cut(given, told)
+        with self._graph_of_a_stage(), self.gauge.span("full", index):
+            output = run(source)
+        del source, before  # copies of buffers, which no level that is compared may miss
+        if not self.memory:
+            following = map_tensors(_detached, output)
+        ends = [tensor for tensor in tensors(output) if tensor.requires_grad]
+        end = self._sink(index, ends) if ends else None
+        del output, ends
+        if end is not None:
+            self._note_leaves(index, end, set())
+            self.foreign.keep(end)
+        with set_apart(self._begun_by.get(index, ())), self.gauge.span("backward", index):
+            if end is not None:
+                end.backward()
+        return following
+
+    def _used_by(self, loss: Loss, output: Any) -> list[torch.Tensor]:
+        """The tensors of the output that the loss sends a gradient to; of others the graph is never run backward."""
+        reached: set[int] = set()
+        source = _cut(detached(output), lambda position, _: reached.add(position))
+        with torch.enable_grad():
+            end = loss(source)
+        del source
+        if end.requires_grad:
+            self.foreign.keep(end)
+            end.backward()
+        return [tensor for position, tensor in enumerate(tensors(output)) if position in reached]
+
+    def _gradient_bytes(self, index: int, value: torch.Tensor) -> int:
+        """What the gradient of what stage `index` hands on takes, with the memory that it is a part of."""
+        form = self._forms.get(index) if value.requires_grad else None
+        return max(gradient_bytes(value), 0 if form is None else form.bytes)
+
+    def _sink(self, index: int, ends: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What stands for all that follows `ends`, of which the first is what is handed to the next stage."""
+        return Sink.apply(RandomGradients(ends, [self._forms.get(index)]), *ends)
+
+    @contextmanager
+    def _graph_of_a_stage(self) -> Iterator[None]:
+        """Inside, the graph of a stage is built, which the backward of code outside must not enter.
+
+        It would where the stage hands out more than it returns, as by a hook that collects what routers computed.
+        """
+        first, before = torch._C._autograd._get_sequence_nr(), self._measuring
+        self._measuring = True
+        try:
+            yield
+        finally:
+            self._measuring = before
+            self._measured_runs.append(range(first, torch._C._autograd._get_sequence_nr()))
+
+    def _is_of_a_stage(self, node: Any) -> bool:
+        position = bisect_right(self._measured_runs, node._sequence_nr(), key=lambda run: run.start)
+        return position > 0 and node._sequence_nr() in self._measured_runs[position - 1]
+
+    # Code outside ------------------------------------------------------------------------------------------------
+
+    def _open_outside(self, index: int) -> None:
+        self._outside = self.gauge.span("outside", index)
+        self._outside.__enter__()
+
+    def _close_outside(self, index: int, value: torch.Tensor | None) -> None:
+        """A piece ends: the next stage is called with `value`, or the model has returned."""
+        self._outside.__exit__(None, None, None)
+        self._outside = None
+        handed = self._outside_input
+        self.facts.kept_input[index] = handed is None or not handed.expired()
+        self.facts.rebound[index] = _gone(self._named)
+        if self.variables is not None and value is not None:
+            self.variables.look(index)
+            self.variables.counts_elsewhere(value)
+            self.variables.piece_ended(index, Pass.run.__code__)
+
+    def _still_returned(self, but: torch.Tensor | None) -> list[_Held]:
+        """What stages returned and is still in memory, but for what is handed on now."""
+        self._returned = [held for held in self._returned if not held.storage.expired()]
+        now = None if but is None else _held(but).storage.cdata
+        return [held for held in self._returned if held.storage.cdata != now]
+
+    def _note_returned(self, output: Any) -> None:
+        self._returned += [_held(tensor, self._run) for tensor in tensors(output)]
+
+    def _note_given(self, given: Sequence[torch.Tensor]) -> None:
+        of_stages = {held.storage.cdata for held in self._returned}
+        for tensor in given:
+            held = _held(tensor, self._run)
+            if held.storage.cdata not in of_stages:
+                self._given.setdefault(held.storage.cdata, held)
+
+    def _of_this_run(self, among: Sequence[_Held]) -> list[_Held]:
+        return [held for held in among if held.run == self._run]
+
+    def _end(self, index: int, found: Sequence[torch.Tensor], *, as_it_is: bool = False) -> None:
+        """Notes where the backward of code outside begins."""
+        ends = [tensor for tensor in found if tensor.requires_grad and tensor.grad_fn is not None]
+        for tensor in ends:
+            self._made_by[id(tensor)] = index
+        if not ends:
+            return
+        if index == len(self.places.stages) and not as_it_is:  # the output itself is not held in a step
+            forms = contiguous_forms(ends)
+            self.odd_ends = bool(forms)
+            ends = [Sink.apply(RandomGradients(ends, forms if self._contiguous else ()), *ends)]
+        self._ends[index] = ends
+
+    def _backward_of_code(self) -> None:
+        """Runs the backward of all code outside, from the last piece to the first."""
+        known: set[Any] = set()
+        shared: set[int] = set()  # pieces whose backward goes through an earlier one's graph, which must stay
+        scalars: dict[int, torch.Tensor] = {}
+        inputs: dict[int, list[torch.Tensor]] = {}  # what a backward goes to, where it must not go everywhere
+        last = len(self.places.stages)
+        for index in sorted(self._ends):
+            ends = self._ends[index]
+            scalar = scalars[index] = ends[0] if index == last else self._sink(index, ends)
+            reached = self._note_leaves(index, scalar, known)
+            nodes = reached.nodes
+            if reached.of_stages:
+                inputs[index] = [*reached.leaves, OUTSIDE]
+            del reached
+            if any(before in known for node in (*nodes, scalar.grad_fn) for before, _ in node.next_functions):
+                shared.add(index)
+            known |= nodes
+            self.foreign.keep(scalar)
+        self._ends.pop(last, None)
+        ends, nodes, known = [], set(), set()  # so that a backward frees what it is done with
+        for index in sorted(scalars, reverse=True):
+            scalar = scalars.pop(index)
+            self._piece = index
+            with set_apart(self._begun_by.get(index, ())), self.gauge.span("backward", index):
+                scalar.backward(retain_graph=index in shared, inputs=inputs.get(index))
+
+    def _note_leaves(self, index: int, end: torch.Tensor, apart: set[Any]) -> _Reached:
+        """Notes which leaves a backward reaches; its nodes are without those `apart`."""
+        nodes: set[Any] = set()
+        leaves: set[torch.Tensor] = set()
+        outside = index in self._ends
+        of_stages = False
+        todo = [end.grad_fn]
+        while todo:
+            node = todo.pop()
+            made = _made(node)
+            if made is not None:
+                self.facts.used.setdefault(made, {}).setdefault(index, 0)
+            if node is None or node in nodes or node in apart:
+                continue
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                leaves.add(leaf)
+                continue
+            if outside and not drops_gradients(node) and self._is_of_a_stage(node):
+                of_stages = True
+                continue
+            nodes.add(node)
+            if not drops_gradients(node):
+                todo.extend(before for before, _ in node.next_functions)
+        if leaves:
+            self.facts.leaves.setdefault(index, set()).update(leaves)
+        return _Reached(nodes, leaves, of_stages)
+
+
+class _Reached(NamedTuple):
+    """Nodes and leaves that a backward goes to, and whether it would go on into the graph of a stage."""
+
+    nodes: set[Any]
+    leaves: set[torch.Tensor]
+    of_stages: bool
+
+
+class _Held(NamedTuple):
+    storage: StorageWeakRef
+    size: int
+    run: int  # whose stages returned it
+
+
+def _held(tensor: torch.Tensor, run: int = 0) -> _Held:
+    return _Held(StorageWeakRef(tensor.untyped_storage()), storage_bytes(tensor), run)
+
+
+def _gone(held: Sequence[_Held]) -> int:
+    """Bytes of what is no longer in memory, each storage once."""
+    return sum({entry.storage.cdata: entry.size for entry in held if entry.storage.expired()}.values())
+
+
+def _is_cut(tensor: torch.Tensor) -> bool:
+    """Whether the tensor came out of a stage, and is cut off from it."""
+    return tensor.grad_fn is not None and drops_gradients(tensor.grad_fn)
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _cut(output: Any, told: Callable[[int, torch.Tensor], None] | None = None, anchor: torch.Tensor = INSIDE) -> Any:
+    """The same output, each tensor part of a graph of its own that ends here, where it requires a gradient.
+
+    In one graph, whoever holds one of the tensors would hold the memory of all. `told` is told of each gradient that
+    comes back, after the position of the tensor.
+    """
+    handed = {}
+    for position, tensor in enumerate(tensors(output)):
+        if tensor.requires_grad and id(tensor) not in handed:
+            (handed[id(tensor)],) = cut_off(tensor, anchor=anchor)
+            if told is not None:
+                node: Any = handed[id(tensor)].grad_fn
+                node.told = partial(told, position)
+    return map_tensors(lambda tensor: handed.get(id(tensor), tensor), output)
+
+
+def _made(node: Any) -> Made | None:
+    """What a node of a graph stands for, if it is where the graph was cut off from a stage."""
+    return getattr(node, "made", None) if drops_gradients(node) else None

@@ -1,0 +1,307 @@
+"""Measuring a model without leaving a trace on it: parameters, gradients, buffers, random numbers, hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from remat.runtime.calls.environment import RandomState, rescaled
+from remat.runtime.meter import rounded
+from remat.runtime.pytree import map_tensors, tensors
+from remat.runtime.sharding import is_sharded
+
+
+@contextmanager
+def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> Iterator[Replaced]:
+    """Afterwards buffers, weights that forwards rescale, and states of random number generators are as before.
+
+    So are attributes of modules into which forwards have put tensors with their graphs, which would keep these alive.
+    """
+    random = RandomState(devices)
+    parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
+    attributes = [(part, dict(part.__dict__)) for part in parts]
+    buffers = [(part, name, buffer) for part in parts for name, buffer in part._buffers.items()]
+    # Copies are worked on, so that not even the versions of the originals move: a pending backward may need them.
+    copies = {id(buffer): buffer.clone() for _, _, buffer in buffers if buffer is not None}
+    weights = [(weight, weight.detach().clone()) for part in parts for weight in rescaled(part).values()]
+    inside = {(part, name): None if buffer is None else copies[id(buffer)] for part, name, buffer in buffers}
+    try:
+        for (part, name), buffer in inside.items():
+            part._buffers[name] = buffer
+        yield Replaced(inside)
+    finally:
+        for part, name, buffer in buffers:
+            part._buffers[name] = buffer
+        for weight, old in weights:
+            if not torch.equal(weight, old):
+                weight.detach().copy_(old)
+        for part, before in attributes:
+            for name, value in [*part.__dict__.items()]:
+                if value is not before.get(name) and any(tensor.grad_fn is not None for tensor in tensors(value)):
+                    part.__dict__.pop(name)
+                    part.__dict__.update({name: before[name]} if name in before else {})
+        random.restore()
+
+
+class Replaced:
+    """Knows the buffers that forwards have put in the place of others: tables for the shapes they met, say.
+
+    The first step of a training makes them anew, and so does every recomputation in it, which begins with the buffer
+    as it was.
+    """
+
+    def __init__(self, before: Mapping[tuple[nn.Module, str], torch.Tensor | None]) -> None:
+        self._before = before
+
+    def among(self, parts: Iterable[nn.Module]) -> list[torch.Tensor]:
+        """Those that these modules hold now, each once."""
+        now = [(part, name, buffer) for part in parts for name, buffer in part._buffers.items() if buffer is not None]
+        found = (buffer for part, name, buffer in now if self._before.get((part, name), buffer) is not buffer)
+        return list({id(buffer): buffer for buffer in found}.values())
+
+
+@contextmanager
+def aliased_parameters(modules: Iterable[nn.Module]) -> Iterator[ForeignGradients]:
+    """Replaces every parameter by an alias of the same memory, with a gradient of zeros allocated beforehand.
+
+    A backward inside then accumulates into the aliases: it touches no `.grad` and calls no hook of a parameter, be it
+    a user's, an optimiser's or DDP's. Leaves that are no parameters of `modules` (a loss's own, a parameter that a
+    module keeps in a list) cannot be replaced; what is yielded keeps their gradients. Nor can those that FSDP keeps in
+    shards, which it would lose track of: their gradients are set aside.
+    """
+    parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
+    if any(map(is_sharded, parts)):
+        with _set_aside(parts) as foreign:
+            yield foreign
+        return
+    originals: list[tuple[nn.Module, str, nn.Parameter]] = []
+    aliases: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
+    try:
+        for part in parts:
+            for name, parameter in part._parameters.items():
+                if parameter is None:
+                    continue
+                if parameter not in aliases:
+                    alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+                    if alias.requires_grad:
+                        alias.grad = torch.zeros_like(alias)
+                    aliases[parameter] = alias
+                originals.append((part, name, parameter))
+        for part, name, parameter in originals:
+            part._parameters[name] = aliases[parameter]
+        foreign = ForeignGradients(aliases.values())
+        try:
+            yield foreign
+        finally:
+            foreign.restore()
+    finally:
+        for part, name, parameter in originals:
+            part._parameters[name] = parameter
+        for part in parts:
+            if isinstance(part, nn.RNNBase):
+                part._init_flat_weights()  # it keeps references to its parameters in a list of its own
+
+
+@contextmanager
+def _set_aside(parts: Iterable[nn.Module]) -> Iterator[ForeignGradients]:
+    """Zeros in place of the gradients of all parameters, which come back afterwards."""
+    own = dict.fromkeys(parameter for part in parts for parameter in part._parameters.values() if parameter is not None)
+    before = [(parameter, parameter.grad) for parameter in own]
+    foreign = ForeignGradients(own)
+    try:
+        for parameter in own:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        yield foreign
+    finally:
+        foreign.restore()
+        for parameter, gradient in before:
+            parameter.grad = gradient
+
+
+@contextmanager
+def set_apart(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Inside, the gradients of these leaves are new, as of one that others will add to: nothing is there to add to."""
+    before = [(leaf, leaf.grad) for leaf in leaves]
+    for leaf, _ in before:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, gradient in before:
+            leaf.grad = gradient
+
+
+class ForeignGradients:
+    """The `.grad` of leaves that a measured backward reaches although they are not replaced by aliases."""
+
+    def __init__(self, aliases: Iterable[torch.Tensor]) -> None:
+        self._aliases = {id(alias) for alias in aliases}
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def keep(self, root: torch.Tensor) -> None:
+        """Sets aside the gradients of the leaves that the backward of `root` reaches; zeros take their place."""
+        todo, seen = [root.grad_fn], set()
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen or drops_gradients(node):
+                continue
+            seen.add(node)
+            todo.extend(before for before, _ in node.next_functions)
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and id(leaf) not in self._aliases and id(leaf) not in self._kept:
+                self._kept[id(leaf)] = (leaf, leaf.grad)
+                leaf.grad = torch.zeros_like(leaf)
+
+    def leaves(self) -> list[torch.Tensor]:
+        """Those whose gradients were set aside."""
+        return [leaf for leaf, _ in self._kept.values()]
+
+    def restore(self) -> None:
+        for leaf, gradient in self._kept.values():
+            leaf.grad = gradient
+        self._kept.clear()
+
+
+class Source(torch.autograd.Function):
+    """Hands an input on unchanged and drops its gradient, as if an earlier stage had taken it.
+
+    A leaf would keep the gradient, or copy it; between stages of a real backward neither happens. Nor is what comes out
+    a view, since code may change it in place, and its graph does not hold on to the inputs. Who wants to know of the
+    gradients sets `told`, a function of them, on the node. `cut_off` calls it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        return tuple(tensor.data for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        told = getattr(ctx, "told", None)
+        if told is not None:
+            told(*gradients)
+        return (None,) * (1 + len(gradients))
+
+
+# What makes the outputs of `Source` part of a graph, and by which it can be told whose: where code outside of stages is
+# handed on what these returned, and where a stage is handed its input.
+OUTSIDE, INSIDE = (torch.empty((), requires_grad=True) for _ in range(2))
+
+
+def cut_off(*tensors: torch.Tensor, anchor: torch.Tensor = INSIDE) -> tuple[torch.Tensor, ...]:
+    """The same data as if an earlier stage had computed it: each in a graph that ends here, at `anchor`."""
+    return Source.apply(anchor, *(tensor.detach() for tensor in tensors))
+
+
+def with_graph_of_its_own(value: Any) -> Any:
+    """The value with tensors that others have computed, and may still run backward through, cut off from that."""
+    return map_tensors(lambda tensor: tensor if tensor.grad_fn is None else cut_off(tensor)[0], value)
+
+
+def drops_gradients(node: Any) -> bool:
+    """Whether no gradient gets past this node of a graph."""
+    return isinstance(node, Source._backward_cls)
+
+
+class Sink(torch.autograd.Function):
+    """A stand-in for what follows: a scalar whose backward hands `make_gradients()` to the given tensors.
+
+    Gradients made there are allocated when the backward begins and belong to autograd alone, as in a real backward.
+    Nothing is saved, so the tensors can be freed before.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, make_gradients: Callable[[], tuple[torch.Tensor, ...]], *tensors: torch.Tensor) -> Any:
+        ctx.make_gradients = make_gradients
+        return tensors[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return (None, *ctx.make_gradients())
+
+
+def fixed_gradients(like: Iterable[torch.Tensor], seed: int = 0) -> list[torch.Tensor]:
+    """Random gradients for the given tensors, in their memory format, the same ones every time."""
+    generator = torch.Generator().manual_seed(seed)
+    gradients = []
+    for tensor in like:
+        values = torch.randn(tensor.shape, generator=generator, dtype=_random_dtype(tensor.dtype))
+        gradients.append(torch.empty_like(tensor).copy_(values))
+    return gradients
+
+
+def _random_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype.is_complex else torch.float32
+
+
+class Form(NamedTuple):
+    """How a gradient lies in memory: backwards hand on transposed ones, and parts of larger ones.
+
+    Attributes:
+        elements: of its whole memory.
+        bytes: of its whole memory, as the allocator counts.
+    """
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    elements: int
+    bytes: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Form:
+        memory = tensor.untyped_storage().nbytes()
+        return cls(
+            tensor.shape,
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            memory // tensor.element_size(),
+            rounded(memory, tensor.device),
+            tensor.dtype,
+            tensor.device,
+        )
+
+    def make(self) -> torch.Tensor:
+        """A random gradient that lies in memory like this one."""
+        whole = torch.empty(self.elements, dtype=self.dtype, device=self.device).normal_()
+        return whole.as_strided(self.shape, self.stride, self.offset)
+
+
+def contiguous_forms(value: Any) -> tuple[Form | None, ...]:
+    """Forms of contiguous gradients for the tensors that require one; empty where these lie so anyway."""
+    found = [tensor for tensor in tensors(value) if tensor.requires_grad]
+    if all(tensor.is_contiguous() for tensor in found):
+        return ()
+    return tuple(Form.of(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)) for tensor in found)
+
+
+class RandomGradients:
+    """Makes random gradients for given tensors when called; holds no memory until then.
+
+    Random, not zeros: some kernels take another way for zeros. They lie in memory as the tensor does, or in the form
+    that is known of its gradient: some kernels copy what lies in another way.
+
+    Args:
+        forms: for each tensor the form of its gradient, None where that is not known.
+    """
+
+    def __init__(self, like: Iterable[torch.Tensor], forms: Sequence[Form | None] = ()) -> None:
+        self._forms: list[Form | None] = []
+        self._like: list[tuple[torch.Tensor, torch.device]] = []
+        for position, tensor in enumerate(like):
+            form = forms[position] if position < len(forms) else None
+            known = form is not None and (form.shape, form.dtype) == (tensor.shape, tensor.dtype)
+            self._forms.append(form if known else None)
+            self._like.append((torch.empty_like(tensor, device="meta"), tensor.device))
+
+    def __call__(self) -> tuple[torch.Tensor, ...]:
+        return tuple(
+            torch.empty_like(meta, device=device).normal_() if form is None else form.make()
+            for form, (meta, device) in zip(self._forms, self._like, strict=True)
+        )

@@ -1,0 +1,306 @@
+"""One forward of a model, written down: which module was called by which, with what, and which operators it ran.
+
+Nothing is saved for a backward meanwhile, so the forward takes as much memory as inference.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from remat.errors import UnsupportedModel
+from remat.runtime.checks import failing_on_the_sample
+from remat.runtime.patching import Forward, blocks_as_written, intercepted, outside_of_compiled
+from remat.runtime.pytree import Arguments, Key, activation_of, first_tensor, key_of, tensors
+
+_OPERATIONS_PER_BYTE = 8  # that take about as long as moving one, on usual machines
+BEFORE = -1  # when what a model's parameters, buffers and inputs hold was computed
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of a module.
+
+    Attributes:
+        name: the module's name, with `#2` behind it for its second call in this forward.
+        begin, end: operators that had run when it began and when it ended.
+        given: keys of all tensors among its arguments; `takes` is the one it works on, None where there is none.
+        returned: keys of all tensors in its output, of which the first goes on.
+        saved_bytes: what autograd would keep of what was computed in it or handed to it, its children's included.
+        work: how much its operators, its children's included, have to do: bytes that they read and write, and
+            a byte for every few operations of arithmetic. An estimate that is the same each time, as times are not.
+        owned: storages of the parameters and buffers of all modules of the model.
+    """
+
+    name: str
+    module: nn.Module
+    parent: Call | None
+    begin: int
+    given: list[Key]
+    takes: Key | None
+    owned: Mapping[nn.Module, frozenset[int]]
+    end: int = BEFORE
+    returned: list[Key] = field(default_factory=list)
+    children: list[Call] = field(default_factory=list)
+    saved_bytes: int = 0
+    work: float = 0.0
+
+    @property
+    def goes_on(self) -> Key | None:
+        return self.returned[0] if self.returned else None
+
+    @functools.cached_property
+    def own(self) -> frozenset[int]:
+        """Storages of the parameters and buffers of the module, and of those inside of it."""
+        return frozenset().union(*(self.owned.get(part, ()) for part in self.module.modules()))
+
+    def has(self, other: Call | None) -> bool:
+        """Whether `other` is this call or lies in it."""
+        while other is not None:
+            if other is self:
+                return True
+            other = other.parent
+        return False
+
+
+@dataclass
+class Storage:
+    """Memory that the forward worked with.
+
+    Attributes:
+        size: bytes.
+        born: operators that had run when it was computed; BEFORE, if it was there.
+        uses, writes: by which call, and when.
+        requires_grad: a gradient flows through it.
+        saved_by: the first call whose operators save it for their backward; None if none does.
+        what: shape and dtype, for people.
+    """
+
+    size: int
+    born: int
+    what: str
+    uses: list[tuple[int, Call]] = field(default_factory=list)
+    writes: list[tuple[int, Call]] = field(default_factory=list)
+    requires_grad: bool = False
+    saved_by: Call | None = None
+    returned: bool = False
+
+
+@dataclass
+class Record:
+    """What a forward did.
+
+    Attributes:
+        root: the call of the model itself.
+        storages: by their address, which nothing else takes while the record lives.
+        saved_bytes: what autograd would keep in all.
+    """
+
+    root: Call
+    storages: dict[int, Storage]
+    saved_bytes: int
+    _alive: list[StorageWeakRef]
+
+    def calls(self) -> Iterable[Call]:
+        todo = [self.root]
+        while todo:
+            call = todo.pop()
+            yield call
+            todo.extend(call.children)
+
+
+def record(model: nn.Module, sample: Arguments) -> Record:
+    """Runs `model` once and writes down what it does.
+
+    Raises:
+        UnsupportedModel: the output holds no tensor.
+    """
+    recorder = _Recorder(model)
+    with (
+        failing_on_the_sample(lambda: recorder.failed or type(model).__name__),
+        torch.enable_grad(),
+        blocks_as_written(),
+        intercepted(recorder.names, recorder.call),
+        saved_tensors_hooks(recorder.saved, no_backward),
+        _Operators(recorder),
+    ):
+        output = model(*sample.args, **sample.kwargs)
+    if recorder.root is None:
+        raise UnsupportedModel(
+            f"{type(model).__name__} ran without its forward being called; is it compiled as a whole?"
+        )
+    for tensor in tensors(output):
+        recorder.storage(tensor).returned = True
+    if not tensors(output):
+        raise UnsupportedModel(f"the model returned {type(output).__name__}, without a tensor in it")
+    total = sum(storage.size for storage in recorder.storages.values() if storage.saved_by is not None)
+    return Record(recorder.root, recorder.storages, total, recorder.alive)
+
+
+class _Recorder:
+    def __init__(self, model: nn.Module) -> None:
+        self.names = outside_of_compiled(model)
+        self.owned = {module: _own_storages(module) for module in model.modules()}
+        self.counts: dict[nn.Module, int] = {}
+        self.storages: dict[int, Storage] = {}
+        self.alive: list[StorageWeakRef] = []
+        self.clock = 0
+        self.root: Call | None = None
+        self.present: Call | None = None
+        self.failed = ""  # the innermost call that raised an error
+
+    def call(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = tensors((args, kwargs))
+        for tensor in given:
+            self.storage(tensor)
+        count = self.counts[module] = self.counts.get(module, 0) + 1
+        name = self.names[module] + (f"#{count}" if count > 1 else "")
+        takes = activation_of(args, kwargs)
+        call = Call(
+            name,
+            module,
+            self.present,
+            self.clock,
+            [key_of(tensor) for tensor in given],
+            None if takes is None else key_of(takes),
+            self.owned,
+        )
+        if self.present is not None:
+            self.present.children.append(call)
+        elif self.root is None:
+            self.root = call
+        before, self.present = self.present, call
+        del given, takes
+        try:
+            output = forward(*args, **kwargs)
+        except Exception:
+            self.failed = self.failed or name
+            raise
+        finally:
+            call.end = self.clock
+            self.present = before
+        first = first_tensor(output)
+        if first is not None:
+            call.returned = [key_of(tensor) for tensor in tensors(output)]
+            for tensor in tensors(output):
+                self.storage(tensor)
+        return output
+
+    def storage(self, tensor: torch.Tensor, born: int = BEFORE) -> Storage:
+        memory = tensor.untyped_storage()
+        known = self.storages.get(memory._cdata)
+        if known is None:
+            # The weak reference keeps the address from being given to other memory.
+            self.alive.append(StorageWeakRef(memory))
+            what = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+            known = self.storages[memory._cdata] = Storage(memory.nbytes(), born, what)
+        known.requires_grad = known.requires_grad or tensor.requires_grad
+        return known
+
+    def saved(self, tensor: torch.Tensor) -> None:
+        storage = self.storage(tensor)
+        if storage.saved_by is None and storage.born != BEFORE and self.present is not None:
+            storage.saved_by = self.present
+            for call in _outwards(self.present):
+                call.saved_bytes += storage.size
+
+
+class _Operators(TorchDispatchMode):
+    """Tells the recorder of every operator."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        recorder = self.recorder
+        now, call = recorder.clock, recorder.present
+        if call is None:
+            return operator(*args, **kwargs)
+        inputs = _flat((*args, *kwargs.values()))
+        for tensor in inputs:
+            recorder.storage(tensor).uses.append((now, call))
+        written = _written(operator, args, kwargs)
+        for tensor in written:
+            recorder.storage(tensor).writes.append((now, call))
+        output = operator(*args, **kwargs)
+        outputs = _flat((output,))
+        for tensor in outputs:
+            recorder.storage(tensor, born=now)
+        recorder.clock += 1
+        if written or not _only_views(inputs, outputs):
+            count = flop_registry.get(operator._overloadpacket)
+            operations = count(*args, **kwargs, out_val=output) if count is not None else 0
+            work = sum(tensor.nbytes for tensor in (*inputs, *outputs)) + operations / _OPERATIONS_PER_BYTE
+            for holder in _outwards(call):
+                holder.work += work
+        return output
+
+
+def _outwards(call: Call | None) -> Iterator[Call]:
+    """The call, the one that it lies in, and so on."""
+    while call is not None:
+        yield call
+        call = call.parent
+
+
+def _flat(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments or results of an operator, which nests them in lists at most."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [item for item in value if isinstance(item, torch.Tensor)]
+    return found
+
+
+def _only_views(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
+    """Whether an operator, which writes to nothing, only looks at its inputs in another way."""
+    there = {tensor.untyped_storage()._cdata for tensor in inputs}
+    return all(tensor.untyped_storage()._cdata in there for tensor in outputs)
+
+
+@functools.cache
+def _writes(operator: Any) -> tuple[tuple[int, str], ...]:
+    """Positions and names of the arguments that an operator writes to."""
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(operator._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    values = [args[position] if position < len(args) else kwargs.get(name) for position, name in _writes(operator)]
+    found = _flat(values)
+    if operator._overloadpacket._qualified_op_name == "aten::native_batch_norm" and args[5]:
+        found += [tensor for tensor in args[3:5] if tensor is not None]  # which its schema does not tell
+    return found
+
+
+def _own_storages(module: nn.Module) -> frozenset[int]:
+    owned = (*module._parameters.values(), *module._buffers.values())
+    return frozenset(
+        tensor.untyped_storage()._cdata for tensor in owned if tensor is not None and tensor.layout == torch.strided
+    )
+
+
+def no_backward(_: None) -> torch.Tensor:
+    """The unpack hook of a forward that keeps nothing."""
+    raise UnsupportedModel("the model runs a backward in its forward, which a watched forward cannot")
+
+
+def saving_nothing() -> saved_tensors_hooks:
+    """A forward inside is the same computation as ever, and keeps nothing for a backward."""
+    return saved_tensors_hooks(lambda tensor: None, no_backward)

@@ -1,0 +1,318 @@
+"""Which module calls of a recorded forward can be the stages of a chain.
+
+A unit is a module call, or several in a row that only work together. Between two units lies a place to cut if the
+output of the first is what the second works on, untouched, and nothing else computed in the first is used once the
+second has begun. Units are refined from the root down: a call gives way to units inside it where they leave all of its
+memory to be planned, that is, where nothing but what is handed on, and what only units use, passes them by. A residual
+connection does pass by, so a block that has one stays whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from remat.profiling.recording import BEFORE, Call, Key, Record, Storage
+
+WHOLE = 2 / 3  # share of the model's memory from which on a call is too much for one stage
+WORTH = 0.01  # share of the model's memory that recomputing a run of units must be able to free
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Calls that run as one, each handing on to the next."""
+
+    calls: tuple[Call, ...]
+
+    @property
+    def begin(self) -> int:
+        return self.calls[0].begin
+
+    @property
+    def end(self) -> int:
+        return self.calls[-1].end
+
+    @property
+    def takes(self) -> Key | None:
+        return self.calls[0].takes
+
+    @property
+    def goes_on(self) -> Key | None:
+        return self.calls[-1].goes_on
+
+    @property
+    def name(self) -> str:
+        first, last = self.calls[0].name, self.calls[-1].name
+        return first if first == last else f"{first}..{last}"
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(call.saved_bytes for call in self.calls)
+
+    @property
+    def work(self) -> float:
+        return sum(call.work for call in self.calls)
+
+    def has(self, call: Call) -> bool:
+        return any(own.has(call) for own in self.calls)
+
+
+class Selector:
+    """Answers for one record."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.storages = record.storages
+        self._written = [_Written.of(address, storage) for address, storage in self.storages.items() if storage.writes]
+        self._saved = [
+            (id(storage.saved_by), storage.size) for storage in self.storages.values() if storage.saved_by is not None
+        ]
+        self._in_order = sorted(self.storages, key=lambda address: self.storages[address].born)
+        self._used_by: dict[int, list[tuple[int, int]]] = {}
+        for address, storage in self.storages.items():
+            for time, call in storage.uses:
+                self._used_by.setdefault(id(call), []).append((time, address))
+        self._born = [self.storages[address].born for address in self._in_order]
+
+    # Choosing units --------------------------------------------------------------------------------------------------
+
+    def choose(self) -> list[Unit]:
+        """The units of the whole model, in the order in which they run."""
+        return self._inside(self.record.root)
+
+    def _refined(self, call: Call) -> list[Unit]:
+        """What takes the call's place: itself, or units inside of it."""
+        unit = Unit((call,))
+        whole = self.replayable(unit)
+        if whole and call.saved_bytes <= WHOLE * self.record.saved_bytes:
+            inner = self._joined(call, self._units_of(call))
+            return inner if inner is not None and len(inner) > 1 else [unit]
+        inside = self._inside(call)
+        return inside or ([unit] if whole else [])
+
+    def _inside(self, call: Call) -> list[Unit]:
+        """Units in a call that is too large for one, or cannot be one: also where something passes them by."""
+        units = self._units_of(call)
+        clean = self._joined(call, units)
+        return units if clean is None else clean
+
+    def _units_of(self, call: Call) -> list[Unit]:
+        """Units of the children, those that only work together joined; without those that nothing is gained by."""
+        found: list[Unit] = []
+        for child in call.children:
+            if not child.returned or child.goes_on is None:
+                continue
+            found += self._refined(child) if child.children else [Unit((child,))]
+        usable = [unit for unit in self.joined_where_needed(found) if self.replayable(unit)]
+        return [unit for run in self.runs(usable) if self._is_worth_it(run) for unit in run]
+
+    def joined_where_needed(self, units: Sequence[Unit]) -> list[Unit]:
+        """The units, with those joined that only work together."""
+        joined: list[Unit] = []
+        for unit in units:
+            if joined and self._only_together(joined[-1], unit):
+                joined[-1] = Unit((*joined[-1].calls, *unit.calls))
+            else:
+                joined.append(unit)
+        return joined
+
+    def _only_together(self, one: Unit, other: Unit) -> bool:
+        """Whether `other` changes in place what `one` hands on, or hands on a view of it."""
+        if not self.hands_on(one, other) or one.goes_on is None or other.goes_on is None:
+            return False
+        handed = self.storages[one.goes_on.storage]
+        changed = any(one.end <= time and other.has(call) for time, call in handed.writes)
+        return changed or other.goes_on.storage == one.goes_on.storage
+
+    def _is_worth_it(self, run: Sequence[Unit]) -> bool:
+        return self.freed_bytes(run) > WORTH * self.record.saved_bytes
+
+    def freed_bytes(self, run: Sequence[Unit]) -> int:
+        """What recomputing a run can free: what is computed in it and kept for a backward, but its output."""
+        last = run[-1].goes_on
+        made = self._made_between(run[0].begin, run[-1].end)
+        kept = (address for address in made if self.storages[address].saved_by is not None)
+        return sum(self.storages[address].size for address in kept if last is None or address != last.storage)
+
+    def _made_between(self, begin: int, end: int) -> Sequence[int]:
+        """The storages that were computed when so many operators had run."""
+        return self._in_order[bisect_left(self._born, begin) : bisect_left(self._born, end)]
+
+    def _joined(self, call: Call, units: list[Unit]) -> list[Unit] | None:
+        """The units with those joined that a tensor skips; None where something passes them by on its way in `call`."""
+        if self._passed_by(call, units):
+            return None
+        places = _places(units)
+        joined: list[Unit] = []
+        position = 0
+        while position < len(units):
+            last = position
+            reached = position
+            while reached <= last:  # what is joined may itself be skipped over
+                last = max(last, self._skip_from(units, places, reached, first=reached == 0))
+                reached += 1
+            group = units[position : last + 1]
+            if not all(self.hands_on(a, b) for a, b in itertools.pairwise(group)):
+                return None
+            whole = Unit(tuple(call for unit in group for call in unit.calls))
+            if len(group) > 1 and not self.replayable(whole):
+                return None
+            joined.append(whole)
+            position = last + 1
+        return joined
+
+    def _skip_from(self, units: Sequence[Unit], places: dict[int, int], index: int, *, first: bool) -> int:
+        """The last unit that uses, past the next, what unit `index` hands on, or works on (`first`); else `index`."""
+        unit = units[index]
+        reach = index
+        handed = [(unit.goes_on, index + 1)]
+        if first:
+            handed.append((unit.takes, index))
+        for key, after in handed:
+            if key is None or not self.storages[key.storage].requires_grad:
+                continue
+            users = {places.get(id(call), -1) for _, call in self.storages[key.storage].uses}
+            reach = max([reach, *(later for later in users if later > after)])
+        # A tensor that skips a unit on its way from this one makes all from the next one on belong together.
+        return reach
+
+    def _passed_by(self, call: Call, units: Sequence[Unit]) -> bool:
+        """Whether code of `call` beside the units uses, after one of them, what was there before but is not its output.
+
+        Only what a gradient flows through counts: masks and the like are small, and kept.
+        """
+        last: dict[int, int] = {}  # when code beside the units uses a storage for the last time
+        beside, places = [call], _places(units)
+        while beside:
+            user = beside.pop()
+            beside += [child for child in user.children if id(child) not in places]
+            for time, key in self._used_by.get(id(user), ()):
+                last[key] = max(last.get(key, BEFORE), time)
+        for key, time in last.items():
+            storage = self.storages[key]
+            if not storage.requires_grad or self._is_lasting(key, call):
+                continue
+            for unit in units:
+                handed = unit.goes_on is not None and key == unit.goes_on.storage
+                if storage.born < unit.end <= time and not handed:
+                    return True
+        return False
+
+    def _is_lasting(self, key: int, call: Call) -> bool:
+        """Parameters, and what was there before the model ran but is no input of the call."""
+        storage = self.storages[key]
+        return storage.born == BEFORE and not any(given.storage == key for given in call.given)
+
+    # Judging ---------------------------------------------------------------------------------------------------------
+
+    def runs(self, units: Sequence[Unit]) -> list[list[Unit]]:
+        """The units, cut where one does not hand on to the next."""
+        runs: list[list[Unit]] = []
+        for unit in units:
+            if runs and not self.obstacle(runs[-1][-1], unit):
+                runs[-1].append(unit)
+            else:
+                runs.append([unit])
+        return runs
+
+    def hands_on(self, one: Unit, other: Unit) -> bool:
+        """Whether what `one` hands on is given to `other` as it is."""
+        key = one.goes_on
+        if key is None or key not in other.calls[0].given or other.begin < one.end:
+            return False
+        if key != other.takes and other.takes is not None and self.storages[other.takes.storage].born >= one.end:
+            return False  # a side input: what it works on was computed in between, as by a decoder's embedding
+        return not any(one.end <= time < other.begin for time, _ in self.storages[key.storage].writes)
+
+    def obstacle(self, one: Unit, other: Unit) -> str:
+        """Why there is no place to cut between two units, for people; empty where there is one."""
+        key = one.goes_on
+        if key is None:
+            return f"{one.name!r} returns no tensor"
+        if not self.hands_on(one, other):
+            what = self.storages[key.storage].what
+            return f"the output of {one.name!r} ({what}) is not what {other.name!r} is given, or was changed in between"
+        storage = self.storages[key.storage]
+        late = [call.name for time, call in storage.uses if time >= other.end and not other.has(call)]
+        # What is computed from it in between may send a gradient back too, as that of a head of its own does.
+        between = {time: call.name for time, call in storage.uses if one.end <= time < other.begin}
+        made = [self.storages[address] for address in self._made_between(one.end, other.begin)]
+        late += [between[new.born] for new in made if new.born in between and (new.requires_grad or new.saved_by)]
+        if late or any(time >= one.end for time, _ in storage.writes):
+            where = late[0] if late else other.name
+            return f"the output of {one.name!r} ({storage.what}) is used again, or changed, in {where!r}"
+        for address in self._made_between(one.begin, one.end):
+            storage = self.storages[address]
+            if address == key.storage:
+                continue
+            if storage.returned:
+                return f"{storage.what}, computed in {one.name!r}, is part of the model's output"
+            if storage.uses:
+                late = [call.name for time, call in storage.uses if time >= other.begin]
+                if late:
+                    where = f"is used in {late[0]!r}, when {other.name!r} has begun"
+                    return f"{storage.what}, computed in {one.name!r}, {where}"
+        return ""
+
+    def keeps_between(self, unit: Unit) -> bool:
+        """Whether autograd keeps what the unit hands on."""
+        return unit.goes_on is None or self.storages[unit.goes_on.storage].saved_by is not None
+
+    def replayable(self, unit: Unit) -> bool:
+        return not self.why_not_again(unit)
+
+    def why_not_again(self, unit: Unit) -> str:
+        """Why the unit cannot run a second time, for people; empty where it can.
+
+        What it reads must stay as it is from its beginning on, and it must write to nothing but what it made itself and
+        buffers of its own modules.
+        """
+        if unit.takes is None:
+            return f"{unit.name!r} is given no tensor"
+        begin, end = unit.begin, unit.end
+        for address, storage, last_write, used in self._written:
+            if last_write < begin or begin <= storage.born < end:
+                continue
+            meanwhile = storage.uses[bisect_left(used, begin) : bisect_left(used, end)]
+            if not meanwhile or any(address in call.own for call in unit.calls):
+                continue
+            if not any(unit.has(call) for _, call in meanwhile):
+                continue
+            late = next(call.name for time, call in storage.writes if time >= begin)
+            return f"{storage.what}, which {unit.name!r} uses, is changed in place in {late or 'the model'!r}"
+        return ""
+
+    # What chains cover -----------------------------------------------------------------------------------------------
+
+    def covered_bytes(self, units: Sequence[Unit]) -> int:
+        """What autograd would keep of what is saved in the units."""
+        places = _places(units)
+        return sum(size for saved_by, size in self._saved if saved_by in places)
+
+
+class _Written(NamedTuple):
+    """A storage that something writes to, with when it was written last, and when it was used, in order."""
+
+    address: int
+    storage: Storage
+    last_write: int
+    used: list[int]
+
+    @classmethod
+    def of(cls, address: int, storage: Storage) -> _Written:
+        return cls(address, storage, max(time for time, _ in storage.writes), [time for time, _ in storage.uses])
+
+
+def _places(units: Sequence[Unit]) -> dict[int, int]:
+    """By identity, each call that is one of a unit's or lies in it, and the number of the unit."""
+    places = {}
+    for number, unit in enumerate(units):
+        todo = [*unit.calls]
+        while todo:
+            call = todo.pop()
+            places[id(call)] = number
+            todo += call.children
+    return places

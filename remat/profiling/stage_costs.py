@@ -1,0 +1,199 @@
+"""What a stage costs in bytes, from what was measured while it ran: the terms of the model of memory (Section 3.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from remat.profiling.preserving import cut_off
+from remat.runtime.calls.environment import rescaled
+from remat.runtime.calls.stages import Stage
+from remat.runtime.meter import MemoryMeter, Region, rounded
+from remat.runtime.patching import uncompiled
+from remat.runtime.pytree import map_tensors, tensors
+
+
+@dataclass(frozen=True)
+class Marks:
+    draws_random: bool
+    changes_buffers: bool
+    changed_bytes: int
+    set_up_bytes: int = 0  # of buffers that its first run puts in the place of others, and a recomputation of that too
+    set_up_saved: int = 0  # what of these autograd keeps
+
+    @classmethod
+    def together(cls, marks: Sequence[Marks]) -> Marks:
+        """Those of a stage that consists of several."""
+        return cls(
+            any(mark.draws_random for mark in marks),
+            any(mark.changes_buffers for mark in marks),
+            sum(mark.changed_bytes for mark in marks),
+            sum(mark.set_up_bytes for mark in marks),
+            sum(mark.set_up_saved for mark in marks),
+        )
+
+
+NO_MARKS = Marks(False, False, 0)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    act: int
+    grad: int
+    saved: int
+    fwd_overhead: int
+    save_overhead: int
+    bwd_extra: int  # what the backward needs beyond the model's terms; below zero if it needs less
+    undeferred: int  # what stays in memory although nothing was to be saved, as attributes of a Function's ctx do
+    saves_output: bool
+    lasting: int = 0  # what stays when the graph is gone too, as autocast's cast copies of parameters do
+
+
+NOTHING = Sizes(0, 0, 0, 0, 0, 0, undeferred=0, saves_output=False)  # of a loss that is taken as free
+
+
+def signed(extras: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What backwards need beyond the model's terms, and by how much they stay below: the two fields of `Chain`."""
+    return tuple(max(extra, 0) for extra in extras), tuple(max(-extra, 0) for extra in extras)
+
+
+class SavedStorages:
+    """A pack hook (`note`) that keeps nothing but notes whose memory would have been kept.
+
+    Storages are told apart by weak references: what is not kept is freed, and its address given to the next.
+    """
+
+    def __init__(self) -> None:
+        self._storages: dict[int, StorageWeakRef] = {}
+        self.note = uncompiled(self._note)
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        storage = StorageWeakRef(tensor.untyped_storage())
+        self._storages.setdefault(storage.cdata, storage)
+
+    def among(self, value: Any) -> bool:
+        return any(
+            StorageWeakRef(tensor.untyped_storage()).cdata in self._storages
+            for tensor in tensors(value)
+            if tensor.numel()
+        )
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What is known of a stage from the values at its two ends; `returned`: bytes of all that it returned."""
+
+    act: int
+    grad: int
+    act_before: int
+    grad_before: int
+    saves_input: bool
+    saves_output: bool
+    returned: int
+
+
+def sizes_of_stage(without: Region, full: Region, backward: Region, at: Boundary, input_held: bool) -> Sizes:
+    """The terms of the model (Section 3.1) for one stage.
+
+    `input_held`: something else than this stage's backward keeps the input alive until then.
+    """
+    saved = max(full.end_bytes - full.start_bytes, at.act)
+    bwd_extra = 0
+    if at.grad:
+        bwd_extra = backward.peak_bytes - full.start_bytes - saved - at.grad - at.grad_before
+        if not (input_held or at.saves_input):
+            bwd_extra -= at.act_before  # gone by then: its last reader was this stage's forward
+    lasting = max(full.start_bytes - without.start_bytes - at.returned, 0)
+    return Sizes(
+        act=at.act,
+        grad=at.grad,
+        saved=saved,
+        fwd_overhead=max(without.peak_bytes - without.start_bytes - at.act - lasting, 0),
+        save_overhead=max(full.peak_bytes - full.start_bytes - saved, 0),
+        bwd_extra=bwd_extra,
+        undeferred=max(without.end_bytes - without.start_bytes - at.returned - lasting, 0),
+        saves_output=at.saves_output,
+        lasting=lasting,
+    )
+
+
+def executor_reserve(marks: Sequence[Marks], sizes: Sequence[Sizes]) -> int:
+    """What the executor keeps beside the activations: per recomputed stage the old values of the buffers it changes
+    and the state of the generators it draws from; and what a stage holds although nothing was to be saved."""
+    kept = sum(mark.changed_bytes + _state_bytes() * mark.draws_random for mark in marks)
+    return kept + sum(size.undeferred + size.lasting for size in sizes)
+
+
+def as_executed(size: Sizes, stage: Stage, mark: Marks) -> Sizes:
+    """The terms of a stage that the executor runs, from those of the stage alone.
+
+    Running it forward takes states of the generator to compare and to put back, and copies of buffers to work on;
+    a backward keeps those copies that it saved (a batch norm's does) in place of the buffers. What a stage holds in any
+    case is in the executor's reserve, so no part of what it saves; a run that is repeated holds it once more meanwhile.
+    """
+    buffers = sum(buffer.nbytes for *_, buffer in stage.buffers())
+    buffers += sum(weight.nbytes for part in stage.parts for weight in rescaled(part).values())
+    working = 2 * buffers + 3 * _state_bytes() + mark.set_up_bytes
+    return replace(
+        size,
+        saved=max(size.saved - size.undeferred, min(size.act, size.saved)) + mark.changed_bytes + mark.set_up_saved,
+        fwd_overhead=size.fwd_overhead + working,
+        save_overhead=size.save_overhead + working + size.undeferred,
+    )
+
+
+def _state_bytes() -> int:
+    return torch.get_rng_state().numel()
+
+
+def cast_bytes(device: torch.device, forward: Callable[[], object]) -> int:
+    """Bytes of the copies of parameters that autocast keeps in its cache until the autocast block ends.
+
+    Runs `forward` once, without keeping anything for a backward. The cache is full afterwards, so that no stage that is
+    measured seems to pay for a copy that another has made, or will find there.
+    """
+    if not (torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled()):
+        return 0
+    torch.clear_autocast_cache()
+    meter = MemoryMeter(device, may_be_idle=True)
+    with meter.session(), meter.region():
+        forward()
+    (region,) = meter.regions
+    return region.end_bytes - region.start_bytes
+
+
+@contextmanager
+def own_autocast_cache() -> Iterator[None]:
+    """Afterwards autocast's cache is empty, so that no copies of parameters that were measured with stay in memory."""
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+def storage_bytes(value: Any) -> int:
+    """What keeping a value keeps: whole storages, each once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors(value) if tensor.numel()}
+    return sum(rounded(tensor.untyped_storage().nbytes(), tensor.device) for tensor in storages.values())
+
+
+def gradient_bytes(value: Any) -> int:
+    return sum(
+        rounded(tensor.numel() * tensor.element_size(), tensor.device)
+        for tensor in tensors(value)
+        if tensor.requires_grad
+    )
+
+
+def sourced(value: Any) -> Any:
+    """`value` as if it came out of an earlier stage: part of a graph where it requires a gradient."""
+    differentiable = [tensor for tensor in tensors(value) if tensor.requires_grad]
+    if not differentiable:
+        return value
+    handed_on = iter(cut_off(*differentiable))
+    return map_tensors(lambda tensor: next(handed_on) if tensor.requires_grad else tensor, value)

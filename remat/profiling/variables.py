@@ -1,0 +1,80 @@
+"""What variables of a running forward hold: memory that is freed when functions return, not by a backward."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from remat.runtime.meter import rounded
+from remat.runtime.pytree import tensors
+
+
+class LetGo(NamedTuple):
+    """Memory that code outside of the stages made, that only variables held, and that was gone later in the forward.
+
+    Attributes:
+        made_in: the piece of code outside in which it was made.
+        gone_by: the stage when begun, or the piece of code outside when ended, it was gone.
+    """
+
+    made_in: int
+    gone_by: int
+    size_bytes: int
+
+
+class Variables:
+    """Follows what is made outside of the stages and held by variables of the functions that are running.
+
+    To be used in a forward of its own, in which no memory is measured: looking at variables makes them live longer.
+    """
+
+    def __init__(self) -> None:
+        self.let_go: list[LetGo] = []
+        self._seen: dict[int, StorageWeakRef] = {}
+        self._held: list[tuple[int, StorageWeakRef, int]] = []
+
+    def counts_elsewhere(self, value: Any) -> None:
+        """What a stage computed, or is handed: the stage accounts for it."""
+        for tensor in tensors(value):
+            self._see(tensor)
+
+    def look(self, index: int) -> None:
+        """Notes what is gone by now: stage `index` begins, or a piece of code outside ends, or the model returned."""
+        held = []
+        for made_in, memory, size in self._held:
+            if memory.expired():
+                self.let_go.append(LetGo(made_in, index, size))
+            else:
+                held.append((made_in, memory, size))
+        self._held = held
+
+    def piece_ended(self, index: int, root: CodeType) -> None:
+        """Notes what variables hold that a piece of code outside made, which ends now.
+
+        Args:
+            root: the function that called the model.
+        """
+        for value in _values_of_frames(root):
+            for tensor in tensors(value):
+                storage = self._see(tensor)
+                if storage is not None:
+                    size = rounded(tensor.untyped_storage().nbytes(), tensor.device)
+                    self._held.append((index, storage, size))
+
+    def _see(self, tensor: torch.Tensor) -> StorageWeakRef | None:
+        """A weak reference to the memory of a tensor, if it was not seen before."""
+        storage = StorageWeakRef(tensor.untyped_storage())
+        return storage if self._seen.setdefault(storage.cdata, storage) is storage else None
+
+
+def _values_of_frames(root: CodeType) -> Iterator[Any]:
+    """The values of all variables of the running functions, up to `root`."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not root:
+        yield from list(frame.f_locals.values())
+        frame = frame.f_back  # type: ignore[assignment]

@@ -1,0 +1,259 @@
+"""What a stage's forward depends on beside its input, so that running it again is the same run.
+
+Random number generators, autocast, train/eval flags, buffers that the stage itself changes, parameter versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from remat.errors import ReplayError
+from remat.runtime.calls.stages import Stage
+from remat.runtime.pytree import tensors
+
+
+class RandomState:
+    """State of the CPU's generator and of the given accelerators' ones."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self.cpu = torch.get_rng_state()
+        self.others = {device: torch.get_device_module(device).get_rng_state(device) for device in devices}
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        for device, state in self.others.items():
+            torch.get_device_module(device).set_rng_state(state, device)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, RandomState)
+            and torch.equal(self.cpu, other.cpu)
+            and self.others.keys() == other.others.keys()
+            and all(torch.equal(state, other.others[device]) for device, state in self.others.items())
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # states are compared, never looked up
+
+
+def accelerators(stage: Stage, value: Any) -> set[torch.device]:
+    """The devices other than the CPU that a run of `stage` on `value` may draw random numbers on."""
+    devices = {tensor.device for tensor in tensors(value)}
+    devices.update(parameter.device for parameter in stage.parameters())
+    return {device for device in devices if device.type not in ("cpu", "meta")}
+
+
+_Key: TypeAlias = tuple[int, str]  # a buffer: position of its module among the stage's parts, and its name
+
+
+class _Before(NamedTuple):
+    """A buffer before a run: the object (or None), its version, and its old values where the run may change it.
+
+    `copy`: the buffer itself where the run put another in its place, since nothing writes to it any more.
+    """
+
+    buffer: torch.Tensor | None
+    version: int
+    copy: torch.Tensor | None
+
+    @property
+    def intact(self) -> bool:
+        """Whether the old values are still those: a buffer that was replaced may be changed by who else holds it."""
+        return self.copy is None or self.copy is not self.buffer or self.copy._version == self.version
+
+    @property
+    def kept_bytes(self) -> int:
+        return 0 if self.copy is None else self.copy.numel() * self.copy.element_size()
+
+
+class BufferWatch:
+    """Which buffers of a stage its forward changes, learned from its runs.
+
+    A buffer must be copied before a run that writes to it. The first run in each combination of train and eval flags
+    copies all of them; later ones only those that were seen to change. Versions alone do not tell: the kernels of
+    BatchNorm write running statistics without counting one, so values are compared too, in that first run. A run that
+    puts another tensor in a buffer's place, as modules do that set up a table for the shapes they meet, needs no copy:
+    the old one is kept until the backward, and nothing after a run that leaves it alone. A parameter that the forward
+    itself scales down (`max_norm` of embeddings) counts as such a buffer: a second time would change it once more.
+    """
+
+    def __init__(self) -> None:
+        self._changing: dict[tuple[bool, ...], set[_Key]] = {}
+
+    def before(self, stage: Stage, flags: tuple[bool, ...]) -> dict[_Key, _Before]:
+        """Every buffer as it is now."""
+        known = self._changing.get(flags)
+        return {
+            (position, name): _Before(None, 0, None)
+            if buffer is None
+            else _Before(
+                buffer, buffer._version, buffer.detach().clone() if known is None or (position, name) in known else None
+            )
+            for position, part in enumerate(stage.parts)
+            for name, buffer in (*part._buffers.items(), *rescaled(part).items())
+        }
+
+    def after(self, stage: Stage, flags: tuple[bool, ...], before: dict[_Key, _Before]) -> dict[_Key, _Before]:
+        """The buffers that changed, or did so in an earlier run, as they were before this one."""
+        known = self._changing.get(flags)
+        written = {
+            key: was
+            for key, was in before.items()
+            if (known is not None and key in known)
+            or (was.buffer is not None and was.buffer._version != was.version)
+            or _is_running_statistic(stage.parts[key[0]], flags[key[0]])
+            or key[1] in rescaled(stage.parts[key[0]])
+            or (known is None and _differ(was.buffer, was.copy))
+        }
+        replaced = {
+            key: was._replace(copy=was.buffer)
+            for key, was in before.items()
+            if key not in written and stage.parts[key[0]]._buffers.get(key[1]) is not was.buffer
+        }
+        self._changing.setdefault(flags, set()).update(written)
+        return written | replaced
+
+
+def _differ(buffer: torch.Tensor | None, copy: torch.Tensor | None) -> bool:
+    if buffer is None or copy is None or buffer.layout != torch.strided:
+        return False  # sparse tensors have no `equal`; their versions must do
+    return not torch.equal(buffer, copy)
+
+
+def rescaled(part: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters that the module's own forward writes to."""
+    if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+        return {"weight": part.weight}
+    return {}
+
+
+def _is_running_statistic(part: nn.Module, training: bool) -> bool:
+    # True even where a run leaves the values as they were, which the next one may not.
+    return isinstance(part, _NormBase) and training and part.track_running_stats
+
+
+class FirstRun:
+    """Records what the first forward of a stage depended on; `again` puts it back for a recomputation."""
+
+    def __init__(self, stage: Stage, value: Any, watch: BufferWatch, *, preserve_random: bool) -> None:
+        self._stage = stage
+        self._flags = tuple(part.training for part in stage.parts)
+        self._versions = [(parameter, parameter._version) for parameter in stage.parameters()]
+        self._rewritten: list[torch.Tensor] = []  # parameters that the forward itself wrote to
+        self._autocast = _autocast_states({tensor.device.type for tensor in tensors(value)} | {"cpu"})
+        self._devices = accelerators(stage, value)
+        self._random: RandomState | None = RandomState(self._devices) if preserve_random else None
+        self._watch = watch
+        self._before = watch.before(stage, self._flags)
+        self._changed: dict[_Key, _Before] = {}
+
+    def ended(self) -> None:
+        """To be called when the first run is over: keeps only what it really drew on and changed."""
+        # A stage may change a parameter itself (Embedding's max_norm); only what comes after its run is an error.
+        self._rewritten = [parameter for parameter, version in self._versions if parameter._version != version]
+        if self._rewritten:
+            kept_aside = {id(weight) for part in self._stage.parts for weight in rescaled(part).values()}
+            self._rewritten = [weight for weight in self._rewritten if id(weight) not in kept_aside]
+        self._versions = [(parameter, parameter._version) for parameter in self._stage.parameters()]
+        self._changed = self._watch.after(self._stage, self._flags, self._before)
+        self._before = {}
+        if self._random is not None and self._random == RandomState(self._devices):
+            self._random = None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """The surroundings of the first run; afterwards everything is as before, buffers changed once included.
+
+        Raises:
+            ReplayError: a parameter was modified in place since, a buffer changed that never did before, or the stage
+                writes other values to a parameter of its own each time.
+        """
+        now = list(self._stage.parameters())
+        if len(now) != len(self._versions) or any(a is not b for a, (b, _) in zip(now, self._versions, strict=True)):
+            raise ReplayError(
+                f"the parameters of stage {self._stage.name!r} are not those that its forward ran with, so recomputing "
+                "it would give another result; run backward() before they are replaced (and inside of "
+                "torch.func.functional_call), or use the store_all schedule"
+            )
+        for parameter, version in self._versions:
+            if parameter._version != version:
+                raise ReplayError(
+                    f"a parameter of stage {self._stage.name!r} with shape {tuple(parameter.shape)} was modified in "
+                    f"place since the forward (version {version} then, {parameter._version} now), so recomputing the "
+                    "stage would give another result; call optimizer.step() after backward()"
+                )
+        written = [(weight, weight.detach().clone()) for weight in self._rewritten]
+        with ExitStack() as stack:
+            stack.enter_context(self._flags_again())
+            stack.enter_context(self._buffers_again())
+            stack.callback(self._note_versions)
+            if self._random is not None:
+                stack.callback(RandomState(self._devices).restore)
+                self._random.restore()
+            for state in self._autocast:
+                stack.enter_context(torch.autocast(**state))
+            yield
+            for weight, was in written:
+                if not torch.equal(weight, was):
+                    weight.detach().copy_(was)
+                    raise ReplayError(
+                        f"stage {self._stage.name!r} changes a parameter of its own, of shape {tuple(was.shape)}, "
+                        "once more when it is recomputed, so that it would give another result; use the store_all "
+                        "schedule for such a stage"
+                    )
+
+    def _note_versions(self) -> None:
+        self._versions = [(parameter, parameter._version) for parameter, _ in self._versions]
+
+    @contextmanager
+    def _flags_again(self) -> Iterator[None]:
+        now = tuple(part.training for part in self._stage.parts)
+        for part, flag in zip(self._stage.parts, self._flags, strict=True):
+            part.training = flag
+        try:
+            yield
+        finally:
+            for part, flag in zip(self._stage.parts, now, strict=True):
+                part.training = flag
+
+    @contextmanager
+    def _buffers_again(self) -> Iterator[None]:
+        """Runs on scratch copies of the old values, so that the module's own buffers are not changed a second time."""
+        originals: list[tuple[dict[str, Any], str, Any]] = []
+        try:
+            for (position, name), was in self._changed.items():
+                part = self._stage.parts[position]
+                if not was.intact or (was.buffer is not None and was.copy is None):
+                    raise ReplayError(
+                        f"buffer {name!r} of stage {self._stage.name!r} changed in this forward but not in the ones "
+                        "before, so its old value was not kept; use the store_all schedule for such a stage"
+                    )
+                holder: dict[str, Any] = part._parameters if name in part._parameters else part._buffers
+                originals.append((holder, name, holder[name]))
+                scratch = None if was.copy is None else was.copy.clone()
+                if isinstance(holder[name], nn.Parameter) and scratch is not None:
+                    scratch = nn.Parameter(scratch, holder[name].requires_grad)
+                holder[name] = scratch
+            yield
+        finally:
+            for holder, name, buffer in originals:
+                holder[name] = buffer
+
+
+def _autocast_states(device_types: set[str]) -> list[dict[str, Any]]:
+    """Arguments of `torch.autocast` that bring back the present state; a backward usually runs outside of it."""
+    return [
+        {
+            "device_type": device_type,
+            "enabled": torch.is_autocast_enabled(device_type),
+            "dtype": torch.get_autocast_dtype(device_type),
+            "cache_enabled": torch.is_autocast_cache_enabled(),
+        }
+        for device_type in sorted(device_types)
+        if torch.amp.is_autocast_available(device_type)
+    ]

@@ -1,0 +1,123 @@
+"""Where the stages of a found chain lie in a model: which calls of which modules they are, and in what order."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from remat.chain import Layout
+from remat.errors import PlanMismatch
+from remat.runtime.calls.stages import Stage, stage_name
+from remat.runtime.pytree import key_of, tensors
+
+
+class Place(NamedTuple):
+    """A call of the chain: its name, its stage, and whether it is the first and the last call of that."""
+
+    name: str
+    stage: int
+    first: bool
+    last: bool
+
+
+class Places:
+    """The calls of a layout, bound to a model.
+
+    Attributes:
+        stages: 1..L, of which those without modules stand for the code between the others.
+        fixed: L+1 flags: the stages that are such code.
+        follows: stages that work on what the stage before them hands on.
+        calls: in the order in which they come.
+        aside: calls of the same modules that are no part of a stage.
+        names: of the modules of stages, and of those that are not called on the chain's path.
+
+    Raises:
+        PlanMismatch: the layout is that of another model.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout | None) -> None:
+        if layout is None or layout.calls is None:
+            raise PlanMismatch(
+                f"the schedule names no module calls, so it runs on an nn.Sequential, and this is a "
+                f"{type(model).__name__}; profile this model and solve for its chain"
+            )
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self.model = model
+        self.stages: list[Stage] = []
+        self.calls: list[Place] = []
+        for index, names in enumerate(layout.calls, start=1):
+            missing = [name for name in names if module_of(name) not in modules]
+            if missing:
+                raise PlanMismatch(f"the schedule was made for another model: this one has no module {missing[0]!r}")
+            parts = list(dict.fromkeys(modules[module_of(name)] for name in names))
+            self.stages.append(Stage(parts, stage_name(names) if names else "(outside)"))
+            last = len(names) - 1
+            self.calls += [Place(name, index, part == 0, part == last) for part, name in enumerate(names)]
+        self.fixed = (*(not names for names in layout.calls), False)
+        self.follows = frozenset(
+            index
+            for index in range(2, len(layout.calls) + 1)
+            if not self.fixed[index - 1] and not self.fixed[index - 2]
+        )
+        self.aside = frozenset(layout.aside)
+        self._stage_names = {modules[module_of(place.name)]: module_of(place.name) for place in self.calls}
+        uncalled = {modules[name]: name for name in layout.uncalled if name in modules}
+        self.names = {**uncalled, **self._stage_names}
+
+    def runs(self) -> list[range]:
+        """The stages, by the runs in which they follow each other; behind each lies code outside."""
+        found: list[range] = []
+        for index, fixed in enumerate(self.fixed[:-1], start=1):
+            if index in self.follows:
+                found[-1] = range(found[-1].start, index + 1)
+            elif not fixed:
+                found.append(range(index, index + 1))
+        return found
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the stages still are modules of the model: none of them replaced or removed since."""
+        present = dict(self.model.named_modules(remove_duplicate=False))
+        return all(present.get(name) is module for module, name in self._stage_names.items())
+
+
+class Counter:
+    """Names the calls of one forward."""
+
+    def __init__(self, places: Places) -> None:
+        self._names = places.names
+        self._counts: dict[nn.Module, int] = {}
+
+    def name(self, module: nn.Module) -> str:
+        """The name of a call that has begun."""
+        count = self._counts[module] = self._counts.get(module, 0) + 1
+        return self._names[module] + (f"#{count}" if count > 1 else "")
+
+    def now(self) -> dict[nn.Module, int]:
+        """How often each module was called so far."""
+        return dict(self._counts)
+
+    def back_to(self, counts: dict[nn.Module, int]) -> None:
+        """As if what was called since had not been."""
+        self._counts = dict(counts)
+
+    def add(self, counts: dict[nn.Module, int]) -> None:
+        """As if each module had been called at least so often."""
+        self._counts = {module: max(count, counts.get(module, 0)) for module, count in (counts | self._counts).items()}
+
+
+def module_of(call: str) -> str:
+    """The name of the module of a call."""
+    return call.partition("#")[0]
+
+
+def among(handed: torch.Tensor, given: object) -> torch.Tensor | None:
+    """What stands for `handed` among arguments: itself, or a tensor of the same data; None where there is neither."""
+    found = tensors(given)
+    same = next((tensor for tensor in found if tensor is handed), None)
+    if same is None:
+        key = key_of(handed)
+        same = next((tensor for tensor in found if key_of(tensor) == key), None)
+    return same

@@ -1,0 +1,198 @@
+"""A model as a chain of stages: flattening an `nn.Sequential`, and walking over the tensors between stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from remat.chain import Layout
+from remat.errors import PlanMismatch, UnsupportedModel
+from remat.runtime.pytree import map_tensors, tensors
+
+
+class Stage:
+    """Consecutive modules of the flattened model, run as one.
+
+    Attributes:
+        modules: the modules, in order.
+        parts: they and all modules inside them.
+        name: for people and messages.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], name: str) -> None:
+        self.modules = tuple(modules)
+        self.name = name
+        self.parts = tuple(dict.fromkeys(part for module in modules for part in module.modules()))
+
+    def __call__(self, value: Any) -> Any:
+        for module in self.modules:
+            value = module(value)
+        return value
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        for part in self.parts:
+            for parameter in part._parameters.values():
+                if parameter is not None:
+                    yield parameter
+
+    def buffers(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+        for part in self.parts:
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    yield part, name, buffer
+
+
+def flatten(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules of an `nn.Sequential` with their names, nested ones dissolved.
+
+    A nested `nn.Sequential` with hooks of its own stays whole, since dissolving it would lose them.
+
+    Raises:
+        UnsupportedModel: not an `nn.Sequential`, or nothing in it.
+    """
+    if not is_sequential(model):
+        raise UnsupportedModel(
+            f"{type(model).__name__} is not a chain: remat plans an nn.Sequential, whose modules run one after the "
+            "other. Write the model as nn.Sequential(...) of its stages (each may be any module)."
+        )
+    flat = list(_flatten("", model))
+    if not flat:
+        raise UnsupportedModel("the nn.Sequential is empty; it needs at least one module")
+    return flat
+
+
+def is_sequential(module: nn.Module) -> bool:
+    """Whether the module runs its children one after the other, and nothing else."""
+    # A subclass that only builds itself differently still runs as a chain; one with its own forward does not.
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _flatten(prefix: str, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    # Not named_children(), which leaves out a module's second place in the chain.
+    for name, child in model._modules.items():
+        if child is None:
+            continue
+        if is_sequential(child) and not _has_hooks(child) and not _is_changed(child):
+            yield from _flatten(f"{prefix}{name}.", child)
+        else:
+            yield prefix + name, child
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """Whether the forward of this one module is not that of its class."""
+    own = module.__dict__.get("forward")
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+
+
+def group(model: nn.Module, layout: Layout | None, length: int) -> list[Stage]:
+    """The stages 1..L of `model` for a schedule of `length` = L+1 stages, cut as `layout` says, else one per module.
+
+    Raises:
+        PlanMismatch: the schedule was made for a model with other modules.
+        UnsupportedModel: as `flatten`.
+    """
+    flat = flatten(model)
+    modules = layout.modules if layout is not None else (1,) * len(flat)
+    if sum(modules) != len(flat) or len(modules) != length - 1:
+        planned = sum(modules) if layout is not None else length - 1
+        raise PlanMismatch(
+            f"the schedule was made for a model of {planned} modules in {length - 1} stages (and the loss), this one "
+            f"flattens to {len(flat)} modules; profile this model and solve for its chain, or write a schedule of "
+            f"{len(flat) + 1} stages by hand"
+        )
+    stages, position = [], 0
+    for count in modules:
+        part = flat[position : position + count]
+        stages.append(Stage([module for _, module in part], stage_name([name for name, _ in part])))
+        position += count
+    return stages
+
+
+def is_current(model: nn.Module, stages: Sequence[Stage]) -> bool:
+    """Whether `stages` still are the modules of `model`: none replaced, added or removed since."""
+    planned = [id(module) for stage in stages for module in stage.modules]
+    return planned == [id(module) for _, module in _flatten("", model)]
+
+
+def stage_name(names: Sequence[str]) -> str:
+    """One name for a stage of several modules: the first and the last."""
+    return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
+
+
+def detached(value: Any) -> Any:
+    """The same data as leaves of a new graph, each requiring a gradient if the original does."""
+    return map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
+
+
+def attached(value: Any) -> Any:
+    """Detached values as if an earlier stage had just computed them: no leaves, where they require a gradient.
+
+    Autocast keeps cast copies of leaves until its block ends, and with them the leaves. To be called with gradients on.
+    """
+    return map_tensors(lambda tensor: tensor.view_as(tensor) if tensor.requires_grad else tensor, value)
+
+
+def describe(value: Any) -> tuple[str, ...]:
+    """One line per tensor, as `Layout.inputs` has it."""
+    return tuple(
+        f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} {tensor.device.type}"
+        for tensor in tensors(value)
+    )
+
+
+def describe_call(value: Any) -> tuple[str, ...]:
+    """What a measurement with this input holds for: a line per tensor, and one for autocast where it is on."""
+    lines = describe(value)
+    for kind in sorted({tensor.device.type for tensor in tensors(value)}):
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            cache = "" if torch.is_autocast_cache_enabled() else " without its cache"
+            lines += (f"autocast to {str(torch.get_autocast_dtype(kind)).removeprefix('torch.')} on {kind}{cache}",)
+    return lines
+
+
+def single_input(sample: Any) -> Any:
+    """The one input of an `nn.Sequential`, out of a sample: itself, (input,) or {"input": input}.
+
+    A tuple of several values, or another dict, is that one input itself, since there can be no other arguments.
+
+    Raises:
+        UnsupportedModel: no tensor in it.
+    """
+    value = sample
+    if isinstance(sample, tuple) and len(sample) == 1:
+        (value,) = sample
+    elif isinstance(sample, dict) and list(sample) == ["input"]:  # as nn.Sequential calls it
+        value = sample["input"]
+    if not tensors(value):
+        raise UnsupportedModel(f"the sample holds no tensor, found {type(value).__name__}")
+    return value
+
+
+def check_device(stages: Sequence[Stage], value: Any) -> torch.device:
+    """The device that model and input share; the model's where the input holds no tensor.
+
+    Raises:
+        UnsupportedModel: they are on different devices.
+    """
+    found = tensors(value) or [parameter for stage in stages for parameter in stage.parameters()]
+    device = found[0].device if found else torch.device("cpu")
+    for stage in stages:
+        for parameter in stage.parameters():
+            if isinstance(parameter, UninitializedParameter):
+                raise UnsupportedModel(
+                    f"stage {stage.name!r} has parameters without a shape yet; run one batch through the model first"
+                )
+            if parameter.device != device:
+                raise UnsupportedModel(
+                    f"the sample is on {device}, but stage {stage.name!r} has parameters on {parameter.device}; "
+                    f"move one of them, as in sample.to({str(parameter.device)!r})"
+                )
+    return device

@@ -1,0 +1,102 @@
+"""What people pass: models, samples, losses and counts, refused with what to write instead."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.errors import InvalidLoss, InvalidSample, RematError
+from remat.runtime.pytree import tensors
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+def check_model(model: object) -> None:
+    """Raises RematError where it is no module."""
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise RematError(f"{model.__name__} is a class; pass a model of it, {model.__name__}(...)")
+    if not isinstance(model, nn.Module):
+        raise RematError(f"the model is a {type(model).__name__}; pass a torch.nn.Module")
+
+
+def check_sample(sample: Any) -> None:
+    """Raises InvalidSample where nothing can be measured with it."""
+    found = tensors(sample)
+    if not found and (
+        sample is None or isinstance(sample, (str, bytes, int, float))
+    ):  # objects may be what models take
+        raise InvalidSample(
+            f"the sample is a {type(sample).__name__} without a tensor in it; pass the model's input as it will be in "
+            "training: a tensor, a tuple of positional or a dict of keyword arguments"
+        )
+    for tensor in found:
+        if tensor.is_inference():
+            raise InvalidSample(
+                f"the sample holds a tensor of shape {tuple(tensor.shape)} that was made in inference mode, which "
+                "autograd cannot use; make it outside, or pass tensor.clone()"
+            )
+        if tensor.layout != torch.strided:
+            raise InvalidSample(
+                f"the sample holds a {str(tensor.layout).removeprefix('torch.')} tensor of shape "
+                f"{tuple(tensor.shape)}; activations are counted for dense tensors, so pass tensor.to_dense()"
+            )
+
+
+def check_count(name: str, value: object, least: int = 1) -> None:
+    """Raises RematError where it is no whole number, or below the least."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        count = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise RematError(f"{name}={value!r}: it is a whole number of at least {least}") from None
+    if count < least:
+        raise RematError(f"{name}={value!r}: at least {least} is needed")
+
+
+def checked_loss(loss: Loss | None) -> Loss | None:
+    """The loss, which tells where what it returns is none.
+
+    Raises:
+        InvalidLoss: not a function; and when it is called, what it returns is no scalar with a graph.
+    """
+    if loss is None or getattr(loss, "is_checked", False):
+        return loss
+    if not callable(loss):
+        raise InvalidLoss(f"the loss is a {type(loss).__name__}; pass a function of the output that returns a scalar")
+
+    def checked(output: Any) -> torch.Tensor:
+        end = loss(output)
+        if not isinstance(end, torch.Tensor):
+            raise InvalidLoss(f"the loss returned a {type(end).__name__}; it has to return a tensor of one number")
+        if end.numel() != 1:
+            raise InvalidLoss(
+                f"the loss returned a tensor of shape {tuple(end.shape)}; it has to return one number, as by .mean()"
+            )
+        if not end.requires_grad:
+            raise InvalidLoss(
+                "the loss returned a tensor without a graph, so there is nothing to run backward; leave out .detach() "
+                "and .item(), and compute it from the model's output"
+            )
+        return end
+
+    checked.is_checked = True  # type: ignore[attr-defined]
+    return checked
+
+
+@contextmanager
+def failing_on_the_sample(name: Callable[[], str]) -> Iterator[None]:
+    """Inside, what PyTorch says of a wrong shape or type becomes an error that names where it came from."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, IndexError, NotImplementedError) as error:
+        if isinstance(error, RematError):
+            raise
+        raise InvalidSample(f"{name()!r} fails on this sample: {type(error).__name__}: {error}") from error

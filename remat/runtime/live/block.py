@@ -1,0 +1,252 @@
+"""One DTR block, from its beginning to its end; either may be interrupted at any place."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _len_torch_dispatch_stack, _pop_mode
+
+from remat.errors import OutOfBudget, OverBudgetWarning, RematError, Thrashing
+from remat.formatting import format_bytes
+from remat.report import Report
+from remat.runtime.dtr import _kernels as k
+from remat.runtime.dtr.heuristics import Heuristic
+from remat.runtime.live.advice import Advice, advice_on
+from remat.runtime.live.choosing import Choice, choose, done_at, is_chosen, note_done
+from remat.runtime.live.dispatcher import NUMBER_BYTES, Dispatcher
+from remat.runtime.live.ledger import Ledger
+from remat.runtime.live.limits import Limits
+from remat.runtime.live.raw_access import Access, guard, unguard
+from remat.runtime.live.saved_tensors import Saving
+from remat.runtime.live.slots import Slot, storage_of
+from remat.runtime.live.store import Store
+
+_NUMBERS = 8  # of which PyTorch may make tensors before an operator is seen
+_OUTCOMES = {OutOfBudget: "oom", Thrashing: "thrash"}
+_running = threading.local()  # whether a block runs in this thread: they do not nest
+
+
+class Block:
+    """A block of a program that is kept within a budget.
+
+    Args:
+        budget: bytes.
+        reserved: bytes of the budget for what the block does not allocate itself.
+        options: of the policy core.
+        place: where in the program it stands.
+        chooses: whether the best heuristic is to be found for the next blocks there.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        heuristic: Heuristic,
+        thrash_limit: float | None,
+        *,
+        reserved: int,
+        by_model: bool,
+        options: dict[str, Any],
+        place: Hashable = None,
+        chooses: bool = False,
+    ) -> None:
+        self.budget = budget
+        reserved += _NUMBERS * NUMBER_BYTES
+        self.ledger = Ledger(budget - reserved, heuristic, **options)
+        self._limits = Limits(thrash_limit, reserved)
+        self._store = Store(self.ledger, self._limits)
+        self._mode = Dispatcher(self._store, by_model=by_model)
+        self._saving = Saving(self._store)
+        self._place, self._chooses, self._by_model = place, chooses, by_model
+        self._limits.whole = done_at(place)
+        self._choice: Choice | None = None
+        self._depth = 0  # of the stack of modes below this one
+        self._materialised = False
+        self.outcome = "pass"
+        self._began = self._seconds = 0.0
+
+    @property
+    def has_ended(self) -> bool:
+        return self._seconds > 0
+
+    def enter(self) -> None:
+        """Begins; leaves nothing behind where that fails or is interrupted."""
+        if getattr(_running, "block", None) is not None:
+            raise RematError(
+                "a DTR block inside another one: there is one budget for a thread; leave the outer block first"
+            )
+        self._depth = _len_torch_dispatch_stack()
+        try:
+            _running.block = self
+            guard(self._expose)
+            self._push_hooks()
+            self._mode.__enter__()
+            self._began = time.perf_counter()
+        except BaseException:
+            self._materialised = True  # there is nothing yet
+            self._leave()
+            raise
+
+    def exit(self, error: BaseException | None) -> None:
+        """Ends: all that the program still holds is in memory, and usable."""
+        try:
+            if error is not None:
+                self.outcome = next((name for kind, name in _OUTCOMES.items() if isinstance(error, kind)), "error")
+                self._store.limited = False
+            self._leave()
+        except BaseException:
+            self._store.limited = False
+            self._leave()  # what was interrupted, or could not be done within the budget
+            raise
+        self._choose()
+        self._warn()
+
+    def _leave(self) -> None:
+        """Undoes what `enter` did. Each part may have been done already, or half of it."""
+        try:
+            self._pop_mode()
+            self._pop_hooks()
+            self._materialise()
+        finally:
+            self._store.limited = False
+            try:
+                for slot in self._store.living():
+                    if not slot.resident:
+                        self._store.revive(slot)
+                self._count()
+            finally:  # even where the device has no memory left for that, the next block can run
+                self._store.close()
+                unguard(self._expose)
+                _running.block = None
+                if not self._seconds:
+                    self._seconds = max(time.perf_counter() - self._began, 1e-9)
+
+    def _push_hooks(self) -> None:
+        torch._C._autograd._push_saved_tensors_default_hooks(self._saving.pack, self._saving.unpack)
+
+    def _pop_hooks(self) -> None:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is not None and getattr(top[0], "__self__", None) is self._saving:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def _pop_mode(self) -> None:
+        if _len_torch_dispatch_stack() > self._depth:
+            if self._mode.old_dispatch_mode_flags:
+                self._mode.__exit__(None, None, None)
+            else:  # that was begun, and interrupted
+                _pop_mode()
+
+    def _materialise(self) -> None:
+        """Has in memory all that the program still holds, within the budget if that is possible."""
+        store = self._store
+        if self._materialised:
+            return
+        self._materialised = True
+        store.settle()
+        if not store.limited:
+            return
+        self.ledger.consult()  # decides nothing, but its accounts are then complete
+        living = [slot for slot in store.living() if slot.operator is not None]
+        for slot in living:
+            if slot.resident:
+                self.ledger.note(k.LOCK, slot.tensor)
+        try:
+            for slot in living:
+                if not slot.resident:
+                    store.cut_loose(slot)
+        except (OutOfBudget, Thrashing):
+            self.outcome = "over"
+
+    def _count(self) -> None:
+        """Notes what the program holds, which is in memory whatever the budget."""
+        held = sum(slot.size for slot in self._store.living())
+        self.ledger.peak = max(self.ledger.peak, held)
+        if held > self.ledger.budget:
+            self._limits.went_over("the end of the block, where all that the program holds is in memory", held)
+            if self.outcome == "pass":
+                self.outcome = "over"
+
+    def _choose(self) -> None:
+        """Finds the heuristic for the next blocks here, once, and again where the one that was found thrashes."""
+        where, core = (self._place, self.budget), self.ledger.core
+        thrashed = self._limits.thrashes or self.outcome == "thrash"
+        if self.outcome in ("pass", "over"):
+            note_done(self._place, self.ledger)
+        told = thrashed or (self.outcome in ("pass", "over") and not is_chosen(where))  # else only a part was run
+        if self._chooses and core.scalar(k.EVICTIONS) and told:
+            self._choice = choose(where, self.ledger, by_model=self._by_model)
+
+    def _warn(self) -> None:
+        over = self._limits.over
+        if over is not None and self.outcome in ("pass", "over"):
+            peak, budget = format_bytes(over.peak_bytes + self._limits.reserved_bytes), format_bytes(self.budget)
+            warnings.warn(f"DTR took {peak} within {budget}, at {over.where}", OverBudgetWarning, stacklevel=4)
+
+    def advice(self) -> Advice:
+        return advice_on(self.ledger, self._limits.reserved_bytes, self._seconds)
+
+    def report(self, strategy: str) -> Report:
+        """What it cost; see `DTR.report`."""
+        core = self.ledger.core
+        own, again = core.scalar(k.MODEL_COST), core.scalar(k.AGAIN_COST)
+        outcome = "thrash" if self._limits.thrashes and self.outcome == "pass" else self.outcome
+        return Report(
+            strategy=strategy,
+            outcome=outcome,
+            measured=True,
+            budget_bytes=self.budget,
+            peak_bytes=self.ledger.peak + self._limits.reserved_bytes,
+            seconds=self._seconds,
+            overhead=(own + again) / own if own else None,
+            recomputations=core.scalar(k.RECOMPUTATIONS),
+            evictions=core.scalar(k.EVICTIONS),
+            accesses=core.scalar(k.ACCESSES),
+            note=self._note(),
+        )
+
+    def _note(self) -> str:
+        first, over = self._mode.first_calls, self._limits.over
+        notes = [f"{first} operators were called for the first time"] if first else []
+        if self._choice is not None and self._choice.overhead is not None:
+            name, overhead = self._choice
+            notes.append(f"the next blocks here take {name}: {overhead:.2f} x the program's own time in a replay")
+        if over is not None:
+            notes.append(f"it went over by {format_bytes(over.peak_bytes - self.ledger.budget)} at {over.where}")
+        return "; ".join(notes)
+
+    def _expose(self, tensor: Tensor, access: Access) -> None:
+        """Has the memory of a tensor there before it is touched without an operator."""
+        if tensor.layout != torch.strided:
+            return
+        store = self._store
+        with store.lock:
+            storage = storage_of(tensor)
+            slot = store.slots.get(id(storage))
+            if slot is not None and slot.operator is not None:
+                if not slot.resident:
+                    store.access(slot, "memory of a tensor")
+                if access is not Access.READS:
+                    store.cut_loose(slot)
+            if access in (Access.WRITES, Access.SHARES):
+                self._preserve(tensor, storage)
+
+    def take_state(self, get_state: Callable[[], Tensor]) -> Tensor:
+        """The state of PyTorch's generator, counted as long as the program holds it."""
+        with self._store.lock, torch._C._DisableTorchDispatch():
+            return self._mode.take_state(get_state)
+
+    def _preserve(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
+        """What was computed from a tensor that is about to change without an operator must not need it any more."""
+        store = self._store
+        known = store.slots.get(id(storage))
+        brought = store.constants.get(id(storage))
+        if isinstance(known, Slot) or brought is not None:
+            constant, fresh = store.constant(tensor, storage, known)
+            if not fresh:
+                store.preserve(constant)
+            store.forget(storage)

@@ -1,0 +1,179 @@
+"""`DTR`: dynamic tensor rematerialisation around any part of a PyTorch program (Kirisame et al., ICLR 2021)."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from remat.budgets import resolve_budget
+from remat.errors import InvalidBudget, RematError
+from remat.formatting import card, format_bytes
+from remat.report import Report
+from remat.runtime.dtr.heuristics import Heuristic, make_heuristic
+from remat.runtime.dtr.trace import Trace
+from remat.runtime.live.advice import Advice
+from remat.runtime.live.block import Block
+from remat.runtime.live.choosing import AUTO, FIRST, heuristic_at, place
+from remat.runtime.live.compiled import refuse_inside
+from remat.runtime.live.traced import trace_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class DTR:
+    """Keeps what a block of a program allocates within a budget, by evicting tensors and recomputing them on access.
+
+        with remat.DTR(budget="3GiB") as dtr:
+            loss = model(x).loss
+            loss.backward()
+        optimizer.step()
+        dtr.report()
+
+    The budget covers all that operators in the block allocate: activations, gradients of activations, scratch memory,
+    and the gradients of parameters where they are not allocated beforehand. What was allocated before the block
+    (parameters, optimiser state, the sample) is outside it. Room is made before an operator runs, so the budget is
+    never exceeded, but for the scratch memory of an operator that is called with such shapes for the first time: that
+    is measured then, and known to all later blocks.
+
+    Inside the block tensors are plain tensors, some of whose memory is gone for a while. After it all that the program
+    still holds is in memory. One object may be used for many blocks, one after the other.
+
+    Args:
+        budget: int (bytes) or string ("3GiB").
+        heuristic: which storage to evict; a name, a `Ratio`, or a function of columns (`remat.runtime.dtr.heuristics`).
+            "auto": h_dtr_eq at first. A block in which something was evicted is then replayed, on paper, with several,
+            and later blocks at that place of the program take the best of them; the report says which.
+        deallocation: "eager": what the program drops is freed at once. The others of the simulator would need memory
+            that PyTorch has given back.
+        thrash_limit: warn when recomputation takes more than thrash_limit - 1 times the program's own time, and raise
+            where there is no end to it; None for neither.
+        costs: "measured", or "model": a fixed cost model, whose decisions do not depend on the clock.
+        sampling: look at sqrt(n) random storages when evicting; skip_small: at none under 1 % of the mean size
+            (Appendix E.2).
+        seed: of random choices.
+
+    Raises:
+        InvalidBudget: a budget in another form.
+        RematError: an unknown heuristic, deallocation or cost, or a block inside another.
+        OutOfBudget: in the block: an operator does not fit, whatever is evicted.
+        Thrashing: in the block: see `thrash_limit`.
+    """
+
+    def __init__(
+        self,
+        budget: int | str,
+        heuristic: str | Heuristic = AUTO,
+        deallocation: str = "eager",
+        *,
+        thrash_limit: float | None = 2.0,
+        costs: str = "measured",
+        sampling: bool = False,
+        skip_small: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if deallocation != "eager":
+            raise RematError(
+                f"deallocation={deallocation!r}: a running program has 'eager' only, since PyTorch frees what the "
+                "program drops; remat.simulate_dtr shows what the others would do"
+            )
+        if costs not in ("measured", "model"):
+            raise RematError(f"unknown costs {costs!r}; choose 'measured' or 'model'")
+        if thrash_limit is not None and not thrash_limit > 1:
+            raise RematError(f"thrash_limit={thrash_limit}: it is a multiple of the program's own time, so above 1")
+        if isinstance(budget, float):
+            raise InvalidBudget(
+                f"budget {budget!r}: DTR has no plan, so it does not know what a fraction is of. Run a block within "
+                "more than enough, `with remat.DTR('1TiB') as dtr:`, and give the later ones a share of what it took: "
+                "remat.DTR(int(0.5 * dtr.report().peak_bytes))"
+            )
+        self.budget = resolve_budget(budget, None)
+        self.chooses = heuristic == AUTO
+        if self.chooses:
+            heuristic = FIRST
+        self.heuristic = make_heuristic(heuristic)
+        self._heuristic = heuristic
+        self.name = heuristic if isinstance(heuristic, str) else getattr(heuristic, "__name__", str(heuristic))
+        self.thrash_limit = thrash_limit
+        self.costs = costs
+        self.reserved_bytes = 0  # of the budget, for what the block does not allocate itself
+        self._options = {"sampling": sampling, "skip_small": skip_small, "seed": seed}
+        self._block: Block | None = None
+
+    def __enter__(self) -> DTR:
+        refuse_inside()
+        here = place()
+        if self.chooses:
+            self._heuristic = self.name = heuristic_at((here, self.budget))
+            self.heuristic = make_heuristic(self.name)
+        block = Block(
+            self.budget,
+            self.heuristic,
+            self.thrash_limit,
+            reserved=self.reserved_bytes,
+            by_model=self.costs == "model",
+            options=self._options,
+            place=here,
+            chooses=self.chooses,
+        )
+        block.enter()
+        self._block = block
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        block = self._block
+        assert block is not None
+        block.exit(error)
+
+    @property
+    def _last(self) -> Block:
+        if self._block is None:
+            raise RematError("this DTR has run no block yet; use it as `with remat.DTR(budget) as dtr:`")
+        return self._block
+
+    def _repr_html_(self) -> str:
+        body = "" if self._block is None or not self._block.has_ended else self.report()._repr_html_()
+        return card("DTR", [("budget", format_bytes(self.budget)), ("heuristic", self.name)], body)
+
+    def report(self) -> Report:
+        """What the last block cost: outcome "pass", "over" (at its end the program held more than fits), "oom" or
+        "thrash"; peak as the runtime counted it, in bytes; seconds of the whole block."""
+        return self._last.report(f"dtr {self.name}")
+
+    def advice(self) -> Advice:
+        """What can be done about the last block: the least budget that works, the least with 10 % overhead, the
+        operators whose recomputations cost most, and how much of the time was bookkeeping. Replays the block on paper,
+        for up to some seconds; print it."""
+        return self._last.advice()
+
+    @property
+    def trace(self) -> Trace:
+        """What the last block did, in the paper's log format; see `trace_budget`."""
+        return trace_of(self._last.ledger)
+
+    @property
+    def trace_budget(self) -> int:
+        """The budget under which `remat.simulate_dtr` repeats the block's decisions on `trace`: the block's and the
+        bytes of all constants, which a trace's budget includes."""
+        ledger = self._last.ledger
+        return ledger.budget + sum(ledger.constant_bytes)
+
+    def plot(self, budget: int | str | float | None = None, heuristic: str | Heuristic | None = None) -> Figure:
+        """What the last block had in memory, operator by operator; or would have had within another budget, or by
+        another heuristic.
+
+        Args:
+            budget: as for `remat.simulate_dtr` on `trace`, whose peak includes what was allocated before the block.
+        """
+        from remat.plotting.evictions import plot_evictions
+
+        chosen = self.trace_budget if budget is None else budget
+        return plot_evictions(self.trace, chosen, self._heuristic if heuristic is None else heuristic)
+
+    @property
+    def decisions(self) -> list[tuple[str, int]]:
+        """The evictions ("evict") and recomputations ("recompute") of the last block in order, with the number of the
+        storage in the order in which operators made them."""
+        return [(d.kind, d.what) for d in self._last.ledger.core.decisions() if d.kind in ("evict", "recompute")]

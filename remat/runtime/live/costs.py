@@ -1,0 +1,318 @@
+"""What an operator costs: bytes of its outputs, scratch memory, time. Predicted at first, remembered once seen."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from remat.runtime.live.schemas import INDEXING, PUTTING, Plan, tensors_in
+from remat.runtime.live.slots import storage_of
+from remat.runtime.live.surroundings import PLAIN
+from remat.runtime.meter import MemoryMeter
+
+_TIMED_CALLS = 3
+_MOST = 50_000  # calls of which facts are remembered
+
+
+class Facts:
+    """What is known of an operator on arguments of given shapes.
+
+    Attributes:
+        output_bytes: for each storage that a call makes, in the order of its outputs.
+        total_bytes: their sum.
+        scratch_bytes: what a call needs beside that while it runs; 0 until it was measured.
+        measured: whether it was, here or in another call of the family.
+        extent: what that grows with, in calls of one family.
+        family: what calls have in common that need about the same scratch memory.
+        model_nanoseconds: time by the cost model.
+        nanoseconds: the least time seen, of the first calls; by the cost model before.
+        timed: how many calls were timed.
+        settled: whether there is nothing more to observe.
+        plain: whether no argument carries more than a storage and a view of it.
+        simple: whether it is settled and plain and makes one storage, for the tensor that it returns.
+    """
+
+    __slots__ = (
+        "extent",
+        "family",
+        "measured",
+        "model_nanoseconds",
+        "nanoseconds",
+        "output_bytes",
+        "plain",
+        "scratch_bytes",
+        "settled",
+        "simple",
+        "timed",
+        "total_bytes",
+    )
+
+    def __init__(self, output_bytes: Sequence[int], model_nanoseconds: int) -> None:
+        self.expect(output_bytes)
+        self.scratch_bytes = 0
+        self.family: Hashable = None
+        self.extent = 1
+        self.measured = self.settled = self.plain = self.simple = False
+        self.model_nanoseconds = self.nanoseconds = model_nanoseconds
+        self.timed = 0
+
+    def expect(self, output_bytes: Sequence[int]) -> None:
+        """Sets the sizes of the outputs."""
+        self.output_bytes = tuple(output_bytes)
+        self.total_bytes = sum(output_bytes)
+
+
+class Knowledge:
+    """Facts of all operators seen so far. They are facts of the machine, so all DTR contexts share one collection."""
+
+    def __init__(self) -> None:
+        self.facts: dict[Hashable, Facts] = {}
+        self._scratch: dict[Hashable, Scratch] = {}
+
+    def learn(
+        self, key: Hashable, plan: Plan, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Facts:
+        """Predicts what a call will cost; remembered unless the size of its output depends on data.
+
+        Where it does, the facts are for this call alone: the size is counted from the data, or, of operators that
+        offer no way to, bounded, and made true once the output is there.
+        """
+        inputs = tensors_in([*args, *kwargs.values()])
+        sizes, shadow = _predicted_outputs(plan, function, args, kwargs, inputs)
+        facts = Facts(sizes, _model_nanoseconds(function, args, kwargs, inputs, shadow, sum(sizes)))
+        facts.plain = all(not tensor.is_complex() and not tensor.is_quantized for tensor in inputs)
+        facts.family = _family(key, plan, args, kwargs, inputs)
+        known = self._scratch.get(facts.family)
+        facts.extent = max(_extent(plan, args, inputs), 1)
+        if known is not None:
+            facts.scratch_bytes, facts.measured = known.of(facts.extent), True
+        if not plan.sized_by_data(args):
+            _remember(self.facts, key, facts)
+        elif facts.measured:
+            facts.settled = True
+        return facts
+
+    def learn_scratch(self, facts: Facts) -> None:
+        """What was measured in one call holds for others of its family, whose sizes are about the same."""
+        if facts.family is not None:
+            found = Scratch(facts.scratch_bytes, facts.extent)
+            known = self._scratch.get(facts.family)
+            best = found if known is None else max(known, found, key=lambda one: one.share)
+            _remember(self._scratch, facts.family, best)
+
+
+def _remember(known: dict[Hashable, Any], key: Hashable, value: object) -> None:
+    """Adds an entry; where there are very many, of lengths that never come back, say, the oldest go."""
+    if len(known) >= _MOST:
+        for old in list(itertools.islice(known, _MOST // 4)):
+            del known[old]
+    known[key] = value
+
+
+class Scratch(NamedTuple):
+    """Scratch memory that a call was measured to need, and its extent: bytes of inputs, or entries of masks."""
+
+    bytes: int
+    extent: int
+
+    @property
+    def share(self) -> float:
+        return self.bytes / self.extent
+
+    def of(self, extent: int) -> int:
+        """What a call of the same family needs: in proportion where it is larger."""
+        return max(self.bytes, math.ceil(self.share * extent))
+
+
+def _extent(plan: Plan, args: Sequence[Any], inputs: Sequence[Tensor]) -> int:
+    if plan.label in (*INDEXING, *PUTTING) and plan.sized_by_data(args):
+        return _masked_elements(args[0], args[1])
+    return _bytes(inputs)
+
+
+def _bytes(inputs: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in inputs)
+
+
+def _family(
+    key: Hashable, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor]
+) -> Hashable:
+    """What calls have in common that need about the same scratch memory.
+
+    Of operators that ask no backend all but sizes, of which the power of two; of others, whose algorithm may be another
+    one for another size, everything.
+    """
+    if plan.reads is not PLAIN:
+        return key
+    forms = [(tensor.dtype, tensor.dim(), tensor.is_contiguous(), tensor.device) for tensor in inputs]
+    others = [
+        str(type(value) if position in plan.scalars else value)
+        for position, value in enumerate(args)
+        if not tensors_in(value)
+    ]
+    names = [(name, str(value)) for name, value in kwargs.items() if not tensors_in(value)]
+    return plan.label, tuple(forms), tuple(others), tuple(names), _bytes(inputs).bit_length()
+
+
+SHARED = Knowledge()
+_meter_lock = threading.Lock()  # profilers of two threads at once crash PyTorch
+
+
+class Observed(NamedTuple):
+    """The result of a call; bytes at its peak above the level before, where they were measured."""
+
+    result: Any
+    peak_bytes: int | None
+
+
+def observe(
+    facts: Facts, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+) -> Observed:
+    """Calls an operator and notes time, and, unless known or a profiler is running already, scratch memory."""
+    peak = None
+    free = device.type == "cuda" or not torch.autograd._profiler_enabled()
+    if not facts.measured and free and _meter_lock.acquire(blocking=False):
+        try:
+            meter = MemoryMeter(device, may_be_idle=True)
+            with meter.session(), meter.region():
+                result, taken = _timed(function, args, kwargs, device)
+        finally:
+            _meter_lock.release()
+        peak = meter.regions[0].peak_bytes - meter.regions[0].start_bytes
+    else:
+        result, taken = _timed(function, args, kwargs, device)
+    facts.nanoseconds = min(taken, facts.nanoseconds) if facts.timed else taken
+    facts.timed += 1
+    facts.settled = facts.timed >= _TIMED_CALLS and (facts.measured or peak is not None)
+    return Observed(result, peak)
+
+
+def _timed(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+) -> tuple[Any, int]:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter_ns()
+    result = function(*args, **kwargs)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return result, max(time.perf_counter_ns() - start, 1)
+
+
+def _predicted_outputs(
+    plan: Plan, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor]
+) -> tuple[list[int], Any]:
+    """Bytes of the storages that a call will make, and what it returns on the meta device, None if not known."""
+    if plan.sized_by_data(args):
+        return _counted_outputs(plan, function, args, inputs), None
+    shadows: dict[int, Tensor] = {}
+    try:
+        result = function(*_on_meta(args, shadows), **_on_meta(dict(kwargs), shadows))
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError):
+        # No meta kernel: the outputs are taken to be as large as the inputs until they have been seen.
+        return [sum(tensor.numel() * tensor.element_size() for tensor in inputs)], None
+    known = {storage_of(shadow)._cdata for shadow in shadows.values()}
+    sizes = []
+    for output in tensors_in(result):
+        if output.layout != torch.strided:
+            continue
+        storage = storage_of(output)
+        if storage._cdata not in known and storage.nbytes():
+            known.add(storage._cdata)
+            sizes.append(storage.nbytes())
+    return sizes, result
+
+
+_INDEX_BYTES = 8
+
+
+def _counted_outputs(  # noqa: PLR0911  # one for each kind of operator
+    plan: Plan, function: Callable[..., Any], args: Sequence[Any], inputs: Sequence[Tensor]
+) -> list[int]:
+    """Bytes of the outputs of an operator whose sizes depend on data: counted there, or the most that they can be."""
+    first = inputs[0]
+    with torch._C._DisableTorchDispatch():
+        if plan.label in INDEXING and any(tensor is not None for tensor in args[1]):
+            return [_masked_elements(args[0], args[1]) * args[0].element_size()]
+        if plan.label in PUTTING:
+            return [] if plan.writes else [_bytes(inputs[:1])]
+        if plan.label in ("nonzero", "argwhere"):
+            return [int(first.count_nonzero()) * max(first.dim(), 1) * _INDEX_BYTES]
+        if plan.label == "masked_select":
+            rows = math.prod(torch.broadcast_shapes(first.shape, args[1].shape)) // max(args[1].numel(), 1)
+            return [int(args[1].count_nonzero()) * rows * first.element_size()]
+        if plan.label == "repeat_interleave" and len(inputs) == 1:
+            return [int(first.sum()) * _INDEX_BYTES]
+    if plan.label == "_unique2":  # with indices and counts where they are asked for
+        wanted = [True, *(len(args) > position and args[position] for position in (2, 3))]
+        return [first.numel() * size for size, asked in zip((first.element_size(), 8, 8), wanted, strict=True) if asked]
+    elements = max((tensor.numel() * max(tensor.dim(), 1) for tensor in inputs), default=0)
+    widest = max([_INDEX_BYTES, *(tensor.element_size() for tensor in inputs)])
+    return [widest * elements] * len(function._schema.returns)  # type: ignore[attr-defined]
+
+
+def _masked_elements(source: Tensor, indices: Sequence[Tensor | None]) -> int:
+    """Elements of `source[indices]`: a mask stands for the indices of its true entries, in as many dimensions.
+
+    The masks are read, so they have to be in memory.
+    """
+    picked, kept, dimension = 1, 1, 0
+    for index in indices:
+        if index is None:
+            kept, dimension = kept * source.shape[dimension], dimension + 1
+        elif index.dtype in (torch.bool, torch.uint8):
+            picked, dimension = max(picked, int(index.count_nonzero())), dimension + index.dim()
+        else:
+            picked, dimension = max(picked, index.numel()), dimension + 1
+    return picked * kept * math.prod(source.shape[dimension:])
+
+
+def _on_meta(value: Any, shadows: dict[int, Tensor]) -> Any:
+    """`value` with tensors without data in the place of its tensors, the same for the same."""
+    if isinstance(value, Tensor):
+        if id(value) not in shadows:
+            shadows[id(value)] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return shadows[id(value)]
+    if isinstance(value, (list, tuple)):
+        return [_on_meta(item, shadows) for item in value]
+    if isinstance(value, dict):
+        return {name: _on_meta(item, shadows) for name, item in value.items() if name != "generator"}
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+class Rates(NamedTuple):
+    """A fixed cost model: nanoseconds for any call, bytes moved and operations done per nanosecond."""
+
+    call_nanoseconds: int
+    bytes_each: float
+    operations_each: float
+
+
+RATES = {"cpu": Rates(1_000, 10.0, 50.0), "cuda": Rates(5_000, 1_000.0, 20_000.0)}
+
+
+def _model_nanoseconds(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    inputs: Sequence[Tensor],
+    shadow: Any,
+    output_bytes: int,
+) -> int:
+    """Time by the fixed cost model; `shadow` is what the call returns on the meta device."""
+    from torch.utils.flop_counter import flop_registry
+
+    rates = RATES.get(inputs[0].device.type if inputs else "cpu", RATES["cuda"])
+    moved = output_bytes + sum(tensor.numel() * tensor.element_size() for tensor in inputs)
+    operations = 0
+    formula = flop_registry.get(getattr(function, "overloadpacket", None))
+    if formula is not None and shadow is not None:
+        operations = formula(*args, **kwargs, out_val=shadow)
+    return rates.call_nanoseconds + math.ceil(moved / rates.bytes_each + operations / rates.operations_each)

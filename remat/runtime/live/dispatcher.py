@@ -1,0 +1,510 @@
+"""Where every operator of the program passes: makes room, runs it, and writes down how to run it again.
+
+The data's way: PyTorch's dispatcher, below autograd, calls `__torch_dispatch__` with plain tensors. Their storages are
+looked up in the `Store`; if something is missing or does not fit, the policy core is consulted through the `Ledger`
+and its decisions are carried out; then the operator runs, and its outputs become slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from remat.errors import RematError
+from remat.runtime.dtr import _kernels as k
+from remat.runtime.live.costs import SHARED, Facts, Knowledge, observe
+from remat.runtime.live.operator_calls import CPU, USUAL, Action, Call, Pending, device_among, entries_of, random_before
+from remat.runtime.live.raw_access import are_others, expose_elsewhere
+from remat.runtime.live.schemas import Plan, plan_of, tensors_in
+from remat.runtime.live.slots import (
+    Constant,
+    Operator,
+    Slot,
+    SlotRef,
+    Source,
+    StorageRef,
+    bits_of,
+    storage_of,
+)
+from remat.runtime.live.store import Store, new_storages, no_autocast, no_autograd, no_modes, parts_of
+from remat.runtime.live.surroundings import KNOWN, Surroundings, surroundings_of
+
+STATE_BYTES = 5056  # of the CPU's generator
+_RANDOM_BYTES = 3 * STATE_BYTES  # copies of a generator's state while an operator that draws random numbers runs
+# A copy of a tensor with its storage, `copy.deepcopy` and loading, makes the storage by itself and ends here.
+_ON_STORAGES = (torch.ops.aten.set_.source_Storage_storage_offset, torch.ops.aten.set_.source_Storage)
+_BOOLS = {True: "true", False: "false"}  # in keys, where they would equal 1 and 0
+NUMBER_BYTES = 16  # of the largest number, a complex one
+
+
+class Dispatcher(TorchDispatchMode):
+    """A dispatch mode around one block of a program.
+
+    Args:
+        store: of the block's tensors.
+        by_model: whether times are taken from the cost model, so that decisions can be repeated.
+        knowledge: what is known of operators from before.
+    """
+
+    def __init__(self, store: Store, *, by_model: bool = False, knowledge: Knowledge = SHARED) -> None:
+        super().__init__()
+        self.store = store
+        self.ledger = store.ledger
+        self.by_model = by_model
+        self.knowledge = knowledge
+        self.first_calls = 0
+        self._lazy = False  # whether tensors with lazy conjugation or negation may be about
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or each call would pass through a wrapper that keeps torch.compile out, at 4 us
+
+    # Operators -------------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for kind in types:
+            if kind is not Tensor and kind is not Parameter:
+                return NotImplemented  # a subclass that takes the call apart; its parts come here
+        if are_others():
+            expose_elsewhere(args)
+        with self.store.lock:
+            return self._dispatch(function, args, kwargs)
+
+    def _dispatch(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        plan = plan_of(function)
+        store = self.store
+        if store.dead or store.gone:
+            store.settle()
+        kwargs = kwargs or {}
+        if plan.is_view or plan.passes:
+            return self._view(plan, function, args, kwargs)
+        values = tuple([read() for read in plan.reads])
+        surroundings = KNOWN.get(values) or surroundings_of(values)
+        if plan.usual and not kwargs:
+            done, result = self._quickly(plan, surroundings, function, args)
+            if done:
+                return result
+        call = Call(plan, surroundings, function, args, kwargs)
+        if plan.several:
+            call.key.append(torch.is_grad_enabled())
+        call.template = [self._take(value, call, position in plan.scalars) for position, value in enumerate(args)]
+        call.names = {name: self._take(value, call) for name, value in kwargs.items()} if kwargs else {}
+        if call.device is None:
+            call.device = device_among(kwargs)
+            call.key += call.floats
+        key = (call.device, *call.key)
+        facts = self.knowledge.facts.get(key)
+        if facts is None:
+            if plan.sized_by_data(args):
+                self._access(call)
+            facts = self.knowledge.learn(key, plan, function, args, kwargs)
+        call.facts = facts
+        if plan.writes or plan.statistics or call.opaque or not plan.repeatable:
+            return self._unusual(call)
+        return self._carry_out(call, USUAL)
+
+    def _quickly(self, plan: Plan, surroundings: Surroundings, function: Any, args: Sequence[Any]) -> tuple[bool, Any]:
+        """Most calls: known operators on tensors that are there, with room for what they make.
+
+        Does the same as what follows in `__torch_dispatch__`, in one go, for one output; or nothing at all.
+        """
+        store, ledger = self.store, self.ledger
+        slots, constants = store.slots, store.constants
+        key: list[Any] = [None, function, surroundings]
+        template: list[Any] = []
+        numbers: list[int] = []
+        inputs: list[int] = []
+        for value in args:
+            if isinstance(value, Tensor):
+                try:
+                    storage, shape = storage_of(value), value.shape
+                except (NotImplementedError, RuntimeError):
+                    return False, None  # sparse, or nested
+                source: Any = slots.get(id(storage))
+                if source is None or source.operator is None:
+                    if value.is_neg() or value.is_conj():
+                        return False, None
+                    brought = constants.get(id(storage))
+                    constant = None if brought is None or brought.constant is None else brought.constant()
+                    if constant is None or constant.content is not storage:
+                        if source is None and storage.nbytes() <= NUMBER_BYTES:
+                            return False, None
+                        constant, _ = store.constant(value, storage, source)
+                    source = constant
+                    if constant.tensor is not None:
+                        inputs.append(constant.tensor)
+                    numbers.append(constant.argument)
+                elif source.resident:
+                    numbers.append(source.tensor)
+                    inputs.append(source.tensor)
+                else:
+                    return False, None
+                if key[0] is None:
+                    key[0] = value.device
+                stride, dtype = value.stride(), value.dtype
+                key += (shape, stride, dtype)
+                template.append((source, shape, stride, value.storage_offset(), dtype, 0))
+                continue
+            kind = type(value)
+            if kind is list:
+                if not value or type(value[0]) is not int:
+                    return False, None
+                key.append(tuple(value))
+            elif kind is float or (kind is int and len(template) in plan.scalars):
+                key.append(kind)
+            else:
+                key.append(_BOOLS[value] if kind is bool else value)
+            template.append(value)
+        facts = self.knowledge.facts.get(tuple(key))
+        if facts is None or not facts.simple or self._lazy:
+            return False, None
+        size = facts.total_bytes
+        if ledger.memory + size + facts.scratch_bytes > ledger.budget:
+            return False, None
+        result = function(*args)
+        price = facts.model_nanoseconds if self.by_model else facts.nanoseconds
+        tensor = ledger.add_one(plan.label, price, numbers, inputs, size, facts.scratch_bytes)
+        operator = Operator(function, template, surroundings, torch.is_grad_enabled())
+        slot = Slot(tensor, size, operator)
+        storage = storage_of(result)
+        slot.where = where = StorageRef(storage, store.died)
+        where.slot = slot
+        where.key = position = id(storage)
+        slots[position] = slot
+        store.by_tensor[tensor] = reference = SlotRef(slot, store.gone.append)
+        reference.tensor = tensor
+        operator.outputs = (reference,)
+        return True, result
+
+    def _take(self, value: Any, call: Call, is_scalar: bool = False) -> Any:
+        """`value` with views in the place of tensors; notes what the cost of the call depends on.
+
+        Args:
+            is_scalar: it stands where elements are computed with it, so that its value is not a matter of cost.
+        """
+        if isinstance(value, Tensor):
+            return self._take_tensor(value, call)
+        kind = type(value)
+        if kind is list or kind is tuple:
+            if value and type(value[0]) is int:
+                call.key.append(tuple(value))
+                return value
+            call.key.append(len(value))
+            return [self._take(item, call) for item in value]
+        if kind is float or kind is complex or (kind is int and is_scalar):
+            call.key.append(kind)  # seldom a matter of size, and often another one each time
+            call.floats.append(value)
+        else:
+            call.key.append(_BOOLS[value] if kind is bool else value)
+        return value
+
+    def _take_tensor(self, tensor: Tensor, call: Call) -> Any:
+        if tensor.is_nested:
+            raise RematError(
+                "a nested tensor of strided layout has no shape that DTR could write down; make it with "
+                "layout=torch.jagged, or leave that part out of the block"
+            )
+        shape, dtype = tensor.shape, tensor.dtype
+        if call.device is None:
+            call.device = tensor.device
+        if tensor.layout != torch.strided:
+            call.opaque = True
+            call.key += (shape, dtype, tensor.layout, entries_of(tensor))
+            for part in parts_of(tensor):  # which may be slots: of what a sparse tensor was put together from
+                slot = self.store.slots.get(id(storage_of(part)))
+                if slot is not None and slot.operator is not None:
+                    call.sources.append(slot)
+                    call.missing = call.missing or not slot.resident
+            return tensor
+        storage = storage_of(tensor)
+        slot = self.store.slots.get(id(storage))
+        if slot is None and storage.nbytes() <= NUMBER_BYTES:
+            self._adopt(tensor)  # autograd's formulas make such of Python's numbers, behind the dispatcher's back
+            slot = self.store.slots.get(id(storage))
+        stride = tensor.stride()
+        call.key += (shape, stride, dtype)
+        source: Source
+        if slot is None or slot.operator is None:
+            source, fresh = self.store.constant(tensor, storage, slot)
+            if fresh:
+                call.fresh.append(source)
+        else:
+            source = slot
+            if not slot.resident:
+                call.missing = True
+        call.sources.append(source)
+        if dtype.is_complex or tensor.is_quantized:
+            self._lazy = True
+            call.opaque = call.opaque or tensor.is_quantized
+        # Views that the program brought along may have such bits whatever their type.
+        bits = bits_of(tensor) if self._lazy or source is not slot else 0
+        return source, shape, stride, tensor.storage_offset(), dtype, bits
+
+    def _access(self, call: Call) -> None:
+        """Has the data of a call in memory, before it is known what the call makes of it."""
+        slots = [source for source in call.sources if isinstance(source, Slot)]
+        for slot in slots:
+            if not slot.resident:
+                self.store.access(slot, call.plan.label)
+        if not all(slot.resident for slot in slots):  # one had to give way to another
+            for slot in slots:
+                self.store.cut_loose(slot)
+        call.missing = False
+
+    def _view(self, plan: Plan, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Views touch no data, but PyTorch makes most of them only of storages that are there."""
+        tensors = tensors_in(args)
+        for tensor in tensors:
+            if tensor.layout != torch.strided:
+                continue
+            self._lazy = self._lazy or tensor.is_complex()
+            slot = self.store.slots.get(id(storage_of(tensor)))
+            if slot is not None and not slot.resident and plan.label != "detach":
+                self.store.access(slot, plan.label)
+        result = function(*args, **kwargs)
+        if plan.is_fresh or function in _ON_STORAGES:
+            for tensor in tensors_in(result):
+                if tensor.layout == torch.strided and tensor.numel():
+                    self._adopt(tensor)
+        return result
+
+    def _adopt(self, tensor: Tensor) -> None:
+        """Takes account of a tensor that was made behind the dispatcher's back."""
+        storage = storage_of(tensor)
+        size = storage.nbytes()
+        if id(storage) not in self.store.slots and not self.store.is_brought(storage) and size:
+            self.store.enter(self._announce("tensor", size), storage, size, None)
+
+    def _announce(self, label: str, size: int) -> int:
+        """Makes room for a tensor that no operator makes; returns its number in the policy core."""
+        (number,) = self.ledger.add(label, max(size // 10, 1), [], [size])
+        self.store.hold(size, label)
+        return number
+
+    def take_state(self, get_state: Callable[[], Tensor]) -> Tensor:
+        """The state of a generator, which checkpointing holds from a forward to its backward."""
+        number = self._announce("get_rng_state", STATE_BYTES)
+        state = get_state()
+        self.store.enter(number, storage_of(state), STATE_BYTES, None)
+        return state
+
+    def _unusual(self, call: Call) -> Any:
+        """Calls that change storages, or that cannot run again."""
+        store, plan, args, kwargs = self.store, call.plan, call.args, call.kwargs
+        action = Action(repeatable=plan.repeatable and not call.opaque)
+        if call.opaque:
+            for source in call.sources:
+                if isinstance(source, Slot):
+                    store.cut_loose(source)
+        touched: list[Tensor] = []
+        for tensor in tensors_in([argument.of(args, kwargs) for argument in plan.writes]):
+            constant = self._changes(tensor, call, action)
+            if constant is not None:
+                touched.append(tensor)
+                action.repeatable = False  # its old content will be gone
+            elif tensor.layout != torch.strided or not storage_of(tensor).nbytes():
+                action.repeatable = False
+        if plan.trains(args, kwargs):
+            for argument in plan.statistics:
+                tensor = argument.of(args, kwargs)
+                constant = None if tensor is None else self._changes(tensor, call, action)
+                if constant is not None:
+                    touched.append(tensor)
+                    # Its own constant, since what it reads there does not matter: nobody has to preserve it.
+                    private = Constant(None, constant.content, constant.argument, constant.tensor)
+                    by_position = argument.position < len(call.template)
+                    where: Any = call.template if by_position else call.names
+                    place: Any = argument.position if by_position else argument.name
+                    where[place] = (private, *where[place][1:])
+                    call.sources[:] = [private if source is constant else source for source in call.sources]
+                    action.discarded.append(private)
+                    action.discarded_bytes += private.content.nbytes()
+        call.fresh.clear()
+        try:
+            return self._carry_out(call, action)
+        finally:
+            for tensor in touched:
+                store.forget(storage_of(tensor))
+
+    def _changes(self, tensor: Tensor, call: Call, action: Action) -> Constant | None:
+        """Prepares that the storage of `tensor` will be changed; returns it if it is a constant's."""
+        if tensor.layout != torch.strided:
+            return None
+        storage = storage_of(tensor)
+        slot = self.store.slots.get(id(storage))
+        if slot is not None and slot.operator is not None:
+            if all(known is not slot for known, _ in action.changed):
+                action.changed.append((slot, storage))
+            return None
+        if not storage.nbytes():
+            return None
+        constant, _ = self.store.constant(tensor, storage, slot)
+        if all(known is not constant for known in call.fresh):
+            self.store.preserve(constant)
+        return constant
+
+    # Running one -----------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, call: Call, action: Action) -> Any:
+        """Makes room for a call, runs it and writes it down."""
+        ledger, store = self.ledger, self.store
+        plan, facts, function, args, kwargs = call.plan, call.facts, call.function, call.args, call.kwargs
+        changed = action.changed
+        scratch = facts.scratch_bytes + (_RANDOM_BYTES if plan.random else 0) + action.discarded_bytes
+        kept = sum(slot.size for slot, _ in changed if slot.saves)  # autograd wants the old version: it will be copied
+        pending = Pending(
+            plan.label,
+            facts.model_nanoseconds if self.by_model else facts.nanoseconds,
+            [source.argument for source in call.sources],
+            scratch,
+        )
+        pending.changed = tuple([slot.tensor for slot, _ in changed])
+        pending.overwritten = sum(slot.size for slot, _ in changed) - kept
+        if call.missing or ledger.memory + facts.total_bytes + scratch + kept > ledger.budget:
+            self._make_room(pending, call, changed)
+        for slot, storage in changed:
+            if slot.saves:
+                with no_modes(), no_autograd(), no_autocast():
+                    store.move(slot, storage.clone())
+        random = random_before(plan, call.device or CPU, kwargs) if plan.random and action.repeatable else None
+        try:
+            if facts.settled:
+                result, peak = function(*args, **kwargs), None
+            else:
+                result, peak = observe(facts, function, args, kwargs, call.device or CPU)
+        except BaseException:
+            self._take_back(pending, resident=True)
+            raise
+        made = self._made(result, call)
+        if action.repeatable and not self._can_be_evicted(result, made):
+            for source in call.sources:  # it may be part of what was made
+                if isinstance(source, Slot):
+                    store.cut_loose(source)
+            action = replace(action, repeatable=False)
+        sizes = [storage.nbytes() for storage in made]
+        if tuple(sizes) != facts.output_bytes:
+            if pending.tensors is None:  # else the core is told below what it made room for in vain
+                pending.scratch += max(facts.total_bytes - sum(sizes), 0)
+            facts.expect(sizes)
+        facts.simple = facts.settled and facts.plain and len(made) == 1 and isinstance(result, Tensor)
+        if peak is not None:
+            self._learned(plan.label, facts, peak, ledger.memory - (sum(sizes) if pending.tensors is not None else 0))
+            self.knowledge.learn_scratch(facts)
+        sizes += [storage.nbytes() for _, storage in changed]
+        tensors = self._written_down(pending, sizes)
+        operator = None
+        if action.repeatable:
+            operator = Operator(function, call.template, call.surroundings, torch.is_grad_enabled())
+            operator.kwargs = call.names
+            if random is not None and (not plan.foreign or random.drawn()):
+                operator.random = random
+            operator.changes = [*(slot for slot, _ in changed), *action.discarded]
+        self._enter(operator, tensors, made, changed)
+        return result
+
+    def _make_room(self, pending: Pending, call: Call, changed: list[tuple[Slot, torch.UntypedStorage]]) -> None:
+        """Has the inputs of a call in memory, and room for its outputs."""
+        if not self.store.limited:
+            for source in call.sources:
+                if isinstance(source, Slot):
+                    self.store.revive(source)
+            return
+        sizes = [*call.facts.output_bytes, *(slot.size for slot, _ in changed)]
+        pending.tensors = self.ledger.add(
+            *(pending.label, pending.nanoseconds, pending.arguments, sizes),
+            *(pending.scratch, pending.overwritten, pending.changed),
+        )
+        try:
+            self.store.consult(pending.label, tensors_in([*call.args, *call.kwargs.values()]))
+        except BaseException:
+            self._take_back(pending, resident=False)
+            raise
+
+    def _take_back(self, pending: Pending, *, resident: bool) -> None:
+        """What was announced did not come to be."""
+        for tensor in pending.tensors or ():
+            self.ledger.note(k.RELEASE, tensor)
+            if resident:
+                self.ledger.memory -= self.ledger.graph.sizes[tensor]
+
+    def _learned(self, label: str, facts: Facts, peak: int, memory: int) -> None:
+        """Notes what the first call of an operator needed, which no room was made for."""
+        facts.scratch_bytes, facts.measured = max(peak - facts.total_bytes, 0), True
+        self.first_calls += 1
+        self.ledger.peak = max(self.ledger.peak, memory + peak)
+        if memory + peak > self.ledger.budget:
+            self.store.limits.went_over(f"the first call of {label}, whose scratch memory was not known", memory + peak)
+
+    def _written_down(self, pending: Pending, sizes: list[int]) -> range:
+        """The tensors of what a call has made, in the ledger with their true sizes."""
+        ledger = self.ledger
+        if pending.tensors is not None:
+            known = [ledger.graph.sizes[tensor] for tensor in pending.tensors]
+            if len(sizes) == len(known) and all(a <= b for a, b in zip(sizes, known, strict=True)):
+                for tensor, size, before in zip(pending.tensors, sizes, known, strict=True):
+                    if size < before:
+                        ledger.core.correct(tensor, size)
+                        ledger.memory -= before - size
+                return pending.tensors
+            if not sizes and known == [0]:
+                return pending.tensors
+            self._take_back(pending, resident=True)
+        tensors = ledger.add(
+            *(pending.label, pending.nanoseconds, pending.arguments, sizes),
+            *(pending.scratch, pending.overwritten, pending.changed),
+        )
+        memory = ledger.memory + sum(sizes)
+        ledger.peak = max(ledger.peak, memory + pending.scratch - pending.overwritten)
+        if memory - pending.overwritten > ledger.budget and self.store.limited:  # more than was expected
+            self.store.consult(pending.label)
+        else:
+            ledger.memory = memory
+        return tensors
+
+    def _enter(
+        self,
+        operator: Operator | None,
+        tensors: range,
+        made: list[torch.UntypedStorage],
+        changed: list[tuple[Slot, torch.UntypedStorage]],
+    ) -> None:
+        """Makes the slots of a call's outputs; those of changed storages take the place of the old ones."""
+        store = self.store
+        for tensor, storage in zip(tensors, made, strict=False):
+            store.enter(tensor, storage, storage.nbytes(), operator)
+        for tensor, (slot, storage) in zip(tensors[len(made) :], changed, strict=False):
+            store.enter(tensor, storage, storage.nbytes(), operator)
+            if slot.saves:  # its old content has moved, and only autograd has it
+                slot.dropped = True
+                self.ledger.note(k.DROP, slot.tensor)
+            else:
+                slot.where = slot.held = None
+                store.release(slot)
+        if not made and not changed:
+            self.ledger.note(k.RELEASE, tensors[0])
+
+    def _can_be_evicted(self, result: Any, made: Sequence[torch.UntypedStorage]) -> bool:
+        """Whether what a call returned can be freed and put back: no parts of sparse tensors, no mapped files."""
+        if isinstance(result, Tensor) and result.layout == torch.strided:
+            return all(storage.resizable() for storage in made)
+        strided = all(tensor.layout == torch.strided for tensor in tensors_in(result))
+        return strided and all(storage.resizable() for storage in made)
+
+    def _made(self, result: Any, call: Call) -> list[torch.UntypedStorage]:
+        """Storages that a call has made: those that were neither ours nor the program's before."""
+        slots = self.store.slots
+        if isinstance(result, Tensor) and result.layout == torch.strided:
+            storage = storage_of(result)
+            if id(storage) in slots or not storage.nbytes():
+                return []
+            return [storage] if all(source.storage() is not storage for source in call.sources) else []
+        taken = {id(used) for source in call.sources if (used := source.storage()) is not None}
+        return [storage for storage in new_storages(result, taken) if id(storage) not in slots]

@@ -1,0 +1,90 @@
+"""What happens when the budget cannot be kept, or only by recomputing again and again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from remat.errors import OutOfBudget, Thrashing, ThrashingWarning
+from remat.formatting import format_bytes
+from remat.runtime.dtr import _kernels as k
+from remat.runtime.live.ledger import Ledger, Program
+
+_HOPELESS = 20  # times the operators' own time, spent on recomputing
+_LEAST_NANOSECONDS = 10**7  # that is allowed however little the program has computed
+
+
+class Over(NamedTuple):
+    """What took more memory than the budget, and the peak then, as the ledger counts."""
+
+    where: str
+    peak_bytes: int
+
+
+class Limits:
+    """Judges the policy core's answers.
+
+    Args:
+        thrash_limit: multiple of the operators' own time above which their time, recomputation included, counts as
+            thrashing; None for no such limit.
+        reserved_bytes: what the budget holds beside what the ledger knows of.
+
+    Attributes:
+        thrashes: whether it was reached.
+        over: where most memory above the budget was taken, if any was.
+        whole: what an earlier block at this place of the program did, from its beginning to its end.
+    """
+
+    def __init__(self, thrash_limit: float | None, reserved_bytes: int = 0) -> None:
+        self.thrash_limit = thrash_limit
+        self.reserved_bytes = reserved_bytes
+        self.thrashes = False
+        self.over: Over | None = None
+        self.whole: Program | None = None
+
+    def went_over(self, where: str, peak_bytes: int) -> None:
+        """Notes that more was taken than the budget allows."""
+        if self.over is None or peak_bytes > self.over.peak_bytes:
+            self.over = Over(where, peak_bytes)
+
+    def ask(self, ledger: Ledger) -> int:
+        """Has the core decide, and not recompute without end."""
+        if self.thrash_limit is not None:
+            own, again = ledger.core.scalar(k.MODEL_COST), ledger.core.scalar(k.AGAIN_COST)
+            most = round(max(_HOPELESS, self.thrash_limit) * own) + _LEAST_NANOSECONDS
+            ledger.limit_recomputation(max(most - again, 0))
+        return ledger.consult()
+
+    def judge(self, answer: int, ledger: Ledger, label: str, tensors: Sequence[Tensor]) -> None:
+        """Raises what the answer asks for; warns of thrashing."""
+        core = ledger.core
+        if answer == k.DONE:
+            own, again = core.scalar(k.MODEL_COST), core.scalar(k.AGAIN_COST)
+            if not self.thrashes and self.thrash_limit is not None and again > (self.thrash_limit - 1) * own:
+                self._warn(ledger)
+            return
+        needed = core.scalar(k.NEEDED)
+        core.abandon()
+        shapes = ", ".join(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors)
+        call = f"{label}({shapes})"
+        reserved, budget = self.reserved_bytes, ledger.budget + self.reserved_bytes
+        found = [ledger.least_budget()]
+        if self.whole is not None and self.whole.begins_like(ledger.graph):  # what is yet to come is known
+            found.append(ledger.least_budget(self.whole))
+        least = max((least + reserved for least in found if least is not None), default=None)
+        if answer == k.THRASHING:
+            self.thrashes = True
+            raise Thrashing(call, budget, max(_HOPELESS, self.thrash_limit or 0), least)
+        raise OutOfBudget(call, budget, needed + reserved, least)
+
+    def _warn(self, ledger: Ledger) -> None:
+        self.thrashes = True
+        warnings.warn(
+            f"DTR spends more time on recomputing than {self.thrash_limit} x the program's own time allows, within "
+            f"{format_bytes(ledger.budget + self.reserved_bytes)}; a larger budget would be much faster",
+            ThrashingWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,121 @@
+"""What is known of one call of an operator: while its arguments are looked at, and while it is run and written down."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat.runtime.live.costs import Facts
+from remat.runtime.live.schemas import Plan
+from remat.runtime.live.slots import Constant, RandomBefore, Slot, Source
+from remat.runtime.live.surroundings import Surroundings
+
+CPU = torch.device("cpu")
+
+
+class Call:
+    """A call, and what is learned of it while its arguments are looked at.
+
+    Attributes:
+        plan: what is known of its operator.
+        facts: what is known of calls like this one; set once all arguments were looked at.
+        template, names: the arguments, with views in the place of tensors.
+        key: what calls like this one have in common.
+        sources: what the arguments look at.
+        fresh: constants that nothing else was computed from.
+        missing: whether a source is not in memory.
+        surroundings: flags that the operator may depend on beside its arguments.
+        opaque: whether an argument has no storage of its own, so that slots in it might go unnoticed.
+    """
+
+    __slots__ = (
+        *("args", "device", "facts", "floats", "fresh", "function", "kwargs", "key"),
+        *("missing", "names", "opaque", "plan", "sources", "surroundings", "template"),
+    )
+    facts: Facts
+    template: list[Any]
+    names: dict[str, Any]
+
+    def __init__(
+        self, plan: Plan, surroundings: Surroundings, function: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        self.plan = plan
+        self.surroundings = surroundings
+        self.function = function
+        self.args = args
+        self.kwargs = kwargs
+        self.key: list[Any] = [function, surroundings]
+        self.sources: list[Source] = []
+        self.fresh: list[Constant] = []
+        self.floats: list[float] = []
+        self.missing = False
+        self.opaque = False
+        self.device: torch.device | None = None
+
+
+@dataclass
+class Action:
+    """What a call does beside making outputs.
+
+    Attributes:
+        changed: slots whose content it changes, with their storages.
+        discarded: sources that it changes too, but whose old and new values are nobody's concern.
+        discarded_bytes: of those; running again works on copies of them.
+        repeatable: whether it can run again.
+    """
+
+    changed: list[tuple[Slot, torch.UntypedStorage]] = field(default_factory=list)
+    discarded: list[Source] = field(default_factory=list)
+    discarded_bytes: int = 0
+    repeatable: bool = True
+
+
+USUAL = Action()
+
+
+class Pending:
+    """A call as the ledger will have it, or has it already: then `tensors` are its outputs there."""
+
+    def __init__(self, label: str, nanoseconds: int, arguments: list[int], scratch: int) -> None:
+        self.label = label
+        self.nanoseconds = nanoseconds
+        self.arguments = arguments
+        self.scratch = scratch
+        self.overwritten = 0
+        self.changed: tuple[int, ...] = ()
+        self.tensors: range | None = None
+
+
+def device_among(kwargs: Mapping[str, Any]) -> torch.device:
+    device = kwargs.get("device")
+    return CPU if device is None else torch.device(device)
+
+
+def entries_of(tensor: Tensor) -> int:
+    """How many entries a sparse tensor has."""
+    return tensor._nnz() if tensor.is_sparse or tensor.layout in _COMPRESSED else 0
+
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def random_before(plan: Plan, device: torch.device, kwargs: Mapping[str, Any]) -> RandomBefore:
+    """The states of the generators that a call may draw from."""
+    given = kwargs.get("generator")
+    if given is not None:
+        return RandomBefore(given)
+    own = _generator_of(device)
+    if plan.foreign and own is not torch.default_generator:  # it may draw on either
+        return RandomBefore(own, torch.default_generator)
+    return RandomBefore(own)
+
+
+def _generator_of(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator

@@ -1,0 +1,264 @@
+"""What the runtime knows of the tensors of a running program: storages, their versions, and how each was computed.
+
+A storage of the program is described by a `Slot` for each version of its content; an operator in place makes the next
+one. Descriptions refer to one another backwards only: a slot knows the operator that made it, an operator knows what
+it used. So Python's reference counting keeps exactly those operators that may have to run again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from remat.runtime.live.surroundings import Surroundings, put_back
+
+storage_of: Callable[[Tensor], torch.UntypedStorage] = torch._C.TensorBase.untyped_storage  # not what a guard replaces
+
+
+class StorageRef(weakref.ref):
+    """A reference to a storage that does not keep it; knows whose it is when the storage dies.
+
+    The Python object of a storage lives as long as the storage itself, whoever holds that.
+    """
+
+    __slots__ = ("key", "slot")
+    key: int  # `id` of the storage
+    slot: Slot
+
+
+class Slot:
+    """One version of the content of a storage.
+
+    Attributes:
+        tensor: its number in the policy core.
+        size: bytes.
+        operator: what computes it; None where nothing can, so that it stays in memory.
+        where: the storage that has it, or had it when it was evicted, if that still exists.
+        held: that storage, where the program itself does not keep it: autograd has only a `Saved`, or it was
+            recomputed although nothing refers to it any more.
+        constant: what took its place when it was cut loose from its operator.
+        saves: how often autograd has saved it.
+        resident: whether its content is in memory.
+        dropped: whether the policy core takes it that no storage is left for it when it is recomputed.
+        released: whether the policy core need not hear of it any more.
+    """
+
+    # Most slots never have another value: not to set them at each call of an operator is what makes that fast.
+    where: StorageRef | None = None
+    held: torch.UntypedStorage | None = None
+    constant: Constant | None = None
+    saves = 0
+    resident = True
+    dropped = False
+    released = False
+
+    def __init__(self, tensor: int, size: int, operator: Operator | None) -> None:
+        self.tensor = tensor
+        self.size = size
+        self.operator = operator
+
+    @property
+    def argument(self) -> int:
+        """What `Ledger.arguments` has for it."""
+        return self.tensor
+
+    def storage(self) -> torch.UntypedStorage | None:
+        """Where its content is, or was when it was evicted; None where that is gone."""
+        if self.constant is not None:
+            return self.constant.content
+        if self.held is not None:
+            return self.held
+        return None if self.where is None else self.where()
+
+
+class SlotRef(weakref.ref):
+    """A reference to a slot that does not keep it; knows the number of its tensor when it is gone."""
+
+    __slots__ = ("tensor",)
+    tensor: int
+
+
+class Constant:
+    """Content that no operator here can compute: a parameter, a buffer, an input, what was cut loose.
+
+    Exists as long as an operator that was computed from it may have to run again.
+
+    Attributes:
+        content: the storage; a copy of it once the program has changed the original.
+        tensor: its number in the policy core; None where that does not know it.
+        argument: what `Ledger.arguments` has for it.
+        witness: a tensor of the original storage, whose version tells of changes that no operator made here.
+        version: what that was; None where it cannot be known (inference tensors, copies).
+    """
+
+    __slots__ = ("__weakref__", "argument", "content", "tensor", "version", "witness")
+
+    def __init__(
+        self, witness: Tensor | None, content: torch.UntypedStorage, argument: int, tensor: int | None
+    ) -> None:
+        self.content = content
+        self.argument = argument
+        self.tensor = tensor
+        self.witness = witness
+        try:
+            self.version = None if witness is None else witness._version
+        except RuntimeError:
+            self.version = None  # inference tensors have none
+
+    def storage(self) -> torch.UntypedStorage:
+        return self.content
+
+    def changed(self) -> bool:
+        """Whether the original was changed although no operator here has changed it."""
+        return self.version is not None and self.witness is not None and self.witness._version != self.version
+
+
+class Brought(weakref.ref):
+    """A storage that the program brought along, and the constant that it holds if that exists at present."""
+
+    __slots__ = ("argument", "constant")
+    argument: int  # of that constant
+    constant: weakref.ref[Constant] | None
+
+
+Source = Slot | Constant
+CONJUGATE, NEGATIVE = 1, 2
+
+
+def bits_of(tensor: Tensor) -> int:
+    """The lazy conjugation and negation that a tensor carries beside its storage."""
+    return CONJUGATE * tensor.is_conj() + NEGATIVE * tensor.is_neg()
+
+
+# How a tensor looks at the content of a source: source, shape, stride, offset, type, and `bits_of` it. A plain tuple,
+# which is faster to make than an object, and is told from an operator's other arguments by being one.
+View: TypeAlias = tuple[Source, torch.Size, tuple[int, ...], Any, torch.dtype, int]
+
+
+def on_storage(view: View, storage: torch.UntypedStorage) -> Tensor:
+    """The tensor of a `View`, on the given storage. To be called below autograd and outside of dispatch modes."""
+    _, shape, stride, offset, dtype, bits = view
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
+    tensor.set_(storage, offset, shape, stride)
+    if bits & CONJUGATE:
+        tensor = torch._conj(tensor)
+    return torch._neg_view(tensor) if bits & NEGATIVE else tensor
+
+
+class Saved:
+    """What autograd keeps in the place of a tensor; tells the runtime when it is dropped."""
+
+    __slots__ = ("dropped", "slot", "view")
+
+    def __init__(self, tensor: Tensor, slot: Slot, dropped: Callable[[Slot], None]) -> None:
+        self.slot = slot
+        shape, stride = tensor.shape, tensor.stride()
+        self.view: View = (slot, shape, stride, tensor.storage_offset(), tensor.dtype, bits_of(tensor))
+        self.dropped = dropped
+
+    def __del__(self) -> None:
+        self.dropped(self.slot)
+
+
+class SavedConstant:
+    """What autograd keeps in the place of a tensor that is none of ours."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # A leaf can be kept as it is; another might own, through its graph, the node that keeps it.
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+        self.version = None if tensor.is_inference() else tensor._version
+
+
+class RandomBefore:
+    """The states of random number generators before an operator drew from them, kept outside of PyTorch's memory."""
+
+    __slots__ = ("generators", "states")
+
+    def __init__(self, *generators: torch.Generator) -> None:
+        self.generators = generators
+        self.states = _states(generators)
+
+    def drawn(self) -> bool:
+        """Whether anything was drawn since."""
+        return _states(self.generators) != self.states
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, the generators are in those states; afterwards in the ones that they were in."""
+        present = _states(self.generators)
+        _set_states(self.generators, self.states)
+        try:
+            yield
+        finally:
+            _set_states(self.generators, present)
+
+
+def _states(generators: Sequence[torch.Generator]) -> list[bytearray]:
+    return [bytearray(generator.get_state().numpy()) for generator in generators]
+
+
+def _set_states(generators: Sequence[torch.Generator], states: Sequence[bytearray]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(torch.frombuffer(state, dtype=torch.uint8))
+
+
+class Operator:
+    """A call of an operator, as is needed to run it again.
+
+    Attributes:
+        function: what was called.
+        args, kwargs: with `View`s in the place of tensors.
+        changes: the sources whose content it changes; a run works on copies of them.
+        random: states of the generators it drew from.
+        surroundings: flags of PyTorch that it may depend on, as they were.
+        gradients: whether these were on. Some kernels keep more for a backward then.
+        outputs: a reference to the slot of each storage that it made, and then of each that it changed.
+    """
+
+    kwargs: Mapping[str, Any] = MappingProxyType({})
+    changes: Sequence[Source] = ()
+    random: RandomBefore | None = None
+    outputs: tuple[SlotRef, ...] = ()
+
+    def __init__(
+        self, function: Callable[..., Any], args: list[Any], surroundings: Surroundings, gradients: bool
+    ) -> None:
+        self.function = function
+        self.args = args
+        self.surroundings = surroundings
+        self.gradients = gradients
+
+    def run(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """What it returns on these arguments, under the flags of its first run."""
+        gradients = torch.is_grad_enabled()
+        changed = self.surroundings.establish()
+        torch._C._set_grad_enabled(self.gradients)
+        try:
+            if self.random is None:
+                return self.function(*args, **kwargs)
+            with self.random.again():
+                return self.function(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(gradients)
+            put_back(changed)
+
+    def sources(self) -> Iterator[Source]:
+        """What its arguments look at, in order and with repetitions."""
+        yield from _sources_in(self.args)
+        yield from _sources_in(list(self.kwargs.values()))
+
+
+def _sources_in(values: list[Any]) -> Iterator[Source]:
+    for value in values:
+        if type(value) is tuple:
+            yield value[0]
+        elif type(value) is list:
+            yield from _sources_in(value)

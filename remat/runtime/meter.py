@@ -1,0 +1,161 @@
+"""True peak memory, counted by the allocator, and honest time; on the CPU and on CUDA.
+
+The CPU's allocator keeps no peak, but PyTorch's profiler sees each of its allocations and frees, temporaries inside
+operators included; their running sum is the level of memory. CUDA's allocator keeps both level and peak.
+Memory and time are never taken in the same pass.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from remat.errors import MeasurementError
+from remat.host.quiet import without_allocator_warnings
+
+_MARK = "remat::region"
+
+
+@dataclass(frozen=True)
+class Region:
+    """Levels of allocated memory in one region, in bytes above the level at which the measurement began.
+
+    Attributes:
+        start_bytes, end_bytes: at its beginning and end.
+        peak_bytes: the highest in between.
+    """
+
+    start_bytes: int
+    end_bytes: int
+    peak_bytes: int
+
+
+class MemoryMeter:
+    """Measures regions of a program, one after the other:
+
+        meter = MemoryMeter(device)
+        with meter.session():
+            with meter.region():
+                ...
+        meter.regions   # one Region each, once the session has ended
+
+    Frees of what was allocated before the session are not seen on the CPU. Sessions do not nest: a profiler started
+    inside another one silently erases the memory events of the outer one.
+
+    Args:
+        may_be_idle: whether it is fine that nothing at all is allocated.
+
+    Raises:
+        MeasurementError: another profiler is running, a region lies in another, or no allocation was seen at all.
+    """
+
+    def __init__(self, device: torch.device, *, may_be_idle: bool = False) -> None:
+        self.device = device
+        self._may_be_idle = may_be_idle
+        self.regions: list[Region] = []
+        self._open = False
+        self._in_session = False
+        self._base = 0
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        self.regions = []
+        self._in_session = True
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+                self._base = torch.cuda.memory_allocated(self.device)
+                yield
+            else:
+                yield from self._profiled()
+        finally:
+            self._in_session = False
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        if not self._in_session or self._open:
+            raise MeasurementError("a region lies inside a session and not inside another region")
+        self._open = True
+        try:
+            if self.device.type == "cuda":
+                yield from self._cuda_region()
+            else:
+                with torch.profiler.record_function(_MARK):
+                    yield
+        finally:
+            self._open = False
+
+    def _cuda_region(self) -> Iterator[None]:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        start = torch.cuda.memory_allocated(self.device)
+        yield
+        torch.cuda.synchronize(self.device)
+        end, peak = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
+        self.regions.append(Region(start - self._base, end - self._base, peak - self._base))
+
+    def _profiled(self) -> Iterator[None]:
+        if torch.autograd._profiler_enabled():
+            raise MeasurementError(
+                "a PyTorch profiler is running; measuring memory starts one of its own, which would erase the memory "
+                "events of the first. Measure outside of it"
+            )
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler reports its start and stop on stderr
+        profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        with without_allocator_warnings(), profiler:
+            yield
+        results = profiler.profiler.kineto_results if profiler.profiler is not None else None
+        self.regions = _read_events(results.events() if results is not None else [], self._may_be_idle)
+
+
+def _read_events(events: list, may_be_idle: bool) -> list[Region]:
+    changes, marks = [], []
+    for event in events:
+        name = event.name()
+        if name == "[memory]":
+            if event.device_type() == torch.autograd.DeviceType.CPU:
+                changes.append((event.start_ns(), event.nbytes()))
+        elif name == _MARK:
+            marks.append((event.start_ns(), event.start_ns() + event.duration_ns()))
+    if marks and not changes and not may_be_idle:
+        raise MeasurementError("the profiler recorded no allocation at all; was another profiler started meanwhile?")
+    changes.sort(key=lambda change: change[0])
+    regions = []
+    level, position = 0, 0
+    for start, end in sorted(marks):
+        while position < len(changes) and changes[position][0] < start:
+            level += changes[position][1]
+            position += 1
+        first = peak = level
+        while position < len(changes) and changes[position][0] <= end:
+            level += changes[position][1]
+            peak = max(peak, level)
+            position += 1
+        regions.append(Region(first, level, peak))
+    return regions
+
+
+def elapsed(device: torch.device, function: Callable[[], object]) -> float:
+    """Seconds that `function` takes, the work it leaves on a CUDA device included."""
+    if device.type == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(device)
+        begin.record()
+        function()
+        end.record()
+        torch.cuda.synchronize(device)
+        return begin.elapsed_time(end) / 1e3
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def rounded(size: int, device: torch.device) -> int:
+    """What the allocator gives for `size` bytes: CUDA's rounds up to 512, the CPU's not."""
+    return -(-size // 512) * 512 if device.type == "cuda" else size

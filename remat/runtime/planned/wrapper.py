@@ -1,0 +1,141 @@
+"""Modules that run a schedule in place of the model they wrap, and otherwise pass for that model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.errors import PlanMismatch, RematError
+from remat.runtime.calls.stages import describe_call, group, is_current
+from remat.runtime.patching import beyond_compiler
+from remat.runtime.planned.driving import CallExecutor, Drive, runs_in_place
+from remat.runtime.planned.executor import Executor
+from remat.runtime.planned.program import compile_schedule
+from remat.runtime.pytree import Arguments
+from remat.schedule import Schedule
+
+
+class Wrapper(nn.Module):
+    """Shares parameters, buffers, children and hooks of `model`: same names, same `state_dict`, same objects.
+
+    What the wrapper does not define itself, it answers as the model does (indexing, length, attributes).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        # The dictionaries are shared, not copied, so whatever is registered on one is seen by both.
+        self.__dict__.update(model.__dict__)
+        self.__dict__.pop("forward", None)  # one that others have put on the model; it runs when the model does
+        self.__dict__["wrapped"] = model  # not through __setattr__, which would register it as a child
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "wrapped" not in self.__dict__:  # while it is being unpickled
+                raise
+            return getattr(self.wrapped, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.wrapped[index]
+
+    def __len__(self) -> int:
+        return len(self.wrapped)
+
+    def __iter__(self) -> Any:
+        return iter(self.wrapped)
+
+    def train(self, mode: bool = True) -> Any:
+        self.wrapped.train(mode)
+        self.training = mode
+        return self
+
+    def _plainly(self, *args: Any, **kwargs: Any) -> Any:
+        # forward, not __call__: the hooks of the model are the wrapper's own and have run.
+        return self.wrapped.forward(*args, **kwargs)
+
+
+class ScheduledModule(Wrapper):
+    """A model that trains by a fixed schedule; made by `apply`.
+
+    Without gradients (`torch.no_grad`, `inference_mode`) the model runs untouched.
+
+    Attributes:
+        schedule: the schedule.
+        executor: what runs it.
+    """
+
+    def __init__(self, model: nn.Module, schedule: Schedule, *, preserve_rng_state: bool = True) -> None:
+        program = compile_schedule(schedule)
+        stages = group(model, schedule.layout, schedule.length)
+        super().__init__(model)
+        self.schedule = schedule
+        self.executor = Executor(program, stages, preserve_random=preserve_rng_state)
+
+    def forward(self, input: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._plainly(input)
+        _check_current(is_current(self.wrapped, self.executor.stages))
+        _check_inputs(self.schedule, input)
+        return beyond_compiler(self.executor.forward)(input)
+
+
+def _check_current(current: bool) -> None:
+    if not current:
+        raise PlanMismatch(
+            "modules of the model were replaced, added or removed since the schedule was applied; apply it again, "
+            "or profile the model as it is now and solve again"
+        )
+
+
+def _check_inputs(schedule: Schedule, value: Any) -> None:
+    layout = schedule.layout
+    if layout is None:
+        return
+    found = describe_call(value)
+    if sorted(found) != sorted(layout.inputs):  # keyword arguments come in any order
+        raise PlanMismatch(
+            f"the schedule was made for input {', '.join(layout.inputs)}, this one is {', '.join(found)}, for "
+            "which its budget promises nothing. Profile with such an input and solve again, wrap the model "
+            "in rotor.Checkpointable, which does so by itself, or drop the promise with "
+            "dataclasses.replace(schedule, layout=...)"
+        )
+
+
+def apply(
+    model: nn.Module, schedule: Schedule, *, preserve_rng_state: bool = True, other_path: str = "warn"
+) -> nn.Module:
+    """Makes `model` train by `schedule`.
+
+    Args:
+        model: an `nn.Sequential`, nested or not; or any module, for a schedule of a chain found in it.
+        schedule: for as many stages as the model has modules (and the loss), or made by `solve` for its chain.
+        preserve_rng_state: recompute with the random numbers of the first run. Without it dropout draws anew.
+        other_path: what to do where a forward takes another path than the chain that was found: "warn", once, and run
+            as plain PyTorch from there on; or "error".
+
+    Returns:
+        For an `nn.Sequential` a `ScheduledModule` that shares everything with it. Any other model itself, whose
+        forward is driven from then on, until `remat.remove(model)`.
+
+    Raises:
+        InvalidSchedule: the schedule breaks the rules of its operations.
+        PlanMismatch: the schedule was made for another model. Raised in `forward` if it is another input's.
+        UnsupportedModel: the model is no chain.
+        LeftChain: in `forward`, with other_path="error".
+    """
+    if not isinstance(model, nn.Module):
+        raise RematError(f"the model is a {type(model).__name__}; pass a torch.nn.Module")
+    if runs_in_place(schedule):
+        executor = CallExecutor(model, schedule, preserve_random=preserve_rng_state)
+
+        def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallExecutor:
+            _check_current(executor.places.is_current)
+            _check_inputs(schedule, Arguments(args, kwargs))
+            return executor
+
+        Drive(model, choose, executor.lock, other_path=other_path)
+        return model
+    return ScheduledModule(model, schedule, preserve_rng_state=preserve_rng_state)
