@@ -15,7 +15,7 @@ from benchmarks.pairing import write
 from benchmarks.paper import FIGURES
 from remat.comparison.bench import Bench
 from remat.plotting.style import new_figure
-from remat.runtime.strategies import Native
+from remat.runtime.library import Checkpointing
 from remat.solvers.base import store_all_peak
 
 Made = tuple[nn.Module, dict[str, Any]]
@@ -138,8 +138,8 @@ def against_libraries(repeats: int = 7) -> list[dict[str, object]]:
     panels = figure.subplots(1, 2)
     for name, make, ax in (("GPT-2", gpt2, panels[0]), ("Llama", llama, panels[1])):
         model, sample = make()
-        with Bench(model, sample, chain=False) as bench:
-            peak = bench.peak_bytes(bench.step(Native("gradient_checkpointing")))
+        with Bench(model, sample) as bench:
+            peak = bench.peak_bytes(bench.step(Checkpointing()))
         most = store_all_peak(remat.profile(model, sample))
         limits = [peak, *(round(peak + (most - peak) * step / 6) for step in range(1, 6)), most]
         found = remat.compare(

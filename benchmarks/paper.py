@@ -23,11 +23,12 @@ import remat
 from benchmarks.pairing import median_with_interval, paired, write
 from benchmarks.workloads import Workload, checkpointed, peak_bytes, step
 from remat import models
-from remat.comparison.bench import Bench, LimitedStep
+from remat.comparison.bench import Bench
 from remat.comparison.compare import UNLIMITED
 from remat.comparison.result import PLAIN, Comparison
 from remat.plotting.memory_time import plot_overhead, plot_throughput
 from remat.plotting.style import axes_for, legend
+from remat.runtime.executor import UnderDTR
 from remat.solvers.base import store_all_peak
 from remat.solvers.persistent import Persistent
 from remat.solvers.sequential import Sequential
@@ -304,7 +305,7 @@ def largest_input() -> list[dict[str, object]]:
 
 
 def _plain_peak(task: Task) -> int:
-    with Bench(task.model, task.sample, task.loss, chain=False) as bench:
+    with Bench(task.model, task.sample, task.loss) as bench:
         return bench.peak_bytes(bench.step(None))
 
 
@@ -321,10 +322,10 @@ def _static_fits(make: Callable[[int], Task], limit: int, size: int) -> bool:
 def _dtr_fits(make: Callable[[int], Task], limit: int, size: int) -> bool:
     """Whether DTR trains within the limit and thrice the time: asked of the simulator first, and then measured."""
     task = make(size)
-    with Bench(task.model, task.sample, task.loss, chain=False) as bench:
-        step = bench.step(remat.DTR(UNLIMITED))
-        assert isinstance(step, LimitedStep)
-        trace, extra = step.dtr.trace, step.dtr.trace_budget - UNLIMITED
+    with Bench(task.model, task.sample, task.loss) as bench:
+        unlimited = UnderDTR(remat.DTR(UNLIMITED), bench.sample_bytes)
+        bench.step(unlimited)
+        trace, extra = unlimited.dtr.trace, unlimited.dtr.trace_budget - UNLIMITED
     if remat.simulate_dtr(trace, limit + extra, "h_dtr", thrash_limit=3.0).outcome != "pass":
         return False
     dtr = remat.DTR(limit, "h_dtr", thrash_limit=3.0)

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from remat.runtime.dtr.freezing import freeze as freeze
     from remat.runtime.dtr.simulator import simulate_dtr as simulate_dtr
     from remat.runtime.dtr.trace import Trace as Trace
+    from remat.runtime.execution import Execution as Execution
     from remat.runtime.live.context import DTR as DTR
     from remat.runtime.planned.driving import remove as remove
     from remat.runtime.planned.wrapper import apply as apply
@@ -97,6 +98,7 @@ _HOMES = {
     "remat.profiling.find": ("find_chain",),
     "remat.profiling.found": ("FoundChain", "FoundStage"),
     "remat.fitting": ("fit",),
+    "remat.runtime.execution": ("Execution",),
     "remat.runtime.live.context": ("DTR",),
     "remat.plotting.evictions": ("plot_evictions",),
     "remat.profiling.sequential": ("profile",),

@@ -51,7 +51,7 @@ def test_every_public_name_is_there() -> None:
 def test_a_second_process_compiles_nothing() -> None:
     """Kernels come from the cache on disk: numba counts a hit for each and no miss."""
     code = (
-        "import remat; from remat.solvers import _kernels as k; "
+        "import remat; from remat.solvers import _table_kernels as k; "
         "c = remat.Chain((7,) * 5, (20,) * 4, (0,) * 4, (0,) * 4, (1,) * 4, (1,) * 4); "
         "remat.solve(c, remat.minimum_budget(c) + 3); "
         "print([(sum(f.stats.cache_hits.values()), sum(f.stats.cache_misses.values())) "

@@ -16,7 +16,7 @@ from torch import nn
 
 from remat.budgets import resolve_budget
 from remat.chain import Chain
-from remat.comparison.bench import Bench, LimitedStep, Loss
+from remat.comparison.bench import Bench, Loss
 from remat.comparison.result import PLAIN, Comparison, Entry, failed
 from remat.comparison.rounds import Progress, Row, measure, sum_up
 from remat.errors import InfeasibleBudget, RematError, SolverStopped, UnsupportedModel
@@ -28,6 +28,8 @@ from remat.runtime.calls.stages import describe, describe_call, is_sequential
 from remat.runtime.checks import check_count, check_model, check_sample, checked_loss
 from remat.runtime.dtr.simulator import Replay
 from remat.runtime.dtr.trace import Trace
+from remat.runtime.execution import Execution
+from remat.runtime.executor import UnderDTR
 from remat.runtime.library import has_checkpointing
 from remat.runtime.live.context import DTR
 from remat.runtime.pytree import tensors
@@ -54,7 +56,7 @@ def compare(
     model: nn.Module,
     sample: Any,
     budgets: Sequence[int | str | float] | int | str | float | None = None,
-    strategies: Sequence[str | Solver | Callable] | None = None,
+    strategies: Sequence[str | Solver | Execution | Callable] | None = None,
     loss: Loss | None = None,
     *,
     measure: bool = True,
@@ -76,12 +78,12 @@ def compare(
         sample: its input: a tensor, a tuple of positional or a dict of keyword arguments; its first dimension counts
             the examples. On the model's device.
         budgets: one or several, each an int (bytes), a string ("2GiB"), or a float in (0, 1] of the store-all peak.
-            They cover what
-            `remat.run` measures, the sample included. None: five, in equal ratios from the least that works to that
-            peak.
+            They cover what `remat.run` measures, the sample included. None: five, in equal ratios from the least that
+            works to that peak.
         strategies: names of planners, `Solver` objects, "dtr", names or functions of DTR heuristics;
-            "gradient_checkpointing" for that of the model's library (transformers, timm), and "torch.compile", with
-            several values of its `activation_memory_budget`, neither of which has a budget in bytes. None: store_all,
+            "gradient_checkpointing" for that of the model's library (transformers, timm), "torch.compile", with
+            several values of its `activation_memory_budget`, and ways of your own (`Execution` objects), none of
+            which has a budget in bytes. None: store_all,
             sequential, chen, revolve, persistent, floating (unless it would take long), dtr, and the library's
             checkpointing where it has one.
         loss: a function of the output that returns a scalar; without one the output is backpropagated with a fixed
@@ -248,10 +250,10 @@ class _Work:
             self.tell("recording a step", 0, 1)
             try:
                 with self._bench() as bench:
-                    step = bench.step(DTR(UNLIMITED))
-                    assert isinstance(step, LimitedStep)
+                    unlimited = UnderDTR(DTR(UNLIMITED), bench.sample_bytes)
+                    step = bench.step(unlimited)
                     step()  # costs are the least of an operator's first three calls
-                self.trace, self.extra = step.dtr.trace, step.dtr.trace_budget - UNLIMITED
+                self.trace, self.extra = unlimited.dtr.trace, unlimited.dtr.trace_budget - UNLIMITED
                 return
             except torch.OutOfMemoryError:
                 if self.chain is None:
@@ -263,12 +265,7 @@ class _Work:
         self.trace, self.extra = Trace.from_chain(self.chain), 0
 
     def _bench(self) -> Bench:
-        in_a_row = self.chain is not None and not self._is_found()
-        return Bench(self.model, self.sample, self.loss, chain=in_a_row, output_held=self.output_held)
-
-    def _is_found(self) -> bool:
-        """Whether the chain was found in a model that is no `nn.Sequential`."""
-        return self.chain is not None and self.chain.layout is not None and self.chain.layout.calls is not None
+        return Bench(self.model, self.sample, self.loss, output_held=self.output_held)
 
     def _most(self) -> int:
         """The store-all peak, which fractions are of."""

@@ -11,16 +11,17 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from remat.comparison.bench import Bench, LimitedStep, Step
+from remat.comparison.bench import Bench, Step
 from remat.comparison.result import EQUAL, OWN, Entry, failed
 from remat.comparison.run import with_fields_of
 from remat.errors import OutOfBudget, RematError, Thrashing, ThrashingWarning
 from remat.formatting import format_bytes
 from remat.host.progress import Progress
 from remat.report import Report
+from remat.runtime.executor import How
 from remat.runtime.live.context import DTR
 from remat.runtime.strategies import THRASH_LIMIT, Dynamic, Native, Strategy
-from remat.schedule import Operation, Schedule
+from remat.schedule import Operation
 
 
 @dataclass
@@ -130,9 +131,9 @@ def _look_at_all(
 
 def _start(bench: Bench, row: Row) -> bool:
     """Makes the step of a row and runs it once."""
-    how: Schedule | DTR | Native | None = row.entry.schedule
+    how: How = row.entry.schedule
     if isinstance(row.strategy, Native):
-        how = row.strategy
+        how = row.strategy.execution
     if isinstance(row.strategy, Dynamic):
         assert row.entry.budget_bytes is not None
         how = DTR(row.entry.budget_bytes, row.strategy.heuristic, thrash_limit=THRASH_LIMIT)
@@ -184,9 +185,8 @@ def _report(row: Row, peak: int) -> Report:
         recomputations=0 if schedule is None else schedule.recomputations,
         planning_seconds=0.0 if schedule is None else schedule.planning_seconds,
     )
-    if isinstance(row.step, LimitedStep):
-        return with_fields_of(row.step.dtr.report(), measured)
-    return measured
+    own = None if row.step is None else row.step.report()
+    return measured if own is None else with_fields_of(own, measured)
 
 
 def _judged(row: Row, report: Report) -> Report:

@@ -8,17 +8,17 @@ from typing import Any
 
 from torch import nn
 
-from remat.comparison.bench import Bench, LimitedStep, Loss
+from remat.comparison.bench import Bench, Loss
 from remat.report import Report
+from remat.runtime.execution import Execution
 from remat.runtime.live.context import DTR
-from remat.runtime.planned.driving import runs_in_place
 from remat.schedule import Schedule
 
 
 def run(
     model: nn.Module,
     sample: Any,
-    schedule: Schedule | DTR,
+    schedule: Schedule | DTR | Execution,
     *,
     loss: Loss | None = None,
     repeats: int = 3,
@@ -35,7 +35,8 @@ def run(
     Args:
         model: an `nn.Sequential`, nested or not; for DTR, and schedules of a chain found in it, any module.
         sample: its input: a tensor, a tuple of positional or a dict of keyword arguments; on the model's device.
-        schedule: as for `remat.apply`; or a `remat.DTR`, whose budget then holds the sample too.
+        schedule: as for `remat.apply`; or a `remat.DTR`, whose budget then holds the sample too; or a way of your own,
+            a `remat.Execution`.
         loss: a function of the output that returns a scalar. Without one it is the output's own where a model computes
             it (`output.loss`), else the output is backpropagated with a fixed random gradient of its own shape.
         repeats: timed steps, of which the median is reported.
@@ -48,8 +49,7 @@ def run(
         MeasurementError: a PyTorch profiler is running.
         OutOfBudget, Thrashing: as `remat.DTR`.
     """
-    chain = isinstance(schedule, Schedule) and not runs_in_place(schedule)
-    with Bench(model, sample, loss, chain=chain, output_held=output_held) as bench:
+    with Bench(model, sample, loss, output_held=output_held) as bench:
         step = bench.step(schedule)
         peak = bench.peak_bytes(step)
         plain = bench.step(None) if baseline else None
@@ -68,9 +68,11 @@ def run(
         overhead=statistics.median(overheads) if overheads else None,
         recomputations=0,
     )
-    if isinstance(step, LimitedStep):
-        return with_fields_of(step.dtr.report(), measured)
-    assert isinstance(schedule, Schedule)
+    own = step.report()
+    if own is not None:
+        return with_fields_of(own, measured)
+    if not isinstance(schedule, Schedule):
+        return replace(measured, strategy=schedule.name)
     names = ["strategy", "budget_bytes", "recomputations", "planning_seconds"]
     within = schedule.budget_bytes is None or peak <= schedule.budget_bytes
     outcome = "pass" if within else "over"
@@ -78,7 +80,7 @@ def run(
 
 
 def with_fields_of(own: Report, measured: Report) -> Report:
-    """What a DTR block says of itself, with what was measured from outside."""
+    """What a way to run steps says of itself, with what was measured from outside."""
     names = ["strategy", "outcome", "budget_bytes", "recomputations", "evictions", "accesses", "note"]
     found = replace(measured, **{name: getattr(own, name) for name in names})
     over = found.budget_bytes is not None and found.peak_bytes > found.budget_bytes

@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
-
-import torch
-from torch import nn
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from remat.errors import RematError
+from remat.runtime.execution import Execution
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Checkpointing(Execution):
+    """Steps under the checkpointing of the model's own library: of every block."""
+
+    name: str = "gradient_checkpointing"
+
+    def around(self, model: nn.Module) -> AbstractContextManager[None]:
+        return checkpointed(model)
+
+
+@dataclass(frozen=True)
+class Compiled(Execution):
+    """Steps of the model as `torch.compile` makes it, with `activation_memory_budget` set to `share`."""
+
+    share: float = 1.0
+    name: str = "torch.compile"
+
+    def prepared(self, model: nn.Module) -> Callable[..., Any]:
+        return compiled(model, self.share)
 
 
 def has_checkpointing(model: nn.Module) -> bool:
@@ -64,6 +88,7 @@ def _names(model: nn.Module) -> str | None:
 
 def compiled(model: nn.Module, share: float) -> Callable[..., Any]:
     """The model compiled with `activation_memory_budget` set to `share`, of what autograd would keep of its graph."""
+    import torch
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 

@@ -9,6 +9,8 @@ from typing import TypeAlias
 from remat.chain import Chain
 from remat.errors import RematError
 from remat.runtime.dtr.heuristics import DEFAULT, HEURISTICS, Heuristic, make_heuristic
+from remat.runtime.execution import Execution
+from remat.runtime.library import Checkpointing, Compiled
 from remat.solvers import SOLVERS, make_solver
 from remat.solvers.base import Solver
 from remat.solvers.floating import Floating, is_quick
@@ -36,14 +38,10 @@ class Dynamic:
 
 @dataclass(frozen=True)
 class Native:
-    """A way of the model's library or of PyTorch, which takes no budget in bytes.
-
-    Attributes:
-        share: of `activation_memory_budget`; None for the library's checkpointing of every block.
-    """
+    """A way of the model's library, of PyTorch or of the user, which takes no budget in bytes."""
 
     name: str
-    share: float | None = None
+    execution: Execution
 
 
 Strategy: TypeAlias = Static | Dynamic | Native
@@ -52,13 +50,13 @@ COMPILE = "torch.compile"
 _SHARES = (0.1, 0.3, 0.5, 0.75, 1.0)  # of activation_memory_budget, which says nothing of bytes: so a sweep
 
 
-def make_strategies(wanted: Sequence[str | Solver | Callable] | None, slots: int = 500) -> list[Strategy]:
+def make_strategies(wanted: Sequence[str | Solver | Execution | Callable] | None, slots: int = 500) -> list[Strategy]:
     """The strategies of these names, or the default ones.
 
     Args:
         wanted: names of planners, `Solver` objects, "dtr", names of heuristics, functions that are heuristics;
             "gradient_checkpointing", which is the library's own; "torch.compile", several values of its
-            `activation_memory_budget`, or "torch.compile@0.3", one.
+            `activation_memory_budget`, or "torch.compile@0.3", one; `Execution` objects.
         slots: memory units of the dynamic programs.
 
     Raises:
@@ -79,16 +77,18 @@ def make_strategies(wanted: Sequence[str | Solver | Callable] | None, slots: int
     return list(distinct.values())
 
 
-def _make_some(item: str | Solver | Callable, slots: int) -> list[Strategy]:
+def _make_some(item: str | Solver | Execution | Callable, slots: int) -> list[Strategy]:
     if item == CHECKPOINTING:
-        return [Native(CHECKPOINTING)]
+        return [Native(CHECKPOINTING, Checkpointing())]
     if item == COMPILE:
-        return [Native(f"{COMPILE}@{share:g}", share) for share in _SHARES]
+        return [Native(f"{COMPILE}@{share:g}", Compiled(share)) for share in _SHARES]
     if isinstance(item, str) and item.startswith(f"{COMPILE}@"):
         share = item.removeprefix(f"{COMPILE}@")
         if not _is_share(share):
             raise RematError(f"{item!r}: activation_memory_budget is a number from 0 to 1, as in {COMPILE}@0.3")
-        return [Native(item, float(share))]
+        return [Native(item, Compiled(float(share)))]
+    if isinstance(item, Execution):
+        return [Native(item.name, item)]
     return [_make(item, slots)]
 
 
@@ -113,7 +113,8 @@ def _make(item: str | Solver | Callable, slots: int) -> Strategy:
         if heuristic not in HEURISTICS:
             names = (*SOLVERS, "dtr", *HEURISTICS, CHECKPOINTING, COMPILE)
             raise RematError(
-                f"unknown strategy {item!r}; choose from {', '.join(names)}, or pass a Solver or a heuristic function"
+                f"unknown strategy {item!r}; choose from {', '.join(names)}, or pass a Solver, an Execution or a "
+                "heuristic function"
             )
         return Dynamic(f"dtr {heuristic}", heuristic)
     return Dynamic(f"dtr {getattr(item, '__name__', item)}", make_heuristic(item))

@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from remat.chain import Layout
 from remat.errors import PlanMismatch, UnsupportedModel
-from remat.runtime.pytree import map_tensors, tensors
+from remat.runtime.pytree import Arguments, arguments, map_tensors, tensors
 
 
 class Stage:
@@ -174,6 +174,15 @@ def single_input(sample: Any) -> Any:
     if not tensors(value):
         raise UnsupportedModel(f"the sample holds no tensor, found {type(value).__name__}")
     return value
+
+
+def call_of(model: nn.Module, sample: Any) -> Arguments:
+    """How `model` is called with a sample: an `nn.Sequential` takes one value, whatever that is.
+
+    Raises:
+        UnsupportedModel: as `single_input`.
+    """
+    return Arguments((single_input(sample),), {}) if is_sequential(model) else arguments(sample)
 
 
 def check_device(stages: Sequence[Stage], value: Any) -> torch.device:
