@@ -36,7 +36,7 @@ _RUNNING = "executor_errors judges exactness exactness_modules found_by_users li
 _LIVE = "live_peaks live_block live_programs live_run live_models"
 TESTS = {
     "remat/simulation.py": "simulation judges solvers planners budget",
-    "remat/solvers/base.py": f"{_PLANNING} verdicts units",
+    "remat/solvers/base.py": f"{_PLANNING} verdicts budgets",
     "remat/solvers/_tables.py": _PLANNING,
     "remat/solvers/_table_kernels.py": _PLANNING,
     "remat/solvers/persistent.py": _PLANNING,
@@ -53,7 +53,7 @@ TESTS = {
     "remat/runtime/live/ledger.py": _LIVE,
     "remat/runtime/dtr/core.py": f"dtr {_LIVE}",
     "remat/runtime/dtr/_kernels.py": f"dtr {_LIVE}",
-    "remat/comparison/result.py": "verdicts compare compare_files pictures cards package",
+    "remat/comparison/result.py": "verdicts compare compare_files plans_as_text cards package",
 }
 
 

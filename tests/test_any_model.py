@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same
-from library_models import EVERY, LIBRARY
-from training_any import budgets_of, chain_of, made, train
 
 import remat
 from remat.errors import RematError
+from support.library_models import EVERY, LIBRARY
+from support.steps import assert_same
+from support.training import budgets_of, chain_of, made, train
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

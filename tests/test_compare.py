@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import small_gpt
 from matplotlib.figure import Figure
 from torch import nn
 from torch.nn import functional
@@ -24,7 +23,8 @@ from remat.errors import SolverStopped
 from remat.schedule import Operation
 from remat.solvers.base import Plan, Solver
 from remat.solvers.persistent import Persistent
-from tests.live_models import make
+from support.live_models import make
+from support.steps import small_gpt
 
 STATIC = ("store_all", "sequential", "chen", "revolve", "persistent", "floating")
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import small_gpt
 from torch import nn
 
 import remat
@@ -16,6 +15,7 @@ from remat.comparison.result import Comparison
 from remat.schedule import Operation, store_all_operations
 from remat.solvers.base import Plan, Solver
 from remat.solvers.persistent import Persistent
+from support.steps import small_gpt
 
 
 def test_an_interrupted_comparison_keeps_what_it_has_and_goes_on(tmp_path: Path) -> None:

@@ -12,10 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same
-from library_models import Blocks, Residual, blocks, convolutions, records
 from torch import nn
-from training_any import budgets_of, made, train
 
 import remat
 from remat import rotor
@@ -24,6 +21,9 @@ from remat.runtime.meter import MemoryMeter
 from remat.runtime.planned.driving import drive_of
 from remat.runtime.pytree import loss_in
 from remat.solvers.base import store_all_peak
+from support.library_models import Blocks, Residual, blocks, convolutions, records
+from support.steps import assert_same
+from support.training import budgets_of, made, train
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

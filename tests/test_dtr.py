@@ -10,14 +10,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import DATA, DTR_LOGS, needs_dtr_logs
-from exhaustive import fastest
-from helpers import chains
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from plain_dtr import SCORES, OutOfMemory, PlainDtr
 
 import remat
+from conftest import DATA, DTR_LOGS, needs_dtr_logs
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget, RematError
 from remat.experiments.theorems import optimal_linear_operators, run_adversary, run_linear
@@ -33,6 +30,9 @@ from remat.runtime.dtr.simulator import Replay, simulate_dtr, sweep
 from remat.runtime.dtr.trace import Call, Constant, Copy, CopyFrom, Instruction, Mutate, Release, Trace
 from remat.simulation import simulate
 from remat.solvers.base import store_all_peak
+from support.chains import chains
+from support.exhaustive import fastest
+from support.plain_dtr import SCORES, OutOfMemory, PlainDtr
 
 MODELS = ("unet", "resnet32", "transformer", "densenet121", "treelstm")
 

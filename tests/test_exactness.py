@@ -9,17 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import (
-    assert_same,
-    chain_of,
-    observed,
-    random_schedule,
-    recomputations_of,
-    schedules,
-    traces,
-    train_step,
-    without_loss,
-)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -31,6 +20,17 @@ from remat.schedule import B, Operation, Schedule
 from remat.solvers.recompute_all import RecomputeAll
 from remat.solvers.sequential import sequential_operations
 from remat.solvers.store_all import StoreAll
+from support.chains import random_schedule
+from support.steps import (
+    assert_same,
+    chain_of,
+    observed,
+    recomputations_of,
+    schedules,
+    traces,
+    train_step,
+    without_loss,
+)
 
 
 class Recurrent(nn.Module):

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import assert_same, chain_of, observed, schedules, train_step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import remat
+from support.steps import assert_same, chain_of, observed, schedules, train_step
 
 
 class Apply(nn.Module):

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import assert_same, observed, train_step
 from torch import nn
 
 import remat
@@ -16,6 +15,7 @@ from remat.errors import InvalidSchedule, PlanMismatch, RematError, ReplayError,
 from remat.runtime.meter import MemoryMeter
 from remat.schedule import Schedule
 from remat.solvers import make_solver
+from support.steps import assert_same, observed, train_step
 
 RECOMPUTE = Schedule.parse("F_ck1 F_none2 F_all3 F_all4 B4 B3 F_all1 F_all2 B2 B1")
 

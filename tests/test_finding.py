@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from library_models import LENGTH, gpt2, shared, t5
 from torch import nn
-from training_any import made
 
 import remat
 from remat import rotor
 from remat.errors import UnsupportedModel
+from support.library_models import LENGTH, gpt2, shared, t5
+from support.training import made
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

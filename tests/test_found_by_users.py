@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from helpers import assert_same, chain_of, observed, schedules, train_step
 from torch import nn
 
 import remat
@@ -14,6 +13,7 @@ from remat import rotor
 from remat.errors import PlanMismatch, ReplayError, UnsupportedModel
 from remat.schedule import Schedule
 from remat.solvers.base import store_all_peak
+from support.steps import assert_same, chain_of, observed, schedules, train_step
 
 RECOMPUTE = Schedule.parse("F_ck1 F_none2 F_none3 F_all4 B4 F_ck1 F_none2 F_all3 B3 F_ck1 F_all2 B2 F_all1 B1")
 

@@ -3,8 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from exhaustive import optimum
-from helpers import chains, measured_chains
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +16,8 @@ from remat.solvers._pulp import Answer, _bound_in_cbc_log
 from remat.solvers.base import store_all_peak
 from remat.solvers.checkmate import Checkmate
 from remat.solvers.ilp import Ilp
+from support.chains import chains, measured_chains
+from support.exhaustive import optimum
 
 
 @pytest.mark.parametrize("backend", ["highs", "cbc"])

@@ -7,10 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import assert_same, measured_chains, observed, random_schedule, train_step, without_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judges import judge, train_naively
 from torch import nn
 
 import remat
@@ -19,6 +17,9 @@ from remat.errors import InvalidSchedule
 from remat.schedule import KINDS, Operation, Schedule
 from remat.solvers import SOLVERS, make_solver, minimum_budget
 from remat.solvers.base import store_all_peak
+from support.chains import measured_chains, random_schedule
+from support.judges import judge, train_naively
+from support.steps import assert_same, observed, train_step, without_loss
 
 
 @st.composite

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same, gradients_of, peak_of_a_step
-from library_models import gpt2
 from torch import nn
 
 import remat
 from remat.errors import PlanMismatch
 from remat.runtime.pytree import arguments
 from remat.solvers.base import store_all_peak
+from support.library_models import gpt2
+from support.steps import assert_same, gradients_of, peak_of_a_step
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 Loop = Callable[[nn.Module, Any], None]

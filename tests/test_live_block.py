@@ -18,8 +18,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 import remat
-from tests.live_models import make, peak_bytes, step_of
-from tests.live_programs import evict_all
+from support.live_models import make, peak_bytes, step_of
+from support.live_programs import evict_all
 
 MIB = 2**20
 

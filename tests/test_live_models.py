@@ -9,7 +9,7 @@ import torch
 
 import remat
 from remat.runtime.dtr.simulator import Replay
-from tests.live_models import CASES, least_budget, make, peak_bytes, step_of, train
+from support.live_models import CASES, least_budget, make, peak_bytes, step_of, train
 
 FEED_FORWARD = ("ResNet-50", "DenseNet", "GPT", "Transformer")
 

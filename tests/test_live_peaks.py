@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from tests.live_models import metered
+from support.live_models import metered
 
 WIDTH = 251  # met nowhere else, so that the first block knows nothing of its operators
 SLACK = 512  # bytes: numbers of a few bytes each, which the runtime holds on its own account

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import remat
-from tests.live_programs import OPERATIONS, PROGRAMS, Step, evicting, run_program
+from support.live_programs import OPERATIONS, PROGRAMS, Step, evicting, run_program
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

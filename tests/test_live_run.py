@@ -13,7 +13,7 @@ from torch import nn
 
 import remat
 from remat import models
-from tests.live_models import Case, least_budget, peak_bytes, step_of, train
+from support.live_models import Case, least_budget, peak_bytes, step_of, train
 
 
 def test_run_measures_dtr_as_it_measures_a_schedule() -> None:

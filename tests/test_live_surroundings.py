@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 import remat
 from remat.runtime.live import block, choosing, costs
 from remat.runtime.live.surroundings import BACKENDS, PLAIN, surroundings_of
-from tests.live_programs import evicting
+from support.live_programs import evicting
 
 ALWAYS: Callable[[], bool] = lambda: True  # noqa: E731
 

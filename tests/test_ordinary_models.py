@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same, gradients_of
-from test_limits import Blocks, Residual
 from torch import nn
 from torch.nn import functional
 
@@ -18,6 +16,8 @@ from remat import rotor
 from remat.chain import Chain
 from remat.runtime.planned.driving import drive_of
 from remat.simulation import peak_and_makespan
+from support.steps import assert_same, gradients_of
+from test_limits import Blocks, Residual
 
 
 def sequential(count: int = 6, width: int = 32) -> nn.Sequential:

@@ -6,8 +6,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from exhaustive import optimum
-from helpers import chains, measured_chains
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +17,8 @@ from remat.solvers import lower_bound, make_solver, minimum_budget, solve
 from remat.solvers.base import Solver, store_all_peak
 from remat.solvers.floating import Floating, FloatingTable
 from remat.solvers.persistent import Persistent, PersistentTable
+from support.chains import chains, measured_chains
+from support.exhaustive import optimum
 
 
 def makespan(chain: Chain, budget: int, solver: str) -> float:

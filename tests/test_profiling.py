@@ -7,7 +7,6 @@ import gc
 
 import pytest
 import torch
-from helpers import assert_same
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -18,6 +17,7 @@ from remat.profiling.stage_costs import SavedStorages
 from remat.runtime.meter import MemoryMeter
 from remat.simulation import simulate
 from remat.solvers.base import store_all_peak
+from support.steps import assert_same
 
 CPU = torch.device("cpu")
 

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import assert_same
-from library_models import gpt2
 from torch import nn
 
 import remat
 from remat.runtime.planned.driving import drive_of
+from support.library_models import gpt2
+from support.steps import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 RECIPES = ["plain_loop", "transformers_trainer", "lightning_trainer"]

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from library_models import Blocks
 from torch import nn
 
 import remat
 from remat import rotor
 from remat.errors import PlanMismatch, ReplayError, UnsupportedModel
+from support.library_models import Blocks
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this PyTorch is built without torch.distributed")
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from helpers import assert_same, chain_of, peak_of_a_step, train_step
 from torch import nn
 
 import remat
@@ -23,6 +22,7 @@ from remat.errors import InfeasibleBudget, InvalidBudget, InvalidSchedule, PlanM
 from remat.models import gpt
 from remat.schedule import Schedule
 from remat.solvers.persistent import Persistent
+from support.steps import assert_same, chain_of, peak_of_a_step, train_step
 
 
 def network() -> nn.Sequential:

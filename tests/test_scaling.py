@@ -12,11 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from helpers import chains
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judges import judge
-from library_models import Blocks
 from torch import nn
 
 import remat
@@ -27,6 +24,9 @@ from remat.runtime.meter import MemoryMeter
 from remat.simulation import peak_and_makespan, simulate
 from remat.solvers.base import store_all_peak
 from remat.solvers.persistent import Persistent
+from support.chains import chains
+from support.judges import judge
+from support.library_models import Blocks
 
 STEPS = 3
 

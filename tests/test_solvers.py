@@ -3,12 +3,11 @@ import math
 from dataclasses import dataclass, replace
 
 import pytest
-from conftest import DATA
-from helpers import chains
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import remat
+from conftest import DATA
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget, InvalidBudget, RematError
 from remat.simulation import peak_and_makespan, simulate
@@ -18,6 +17,7 @@ from remat.solvers.persistent import Persistent
 from remat.solvers.revolve import Revolve
 from remat.solvers.sequential import Sequential, sequential_operations
 from remat.solvers.store_all import StoreAll
+from support.chains import chains
 
 
 def makespan(chain: Chain, budget: int, solver: Solver) -> float | None:

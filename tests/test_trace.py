@@ -1,11 +1,10 @@
 import zipfile
 
 import pytest
-from conftest import DTR_LOGS, needs_dtr_logs
-from helpers import chains
 from hypothesis import given, settings
 
 import remat
+from conftest import DTR_LOGS, needs_dtr_logs
 from remat.chain import Chain
 from remat.errors import InvalidTrace
 from remat.runtime.dtr.graph import compile_trace
@@ -13,6 +12,7 @@ from remat.runtime.dtr.simulator import Replay
 from remat.runtime.dtr.trace import Annotate, Call, Constant, Copy, CopyFrom, Mutate, Release, Trace, read_instructions
 from remat.simulation import simulate
 from remat.solvers import solve
+from support.chains import chains
 
 EVERYTHING = Trace(
     (

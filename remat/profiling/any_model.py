@@ -47,8 +47,8 @@ from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.calls.environment import accelerators
 from remat.runtime.calls.places import Places
 from remat.runtime.calls.stages import Stage, check_device, describe_call
+from remat.runtime.executor import executing
 from remat.runtime.meter import MemoryMeter, Region
-from remat.runtime.planned.driving import CallExecutor, driven
 from remat.runtime.pytree import Arguments, arguments, loss_in, tensors
 from remat.runtime.sharding import refuse_shards_of_others
 from remat.schedule import Schedule
@@ -137,11 +137,10 @@ def _excess(
     Stages are measured one by one; what they share with code outside may cost more when they come together.
     """
     schedule = Schedule(Persistent().least_memory(chain), layout=chain.layout)
-    executor = CallExecutor(model, schedule)
+    running = executing(model, schedule)
 
     def step() -> None:
-        with driven(model, executor):
-            output = model(*call.args, **call.kwargs)
+        output = running(*call.args, **call.kwargs)
         end = protocol.loss(output) if protocol.loss is not None else loss_in(output)
         if end is None:
             ends = [tensor for tensor in tensors(output) if tensor.requires_grad]

@@ -29,8 +29,11 @@ class Checkpointing(Execution):
 class Compiled(Execution):
     """Steps of the model as `torch.compile` makes it, with `activation_memory_budget` set to `share`."""
 
-    share: float = 1.0
-    name: str = "torch.compile"
+    share: float
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"torch.compile@{self.share:g}"
 
     def prepared(self, model: nn.Module) -> Callable[..., Any]:
         return compiled(model, self.share)

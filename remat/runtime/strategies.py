@@ -81,7 +81,7 @@ def _make_some(item: str | Solver | Execution | Callable, slots: int) -> list[St
     if item == CHECKPOINTING:
         return [Native(CHECKPOINTING, Checkpointing())]
     if item == COMPILE:
-        return [Native(f"{COMPILE}@{share:g}", Compiled(share)) for share in _SHARES]
+        return [Native(way.name, way) for way in map(Compiled, _SHARES)]
     if isinstance(item, str) and item.startswith(f"{COMPILE}@"):
         share = item.removeprefix(f"{COMPILE}@")
         if not _is_share(share):

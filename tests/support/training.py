@@ -6,12 +6,12 @@ import functools
 from typing import Any
 
 import torch
-from library_models import EVERY
 from torch import nn
 
 import remat
 from remat.runtime.pytree import arguments, loss_in, tensors
 from remat.solvers.base import store_all_peak
+from support.library_models import EVERY
 
 
 def made(name: str) -> tuple[nn.Module, Any]:

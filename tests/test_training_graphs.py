@@ -3,7 +3,6 @@
 import itertools
 
 import pytest
-from exhaustive import fastest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +12,7 @@ from remat.experiments import classic, methods_at, plot_static
 from remat.experiments.networks import mobilenet, unet, vgg16
 from remat.experiments.training_graph import Layer, Step, TrainingGraph, replay, steps_of, with_backward
 from remat.runtime.dtr.simulator import Replay
+from support.exhaustive import fastest
 
 
 @st.composite

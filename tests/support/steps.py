@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 from torch import nn
 
 from remat.chain import Chain
@@ -17,7 +15,7 @@ from remat.profiling.stage_costs import storage_bytes
 from remat.runtime.meter import MemoryMeter
 from remat.runtime.planned.wrapper import ScheduledModule, apply
 from remat.runtime.pytree import tensors
-from remat.schedule import F_ALL, F_CK, F_NONE, B, Operation, Schedule
+from remat.schedule import B, Operation, Schedule
 from remat.solvers.persistent import Persistent
 from remat.solvers.recompute_all import RecomputeAll
 from remat.solvers.revolve import Revolve
@@ -85,82 +83,6 @@ def recomputations_of(operations: list[Operation], stage: int) -> int:
 
 def without_loss(schedule: Schedule) -> list[Operation]:
     return [operation for operation in schedule.operations if operation.stage < schedule.length]
-
-
-@st.composite
-def chains(draw: st.DrawFn, max_stages: int = 7, largest: int = 12) -> Chain:
-    """Small random chains, half of them with fixed stages; saved_l holds a_l, as in real ones."""
-    stages = draw(st.integers(1, max_stages))
-
-    def some(count: int) -> list[int]:
-        return draw(st.lists(st.integers(0, largest), min_size=count, max_size=count))
-
-    act = some(stages + 1)
-    saved = [a + extra for a, extra in zip(act[1:], some(stages), strict=True)]
-    fixed = draw(st.one_of(st.just([False] * stages), st.lists(st.booleans(), min_size=stages, max_size=stages)))
-    return Chain(act, saved, some(stages), some(stages), some(stages), some(stages), fixed=fixed)
-
-
-@st.composite
-def measured_chains(draw: st.DrawFn, max_stages: int) -> Chain:
-    """Chains with the terms that only measured ones have."""
-    chain = draw(chains(max_stages=max_stages, largest=9))
-
-    def some(count: int, most: int = 4) -> list[int]:
-        return draw(st.lists(st.integers(0, most), min_size=count, max_size=count))
-
-    forward = draw(st.sampled_from([1, 1, 5]))  # now and then what decides is what runs forward
-    return replace(
-        chain,
-        fwd_overhead_bytes=[forward * size for size in chain.fwd_overhead_bytes],
-        save_overhead_bytes=some(chain.length),
-        bwd_released_bytes=[min(x, y) for x, y in zip(some(chain.length), chain.saved_bytes, strict=True)],
-        grad_bytes=some(chain.length + 1, 20),  # not as large as the activations: where skips join, say
-        reserve_bytes=draw(st.integers(0, 3)),
-    )
-
-
-def random_schedule(draw: Callable[[int], int], stages: int) -> Schedule:
-    """A valid schedule made by chance: from time to time some stage runs again, as a solver never would."""
-    length = stages + 1
-    own, kept, operations = {0}, set(), []
-    pending = length
-
-    def step(kind: str, stage: int) -> None:
-        operations.append(Operation(kind, stage))
-        if kind == B:
-            own.discard(stage - 1)
-            kept.discard(stage)
-        elif kind == F_ALL:
-            kept.add(stage)
-        else:
-            own.add(stage)
-            if kind == F_NONE:
-                own.discard(stage - 1)
-
-    def reach(target: int) -> None:
-        """Runs forward until saved_target is there, from the last activation at hand."""
-        while target not in kept:
-            start = max(index for index in (own | kept) if index < target) + 1
-            for stage in range(start, target):
-                choices = [F_CK]
-                if stage not in kept:
-                    choices.append(F_ALL)
-                    # What F_none drops must be recoverable: another activation below, or a_0 itself, stays.
-                    if stage - 1 in own and stage - 1 > 0 and stage - 1 not in kept:
-                        choices.append(F_NONE)
-                step(choices[draw(len(choices))], stage)
-            step(F_ALL, target)
-
-    while pending:
-        if pending > 1 and pending < length and draw(4) == 0:
-            at_hand = sorted(index + 1 for index in own | kept if index + 1 < pending)
-            if at_hand:
-                step(F_CK, at_hand[draw(len(at_hand))])
-        reach(pending)
-        step(B, pending)
-        pending -= 1
-    return Schedule(tuple(operations))
 
 
 def gradients_of(model: nn.Module) -> list[torch.Tensor]:
