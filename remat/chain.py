@@ -50,6 +50,11 @@ class Layout:
         return cls(tuple(content["modules"]), tuple(content["inputs"]), named, *beside)
 
 
+# How the chains that several processes measured become the one that they plan for, field by field: of each number, or
+# flag, the largest; what must be the same in all; and what each has of its own.
+_LARGEST, _SAME, _OWN = ({"merged": rule} for rule in ("largest", "same", "own"))
+
+
 @dataclass(frozen=True)
 class Chain:
     """Bytes and seconds of the stages 1..L and of the loss, which is stage L+1.
@@ -58,15 +63,13 @@ class Chain:
         act_bytes: L+2 sizes of the activations a_0 (the input) .. a_{L+1} (the loss).
         saved_bytes: L+1 sizes of all that a stage keeps for its backward, its output included, its input not.
         fwd_overhead_bytes: L+1 sizes of the scratch memory of a stage's forward beyond its input and what it leaves.
-        bwd_overhead_bytes: the same for its backward, beyond saved_l, a_{l-1}, grad_l and grad_{l-1}.
+        bwd_overhead_bytes: the same for its backward, beyond saved_l, a_{l-1}, grad_l and grad_{l-1}; negative where
+            the stage has freed some of these by the time it needs most.
         fwd_seconds, bwd_seconds: L+1 durations.
         grad_bytes: L+2 sizes of the gradients of the activations, by default `act_bytes`; 0 where none flows.
         save_overhead_bytes: L+1 sizes of the scratch memory of F_all, by default `fwd_overhead_bytes`: what F_ck and
             F_none hold in passing F_all often saves, so it needs less beyond.
-        bwd_released_bytes: L+1 sizes of what a backward has already let go of when it needs most, by default 0: the
-            other sign of `bwd_overhead_bytes`.
-        reserve_bytes: what the executor itself may hold beside, at any time: old values of buffers and states of
-            random number generators.
+        reserve_bytes: what the executor may hold on top of the activations: buffer snapshots and RNG states.
         names: L+1 names for people.
         draws_random: L+1 flags: the stage draws random numbers, so a recomputation restores their generator.
         changes_buffers: L+1 flags: the stage changes buffers of its own (BatchNorm), which happens only once.
@@ -78,23 +81,22 @@ class Chain:
         InvalidChain: wrong lengths, negative or non-integer sizes, negative, infinite or NaN times.
     """
 
-    act_bytes: tuple[int, ...]
-    saved_bytes: tuple[int, ...]
-    fwd_overhead_bytes: tuple[int, ...]
-    bwd_overhead_bytes: tuple[int, ...]
-    fwd_seconds: tuple[float, ...]
-    bwd_seconds: tuple[float, ...]
-    grad_bytes: tuple[int, ...] = field(default=(), kw_only=True)
-    save_overhead_bytes: tuple[int, ...] = field(default=(), kw_only=True)
-    bwd_released_bytes: tuple[int, ...] = field(default=(), kw_only=True)
-    reserve_bytes: int = field(default=0, kw_only=True)
-    names: tuple[str, ...] = field(default=(), kw_only=True)
-    draws_random: tuple[bool, ...] = field(default=(), kw_only=True)
-    changes_buffers: tuple[bool, ...] = field(default=(), kw_only=True)
-    fixed: tuple[bool, ...] = field(default=(), kw_only=True)
-    layout: Layout | None = field(default=None, kw_only=True)
+    act_bytes: tuple[int, ...] = field(metadata=_LARGEST)
+    saved_bytes: tuple[int, ...] = field(metadata=_LARGEST)
+    fwd_overhead_bytes: tuple[int, ...] = field(metadata=_LARGEST)
+    bwd_overhead_bytes: tuple[int, ...] = field(metadata=_LARGEST)
+    fwd_seconds: tuple[float, ...] = field(metadata=_LARGEST)
+    bwd_seconds: tuple[float, ...] = field(metadata=_LARGEST)
+    grad_bytes: tuple[int, ...] = field(default=(), kw_only=True, metadata=_LARGEST)
+    save_overhead_bytes: tuple[int, ...] = field(default=(), kw_only=True, metadata=_LARGEST)
+    reserve_bytes: int = field(default=0, kw_only=True, metadata=_LARGEST)
+    names: tuple[str, ...] = field(default=(), kw_only=True, metadata=_SAME)
+    draws_random: tuple[bool, ...] = field(default=(), kw_only=True, metadata=_LARGEST)
+    changes_buffers: tuple[bool, ...] = field(default=(), kw_only=True, metadata=_LARGEST)
+    fixed: tuple[bool, ...] = field(default=(), kw_only=True, metadata=_SAME)
+    layout: Layout | None = field(default=None, kw_only=True, metadata=_OWN)
 
-    VERSION = 1
+    VERSION = 2
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # the way a frozen dataclass normalises its own fields
@@ -106,7 +108,8 @@ class Chain:
                 f"a chain of L stages has L+2, found {len(self.act_bytes)}"
             )
         for name in ("saved_bytes", "fwd_overhead_bytes", "bwd_overhead_bytes"):
-            set_field(self, name, _of_length(name, _sizes(name, getattr(self, name)), stages, "L+1"))
+            sizes = _sizes(name, getattr(self, name), signed=name == "bwd_overhead_bytes")
+            set_field(self, name, _of_length(name, sizes, stages, "L+1"))
         for name in ("fwd_seconds", "bwd_seconds"):
             set_field(self, name, _of_length(name, _times(name, getattr(self, name)), stages, "L+1"))
         grads = _sizes("grad_bytes", self.grad_bytes) or self.act_bytes
@@ -114,8 +117,6 @@ class Chain:
         overheads = _sizes("save_overhead_bytes", self.save_overhead_bytes) or self.fwd_overhead_bytes
         set_field(self, "save_overhead_bytes", _of_length("save_overhead_bytes", overheads, stages, "L+1"))
         set_field(self, "reserve_bytes", _sizes("reserve_bytes", [self.reserve_bytes])[0])
-        released = _sizes("bwd_released_bytes", self.bwd_released_bytes) or (0,) * stages
-        set_field(self, "bwd_released_bytes", _of_length("bwd_released_bytes", released, stages, "L+1"))
         names = tuple(map(str, self.names)) or (*(f"stage {i}" for i in range(1, stages)), "loss")
         set_field(self, "names", _of_length("names", names, stages, "L+1"))
         for name in ("draws_random", "changes_buffers", "fixed"):
@@ -214,7 +215,7 @@ class Chain:
         return cls(**{**content, "layout": Layout.from_fields(content["layout"])})
 
 
-def _sizes(name: str, values: Iterable[Any]) -> tuple[int, ...]:
+def _sizes(name: str, values: Iterable[Any], *, signed: bool = False) -> tuple[int, ...]:
     sizes = []
     for index, value in enumerate(values):
         try:
@@ -225,7 +226,7 @@ def _sizes(name: str, values: Iterable[Any]) -> tuple[int, ...]:
             raise InvalidChain(
                 f"{name}[{index}] is {value!r}; sizes are whole bytes, so give an int (round up where needed)"
             ) from None
-        if size < 0:
+        if size < 0 and not signed:
             raise InvalidChain(f"{name}[{index}] is {size}; a size cannot be negative")
         sizes.append(size)
     return tuple(sizes)

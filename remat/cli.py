@@ -509,7 +509,7 @@ def _stage_table(name: str, chain: Chain) -> Table:
             format_bytes(chain.act_bytes[index + 1]),
             format_bytes(chain.saved_bytes[index]),
             format_bytes(chain.fwd_overhead_bytes[index]),
-            format_bytes(chain.bwd_overhead_bytes[index] - chain.bwd_released_bytes[index]),
+            format_bytes(chain.bwd_overhead_bytes[index]),
             ", ".join(marks),
         )
     return table

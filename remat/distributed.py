@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from remat.chain import Chain
@@ -16,14 +16,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _TRIED = 48  # budgets for one forward, between the least and the limit
-_SIZES = (
-    "act_bytes",
-    "saved_bytes",
-    "fwd_overhead_bytes",
-    "bwd_overhead_bytes",
-    "grad_bytes",
-    "save_overhead_bytes",
-)
 
 
 def agree(chain: Chain, group: ProcessGroup) -> Chain:
@@ -46,29 +38,24 @@ def largest(chains: Sequence[Chain]) -> Chain:
         PlanMismatch: their stages differ.
     """
     first = chains[0]
+    rules = {each.name: each.metadata["merged"] for each in fields(Chain)}
+    same = [name for name, rule in rules.items() if rule == "same"]
     for rank, other in enumerate(chains):
-        if (other.names, other.fixed, _calls(other)) != (first.names, first.fixed, _calls(first)):
+        if _calls(other) != _calls(first) or any(getattr(other, name) != getattr(first, name) for name in same):
             raise PlanMismatch(
                 f"the processes found different stages: rank 0 {first.length - 1}, rank {rank} {other.length - 1}. "
                 "Measure the same model with samples of the same kind in all of them, or name the stages"
             )
-    merged: dict[str, Any] = {name: _most(getattr(chain, name) for chain in chains) for name in _SIZES}
-    merged |= {name: _most(getattr(chain, name) for chain in chains) for name in ("fwd_seconds", "bwd_seconds")}
-    released = tuple(map(min, zip(*(chain.bwd_released_bytes for chain in chains), strict=True)))
-    reserve = max(chain.reserve_bytes for chain in chains)
-    flags: dict[str, Any] = {
-        name: tuple(map(any, zip(*(getattr(chain, name) for chain in chains), strict=True)))
-        for name in ("draws_random", "changes_buffers")
-    }
-    return replace(first, bwd_released_bytes=released, reserve_bytes=reserve, **merged, **flags)
+    numbers = [name for name, rule in rules.items() if rule == "largest"]
+    return replace(first, **{name: _largest([getattr(chain, name) for chain in chains]) for name in numbers})
 
 
 def _calls(chain: Chain) -> Any:
     return None if chain.layout is None else (chain.layout.modules, chain.layout.calls)
 
 
-def _most(columns: Any) -> tuple[Any, ...]:
-    return tuple(map(max, zip(*columns, strict=True)))
+def _largest(values: Sequence[Any]) -> Any:
+    return tuple(map(max, zip(*values, strict=True))) if isinstance(values[0], tuple) else max(values)
 
 
 def from_first(plan: Callable[[], Schedule], group: ProcessGroup) -> Schedule:

@@ -87,7 +87,7 @@ def _walk(chain: Chain, operations: Iterable[Operation]) -> Iterator[tuple[Opera
             raise InvalidSchedule(missing, step=step, operation=operation)
         if kind == B:
             index = stage - 1
-            peak = stored + grad[index] + chain.bwd_overhead_bytes[index] - chain.bwd_released_bytes[index]
+            peak = stored + grad[index] + chain.bwd_overhead_bytes[index]
             stored += grad[index] - grad[stage] - saved[index]
             kept[stage] = False
             if own[index]:

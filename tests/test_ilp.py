@@ -147,7 +147,7 @@ def test_checkmate_is_always_valid_and_says_when_it_is_over(chain: Chain, tenths
 @given(measured_chains(max_stages=5))
 def test_checkmate_refuses_what_one_backward_does_not_fit(chain: Chain) -> None:
     """In its model that needs the outputs and gradients on both sides of a stage, the sample and the reserve."""
-    chain = replace(chain, bwd_released_bytes=[0] * chain.length)  # of which it knows nothing
+    chain = replace(chain, bwd_overhead_bytes=[0] * chain.length)  # of which it knows nothing
     act, grad = chain.act_bytes, chain.grad_bytes
     needed = [act[k] + (act[k - 1] if k > 1 else 0) + grad[k] + grad[k - 1] for k in range(1, chain.length + 1)]
     least = chain.reserve_bytes + act[0] + max(needed)

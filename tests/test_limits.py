@@ -222,6 +222,19 @@ def test_gradients_of_shared_parameters_are_counted(make: Callable[[], nn.Module
     check(make(), torch.randn(64, 512), mean_loss)
 
 
+@pytest.mark.parametrize("before", [1, 2])
+def test_gradients_that_are_copied_for_their_layout_are_counted_in_blocks(before: int) -> None:
+    """What the recurrent block sends back lies in another way than what all others do."""
+    torch.manual_seed(1)
+    model = Blocks(count=0)
+    for number in range(4):
+        if number == before:
+            model.blocks.append(nn.Sequential(nn.LSTM(96, 96, batch_first=True), First()))
+        else:
+            model.blocks.append(nn.Sequential(nn.Linear(96, 300), nn.GELU(), nn.Linear(300, 96)))
+    check(model, torch.randn(16, 30, 96), mean_loss)
+
+
 @pytest.mark.parametrize("behind", [0, 2])
 def test_gradients_that_are_copied_for_their_layout_are_counted(behind: int) -> None:
     torch.manual_seed(1)

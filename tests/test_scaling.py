@@ -253,18 +253,18 @@ def test_the_agreed_chain_is_as_large_as_the_largest(one: remat.Chain, other: re
 def test_the_agreed_chain_field_by_field() -> None:
     """Whichever process measured it: of all numbers the largest, of what backwards let go of the least."""
     one = remat.Chain(
-        (9, 2, 3, 4), (5, 6, 7), (1, 8, 1), (4, 1, 4), (1.0, 2.0, 3.0), (3.0, 2.0, 1.0),
-        grad_bytes=(1, 5, 1, 5), save_overhead_bytes=(2, 2, 9), bwd_released_bytes=(3, 1, 3), reserve_bytes=7,
+        (9, 2, 3, 4), (5, 6, 7), (1, 8, 1), (4, -1, 4), (1.0, 2.0, 3.0), (3.0, 2.0, 1.0),
+        grad_bytes=(1, 5, 1, 5), save_overhead_bytes=(2, 2, 9), reserve_bytes=7,
         draws_random=(True, False, False), changes_buffers=(False, False, True),
     )  # fmt: skip
     other = remat.Chain(
-        (8, 3, 2, 5), (6, 5, 8), (2, 7, 2), (3, 2, 3), (2.0, 1.0, 4.0), (2.0, 4.0, 2.0),
-        grad_bytes=(2, 4, 2, 4), save_overhead_bytes=(1, 3, 8), bwd_released_bytes=(1, 2, 4), reserve_bytes=9,
+        (8, 3, 2, 5), (6, 5, 8), (2, 7, 2), (3, -2, 5), (2.0, 1.0, 4.0), (2.0, 4.0, 2.0),
+        grad_bytes=(2, 4, 2, 4), save_overhead_bytes=(1, 3, 8), reserve_bytes=9,
         draws_random=(False, False, False), changes_buffers=(False, True, False),
     )  # fmt: skip
     expected = remat.Chain(
-        (9, 3, 3, 5), (6, 6, 8), (2, 8, 2), (4, 2, 4), (2.0, 2.0, 4.0), (3.0, 4.0, 2.0),
-        grad_bytes=(2, 5, 2, 5), save_overhead_bytes=(2, 3, 9), bwd_released_bytes=(1, 1, 3), reserve_bytes=9,
+        (9, 3, 3, 5), (6, 6, 8), (2, 8, 2), (4, -1, 5), (2.0, 2.0, 4.0), (3.0, 4.0, 2.0),
+        grad_bytes=(2, 5, 2, 5), save_overhead_bytes=(2, 3, 9), reserve_bytes=9,
         draws_random=(True, False, False), changes_buffers=(False, True, True),
     )  # fmt: skip
     assert largest([one, other]) == largest([other, one]) == expected

@@ -73,7 +73,7 @@ def literal_persistent(chain: Chain, budget: int) -> float:
 
     def compute(s: int, t: int, m: int) -> float:
         save = grad[t] + saved[s - 1] + chain.save_overhead_bytes[s - 1]
-        extra = chain.bwd_overhead_bytes[s - 1] - chain.bwd_released_bytes[s - 1]
+        extra = chain.bwd_overhead_bytes[s - 1]
         fits = m >= max(save, grad[s] + grad[s - 1] + saved[s - 1] + extra)
         best = math.inf
         if fits:
@@ -101,7 +101,12 @@ def test_persistent_equals_its_recurrence_written_down(
     chain = replace(
         chain,
         save_overhead_bytes=some("save_overhead", chain.length),
-        bwd_released_bytes=[min(x, y) for x, y in zip(some("released", chain.length), chain.saved_bytes, strict=True)],
+        bwd_overhead_bytes=[
+            extra - min(freed, saved)
+            for extra, freed, saved in zip(
+                chain.bwd_overhead_bytes, some("freed", chain.length), chain.saved_bytes, strict=True
+            )
+        ],
         grad_bytes=[4 * size for size in some("grad", chain.length + 1)],
         reserve_bytes=reserve,
     )

@@ -134,7 +134,7 @@ class Comparison:
     notes: tuple[str, ...] = ()
     complete: bool = True
 
-    VERSION = 1
+    VERSION = 2
 
     # What was found --------------------------------------------------------------------------------------------------
 

@@ -38,7 +38,6 @@ from remat.profiling.stage_costs import (
     executor_reserve,
     gradient_bytes,
     own_autocast_cache,
-    signed,
     sizes_of_stage,
     storage_bytes,
 )
@@ -272,7 +271,6 @@ def _chain(
     ]
     sizes = _held_by_variables(sizes, let_go)
     sizes.append(_stage_sizes(last + 1, facts, regions, True) if has_loss else NOTHING)
-    more, less = signed(carrying.extras([size.bwd_extra for size in sizes]))
     grads = carrying.gradients(of_activations)
     forward = [_median(times, ("outside" if fixed else "full"), index) for index, fixed in enumerate(places.fixed, 1)]
     backward = [_median(times, "backward", index) for index in range(1, last + 2)]
@@ -286,8 +284,7 @@ def _chain(
         saved_bytes=tuple(size.saved for size in sizes),
         fwd_overhead_bytes=tuple(size.fwd_overhead for size in sizes),
         save_overhead_bytes=tuple(size.save_overhead for size in sizes),
-        bwd_overhead_bytes=more,
-        bwd_released_bytes=less,
+        bwd_overhead_bytes=tuple(carrying.extras([size.bwd_extra for size in sizes])),
         reserve_bytes=reserve + lasting,
         fwd_seconds=tuple(forward),
         bwd_seconds=tuple(backward),

@@ -48,7 +48,6 @@ from remat.profiling.stage_costs import (
     executor_reserve,
     gradient_bytes,
     own_autocast_cache,
-    signed,
     sizes_of_stage,
     sourced,
     storage_bytes,
@@ -159,14 +158,12 @@ def profile(
     output_bytes = sizes[len(grouped) - 1].act if output_held else 0
     held_loss = carried_by_caller(grads, len(grouped) + 1, sizes[-1].act, measured=False)
     carrying = Carrying([*carried_by_leaves(memory.leaves), *held_loss])
-    more, less = signed(carrying.extras([size.bwd_extra for size in sizes]))
     chain = Chain(
         act_bytes=(storage_bytes(value), *(size.act for size in sizes)),
         saved_bytes=tuple(size.saved for size in sizes),
         fwd_overhead_bytes=tuple(size.fwd_overhead for size in sizes),
         save_overhead_bytes=tuple(size.save_overhead for size in sizes),
-        bwd_overhead_bytes=more,
-        bwd_released_bytes=less,
+        bwd_overhead_bytes=tuple(carrying.extras([size.bwd_extra for size in sizes])),
         reserve_bytes=executor_reserve(marks, sizes) + casts + set_up + output_bytes,
         fwd_seconds=tuple(forward for forward, _ in times),
         bwd_seconds=tuple(backward for _, backward in times),

@@ -57,11 +57,6 @@ class Sizes:
 NOTHING = Sizes(0, 0, 0, 0, 0, 0, undeferred=0, saves_output=False)  # of a loss that is taken as free
 
 
-def signed(extras: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What backwards need beyond the model's terms, and by how much they stay below: the two fields of `Chain`."""
-    return tuple(max(extra, 0) for extra in extras), tuple(max(-extra, 0) for extra in extras)
-
-
 class SavedStorages:
     """A pack hook (`note`) that keeps nothing but notes whose memory would have been kept.
 

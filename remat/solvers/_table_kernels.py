@@ -14,8 +14,7 @@ Arguments with the same name are the same everywhere:
     flat: float32 (rows * columns,): least seconds of each cell with 0..columns-1 slots, inf where infeasible.
     ranges: two int64 (rows,): the first feasible slot of each row, and the first at which nothing is recomputed;
         `columns` where there is none.
-    sizes: int64 bytes (act[n+1], saved[n], fwd_overhead[n], bwd_overhead - bwd_released[n], grad[n+1],
-        save_overhead[n]).
+    sizes: int64 bytes (act[n+1], saved[n], fwd_overhead[n], bwd_overhead[n], grad[n+1], save_overhead[n]).
     slots: int64 (act[n+1], saved[n]) in slots; for the floating recurrence, what keeping activation s takes from what
         comes behind, and what storing all of stage s takes.
     times: float64 (prefix sums of forward[n+1], both directions[n]).

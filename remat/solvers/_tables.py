@@ -243,12 +243,11 @@ def sizes_of(chain: Chain) -> tuple[np.ndarray, ...]:
 
     A fixed stage takes more than any budget without being stored, so no kernel plans that.
     """
-    bwd_extra = np.array(chain.bwd_overhead_bytes, np.int64) - np.array(chain.bwd_released_bytes, np.int64)
     sizes = (
         np.array((0, *chain.act_bytes[1:]), np.int64),
         np.array(chain.saved_bytes, np.int64),
         np.array(chain.fwd_overhead_bytes, np.int64),
-        bwd_extra,
+        np.array(chain.bwd_overhead_bytes, np.int64),
         np.array(chain.grad_bytes, np.int64),
         np.array(chain.save_overhead_bytes, np.int64),
     )

@@ -212,8 +212,7 @@ class _Model:
                 self.problem += used + scale * saving * saves + scale * passing * passes <= top
                 stored = used + scale * saved[stage - 1] * saves + scale * act[stage] * passes
                 stored = stored - scale * act[stage - 1] * self._run(phase, stage, F_NONE)
-            backward = chain.bwd_overhead_bytes[phase - 1] - chain.bwd_released_bytes[phase - 1]
-            self.problem += stored + scale * (chain.grad_bytes[phase - 1] + backward) <= top
+            self.problem += stored + scale * (chain.grad_bytes[phase - 1] + chain.bwd_overhead_bytes[phase - 1]) <= top
 
     def bound_seconds(self, answer: Answer) -> float | None:
         """The makespan that no schedule can beat, from the bound on the objective, which has no backwards."""

@@ -38,7 +38,10 @@ def measured_chains(draw: st.DrawFn, max_stages: int) -> Chain:
         chain,
         fwd_overhead_bytes=[forward * size for size in chain.fwd_overhead_bytes],
         save_overhead_bytes=some(chain.length),
-        bwd_released_bytes=[min(x, y) for x, y in zip(some(chain.length), chain.saved_bytes, strict=True)],
+        bwd_overhead_bytes=[
+            extra - min(freed, saved)
+            for extra, freed, saved in zip(chain.bwd_overhead_bytes, some(chain.length), chain.saved_bytes, strict=True)
+        ],
         grad_bytes=some(chain.length + 1, 20),  # not as large as the activations: where skips join, say
         reserve_bytes=draw(st.integers(0, 3)),
     )

@@ -37,7 +37,7 @@ def _next(chain: Chain, own: frozenset, kept: frozenset, pending: int, stored: i
     """Every operation that may follow: its seconds, the peak while it runs, and the state that it leaves."""
     act, saved, grad = chain.act_bytes, chain.saved_bytes, chain.grad_bytes
     if pending in kept and (pending - 1 in own or pending - 1 in kept):
-        extra = chain.bwd_overhead_bytes[pending - 1] - chain.bwd_released_bytes[pending - 1]
+        extra = chain.bwd_overhead_bytes[pending - 1]
         after = (own - {pending - 1}, kept - {pending}, pending - 1)
         yield chain.bwd_seconds[pending - 1], stored + grad[pending - 1] + extra, after
     for stage in range(1, pending + 1):

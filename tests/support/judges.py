@@ -44,8 +44,7 @@ def judge(chain: Chain, operations: Iterable[Operation]) -> Verdict:
             if backwards[0] != stage or ("saved", stage) not in memory:
                 return Verdict(False, moments, seconds)
             backwards.pop(0)
-            needs = chain.grad_bytes[stage - 1] + chain.bwd_overhead_bytes[stage - 1]
-            peak = before + needs - chain.bwd_released_bytes[stage - 1]
+            peak = before + chain.grad_bytes[stage - 1] + chain.bwd_overhead_bytes[stage - 1]
             for gone in (("saved", stage), ("grad", stage), ("a", stage - 1)):
                 memory.pop(gone, None)
             memory["grad", stage - 1] = chain.grad_bytes[stage - 1]
