@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DONE := $(VENV)/.installed
 
-.PHONY: help demo test test-slow mutants lint bench notebooks clean
+.PHONY: help demo test test-slow mutants lint docs bench notebooks clean
 
 help:
 	@echo "make demo   compare strategies on two networks, with figures in demo/ (about three minutes once installed)"
@@ -12,6 +12,7 @@ help:
 	@echo "make test-slow   run those that take long: notebooks, several processes, the largest models"
 	@echo "make mutants   put mistakes into the code and see which the tests notice (hours; goes on where it stopped)"
 	@echo "make lint   ruff, mypy and the import rules"
+	@echo "make docs   the documentation as a site, in build/site"
 	@echo "make notebooks   run the notebooks and keep what they show in them"
 	@echo "make bench  measure speed and memory, write benchmarks/results/"
 
@@ -34,6 +35,10 @@ test-slow: $(DONE)
 mutants: $(DONE)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[mutants]'
 	$(BIN)/python -m benchmarks.mutants
+
+docs: $(DONE)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 lint: $(DONE)
 	$(BIN)/ruff check .

@@ -127,3 +127,20 @@ def test_every_fence_is_a_block_that_runs(page: Path) -> None:
     assert set(opened) <= {"python"}
     visible = [example for example in parse(page) if page.read_text()[example.start :].startswith("```python\n")]
     assert len(visible) == len(opened)
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    found = set(re.findall(r"^::: (\S+)$", pages, re.MULTILINE))
+    errors = set(vars(remat.errors))
+    public = {f"remat.{name}" for name in set(remat.__all__) - errors - {"rotor"}} | {"remat.rotor.Checkpointable"}
+    repeated = {"Plan", "Solver", "lower_bound", "minimum_budget", "solve"}  # of `remat` itself
+    public |= {f"remat.solvers.{name}" for name in remat.solvers.__all__ if name not in repeated | {"SOLVERS"}}
+    assert public <= found
+    assert "remat.errors" in found  # all of them
+
+
+def test_every_page_is_on_the_site() -> None:
+    written = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert written == listed

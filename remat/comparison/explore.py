@@ -22,7 +22,9 @@ def explore(model: nn.Module | Chain, sample: Any = None, loss: Loss | None = No
 
     Args:
         model: any module; or a chain that was measured before, without a sample.
-        sample, loss, output_held: as for `remat.profile`.
+        sample: as for `remat.profile`.
+        loss: as for `remat.profile`.
+        output_held: as for `remat.profile`.
 
     Raises:
         RematError: ipywidgets is not installed.

@@ -38,8 +38,10 @@ def plot_evictions(
     memory up to there. Several operators share a column, and storages a row, where there are more than fit a picture.
 
     Args:
-        trace, budget, heuristic, thrash_limit: as for `remat.simulate_dtr`; for a live run `dtr.trace` and
-            `dtr.trace_budget`.
+        trace: as for `remat.simulate_dtr`; of a live run `dtr.trace`.
+        budget: as there; for a live run `dtr.trace_budget`.
+        heuristic: which storage to evict.
+        thrash_limit: where a run ends, as a multiple of the program's own time.
     """
     require("matplotlib", "a figure")
     from matplotlib.colors import ListedColormap

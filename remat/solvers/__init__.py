@@ -5,7 +5,7 @@ from __future__ import annotations
 from remat.chain import Chain
 from remat.errors import RematError
 from remat.schedule import Schedule
-from remat.solvers.base import Solver
+from remat.solvers.base import Plan, Solver, fastest_within, least_peak, store_all_peak
 from remat.solvers.bounds import lower_bound
 from remat.solvers.checkmate import Checkmate
 from remat.solvers.chen import Chen
@@ -26,15 +26,19 @@ __all__ = [
     "Floating",
     "Ilp",
     "Persistent",
+    "Plan",
     "RecomputeAll",
     "Revolve",
     "Sequential",
     "Solver",
     "StoreAll",
+    "fastest_within",
+    "least_peak",
     "lower_bound",
     "make_solver",
     "minimum_budget",
     "solve",
+    "store_all_peak",
 ]
 
 SOLVERS: dict[str, type[Solver]] = {
