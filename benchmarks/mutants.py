@@ -48,7 +48,7 @@ TESTS = {
     "remat/solvers/checkmate.py": f"ilp {_PLANNING}",
     "remat/runtime/planned/executor.py": _RUNNING,
     "remat/runtime/calls/environment.py": _RUNNING,
-    "remat/runtime/planned/driving.py": "driving any_model ordinary_models found_by_users limits",
+    "remat/runtime/planned/call_executor.py": "patched_forward any_model ordinary_models found_by_users limits",
     "remat/profiling/passes.py": "finding any_model limits ordinary_models profiling",
     "remat/runtime/live/ledger.py": _LIVE,
     "remat/runtime/dtr/core.py": f"dtr {_LIVE}",

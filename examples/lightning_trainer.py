@@ -34,7 +34,7 @@ class Network(nn.Module):
 
 
 class Classifier(lightning.LightningModule):
-    """Trains a network, which is what is driven: this module and its hooks stay as they are."""
+    """Trains a network, which is what trains by the plan: this module and its hooks stay as they are."""
 
     def __init__(self, sample: torch.Tensor, memory: float | str | None) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from remat.runtime.dtr.trace import Trace as Trace
     from remat.runtime.execution import Execution as Execution
     from remat.runtime.live.context import DTR as DTR
-    from remat.runtime.planned.driving import remove as remove
+    from remat.runtime.planned.patched_forward import remove as remove
     from remat.runtime.planned.wrapper import apply as apply
     from remat.schedule import Operation as Operation
     from remat.schedule import Schedule as Schedule
@@ -104,7 +104,7 @@ _HOMES = {
     "remat.profiling.sequential": ("profile",),
     "remat.report": ("Moment", "Report"),
     "remat.comparison.run": ("run",),
-    "remat.runtime.planned.driving": ("remove",),
+    "remat.runtime.planned.patched_forward": ("remove",),
     "remat.runtime.dtr.freezing": ("freeze",),
     "remat.runtime.dtr.simulator": ("simulate_dtr",),
     "remat.runtime.dtr.trace": ("Trace",),

@@ -70,7 +70,7 @@ class Chain:
         save_overhead_bytes: L+1 sizes of the scratch memory of F_all, by default `fwd_overhead_bytes`: what F_ck and
             F_none hold in passing F_all often saves, so it needs less beyond.
         reserve_bytes: what the executor may hold on top of the activations: buffer snapshots and RNG states.
-        names: L+1 names for people.
+        names: L+1 names of stages.
         draws_random: L+1 flags: the stage draws random numbers, so a recomputation restores their generator.
         changes_buffers: L+1 flags: the stage changes buffers of its own (BatchNorm), which happens only once.
         fixed: L+1 flags: the stage cannot be recomputed, being code of the model between the stages that can; its one

@@ -238,7 +238,7 @@ def compare(
         typer.Option(help="Folder for the table as JSON and CSV and the figures; what it holds already is taken up."),
     ] = None,
 ) -> None:
-    """Compare strategies at several budgets: plan with each, run each beside plain PyTorch, name the best."""
+    """Compare strategies at several budgets: plan with each, run each next to plain PyTorch, name the best."""
     from remat.comparison.compare import compare as compare_strategies
     from remat.models.examples import load_example
 

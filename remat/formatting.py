@@ -11,7 +11,7 @@ _BAR = 12  # em, the longest bar
 
 
 def format_bytes(size: float) -> str:
-    """`size` bytes for people, in binary units with three significant digits: 1610612736 -> '1.50 GiB'."""
+    """`size` bytes as text, in binary units with three significant digits: 1610612736 -> '1.50 GiB'."""
     if abs(size) < _UNITS["KiB"]:
         return f"{size:.0f} B"
     for unit in ("KiB", "MiB", "GiB"):
@@ -22,7 +22,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`seconds` for people, with three significant digits: 0.00213 -> '2.13 ms'."""
+    """`seconds` as text, with three significant digits: 0.00213 -> '2.13 ms'."""
     for factor, unit in ((1.0, "s"), (1e3, "ms")):
         if abs(seconds) * factor >= 1:
             return f"{_digits(seconds * factor)} {unit}"

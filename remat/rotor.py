@@ -26,8 +26,15 @@ from remat.report import Report
 from remat.runtime.calls.stages import describe_call, flatten, group, is_current, is_sequential, single_input
 from remat.runtime.checks import check_count, check_model, checked_loss
 from remat.runtime.patching import beyond_compiler
-from remat.runtime.planned.driving import CallExecutor, Drive, check_other_path, drive_of, refuse_driven, undriven
+from remat.runtime.planned.call_executor import CallExecutor
 from remat.runtime.planned.executor import Executor, Lock
+from remat.runtime.planned.patched_forward import (
+    PatchedForward,
+    check_other_path,
+    patched_forward_of,
+    refuse_patched,
+    unpatched,
+)
 from remat.runtime.planned.program import compile_schedule
 from remat.runtime.planned.wrapper import Wrapper
 from remat.runtime.pytree import Arguments, arguments, tensors
@@ -75,7 +82,7 @@ class Checkpointable(Wrapper):
     """Makes the training steps of a model stay within a memory limit.
 
     An `nn.Sequential` is wrapped (`remat.fit` does without). In any other model chains of module calls are found
-    (`remat.find_chain`), and these are driven in place while the model's own forward runs: the model itself, the same
+    (`remat.find_chain`), and these are patched in place while the model's own forward runs: the model itself, the same
     object of the same class, then trains within the limit, and this object is the handle to plan with;
     `remat.remove(model)` ends it. Either way the wrapper shares parameters, buffers, children and hooks with the model:
     `state_dict` and parameter names are the model's own. In eval mode and without gradients the model runs untouched.
@@ -146,7 +153,7 @@ class Checkpointable(Wrapper):
         check_other_path(other_path)
         in_place = found if in_place is None else in_place
         if in_place:
-            refuse_driven(model)
+            refuse_patched(model)
         if mem_limit is not None:
             resolve_budget(mem_limit, store_all_bytes=sys.maxsize)  # its form; the peak is not known yet
         super().__init__(model)
@@ -167,7 +174,7 @@ class Checkpointable(Wrapper):
         self._found = found
         self._lock = Lock()
         self._other_path = other_path
-        self._drive: Drive | None = None
+        self._patch: PatchedForward | None = None
         if in_place:
             self.take_place()
         try:
@@ -176,16 +183,16 @@ class Checkpointable(Wrapper):
                 if mem_limit is not None:
                     self.compute_sequence(mem_limit)
         except BaseException:
-            if self._drive is not None:
-                self._drive.remove()
+            if self._patch is not None:
+                self._patch.remove()
             raise
 
     def take_place(self) -> None:
         """Makes the model itself train by the present plan; a plan that it trained by before ends."""
-        before = drive_of(self.wrapped)
+        before = patched_forward_of(self.wrapped)
         if before is not None:
             before.remove()
-        self._drive = Drive(self.wrapped, self._choose, self._lock, other_path=self._other_path)
+        self._patch = PatchedForward(self.wrapped, self._choose, self._lock, other_path=self._other_path)
 
     # Measuring and planning --------------------------------------------------------------------------------------
 
@@ -207,7 +214,7 @@ class Checkpointable(Wrapper):
         )
 
     def _profile(self, sample: Any, loss: Loss | None, tell: Progress | None = None) -> Chain:
-        with undriven(self.wrapped):
+        with unpatched(self.wrapped):
             options: dict[str, Any] = {"loss": loss, "stages": self.stages, "output_held": self.output_held}
             options["progress"] = tell
             if self.group is None:
@@ -334,12 +341,12 @@ class Checkpointable(Wrapper):
 
     @property
     def _name(self) -> str:
-        return "remat" if self.drives else "rotor.Checkpointable"
+        return "remat" if self.in_place else "rotor.Checkpointable"
 
     @property
-    def drives(self) -> bool:
+    def in_place(self) -> bool:
         """Whether the model itself trains by the plan, as all do that are no `nn.Sequential`."""
-        return self._drive is not None
+        return self._patch is not None
 
     # The plan ----------------------------------------------------------------------------------------------------
 
@@ -379,7 +386,7 @@ class Checkpointable(Wrapper):
     # Running -----------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._drive is not None or not self.training or not torch.is_grad_enabled():
+        if self._patch is not None or not self.training or not torch.is_grad_enabled():
             return self._plainly(*args, **kwargs)  # which trains by the plan, where that is in place
         return beyond_compiler(self._by_plan)(single_input(args or kwargs))
 
@@ -429,11 +436,11 @@ class Checkpointable(Wrapper):
         return self._plans[state]
 
     def _covering(self, state: _State) -> _Plan | None:
-        """The plan for the smallest input measured that is nowhere smaller, where the model is driven in place.
+        """The plan for the smallest input measured that is nowhere smaller, where the model is patched in place.
 
         Batches of a language model differ in length all the time; what fits the longest fits the others.
         """
-        if self._drive is None or self._plan is None or self._measured_state is None:
+        if self._patch is None or self._plan is None or self._measured_state is None:
             return None
         known = {self._measured_state: self._plan, **self._plans}
         fitting = [other for other in known if _covers(other, state)]

@@ -189,7 +189,7 @@ class Scaled(nn.Module):
 
 
 class FailsInPlace(nn.Module):
-    """The same as stages of another model, found and driven in place, each with a tensor passed beside."""
+    """The same as stages of another model, found and patched in place, each with a tensor passed beside."""
 
     def __init__(self, switch: Fails) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from torch.nn import functional
 import remat
 from remat import rotor
 from remat.chain import Chain
-from remat.runtime.planned.driving import drive_of
+from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.simulation import peak_and_makespan
 from support.steps import assert_same, gradients_of
 from test_limits import Blocks, Residual
@@ -292,17 +292,17 @@ def test_fit_has_one_rule(make: Any) -> None:
     model, x = make(), torch.randn(64, 32)
     plain = copy.deepcopy(model)
     assert remat.fit(model, x, 1.0, quiet=True) is model
-    first = drive_of(model)
+    first = patched_forward_of(model)
     assert first is not None
     with pytest.raises(remat.InfeasibleBudget) as caught:
         remat.fit(model, x, 10, quiet=True)
-    assert drive_of(model) is first
+    assert patched_forward_of(model) is first
     remat.fit(model, x, round(1.02 * caught.value.minimum), quiet=True)
-    assert drive_of(model) not in (None, first)
+    assert patched_forward_of(model) not in (None, first)
     for each in (plain, model):
         each(x).square().mean().backward()
     assert_same(gradients_of(plain), gradients_of(model))
-    assert drive_of(copy.deepcopy(model)) is None
+    assert patched_forward_of(copy.deepcopy(model)) is None
     assert type(model) is type(plain) and list(model.state_dict()) == list(plain.state_dict())
     remat.remove(model)
     assert "forward" not in model.__dict__
@@ -311,7 +311,7 @@ def test_fit_has_one_rule(make: Any) -> None:
 def test_fit_takes_the_memory_that_is_free() -> None:
     model, x = sequential(), torch.randn(64, 32)
     remat.fit(model, x, quiet=True)
-    assert drive_of(model) is not None
+    assert patched_forward_of(model) is not None
 
 
 def test_fit_tells_what_other_limits_cost(capsys: pytest.CaptureFixture[str]) -> None:
@@ -415,7 +415,7 @@ def test_fit_says_what_is_wrong_and_changes_nothing(make: Any, options: dict[str
     given = {"sample": torch.randn(64, 32), "memory": 1.0, **options}
     with pytest.raises(remat.RematError, match=message):
         remat.fit(model, quiet=True, **given)
-    assert drive_of(model) is None and all(parameter.grad is None for parameter in model.parameters())
+    assert patched_forward_of(model) is None and all(parameter.grad is None for parameter in model.parameters())
     remat.fit(model, torch.randn(64, 32), 1.0, quiet=True)
 
 

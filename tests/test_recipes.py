@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import remat
-from remat.runtime.planned.driving import drive_of
+from remat.runtime.planned.patched_forward import patched_forward_of
 from support.library_models import gpt2
 from support.steps import assert_same
 
@@ -174,4 +174,4 @@ def test_adapters_train_as_without_remat_and_are_saved(whole: bool, tmp_path: Pa
     assert saved.keys() == state.keys()
     assert_same(list(state.values()), list(saved.values()))
     remat.remove(driven)
-    assert drive_of(model) is None and drive_of(driven) is None
+    assert patched_forward_of(model) is None and patched_forward_of(driven) is None

@@ -26,7 +26,7 @@ from remat.runtime.calls.stages import Stage, call_of, check_device
 from remat.runtime.checks import Loss, check_model, check_sample, checked_loss
 from remat.runtime.executor import How, Running, executing
 from remat.runtime.meter import MemoryMeter, elapsed, rounded
-from remat.runtime.planned.driving import undriven
+from remat.runtime.planned.patched_forward import unpatched
 from remat.runtime.pytree import Arguments, loss_in, tensors
 
 
@@ -62,7 +62,7 @@ class Bench:
     def __enter__(self) -> Bench:
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(undriven(self._model))
+            stack.enter_context(unpatched(self._model))
             stack.enter_context(caches_off(configs_with_caches(self._model)))
             stack.enter_context(preserved(self._parts, self._devices))
             stack.enter_context(own_autocast_cache())

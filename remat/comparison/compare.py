@@ -1,4 +1,4 @@
-"""`compare`: plans with every strategy, runs each plan and DTR beside plain PyTorch, and tells what each costs."""
+"""`compare`: plans with every strategy, runs each plan and DTR next to plain PyTorch, and tells what each costs."""
 
 from __future__ import annotations
 

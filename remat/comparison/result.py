@@ -401,7 +401,7 @@ class Comparison:
     def _cells(self, entry: Entry) -> list[str]:
         predicted, measured, report = entry.predicted, entry.measured, entry.report
         if report is not None and not self._is_shown(report):
-            report = replace(report, seconds=0.0)  # which would look like a measurement beside those that are
+            report = replace(report, seconds=0.0)  # which would look like a measurement next to those that are
         failed = entry.outcome in _FAILED or report is None or not report.seconds
         # It has not been timed yet.
         waiting = entry.outcome not in _FAILED and entry.report is not None and entry.report.peak_bytes > 0

@@ -233,14 +233,14 @@ def sum_up(rows: Sequence[Row]) -> None:
 def _plain_seconds(rows: Sequence[Row]) -> float | None:
     """What a plain step takes: of this run's steps, if there are any, else of an earlier one's.
 
-    Seconds of all rows are ratios to it, so that those of rounds on a slower or a faster day do not stand beside it.
+    Seconds of all rows are ratios to it, so that those of rounds on a slower or a faster day do not stand next to it.
     """
     times = next((row.times[row.taken_over :] or row.times for row in rows if row.strategy is None), [])
     return statistics.median(times) if times else None
 
 
 def _distance(left: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    """The largest difference relative to the largest value of a tensor; infinite where it cannot be told in numbers."""
+    """The largest difference relative to the largest value of a tensor; infinite where it is no number."""
     if len(left) != len(expected):
         return math.inf
     worst = 0.0

@@ -1,4 +1,4 @@
-"""Which way to train is best within a budget: the fastest by ratios within rounds, ties told, the simplest of them."""
+"""Which way to train is best within a budget: the fastest by ratios within rounds, and of ties the simplest."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def plot_overhead(
 
 
 def plot_static(cells: Sequence[Cell], baselines: Mapping[str, Baseline]) -> Figure:
-    """DTR beside static methods (Kirisame et al., Figure 3).
+    """DTR next to static methods (Kirisame et al., Figure 3).
 
     Where Checkmate's integer program was stopped by its time limit, a bar goes from its bound to what it had found, or
     an arrow upwards from the bound where that was nothing.

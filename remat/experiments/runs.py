@@ -142,7 +142,7 @@ def static_methods(
     time_limit: float = 60.0,
     progress: Progress | None = None,
 ) -> Experiment:
-    """Figure 3: DTR beside static methods on training graphs: Checkmate, its rounding, Chen's, treeverse.
+    """Figure 3: DTR next to static methods on training graphs: Checkmate, its rounding, Chen's, treeverse.
 
     All are replayed by the same accounting of memory; budgets are fractions of the peak when nothing is recomputed.
 

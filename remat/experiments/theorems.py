@@ -117,7 +117,7 @@ def optimal_linear_operators(nodes: int, budget: int) -> int:
 
 
 def _reversals(nodes: int, free: int, behind: np.ndarray, inner: np.ndarray | None) -> np.ndarray:
-    """Fewest forward operators for each length, with `free` units beside the gradient held and the first input.
+    """Fewest forward operators for each length, with `free` units besides the gradient held and the first input.
 
     `behind`: the same with one unit less, for what lies behind a tensor that is kept. What lies before it is `inner`,
     or the table that is being filled.
@@ -127,7 +127,7 @@ def _reversals(nodes: int, free: int, behind: np.ndarray, inner: np.ndarray | No
         table[1] = 0  # a gradient takes one unit
     before = table if inner is None else inner
     for length in range(2, nodes + 1 if free >= 1 else 0):
-        # The first step holds its output beside what is kept; a further one also its input, which is not.
+        # The first step holds its output besides what is kept; a further one also its input, which is not.
         steps = np.arange(1, length if free > 1 else 2)
         table[length] = (steps + behind[length - steps] + before[steps]).min(initial=np.inf)
     return table

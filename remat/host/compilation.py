@@ -50,7 +50,7 @@ class InBackground:
 
     Args:
         functions: of a module that numba compiles, by name.
-        wanted: the one by which it is told whether they are compiled.
+        wanted: the one that shows whether they are compiled.
         program: Python code that compiles them by using them.
         what: they are, in words.
     """

@@ -20,7 +20,7 @@ def shown(progress: bool | Progress) -> Iterator[Progress]:
     """A function to tell of progress: what is done, how much of it, and of how much.
 
     Args:
-        progress: True shows it on stderr; a function is handed on; False shows nothing.
+        progress: True shows it on stderr; a function is returned as it is; False shows nothing.
     """
     if progress is not True:
         yield progress or (lambda what, done, total: None)

@@ -361,7 +361,7 @@ def _beside(
     """What is in memory beside of what is handed from stage to stage where nothing lies between them: what lasts, at
     most; and what passes with the forward, by the stage that runs meanwhile.
 
-    A variable of a caller that still names an earlier activation, or what a stage returns beside its output.
+    A variable of a caller that still names an earlier activation, or what a stage returns besides its output.
     """
     lasting = 0
     passing = {}

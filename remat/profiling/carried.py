@@ -109,7 +109,7 @@ def carried_by_caller(grads: Sequence[int], stage: int, size_bytes: int, *, meas
     Some losses of PyTorch are scalars in a memory as large as what they were computed from.
 
     Args:
-        grads: sizes of the gradients of what the stages hand on; the first that is above zero ends the backward.
+        grads: sizes of the gradients of the stages' activations; the first that is above zero ends the backward.
         measured: it was held when the backward of `stage` was measured.
     """
     end = next((index for index, size in enumerate(grads) if index and size), stage)

@@ -1,4 +1,4 @@
-"""What a pass over a found chain finds out beside its measurements: sizes at the cuts, and who shares what."""
+"""What a pass over a found chain finds out besides its measurements: sizes at the cuts, and who shares what."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from remat.profiling.stage_costs import Boundary, Marks
 
 @dataclass
 class Side:
-    """A tensor passed to stages beside what they work on, with a gradient, of so many bytes at most."""
+    """A side input: a tensor passed to stages besides what they work on, with a gradient, of so many bytes at most."""
 
     users: list[int]
     producer: int
@@ -21,7 +21,7 @@ class Side:
 
 
 class Made(NamedTuple):
-    """Something that a stage returned and that has a gradient; `position` 0 is what the stage hands on."""
+    """Something that a stage returned and that has a gradient; `position` 0 is its activation."""
 
     stage: int
     position: int
@@ -29,11 +29,11 @@ class Made(NamedTuple):
 
 @dataclass
 class Facts:
-    """What a pass found out beside its measurements."""
+    """What a pass found out besides its measurements."""
 
     boundaries: dict[int, Boundary] = field(default_factory=dict)
     marks: dict[int, Marks] = field(default_factory=dict)
-    act: dict[int, int] = field(default_factory=dict)  # bytes of what a stage hands on
+    act: dict[int, int] = field(default_factory=dict)  # bytes of a stage's activation
     grad: dict[int, int] = field(default_factory=dict)
     kept_input: dict[int, bool] = field(default_factory=dict)  # code outside holds what it was handed
     leaves: dict[int, set[torch.Tensor]] = field(default_factory=dict)  # those that the backward of a stage reaches

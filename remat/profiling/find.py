@@ -22,7 +22,8 @@ from remat.runtime.calls.environment import accelerators
 from remat.runtime.calls.stages import Stage
 from remat.runtime.checks import check_model, check_sample
 from remat.runtime.patching import Forward, blocks_as_written, intercepted, outside_of_compiled
-from remat.runtime.planned.driving import refuse_checkpointing, refuse_compiled, switches_of, undriven
+from remat.runtime.planned.call_executor import refuse_checkpointing, refuse_compiled, switches_of
+from remat.runtime.planned.patched_forward import unpatched
 from remat.runtime.pytree import Arguments, arguments
 
 SMALL = 0.05  # share of the upper quartile of work under which a stage is fused with its neighbour
@@ -55,7 +56,7 @@ def find_chain(
     """
     check_model(model)
     check_sample(sample)
-    with _untouched(model, sample), undriven(model), caches_off(configs_with_caches(model)):
+    with _untouched(model, sample), unpatched(model), caches_off(configs_with_caches(model)):
         return locate(model, arguments(sample), stages=stages, small=small)
 
 

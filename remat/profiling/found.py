@@ -15,7 +15,7 @@ class FoundStage:
 
     Attributes:
         calls: the module calls that make it up: the module's name, with `#2` behind it for its second call.
-        follows: it works on what the stage before it hands on, with nothing in between.
+        follows: it works on the activation of the stage before it, with nothing in between.
         saved_bytes: what autograd keeps of it for the backward.
         fwd_seconds: of its forward.
     """

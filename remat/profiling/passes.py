@@ -1,8 +1,8 @@
 """Measuring each stage of a found chain, and the code between the stages, while the model's own forward runs.
 
-The model runs forward as ever, but what a stage hands on is cut off from the stage: nothing of it is kept, and each is
-measured forward and backward by itself, as `remat.profile` does with an nn.Sequential. What the code between keeps
-stays, and its backward is measured piece by piece at the end, from the last to the first.
+The model runs forward as ever, but the activation of a stage is cut off from the stage: nothing of the stage is kept,
+and each is measured forward and backward by itself, as `remat.profile` does with an nn.Sequential. What the code in
+between keeps stays, and its backward is measured piece by piece at the end, from the last to the first.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class Pass:
         else:
             value = activation_of(args, kwargs)
         if value is None:
-            raise UnsupportedModel(f"{place.name!r} was not given what the stage before it handed on; run it as DTR")
+            raise UnsupportedModel(f"{place.name!r} was not given the activation of the stage before it; run it as DTR")
         self._handed = None
         if index not in self.places.follows:
             self._close_outside(index - 1, value)
@@ -280,7 +280,7 @@ class Pass:
             side.users.append(index)
         self._alive += [calls, sides]
 
-        def told(position: int, gradient: torch.Tensor) -> None:
+        def on_gradient(position: int, gradient: torch.Tensor) -> None:
             if not position:
                 self.facts.forms[index - 1] = Form.of(gradient)
             else:
@@ -296,7 +296,7 @@ class Pass:
 
         counted = self._counter.now()
         act, grad = storage_bytes(value), self._gradient_bytes(index - 1, value)
-        output = self._measure(index, again, [value, *sides], act, grad, told)
+        output = self._measure(index, again, [value, *sides], act, grad, on_gradient)
         self._counter.add(counted)
         output, _ = output  # what else the calls return, others have been given already
         following = _cut(output, partial(self._came_back, index), OUTSIDE)
@@ -333,11 +333,11 @@ class Pass:
         given: Any,
         act: int,
         grad: int,
-        told: Callable[[int, torch.Tensor], None] | None = None,
+        on_gradient: Callable[[int, torch.Tensor], None] | None = None,
     ) -> Any:
         """The stretches of one stage: forward without saving, forward with, backward. Returns its output.
 
-        `told`: is told of the gradients of what is given.
+        `on_gradient`: called with the gradients of what is given.
         """
         given = detached(given)
         first = tensors(given)[0]
@@ -382,7 +382,7 @@ class Pass:
             )
             following = map_tensors(_detached, output)
             del output, handed
-        source = _cut(given, told)
+        source = _cut(given, on_gradient)
         with self._graph_of_a_stage(), self.gauge.span("full", index):
             output = run(source)
         del source, before  # copies of buffers, which no level that is compared may miss
@@ -576,19 +576,21 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _cut(output: Any, told: Callable[[int, torch.Tensor], None] | None = None, anchor: torch.Tensor = INSIDE) -> Any:
+def _cut(
+    output: Any, on_gradient: Callable[[int, torch.Tensor], None] | None = None, anchor: torch.Tensor = INSIDE
+) -> Any:
     """The same output, each tensor part of a graph of its own that ends here, where it requires a gradient.
 
-    In one graph, whoever holds one of the tensors would hold the memory of all. `told` is told of each gradient that
-    comes back, after the position of the tensor.
+    In one graph, whoever holds one of the tensors would hold the memory of all. `on_gradient` is called with the
+    position of a tensor and the gradient that comes back to it.
     """
     handed = {}
     for position, tensor in enumerate(tensors(output)):
         if tensor.requires_grad and id(tensor) not in handed:
             (handed[id(tensor)],) = cut_off(tensor, anchor=anchor)
-            if told is not None:
+            if on_gradient is not None:
                 node: Any = handed[id(tensor)].grad_fn
-                node.told = partial(told, position)
+                node.on_gradient = partial(on_gradient, position)
     return map_tensors(lambda tensor: handed.get(id(tensor), tensor), output)
 
 

@@ -172,7 +172,7 @@ class Source(torch.autograd.Function):
 
     A leaf would keep the gradient, or copy it; between stages of a real backward neither happens. Nor is what comes out
     a view, since code may change it in place, and its graph does not hold on to the inputs. Who wants to know of the
-    gradients sets `told`, a function of them, on the node. `cut_off` calls it.
+    gradients sets `on_gradient`, a function of them, on the node. `cut_off` calls it.
     """
 
     @staticmethod
@@ -181,13 +181,13 @@ class Source(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        told = getattr(ctx, "told", None)
-        if told is not None:
-            told(*gradients)
+        on_gradient = getattr(ctx, "on_gradient", None)
+        if on_gradient is not None:
+            on_gradient(*gradients)
         return (None,) * (1 + len(gradients))
 
 
-# What makes the outputs of `Source` part of a graph, and by which it can be told whose: where code outside of stages is
+# What makes the outputs of `Source` part of a graph, and by which it can be seen whose: where code outside of stages is
 # handed on what these returned, and where a stage is handed its input.
 OUTSIDE, INSIDE = (torch.empty((), requires_grad=True) for _ in range(2))
 

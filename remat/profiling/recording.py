@@ -82,7 +82,7 @@ class Storage:
         uses, writes: by which call, and when.
         requires_grad: a gradient flows through it.
         saved_by: the first call whose operators save it for their backward; None if none does.
-        what: shape and dtype, for people.
+        what: shape and dtype, for messages.
     """
 
     size: int

@@ -120,7 +120,7 @@ class Selector:
         return joined
 
     def _only_together(self, one: Unit, other: Unit) -> bool:
-        """Whether `other` changes in place what `one` hands on, or hands on a view of it."""
+        """Whether `other` changes the activation of `one` in place, or returns a view of it."""
         if not self.hands_on(one, other) or one.goes_on is None or other.goes_on is None:
             return False
         handed = self.storages[one.goes_on.storage]
@@ -165,7 +165,7 @@ class Selector:
         return joined
 
     def _skip_from(self, units: Sequence[Unit], places: dict[int, int], index: int, *, first: bool) -> int:
-        """The last unit that uses, past the next, what unit `index` hands on, or works on (`first`); else `index`."""
+        """The last unit that uses, past the next, the output of unit `index`, or its input (`first`); else `index`."""
         unit = units[index]
         reach = index
         handed = [(unit.goes_on, index + 1)]
@@ -180,11 +180,11 @@ class Selector:
         return reach
 
     def _passed_by(self, call: Call, units: Sequence[Unit]) -> bool:
-        """Whether code of `call` beside the units uses, after one of them, what was there before but is not its output.
+        """Whether code of `call` outside the units uses, after one of them, what existed before but is not its output.
 
         Only what a gradient flows through counts: masks and the like are small, and kept.
         """
-        last: dict[int, int] = {}  # when code beside the units uses a storage for the last time
+        last: dict[int, int] = {}  # when code outside the units uses a storage for the last time
         beside, places = [call], _places(units)
         while beside:
             user = beside.pop()
@@ -209,7 +209,7 @@ class Selector:
     # Judging ---------------------------------------------------------------------------------------------------------
 
     def runs(self, units: Sequence[Unit]) -> list[list[Unit]]:
-        """The units, cut where one does not hand on to the next."""
+        """The units, cut where one does not feed the next."""
         runs: list[list[Unit]] = []
         for unit in units:
             if runs and not self.obstacle(runs[-1][-1], unit):
@@ -219,7 +219,7 @@ class Selector:
         return runs
 
     def hands_on(self, one: Unit, other: Unit) -> bool:
-        """Whether what `one` hands on is given to `other` as it is."""
+        """Whether the activation of `one` is given to `other` as it is."""
         key = one.goes_on
         if key is None or key not in other.calls[0].given or other.begin < one.end:
             return False
@@ -228,7 +228,7 @@ class Selector:
         return not any(one.end <= time < other.begin for time, _ in self.storages[key.storage].writes)
 
     def obstacle(self, one: Unit, other: Unit) -> str:
-        """Why there is no place to cut between two units, for people; empty where there is one."""
+        """Why there is no place to cut between two units, for the error message; empty where there is one."""
         key = one.goes_on
         if key is None:
             return f"{one.name!r} returns no tensor"
@@ -258,14 +258,14 @@ class Selector:
         return ""
 
     def keeps_between(self, unit: Unit) -> bool:
-        """Whether autograd keeps what the unit hands on."""
+        """Whether autograd keeps the unit's activation."""
         return unit.goes_on is None or self.storages[unit.goes_on.storage].saved_by is not None
 
     def replayable(self, unit: Unit) -> bool:
         return not self.why_not_again(unit)
 
     def why_not_again(self, unit: Unit) -> str:
-        """Why the unit cannot run a second time, for people; empty where it can.
+        """Why the unit cannot run a second time, for the error message; empty where it can.
 
         What it reads must stay as it is from its beginning on, and it must write to nothing but what it made itself and
         buffers of its own modules.

@@ -399,7 +399,7 @@ def _look_at_gradients(
     for tensor in tensors(source):
         if tensor.requires_grad and tensor.grad_fn is not None:
             node: Any = tensor.grad_fn  # one for all of them
-            node.told = partial(_note_forms, found, index)
+            node.on_gradient = partial(_note_forms, found, index)
     output = run(source)
     following = detached(output)
     del source

@@ -60,7 +60,7 @@ NOTHING = Sizes(0, 0, 0, 0, 0, 0, undeferred=0, saves_output=False)  # of a loss
 class SavedStorages:
     """A pack hook (`note`) that keeps nothing but notes whose memory would have been kept.
 
-    Storages are told apart by weak references: what is not kept is freed, and its address given to the next.
+    Storages are distinguished by weak references: what is not kept is freed, and its address given to the next.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ def sizes_of_stage(without: Region, full: Region, backward: Region, at: Boundary
 
 
 def executor_reserve(marks: Sequence[Marks], sizes: Sequence[Sizes]) -> int:
-    """What the executor keeps beside the activations: per recomputed stage the old values of the buffers it changes
+    """What the executor keeps besides the activations: per recomputed stage the old values of the buffers it changes
     and the state of the generators it draws from; and what a stage holds although nothing was to be saved."""
     kept = sum(mark.changed_bytes + _state_bytes() * mark.draws_random for mark in marks)
     return kept + sum(size.undeferred + size.lasting for size in sizes)

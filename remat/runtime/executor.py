@@ -14,7 +14,8 @@ from remat.errors import OverBudgetWarning, RematError
 from remat.report import Report
 from remat.runtime.execution import Execution
 from remat.runtime.live.context import DTR
-from remat.runtime.planned.driving import CallExecutor, driven, runs_in_place
+from remat.runtime.planned.call_executor import CallExecutor, runs_in_place
+from remat.runtime.planned.patched_forward import trained_by
 from remat.runtime.planned.wrapper import apply
 from remat.schedule import Schedule
 
@@ -86,7 +87,7 @@ class BySchedule(Execution):
         executor = CallExecutor(model, self.schedule)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with driven(model, executor):
+            with trained_by(model, executor):
                 return model(*args, **kwargs)
 
         return forward

@@ -42,7 +42,7 @@ def _need_save_all(s, t, sizes):
 
 @njit(cache=True, nogil=True, inline="always")
 def _need_forward(s, j, sizes):
-    """Bytes, beside activation s and the gradient, to run stage j forward in a sweep that began at s."""
+    """Bytes, besides activation s and the gradient, to run stage j forward in a sweep that began at s."""
     act, saved, fwd_over, bwd_extra, grad, save_over = sizes
     needed = act[j + 1] + fwd_over[j]
     return needed if j == s else needed + act[j]

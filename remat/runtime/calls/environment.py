@@ -1,4 +1,4 @@
-"""What a stage's forward depends on beside its input, so that running it again is the same run.
+"""What a stage's forward depends on besides its input, so that running it again is the same run.
 
 Random number generators, autocast, train/eval flags, buffers that the stage itself changes, parameter versions.
 """

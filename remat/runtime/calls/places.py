@@ -28,7 +28,7 @@ class Places:
     Attributes:
         stages: 1..L, of which those without modules stand for the code between the others.
         fixed: L+1 flags: the stages that are such code.
-        follows: stages that work on what the stage before them hands on.
+        follows: stages that take the activation of the stage before them.
         calls: in the order in which they come.
         aside: calls of the same modules that are no part of a stage.
         names: of the modules of stages, and of those that are not called on the chain's path.

@@ -28,8 +28,8 @@ class StageCalls:
 
     Args:
         activation: what the stage works on.
-        with_graphs: hold tensors that were passed beside with their graphs; else apart from them, since a graph that
-            these calls hang on would hold itself.
+        with_graphs: hold side inputs with their graphs; else apart from them, since a graph that these calls hang on
+            would hold itself.
     """
 
     def __init__(self, activation: torch.Tensor, *, with_graphs: bool = False) -> None:
@@ -63,12 +63,12 @@ class StageCalls:
         self._alive.clear()
 
     def side_inputs(self) -> list[torch.Tensor]:
-        """Tensors that were passed beside the input and what the calls hand to each other, each once."""
+        """Side inputs: tensors that were passed besides the input and what the calls hand to each other, each once."""
         found = {id(tensor): tensor for _, arguments in self._calls for tensor in tensors(arguments)}
         return list(found.values())
 
     def again(self, value: torch.Tensor, replaced: dict[int, torch.Tensor] | None = None) -> tuple[Any, list[Any]]:
-        """Makes the calls with `value` as input; returns what the last one hands on, and what each returned.
+        """Makes the calls with `value` as input; returns the activation of the last one, and what each returned.
 
         `replaced`: other tensors for side inputs, by identity.
         """

@@ -20,7 +20,7 @@ class Stage:
     Attributes:
         modules: the modules, in order.
         parts: they and all modules inside them.
-        name: for people and messages.
+        name: shown to users, in messages and tables.
     """
 
     def __init__(self, modules: Sequence[nn.Module], name: str) -> None:

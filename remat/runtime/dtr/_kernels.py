@@ -289,7 +289,7 @@ def _walk_from(storage, upwards, state):
 def _grown(storage, state):
     """Notes that the evicted neighbourhoods around `storage` have grown: it was evicted, or is not computed yet.
 
-    Nobody is told before a choice is made; until then more of the same may happen, which one walk then serves.
+    Nothing is propagated before a choice is made; until then more storages may be noted, which one walk then serves.
     """
     s, scalars, grown = state[0], state[5], state[11]
     if scalars[TRACKS] & (ANCESTRY | DESCENT):
@@ -465,7 +465,7 @@ def _leave_component(storage, state):
     """The splitting approximation: its cost goes, the rest of the component stays as one.
 
     A storage joined before it was first computed, with cost 0, takes away more than it has brought; the component's
-    cost may then be negative, and nothing can be told from below about scores.
+    cost may then be negative, and bounds no score from below.
     """
     s, nodes, scalars = state[0], state[4], state[5]
     if s[storage, NODE] >= 0:
@@ -747,7 +747,7 @@ def _lock_inputs(frame, state):
 
 @njit(cache=True, inline="always")
 def _extra(op, again, state):
-    """Bytes that an operator needs beside those of its outputs; negative where it overwrites an input.
+    """Bytes that an operator needs besides those of its outputs; negative where it overwrites an input.
 
     When it runs again nothing is overwritten, but what the program holds has its memory made once more, one storage at
     a time, for the result to be copied to.

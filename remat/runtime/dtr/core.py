@@ -14,7 +14,7 @@ from remat.runtime.dtr.graph import Graph
 from remat.runtime.dtr.heuristics import DEFAULT, HEURISTICS, Columns, Heuristic, codes
 
 _GROWING = (4, 8, 9, 10)  # nodes, frames, missing and log, which grow with the run
-# The pool, storages to walk to, storages whose eviction nobody was told of, and the columns of the pool.
+# The pool, storages to walk to, storages whose eviction is not propagated yet, and the columns of the pool.
 _BY_STORAGES = (6, 7, 11, 12)
 DEALLOCATIONS = {"eager": k.EAGER, "banish": k.BANISHING, "ignore": k.IGNORING}
 _DECISIONS = ("evict", "release", "recompute", "banish", "compute")

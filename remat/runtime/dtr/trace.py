@@ -70,7 +70,7 @@ class Annotate(NamedTuple):
     """A mark of the program: START, BACKWARD, and remat's own, which other tools for these logs pass over.
 
     "LOCK x" and "UNLOCK x": in between, x stays in memory. "SCRATCH n" and "OVERWRITE n": bytes that the operator that
-    follows needs beside its outputs, and bytes of its outputs that take the place of inputs. "HELD": the program holds
+    follows needs besides its outputs, and bytes of its outputs that take the place of inputs. "HELD": the program holds
     what operators make, so that recomputing it takes its bytes twice for a moment; "DROP x": it no longer holds x;
     "HOLD x": it does again. "FORGET x": nothing will ever ask for x again, not even a recomputation.
     """

@@ -177,8 +177,8 @@ class Block:
         thrashed = self._limits.thrashes or self.outcome == "thrash"
         if self.outcome in ("pass", "over"):
             note_done(self._place, self.ledger)
-        told = thrashed or (self.outcome in ("pass", "over") and not is_chosen(where))  # else only a part was run
-        if self._chooses and core.scalar(k.EVICTIONS) and told:
+        enough = thrashed or (self.outcome in ("pass", "over") and not is_chosen(where))  # else only a part was run
+        if self._chooses and core.scalar(k.EVICTIONS) and enough:
             self._choice = choose(where, self.ledger, by_model=self._by_model)
 
     def _warn(self) -> None:

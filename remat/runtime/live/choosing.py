@@ -66,7 +66,7 @@ def is_chosen(where: Hashable) -> bool:
 
 
 def choose(where: Hashable, ledger: Ledger, *, by_model: bool) -> Choice | None:
-    """Replays a block, and remembers what is best for the next ones there; None where that cannot be told yet.
+    """Replays a block, and remembers what is best for the next ones there; None where that is not known yet.
 
     Args:
         by_model: the time that the choice itself takes does not count, so that it can be repeated.

@@ -27,7 +27,7 @@ class Facts:
     Attributes:
         output_bytes: for each storage that a call makes, in the order of its outputs.
         total_bytes: their sum.
-        scratch_bytes: what a call needs beside that while it runs; 0 until it was measured.
+        scratch_bytes: what a call needs besides that while it runs; 0 until it was measured.
         measured: whether it was, here or in another call of the family.
         extent: what that grows with, in calls of one family.
         family: what calls have in common that need about the same scratch memory.

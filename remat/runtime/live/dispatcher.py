@@ -391,7 +391,7 @@ class Dispatcher(TorchDispatchMode):
             action = replace(action, repeatable=False)
         sizes = [storage.nbytes() for storage in made]
         if tuple(sizes) != facts.output_bytes:
-            if pending.tensors is None:  # else the core is told below what it made room for in vain
+            if pending.tensors is None:  # else what room was made for in vain is reported to the core below
                 pending.scratch += max(facts.total_bytes - sum(sizes), 0)
             facts.expect(sizes)
         facts.simple = facts.settled and facts.plain and len(made) == 1 and isinstance(result, Tensor)

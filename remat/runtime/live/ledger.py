@@ -1,4 +1,4 @@
-"""The runtime's side of the policy core: what was told it, what it decided, and how much memory there is."""
+"""The runtime's side of the policy core: what was reported to it, what it decided, and how much memory is in use."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Program(NamedTuple):
 class Ledger:
     """Writes down operators and references, and consults the policy core where memory runs out.
 
-    The core is behind: as long as all fits and all is there it has nothing to decide, and is told later. `memory` is
-    always what it will say.
+    The core lags behind: as long as all fits and all is there it has nothing to decide, and gets its instructions
+    later. `memory` is always what it will say.
 
     Attributes:
         graph: all operators so far.
@@ -80,7 +80,7 @@ class Ledger:
         self._heuristic = heuristic
         self.core = Core(self.graph, budget, heuristic, held=True, log=True, **self._options)
         self.instructions: list[tuple[int, int]] = []
-        self._told = 0
+        self._reported = 0
         self._followed = 0
         self.memory = self.peak = 0
 
@@ -124,9 +124,9 @@ class Ledger:
 
     def consult(self) -> int:
         """Tells the core all that was written down; returns DONE, OUT_OF_MEMORY or THRASHING of the kernels."""
-        told = np.array(self.instructions[self._told :], np.int64).reshape(-1, 2)
-        self._told = len(self.instructions)
-        answer = self.core.run(told)
+        new = np.array(self.instructions[self._reported :], np.int64).reshape(-1, 2)
+        self._reported = len(self.instructions)
+        answer = self.core.run(new)
         self.memory = self.core.scalar(k.MEMORY)
         self.peak = max(self.peak, self.core.scalar(k.PEAK))
         return answer

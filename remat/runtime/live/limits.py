@@ -30,7 +30,7 @@ class Limits:
     Args:
         thrash_limit: multiple of the operators' own time above which their time, recomputation included, counts as
             thrashing; None for no such limit.
-        reserved_bytes: what the budget holds beside what the ledger knows of.
+        reserved_bytes: what the budget holds besides what the ledger knows of.
 
     Attributes:
         thrashes: whether it was reached.

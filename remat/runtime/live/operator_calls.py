@@ -28,7 +28,7 @@ class Call:
         sources: what the arguments look at.
         fresh: constants that nothing else was computed from.
         missing: whether a source is not in memory.
-        surroundings: flags that the operator may depend on beside its arguments.
+        surroundings: flags that the operator may depend on besides its arguments.
         opaque: whether an argument has no storage of its own, so that slots in it might go unnoticed.
     """
 
@@ -59,7 +59,7 @@ class Call:
 
 @dataclass
 class Action:
-    """What a call does beside making outputs.
+    """What a call does besides making outputs.
 
     Attributes:
         changed: slots whose content it changes, with their storages.

@@ -43,7 +43,7 @@ class Plan(NamedTuple):
         data_dependent: the size of its output may depend on data; `sized_by_data` says of a call whether it does.
         usual: it is none of all that.
         several: it returns more than one tensor; what these are may depend on whether gradients are on.
-        reads: the flags that it may depend on beside its arguments.
+        reads: the flags that it may depend on besides its arguments.
         scalars: positions of numbers that it computes with elements of tensors.
         foreign: it is no operator of PyTorch, so that nobody vouches for its tags.
     """

@@ -132,12 +132,12 @@ CONJUGATE, NEGATIVE = 1, 2
 
 
 def bits_of(tensor: Tensor) -> int:
-    """The lazy conjugation and negation that a tensor carries beside its storage."""
+    """The lazy conjugation and negation that a tensor carries besides its storage."""
     return CONJUGATE * tensor.is_conj() + NEGATIVE * tensor.is_neg()
 
 
 # How a tensor looks at the content of a source: source, shape, stride, offset, type, and `bits_of` it. A plain tuple,
-# which is faster to make than an object, and is told from an operator's other arguments by being one.
+# which is faster to make than an object, and is recognised among an operator's other arguments by its type.
 View: TypeAlias = tuple[Source, torch.Size, tuple[int, ...], Any, torch.dtype, int]
 
 

@@ -1,4 +1,4 @@
-"""What a kernel depends on beside its arguments: the default dtype, flags of backends, how many threads there are.
+"""What a kernel depends on besides its arguments: the default dtype, flags of backends, how many threads there are.
 
 They are read at every operator, as one tuple that is interned, so that an operator only refers to what was the case
 when it ran. Pointwise operators and those that move data ask no backend, so few flags are read for them.

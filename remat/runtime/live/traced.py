@@ -26,13 +26,14 @@ class _Recorder:
         yield Annotate("HELD")
         for number, size in enumerate(ledger.constant_bytes):
             yield Constant(f"c{number}", size)
-        told, position = ledger.instructions, 0
-        while position < len(told):
-            kind, what = told[position]
+        instructions, position = ledger.instructions, 0
+        while position < len(instructions):
+            kind, what = instructions[position]
             position += 1
             if kind == k.COMPUTE:
                 changed = ledger.changed.get(what, ())
-                position += yield from self._operator(what, changed, told[position : position + 1 + len(changed)])
+                following = instructions[position : position + 1 + len(changed)]
+                position += yield from self._operator(what, changed, following)
             elif kind == k.RELEASE:
                 yield Release(self._name_of[what])
             else:

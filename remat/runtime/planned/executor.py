@@ -57,7 +57,7 @@ class Executor:
     """A program bound to the stages of a model; each call of `forward` is one run of its own (rule 6).
 
     Attributes:
-        observer: told of every operation when it begins, the loss's excepted; for tests and timelines.
+        observer: called with every operation when it begins, except the loss's; for tests and timelines.
         lock: held while the model runs forward and while stages are recomputed, which changes flags and buffers of its
             modules for a while; executors of one model share it.
     """
@@ -99,7 +99,7 @@ class _Slot:
 
 
 class _Expected(NamedTuple):
-    """A tensor that the first run saved: its slot, unless autograd has let go of it, and what it looked like."""
+    """A tensor that the first run saved: its slot, unless autograd has freed it, and what it looked like."""
 
     slot: weakref.ref[_Slot]
     shape: torch.Size
@@ -160,7 +160,7 @@ class Run:
     def _first_run_ended(self, step: Step, value: Any, versions: tuple[int, ...], output: Any, returned: Any) -> None:
         """Checks a first run, stores what is to be stored, and waits for the backward.
 
-        `output` is what is handed on; `returned` holds all tensors that the backward of the stage may begin from.
+        `output` is the activation; `returned` holds all tensors that the backward of the stage may begin from.
         """
         index = step.operation.stage
         stage = self.executor.stages[index - 1]

@@ -10,8 +10,9 @@ from torch import nn
 from remat.errors import PlanMismatch, RematError
 from remat.runtime.calls.stages import describe_call, group, is_current
 from remat.runtime.patching import beyond_compiler
-from remat.runtime.planned.driving import CallExecutor, Drive, runs_in_place
+from remat.runtime.planned.call_executor import CallExecutor, runs_in_place
 from remat.runtime.planned.executor import Executor
+from remat.runtime.planned.patched_forward import PatchedForward
 from remat.runtime.planned.program import compile_schedule
 from remat.runtime.pytree import Arguments
 from remat.schedule import Schedule
@@ -118,7 +119,7 @@ def apply(
 
     Returns:
         For an `nn.Sequential` a `ScheduledModule` that shares everything with it. Any other model itself, whose
-        forward is driven from then on, until `remat.remove(model)`.
+        forward is patched from then on, until `remat.remove(model)`.
 
     Raises:
         InvalidSchedule: the schedule breaks the rules of its operations.
@@ -136,6 +137,6 @@ def apply(
             _check_inputs(schedule, Arguments(args, kwargs))
             return executor
 
-        Drive(model, choose, executor.lock, other_path=other_path)
+        PatchedForward(model, choose, executor.lock, other_path=other_path)
         return model
     return ScheduledModule(model, schedule, preserve_rng_state=preserve_rng_state)

@@ -8,27 +8,25 @@ is recomputed from what is stored when its backward comes.
 
 from __future__ import annotations
 
-import types
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from threading import get_ident
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from remat.errors import LeftChain, RematError, ReplayError, UnsupportedModel
+from remat.errors import ReplayError, UnsupportedModel
 from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.calls.environment import FirstRun
 from remat.runtime.calls.places import Counter, Place, Places, among
 from remat.runtime.calls.record import StageCalls
-from remat.runtime.patching import Forward, beyond_compiler, intercepted, is_compiled
-from remat.runtime.planned.executor import Executor, Lock, Run, versions_of
+from remat.runtime.patching import Forward, intercepted, is_compiled
+from remat.runtime.planned.executor import Executor, Run, versions_of
 from remat.runtime.planned.program import Step, compile_schedule
 from remat.runtime.pytree import activation_of, first_tensor
 from remat.runtime.sharding import unsharded
 from remat.schedule import F_ALL, Schedule
+
+_SWITCHES = ("gradient_checkpointing", "grad_checkpointing")
 
 
 class CallExecutor(Executor):
@@ -46,7 +44,7 @@ class CallExecutor(Executor):
         self._switches = switches_of(model)
 
     def run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]) -> Any:
-        """The model's own forward, under the program; `left` is told if it takes another path."""
+        """The model's own forward, under the program; `left` is called if it takes another path."""
         refuse_checkpointing(self._switches)
         if not self.program.recomputes and self.observer is None:
             with caches_off(self._configs):
@@ -168,7 +166,7 @@ class CallRun(Run):
         else:
             value = activation_of(args, kwargs)
         if value is None:
-            self._leave(f"{place.name!r} was not given what the stage before it handed on")
+            self._leave(f"{place.name!r} was not given the activation of the stage before it")
             return
         if index == 1 and self.program.stores_input:
             self._store(0, value)
@@ -193,7 +191,7 @@ class CallRun(Run):
         self._open = _Open(step, value, versions_of(value), first_run, StageCalls(value))
 
     def _handed_to(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """What the stage before handed on, among the arguments of the next one; None if it is not there as it was."""
+        """The activation of the stage before, among the arguments of the next; None if it is not there as it was."""
         if self._handed is None:
             return None
         handed, versions = self._handed
@@ -293,174 +291,3 @@ class CallRun(Run):
     def _release(self) -> None:
         super()._release()
         self.calls.clear()
-
-
-# The model whose forward is driven ---------------------------------------------------------------------------------
-
-
-_SWITCHES = ("gradient_checkpointing", "grad_checkpointing")
-
-
-class Drive:
-    """Stands in for the forward of a model, until `remove`; the model stays the same object of the same class.
-
-    Args:
-        choose: what runs a call with these arguments; None: the model's own forward.
-        lock: the one of the executors that are chosen.
-        other_path: "warn" once where a forward takes another path than the chain's, or "error".
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        choose: Callable[[tuple[Any, ...], dict[str, Any]], Executor | None],
-        lock: Lock | None = None,
-        *,
-        other_path: str = "warn",
-    ) -> None:
-        check_other_path(other_path)
-        refuse_driven(model)
-        self.model, self.choose, self.other_path = model, choose, other_path
-        self._runs_in: int | None = None  # the thread in which the model's own forward runs
-        self._lock = lock or Lock()
-        self._warned = False
-        self._before = model.__dict__.get("forward")
-        self.forward: Forward = model.forward
-        self.standing_in = True
-        model.__dict__["forward"] = _Driven(self)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, the model runs as it would by itself in this thread, and not in others."""
-        with self._lock:
-            before, self._runs_in = self._runs_in, get_ident()
-            try:
-                yield
-            finally:
-                self._runs_in = before
-
-    @contextmanager
-    def _bare(self) -> Iterator[None]:
-        """Inside, calling the model runs nothing that others have put around its forward, since that runs already."""
-        around = self.model.__dict__["forward"]
-        self.model.__dict__["forward"] = self.forward
-        try:
-            yield
-        finally:
-            self.model.__dict__["forward"] = around
-
-    def remove(self) -> None:
-        """Gives the model its own forward back."""
-        self.standing_in = False  # also where something else has been put around this forward since
-        if isinstance(self.model.__dict__.get("forward"), _Driven):
-            if self._before is None:
-                del self.model.__dict__["forward"]
-            else:
-                self.model.__dict__["forward"] = self._before
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._runs_in == get_ident() or not self.standing_in or not torch.is_grad_enabled():
-            return self.forward(*args, **kwargs)
-        with self.paused():
-            with self._bare():
-                executor = self.choose(args, kwargs)
-            if executor is not None:
-                return executor.run(self.forward, args, kwargs, self._left)
-        return self.forward(*args, **kwargs)
-
-    def _left(self, why: str) -> None:
-        message = (
-            f"this forward left the chain that was planned for: {why}. It runs as plain PyTorch from there on, outside "
-            "of the memory limit; where data decide the path, train under remat.DTR"
-        )
-        if self.other_path == "error":
-            raise LeftChain(message)
-        if not self._warned:
-            self._warned = True
-            warnings.warn(f"remat: {message}", stacklevel=4)
-
-
-class _Driven:
-    """The forward of a driven model. A copy of the model, or one that is unpickled, has the plain forward."""
-
-    def __init__(self, drive: Drive) -> None:
-        self.drive = drive
-        self.__wrapped__ = drive.forward  # for inspect.signature, by which trainers choose what to pass
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # A compiler that was given the model afterwards must not see what runs here.
-        return beyond_compiler(self.drive)(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _plain_forward(memo.get(id(self.drive.model), self.drive.model))
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module]]:
-        return _plain_forward, (self.drive.model,)
-
-
-def _plain_forward(model: nn.Module) -> Forward:
-    return types.MethodType(type(model).forward, model)
-
-
-def drive_of(model: nn.Module) -> Drive | None:
-    """What drives the model's forward, also where others have wrapped it since."""
-    forward = model.__dict__.get("forward")
-    while forward is not None:
-        if isinstance(forward, _Driven):
-            return forward.drive if forward.drive.standing_in else None
-        forward = getattr(forward, "__wrapped__", None) or getattr(forward, "__func__", None)
-    return None
-
-
-def refuse_driven(model: nn.Module) -> None:
-    """Raises RematError where the model trains by a plan already."""
-    if drive_of(model) is not None:
-        raise RematError(
-            "this model trains by a plan already; call remat.remove(model) first, or remat.fit(model, ...), which "
-            "plans anew"
-        )
-
-
-def remove(model: nn.Module) -> nn.Module:
-    """Ends what `remat.fit`, `rotor.Checkpointable` or `remat.apply` do to a model in place, and returns the model.
-
-    Raises:
-        RematError: nothing drives this model.
-    """
-    if not isinstance(model, nn.Module):
-        raise RematError(f"the model is a {type(model).__name__}; pass the module that trains by a plan")
-    wrapped = model.__dict__.get("wrapped", model)
-    drive = drive_of(wrapped)
-    if drive is None:
-        raise RematError(f"this {type(wrapped).__name__} trains by no plan of remat, so there is nothing to remove")
-    drive.remove()
-    return wrapped
-
-
-@contextmanager
-def driven(model: nn.Module, executor: CallExecutor) -> Iterator[None]:
-    """Inside, the model trains by this executor, whatever drives it else, and leaving the chain is an error."""
-
-    def run(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return executor.run(forward, args, kwargs, _refuse)
-
-    with undriven(model), intercepted([model], run):
-        yield
-
-
-@contextmanager
-def undriven(model: nn.Module) -> Iterator[None]:
-    """Inside, the model runs as it would by itself."""
-    drive = drive_of(model)
-    with drive.paused() if drive is not None else nullcontext():
-        yield
-
-
-def _refuse(why: str) -> None:
-    raise LeftChain(f"this forward left the chain that was planned for: {why}")
-
-
-def check_other_path(other_path: str) -> None:
-    """Whether this is one of the two ways to deal with a forward that leaves its chain."""
-    if other_path not in ("warn", "error"):
-        raise RematError(f"other_path={other_path!r}: it is 'warn' or 'error'")

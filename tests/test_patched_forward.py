@@ -1,4 +1,4 @@
-"""A model that is driven in place stays what it is, and a forward that takes another path is noticed."""
+"""A model that is patched in place stays what it is, and a forward that takes another path is noticed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import remat
 from remat import rotor
 from remat.errors import InfeasibleBudget, LeftChain, PlanMismatch, RematError, ReplayError, UnsupportedModel
 from remat.runtime.meter import MemoryMeter
-from remat.runtime.planned.driving import drive_of
+from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.runtime.pytree import loss_in
 from remat.solvers.base import store_all_peak
 from support.library_models import Blocks, Residual, blocks, convolutions, records
@@ -43,7 +43,7 @@ def test_fit_returns_the_model_itself_and_remove_gives_it_back() -> None:
         remat.remove(model)
 
 
-def test_checkpointable_plans_at_the_first_forward_and_drives_the_model() -> None:
+def test_checkpointable_plans_at_the_first_forward_and_patches_the_model() -> None:
     model, sample = made("blocks")
     expected = train(made("blocks")[0], sample)
     module = rotor.Checkpointable(model, mem_limit=0.7)
@@ -58,14 +58,14 @@ def test_a_budget_too_small_names_the_least_one_and_leaves_the_model() -> None:
     model, sample = made("gpt2")
     with pytest.raises(InfeasibleBudget) as caught:
         remat.fit(model, sample, 1000, quiet=True)
-    assert drive_of(model) is None
+    assert patched_forward_of(model) is None
     remat.fit(model, sample, round(1.2 * caught.value.minimum), quiet=True)
-    drive = drive_of(model)
+    drive = patched_forward_of(model)
     with pytest.raises(InfeasibleBudget):
         remat.fit(model, sample, 1000, quiet=True)
-    assert drive is not None and drive_of(model) is drive  # the plan that it had
+    assert drive is not None and patched_forward_of(model) is drive  # the plan that it had
     assert remat.fit(model, sample, 0.9, quiet=True) is model
-    assert drive_of(model) not in (None, drive)
+    assert patched_forward_of(model) not in (None, drive)
     with pytest.raises(RematError, match=r"remat.remove\(model\) first"):
         rotor.Checkpointable(model, sample, 0.9)
 
@@ -76,7 +76,7 @@ def test_copies_pickles_and_signatures_are_the_models_own(tmp_path: Any) -> None
     remat.fit(model, sample, 0.5, quiet=True)
     assert inspect.signature(model.forward) == signature
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert drive_of(other) is None
+        assert patched_forward_of(other) is None
         assert_same(train(made("gpt2")[0], sample), train(other, sample))
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path).train()

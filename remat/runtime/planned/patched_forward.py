@@ -1,0 +1,183 @@
+"""A model whose forward is patched in place, so that it trains by a plan; the model stays the same object."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.errors import LeftChain, RematError
+from remat.runtime.patching import Forward, beyond_compiler, intercepted
+from remat.runtime.planned.call_executor import CallExecutor
+from remat.runtime.planned.executor import Executor, Lock
+
+
+class PatchedForward:
+    """Stands in for the forward of a model, until `remove`; the model stays the same object of the same class.
+
+    Args:
+        choose: what runs a call with these arguments; None: the model's own forward.
+        lock: the one of the executors that are chosen.
+        other_path: "warn" once where a forward takes another path than the chain's, or "error".
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        choose: Callable[[tuple[Any, ...], dict[str, Any]], Executor | None],
+        lock: Lock | None = None,
+        *,
+        other_path: str = "warn",
+    ) -> None:
+        check_other_path(other_path)
+        refuse_patched(model)
+        self.model, self.choose, self.other_path = model, choose, other_path
+        self._runs_in: int | None = None  # the thread in which the model's own forward runs
+        self._lock = lock or Lock()
+        self._warned = False
+        self._before = model.__dict__.get("forward")
+        self.forward: Forward = model.forward
+        self.standing_in = True
+        model.__dict__["forward"] = _Patch(self)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, the model runs as it would by itself in this thread, and not in others."""
+        with self._lock:
+            before, self._runs_in = self._runs_in, get_ident()
+            try:
+                yield
+            finally:
+                self._runs_in = before
+
+    @contextmanager
+    def _bare(self) -> Iterator[None]:
+        """Inside, calling the model runs nothing that others have put around its forward, since that runs already."""
+        around = self.model.__dict__["forward"]
+        self.model.__dict__["forward"] = self.forward
+        try:
+            yield
+        finally:
+            self.model.__dict__["forward"] = around
+
+    def remove(self) -> None:
+        """Gives the model its own forward back."""
+        self.standing_in = False  # also where something else has been put around this forward since
+        if isinstance(self.model.__dict__.get("forward"), _Patch):
+            if self._before is None:
+                del self.model.__dict__["forward"]
+            else:
+                self.model.__dict__["forward"] = self._before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._runs_in == get_ident() or not self.standing_in or not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        with self.paused():
+            with self._bare():
+                executor = self.choose(args, kwargs)
+            if executor is not None:
+                return executor.run(self.forward, args, kwargs, self._left)
+        return self.forward(*args, **kwargs)
+
+    def _left(self, why: str) -> None:
+        message = (
+            f"this forward left the chain that was planned for: {why}. It runs as plain PyTorch from there on, outside "
+            "of the memory limit; where data decide the path, train under remat.DTR"
+        )
+        if self.other_path == "error":
+            raise LeftChain(message)
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"remat: {message}", stacklevel=4)
+
+
+class _Patch:
+    """The forward of a patched model. A copy of the model, or one that is unpickled, has the plain forward."""
+
+    def __init__(self, patch: PatchedForward) -> None:
+        self.patch = patch
+        self.__wrapped__ = patch.forward  # for inspect.signature, by which trainers choose what to pass
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # A compiler that was given the model afterwards must not see what runs here.
+        return beyond_compiler(self.patch)(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _plain_forward(memo.get(id(self.patch.model), self.patch.model))
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module]]:
+        return _plain_forward, (self.patch.model,)
+
+
+def _plain_forward(model: nn.Module) -> Forward:
+    return types.MethodType(type(model).forward, model)
+
+
+def patched_forward_of(model: nn.Module) -> PatchedForward | None:
+    """The patch of the model's forward, also where others have wrapped it since."""
+    forward = model.__dict__.get("forward")
+    while forward is not None:
+        if isinstance(forward, _Patch):
+            return forward.patch if forward.patch.standing_in else None
+        forward = getattr(forward, "__wrapped__", None) or getattr(forward, "__func__", None)
+    return None
+
+
+def refuse_patched(model: nn.Module) -> None:
+    """Raises RematError where the model trains by a plan already."""
+    if patched_forward_of(model) is not None:
+        raise RematError(
+            "this model trains by a plan already; call remat.remove(model) first, or remat.fit(model, ...), which "
+            "plans anew"
+        )
+
+
+def remove(model: nn.Module) -> nn.Module:
+    """Ends what `remat.fit`, `rotor.Checkpointable` or `remat.apply` do to a model in place, and returns the model.
+
+    Raises:
+        RematError: this model trains by no plan.
+    """
+    if not isinstance(model, nn.Module):
+        raise RematError(f"the model is a {type(model).__name__}; pass the module that trains by a plan")
+    wrapped = model.__dict__.get("wrapped", model)
+    patch = patched_forward_of(wrapped)
+    if patch is None:
+        raise RematError(f"this {type(wrapped).__name__} trains by no plan of remat, so there is nothing to remove")
+    patch.remove()
+    return wrapped
+
+
+@contextmanager
+def trained_by(model: nn.Module, executor: CallExecutor) -> Iterator[None]:
+    """Inside, the model trains by this executor, whatever it does otherwise, and leaving the chain is an error."""
+
+    def run(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return executor.run(forward, args, kwargs, _refuse)
+
+    with unpatched(model), intercepted([model], run):
+        yield
+
+
+@contextmanager
+def unpatched(model: nn.Module) -> Iterator[None]:
+    """Inside, the model runs as it would by itself."""
+    patch = patched_forward_of(model)
+    with patch.paused() if patch is not None else nullcontext():
+        yield
+
+
+def _refuse(why: str) -> None:
+    raise LeftChain(f"this forward left the chain that was planned for: {why}")
+
+
+def check_other_path(other_path: str) -> None:
+    """Whether this is one of the two ways to deal with a forward that leaves its chain."""
+    if other_path not in ("warn", "error"):
+        raise RematError(f"other_path={other_path!r}: it is 'warn' or 'error'")
