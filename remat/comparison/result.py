@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
@@ -15,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from remat import files
 from remat.budgets import resolve_budget
 from remat.chain import Chain
-from remat.comparison.verdicts import PLAIN, Candidate, Interval, Verdict, interval_of, verdict_of
+from remat.comparison.table import html, is_shown, plain_text, rich_table
+from remat.comparison.verdicts import EQUAL, OWN, PLAIN, Candidate, Interval, Verdict, interval_of, verdict_of
 from remat.errors import InfeasibleBudget, InvalidFile, RematError
-from remat.formatting import card, format_bytes, format_seconds
+from remat.formatting import card, format_bytes
 from remat.host.packages import has, require
 from remat.report import Report
 from remat.runtime.dtr.heuristics import HEURISTICS
@@ -29,9 +28,6 @@ from remat.simulation import simulate
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-EQUAL = "equal"
-OWN = "not repeatable here"
 
 
 @dataclass(frozen=True)
@@ -307,7 +303,7 @@ class Comparison:
                     "spread": entry.spread,
                     "predicted_overhead": predicted.overhead if predicted else None,
                     "measured_overhead": measured.overhead if measured else None,
-                    "throughput": None if report is None or not self._is_shown(report) else self.throughput(report),
+                    "throughput": None if report is None or not is_shown(self, report) else self.throughput(report),
                     "recomputations": None if report is None else report.recomputations,
                     "evictions": None if report is None else report.evictions,
                     "planning_seconds": predicted.planning_seconds if predicted else None,
@@ -323,21 +319,7 @@ class Comparison:
         Raises:
             RematError: rich is not installed; `str` of the comparison is then the same in plain text.
         """
-        require("rich", "a table for rich's console")
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
-
-        title, caption = Text(self._title()), Text(self._caption())
-        table = Table(title=title, box=box.SIMPLE_HEAD, padding=0, caption=caption)
-        for position, column in enumerate(_SHORT):
-            table.add_column(column, justify="right" if position else "left", no_wrap=True)
-        for heading, entries in self._groups():
-            if heading:
-                table.add_row(Text(heading, style="bold"))
-            for entry in entries:
-                table.add_row(*map(Text, self._cells(entry)), style="bold" if entry.outcome == "over" else "")
-        return table
+        return rich_table(self)
 
     def __rich__(self) -> Any:
         from rich.console import Group
@@ -347,7 +329,7 @@ class Comparison:
 
     def __str__(self) -> str:
         if not has("rich"):
-            return self._plain_text()
+            return plain_text(self)
         from rich.console import Console
 
         text = io.StringIO()
@@ -357,96 +339,8 @@ class Comparison:
 
     __repr__ = __str__
 
-    def _plain_text(self) -> str:
-        """The same without rich: columns side by side."""
-        rows = [[column.replace("-\n", "").replace("\n", " ") for column in _SHORT]]
-        for heading, entries in self._groups():
-            rows += [[heading]] if heading else []
-            rows += [self._cells(entry) for entry in entries]
-        widths = [max(len(row[column]) for row in rows if len(row) > 1) for column in range(len(_SHORT))]
-        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
-        return "\n".join([*self.recommendations(), "", self._title(), *lines, "", self._caption()])
-
     def _repr_html_(self) -> str:
-        """The table in Jupyter, with the reason of each failure as a hint and in the last column."""
-        head = "".join(f"<th>{escape(column)}</th>" for column in (*_SHORT, ""))
-        body = []
-        for heading, entries in self._groups():
-            if heading:
-                body.append(f'<tr><th colspan="{len(_SHORT) + 1}" style="text-align:left">{escape(heading)}</th></tr>')
-            for entry in entries:
-                cells = "".join(
-                    f'<td style="text-align:{"right" if position else "left"}">{escape(cell)}</td>'
-                    for position, cell in enumerate(self._cells(entry))
-                )
-                note = "" if entry.report is None else entry.report.note
-                short = note if len(note) <= _NOTE else note[: _NOTE - 1] + "…"
-                body.append(f'<tr>{cells}<td style="text-align:left" title="{escape(note)}">{escape(short)}</td></tr>')
-        answers = "".join(f"<li>{escape(line)}</li>" for line in self.recommendations())
-        caption = f"<p><b>{escape(self._title())}</b></p><ul>{answers}</ul>"
-        notes = "".join(f"<p>{escape(line)}</p>" for line in self._caption().splitlines())
-        return f"{caption}<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>{notes}"
-
-    def _groups(self) -> list[tuple[str, list[Entry]]]:
-        """Entries by budget, plain PyTorch before all."""
-        groups = [("", [entry for entry in self.entries if entry.budget_bytes is None])]
-        most = self.store_all_bytes
-        for budget in sorted(set(self.budgets)):
-            share = f", {budget / most:.0%}" if most else ""
-            # Those that it cannot hold share a line below.
-            entries = [e for e in self.entries if e.budget_bytes == budget and e.outcome != "infeasible"]
-            groups.append((f"<= {format_bytes(budget)}{share}", entries))
-        return [group for group in groups if group[1]]
-
-    def _cells(self, entry: Entry) -> list[str]:
-        predicted, measured, report = entry.predicted, entry.measured, entry.report
-        if report is not None and not self._is_shown(report):
-            report = replace(report, seconds=0.0)  # which would look like a measurement next to those that are
-        failed = entry.outcome in _FAILED or report is None or not report.seconds
-        # It has not been timed yet.
-        waiting = entry.outcome not in _FAILED and entry.report is not None and entry.report.peak_bytes > 0
-        step = ("-" if waiting else entry.outcome) if failed else format_seconds(report.seconds if report else 0)
-        throughput = None if failed or report is None else self.throughput(report)
-        peaks = [
-            "" if found is None or not found.peak_bytes else format_bytes(found.peak_bytes) + _over(found)
-            for found in (predicted, measured)
-        ]
-        return [
-            entry.strategy,
-            *peaks,
-            step + (" thrash" if entry.outcome == "thrash" and not failed else ""),
-            _ratio(None if entry.outcome in _FAILED else predicted),
-            _ratio(measured),
-            "" if throughput is None else _rate(throughput),
-            "" if failed or report is None else str(report.recomputations),
-        ]
-
-    def _is_shown(self, report: Report) -> bool:
-        """Whether its times belong into a table of this comparison: measured ones, once anything was measured."""
-        return report.measured or not self.measured
-
-    def _title(self) -> str:
-        marks = ["as predicted"] * (not self.measured) + ["incomplete"] * (not self.complete)
-        return f"{self.model}: {self.batch} examples a step" + (f" ({', '.join(marks)})" if marks else "")
-
-    def _caption(self) -> str:
-        least = [f"{name} {format_bytes(size)}" for name, size in self.least_bytes.items()]
-        lines = ["least budget of " + ", ".join(least)] if least else []
-        checked = [entry for entry in self.entries if entry.gradients]
-        different = [entry for entry in checked if entry.gradients != EQUAL]
-        if checked and not different:
-            lines.append(f"gradients and buffers of all {len(checked)} equal plain PyTorch's to the last bit")
-        lines += [f"{_where(entry)}: gradients {entry.gradients}" for entry in different]
-        return "\n".join([*lines, *self._infeasible(), *self.notes])
-
-    def _infeasible(self) -> list[str]:
-        """A line for each budget that some strategies cannot keep."""
-        lines = []
-        for budget in sorted(set(self.budgets)):
-            names = [e.strategy for e in self.entries if e.budget_bytes == budget and e.outcome == "infeasible"]
-            if names:
-                lines.append(f"infeasible within {format_bytes(budget)}: {', '.join(names)}")
-        return lines
+        return html(self)
 
     def plot(
         self, kind: str | None = None, *, strategy: str | None = None, budget: int | str | float | None = None
@@ -525,28 +419,3 @@ def failed(strategy: str, budget: int | None, outcome: str, note: str, *, measur
 def _is_right(entry: Entry) -> bool:
     """Whether its gradients are plain PyTorch's, as far as those can be repeated."""
     return entry.gradients in ("", EQUAL) or entry.gradients.startswith(OWN)
-
-
-def _rate(per_second: float) -> str:
-    """Three digits, or all those before the point."""
-    return f"{per_second:.{max(2 - int(math.log10(per_second)), 0)}f}" if per_second >= 1 else f"{per_second:.3g}"
-
-
-def _ratio(report: Report | None) -> str:
-    return "" if report is None or report.overhead is None else f"{report.overhead:.2f}"
-
-
-def _where(entry: Entry) -> str:
-    return entry.strategy if entry.budget_bytes is None else f"{entry.strategy} at {format_bytes(entry.budget_bytes)}"
-
-
-def _over(report: Report) -> str:
-    return " OVER" if report.outcome == "over" else ""
-
-
-_SHORT: Sequence[str] = (
-    *("", "planned\npeak", "peak", "a step\ntakes", "planned\nover-\nhead", "over-\nhead"),
-    *("exam-\nples\n/ s", "recom-\nputed"),
-)
-_FAILED = ("", "infeasible", "oom", "timeout", "error")  # outcomes of what never ran to its end
-_NOTE = 60  # characters of a reason that a column shows

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from remat.comparison.bench import Bench, Step
-from remat.comparison.result import EQUAL, OWN, Entry, failed
+from remat.comparison.result import Entry, failed
 from remat.comparison.run import with_fields_of
+from remat.comparison.verdicts import EQUAL, OWN
 from remat.errors import OutOfBudget, RematError, Thrashing, ThrashingWarning
 from remat.formatting import format_bytes
 from remat.host.progress import Progress

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from remat.comparison.result import Entry
 
 PLAIN = "plain PyTorch"
+EQUAL = "equal"  # gradients, to the bit
+OWN = "not repeatable here"
 _SIMPLE = (PLAIN, "store_all", "persistent")  # in this order; then other plans, libraries' own ways, DTR
 _MANY = 8  # rounds from which on quartiles say more than the extremes
 
