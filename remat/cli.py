@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -19,11 +18,12 @@ from rich.table import Table
 from remat.budgets import resolve_budget
 from remat.errors import InfeasibleBudget, RematError
 from remat.formatting import format_bytes, format_seconds
+from remat.plotting.terminal import columns_table, stage_table, sweep_table
 
 if TYPE_CHECKING:
     from remat.chain import Chain
     from remat.comparison.result import Comparison
-    from remat.runtime.dtr.simulator import Baseline, Cell
+    from remat.runtime.dtr.simulator import Cell
     from remat.runtime.dtr.trace import Trace
     from remat.schedule import Schedule
     from remat.solvers.base import Solver
@@ -68,7 +68,7 @@ def _main(
 def profile(model: Model, batch: Batch = 8, device: Device = "cpu", out: Out = None) -> None:
     """Measure every stage of a model: bytes and seconds."""
     chain = _profile(model, batch, device)
-    console.print(_stage_table(model, chain))
+    console.print(stage_table(model, chain))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         chain.save(out / "chain.json")
@@ -145,7 +145,7 @@ def _comparison(
         highlight=False,
         markup=False,
     )
-    table = _table("", "planner", "least\nbudget", *headings, "planned\nin")
+    table = columns_table("", "planner", "least\nbudget", *headings, "planned\nin")
     chosen = {solver.name: solver for solver in (*asked, planner)}
     answers: list[Schedule | InfeasibleBudget] = []
     for name in dict.fromkeys((*_COMPARED, *chosen)):
@@ -346,7 +346,9 @@ def simulate(
         cells = sweep(replays, sizes, chosen, [deallocation], thrash_limit=thrash_limit, progress=tell)
     for model, replay in replays.items():
         shown = [cell for cell in cells if cell.model == model]
-        console.print(_sweep_table(model, replay.baseline, shown, names))
+        peak, constants = map(format_bytes, (replay.baseline.peak_bytes, replay.baseline.constant_bytes))
+        console.print(f"{model}: peak {peak}, of which constants {constants}; overhead by heuristic:", highlight=False)
+        console.print(sweep_table(shown, names))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         _write_cells(out, cells)
@@ -406,21 +408,6 @@ def _trace(path: str) -> Trace:
         raise RematError(f"cannot read {path}: {error}") from error
 
 
-def _sweep_table(model: str, baseline: Baseline, cells: Sequence[Cell], names: Sequence[str]) -> Table:
-    """Overhead, or why there is none, by budget and heuristic."""
-    peak, constants = format_bytes(baseline.peak_bytes), format_bytes(baseline.constant_bytes)
-    console.print(f"{model}: peak {peak}, of which constants {constants}; overhead by heuristic:", highlight=False)
-    table = _table("", "budget", *names)
-    by_budget: dict[int, dict[str, str]] = {}
-    for cell in cells:
-        report = cell.report
-        shown = f"{report.overhead:.3f}" if report.outcome == "pass" else report.outcome
-        by_budget.setdefault(report.budget_bytes or 0, {})[cell.heuristic] = shown
-    for size, row in sorted(by_budget.items()):
-        table.add_row(format_bytes(size), *(row[name] for name in names))
-    return table
-
-
 def _write_cells(out: Path, cells: Sequence[Cell]) -> None:
     """One row a simulation, as JSON and as CSV."""
     import csv
@@ -475,44 +462,6 @@ def _profile(name: str, batch: int, device: str) -> Chain:
             progress.update(task, description=what, completed=done, total=total)
 
         return profile_model(example.model, example.sample, loss=example.loss, progress=tell)
-
-
-def _table(title: str, *columns: str) -> Table:
-    """Numbers in columns that do not wrap, narrow enough for a terminal of 80 columns."""
-    table = Table(title=title or None, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for position, column in enumerate(columns):
-        is_text = column in ("stage", "planner", "")
-        wraps = position == 0 and column == "stage"  # names of stages can be long
-        table.add_column(column, justify="left" if is_text else "right", no_wrap=not wraps)
-    return table
-
-
-def _stage_table(name: str, chain: Chain) -> Table:
-    table = _table(
-        f"{name}: {chain.length - 1} stages and the loss",
-        *("stage", "forward", "backward", "output", "saved", "forward\noverhead", "backward\noverhead", ""),
-    )
-    for index, stage in enumerate(chain.names):
-        marks = [
-            mark
-            for mark, set_ in (
-                ("random", chain.draws_random[index]),
-                ("buffers", chain.changes_buffers[index]),
-                ("no gradient", chain.grad_bytes[index + 1] == 0 and stage != "loss"),
-            )
-            if set_
-        ]
-        table.add_row(
-            stage,
-            format_seconds(chain.fwd_seconds[index]),
-            format_seconds(chain.bwd_seconds[index]),
-            format_bytes(chain.act_bytes[index + 1]),
-            format_bytes(chain.saved_bytes[index]),
-            format_bytes(chain.fwd_overhead_bytes[index]),
-            format_bytes(chain.bwd_overhead_bytes[index]),
-            ", ".join(marks),
-        )
-    return table
 
 
 def main() -> None:
