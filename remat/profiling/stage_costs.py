@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat.profiling.preserving import cut_off
-from remat.runtime.calls.environment import rescaled
+from remat.runtime.calls.environment import state_bytes, working_bytes
 from remat.runtime.calls.stages import Stage
 from remat.runtime.meter import MemoryMeter, Region, rounded
 from remat.runtime.patching import uncompiled
@@ -120,30 +120,24 @@ def sizes_of_stage(without: Region, full: Region, backward: Region, at: Boundary
 def executor_reserve(marks: Sequence[Marks], sizes: Sequence[Sizes]) -> int:
     """What the executor keeps besides the activations: per recomputed stage the old values of the buffers it changes
     and the state of the generators it draws from; and what a stage holds although nothing was to be saved."""
-    kept = sum(mark.changed_bytes + _state_bytes() * mark.draws_random for mark in marks)
+    kept = sum(mark.changed_bytes + state_bytes() * mark.draws_random for mark in marks)
     return kept + sum(size.undeferred + size.lasting for size in sizes)
 
 
 def as_executed(size: Sizes, stage: Stage, mark: Marks) -> Sizes:
     """The terms of a stage that the executor runs, from those of the stage alone.
 
-    Running it forward takes states of the generator to compare and to put back, and copies of buffers to work on;
-    a backward keeps those copies that it saved (a batch norm's does) in place of the buffers. What a stage holds in any
-    case is in the executor's reserve, so no part of what it saves; a run that is repeated holds it once more meanwhile.
+    Running it forward takes `working_bytes`; a backward keeps those copies of buffers that it saved (a batch norm's
+    does) in place of the buffers. Memory that hooks cannot defer is charged to `reserve_bytes`, not to `saved_bytes`;
+    during a recomputation it exists twice.
     """
-    buffers = sum(buffer.nbytes for *_, buffer in stage.buffers())
-    buffers += sum(weight.nbytes for part in stage.parts for weight in rescaled(part).values())
-    working = 2 * buffers + 3 * _state_bytes() + mark.set_up_bytes
+    working = working_bytes(stage) + mark.set_up_bytes
     return replace(
         size,
         saved=max(size.saved - size.undeferred, min(size.act, size.saved)) + mark.changed_bytes + mark.set_up_saved,
         fwd_overhead=size.fwd_overhead + working,
         save_overhead=size.save_overhead + working + size.undeferred,
     )
-
-
-def _state_bytes() -> int:
-    return torch.get_rng_state().numel()
 
 
 def cast_bytes(device: torch.device, forward: Callable[[], object]) -> int:

@@ -41,6 +41,22 @@ class RandomState:
     __hash__ = None  # type: ignore[assignment]  # states are compared, never looked up
 
 
+def state_bytes() -> int:
+    """Bytes of the state of the CPU's generator, the only one whose state lies in memory that is limited here."""
+    return torch.get_rng_state().numel()
+
+
+def working_bytes(stage: Stage) -> int:
+    """Bytes that running a stage takes on top of its own while it is to be run again, at most.
+
+    Buffers: the copies that `BufferWatch.before` makes, and those that a recomputation works on (`_buffers_again`).
+    Generators: the state before, the one it is compared with after a first run, and the one to go back to.
+    """
+    buffers = sum(buffer.nbytes for *_, buffer in stage.buffers())
+    buffers += sum(weight.nbytes for part in stage.parts for weight in rescaled(part).values())
+    return 2 * buffers + 3 * state_bytes()
+
+
 def accelerators(stage: Stage, value: Any) -> set[torch.device]:
     """The devices other than the CPU that a run of `stage` on `value` may draw random numbers on."""
     devices = {tensor.device for tensor in tensors(value)}

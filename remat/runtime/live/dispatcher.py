@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.errors import RematError
+from remat.runtime.calls.environment import state_bytes
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.live.costs import SHARED, Facts, Knowledge, observe
 from remat.runtime.live.operator_calls import CPU, USUAL, Action, Call, Pending, device_among, entries_of, random_before
@@ -35,8 +36,9 @@ from remat.runtime.live.slots import (
 from remat.runtime.live.store import Store, new_storages, no_autocast, no_autograd, no_modes, parts_of
 from remat.runtime.live.surroundings import KNOWN, Surroundings, surroundings_of
 
-STATE_BYTES = 5056  # of the CPU's generator
-_RANDOM_BYTES = 3 * STATE_BYTES  # copies of a generator's state while an operator that draws random numbers runs
+STATE_BYTES = state_bytes()
+# While an operator that draws random numbers runs: its state before, another to see whether it drew, one to return to.
+_RANDOM_BYTES = 3 * STATE_BYTES
 # A copy of a tensor with its storage, `copy.deepcopy` and loading, makes the storage by itself and ends here.
 _ON_STORAGES = (torch.ops.aten.set_.source_Storage_storage_offset, torch.ops.aten.set_.source_Storage)
 _BOOLS = {True: "true", False: "false"}  # in keys, where they would equal 1 and 0
