@@ -2,8 +2,8 @@
 
 Cosmic Ray makes the mistakes (another operator, another number, a condition turned round), one at a time, in a clone of
 the repository; the tests that should notice are run until the first fails. A sample of all mistakes that it can make is
-drawn with a fixed seed. What was found is written after each one, and a later call goes on there; what was found in a
-file that has changed since is looked for again.
+drawn with a fixed seed. What was found is written after each one, and a later call goes on there. A mistake is known by
+the function that it is made in: where that has changed, others are drawn in the place of its mistakes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -64,17 +64,16 @@ def mutants(sample: int, survivors: bool, workers: int) -> None:
         clones.put(_clone(number))
     os.chdir(WORK / "clone0")
     _check_collected(WORK / "clone0")
-    drawn, digests = _drawn(sample), {name: _digest(Path(name).read_bytes()) for name in TESTS}
     file = RESULTS / "mutants.json"
-    before = json.loads(file.read_text())["rows"] if file.exists() else []
-    rows = {row["key"]: row for row in before if row["file"] == digests[row["key"].partition(" ")[0]]}
-    rows = {key: row for key, row in rows.items() if key in drawn}
+    rows = {row["key"]: row for row in (json.loads(file.read_text())["rows"] if file.exists() else [])}
+    drawn = _drawn(sample, rows)
     missing = [key for key in drawn if key not in rows or (survivors and rows[key]["outcome"] == "survived")]
+    rows = {key: row for key, row in rows.items() if key in drawn}
 
     def tried(key: str) -> dict[str, Any]:
         clone = clones.get()
         try:
-            return {"key": key, "file": digests[str(drawn[key].module_path)], **_tried(drawn[key], clone)}
+            return {"key": key, **_tried(drawn[key], clone)}
         finally:
             clones.put(clone)
 
@@ -121,16 +120,24 @@ def _check_collected(clone: Path) -> None:
         raise SystemExit(done.stdout[-3000:])
 
 
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _drawn(sample: int) -> dict[str, Any]:
-    """The mistakes to try, by file, operator and number, in the order in which they are tried.
+def _drawn(sample: int, before: Collection[str]) -> dict[str, Any]:
+    """The mistakes to try, in the order in which they are tried: those tried `before` that can still be made, and more.
 
-    They are ranked by chance, each by itself: any beginning is a sample too, and where a file changes, what was drawn
-    of the others stays.
+    They are ranked by chance, each by itself: any beginning is a sample too, and where a function changes, what was
+    drawn of the others stays.
     """
+    ranked = _all()
+    order = sorted(ranked, key=lambda key: (key not in before, _digest(f"{SEED} {key}")))[:sample]
+    print(f"{len(ranked)} mistakes can be made in {len(TESTS)} files; {len(order)} are tried", flush=True)
+    return {key: ranked[key] for key in order}
+
+
+def _all() -> dict[str, Any]:
+    """Every mistake that can be made, by what it is and the function that it is made in."""
     from cosmic_ray.commands.init import init
     from cosmic_ray.work_db import WorkDB, use_db
 
@@ -139,24 +146,49 @@ def _drawn(sample: int) -> dict[str, Any]:
         init([Path(name) for name in TESTS], work, {})
         found = [mutation for item in work.work_items for mutation in item.mutations]
     database.unlink()
-    notes = {name: set(_annotations(ast.parse(Path(name).read_text()))) for name in TESTS}
-    keys = {
-        f"{each.module_path} {each.operator_name.removeprefix('core/')} {each.occurrence}": each
-        for each in found
-        if not _is_within(each.start_pos, notes[str(each.module_path)])
-    }
-    print(f"{len(keys)} mistakes can be made in {len(TESTS)} files; {sample} are tried", flush=True)
-    return {key: keys[key] for key in sorted(keys, key=lambda key: _digest(f"{SEED} {key}".encode()))[:sample]}
+    sources = {name: _Source(Path(name).read_text()) for name in TESTS}
+    numbers: Counter[str] = Counter()
+    keys = {}
+    for each in sorted(found, key=lambda each: (str(each.module_path), each.operator_name, each.occurrence)):
+        source = sources[str(each.module_path)]
+        if _is_within(each.start_pos, source.notes):
+            continue
+        what = f"{each.operator_name.removeprefix('core/')} {_digest(source.around(each.start_pos))}"
+        numbers[what] += 1
+        keys[f"{what} {numbers[what]}"] = each
+    return keys
+
+
+class _Source:
+    """A file: where nothing reads what stands there when the code runs, and the function around a place."""
+
+    def __init__(self, text: str) -> None:
+        self.lines, tree = text.splitlines(keepends=True), ast.parse(text)
+        self.notes = set(_annotations(tree))
+        parts = [node for part in tree.body for node in (part.body if isinstance(part, ast.ClassDef) else [part])]
+        self._spans = [(_first_line(node), node.end_lineno or node.lineno) for node in parts]
+
+    def around(self, position: tuple[int, int]) -> str:
+        """The text of the function, method or statement that a place lies in; its line where it lies in none."""
+        first, last = next(
+            ((first, last) for first, last in self._spans if first <= position[0] <= last), (position[0], position[0])
+        )
+        return "".join(self.lines[first - 1 : last])
+
+
+def _first_line(node: ast.stmt) -> int:
+    return min(each.lineno for each in (*getattr(node, "decorator_list", ()), node))
 
 
 def _annotations(tree: ast.AST) -> Iterator[tuple[int, int, int, int]]:
-    """Where annotations stand, which nothing reads when the code runs, and what is there for type checkers."""
+    """What does not matter when the code runs: annotations, what is there for type checkers, options of compilers."""
     for node in ast.walk(tree):
         found: Sequence[ast.AST | None] = ()
         if isinstance(node, ast.FunctionDef):
             arguments = node.args
             given = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
             found = [node.returns, *(argument.annotation for argument in given if argument is not None)]
+            found += [each for each in node.decorator_list if "njit" in ast.unparse(each)]  # how it is compiled
         elif isinstance(node, ast.AnnAssign):
             found = [node.annotation]
         elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
