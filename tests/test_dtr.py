@@ -114,10 +114,10 @@ def traces(draw: st.DrawFn) -> Trace:
     for number in range(draw(st.integers(1, 14))):
         what = draw(st.sampled_from(["call", "call", "call", "view", "mutate", "copy", "copy_from", "release"]))
         arguments = tuple(draw(st.lists(st.sampled_from(alive), min_size=1, max_size=3)))
-        cost = draw(st.integers(1, 9))
+        cost = draw(st.sampled_from([*range(1, 10), 10**5]))
         if what == "call":
             results = tuple(f"x{number}_{i}" for i in range(draw(st.integers(1, 3))))
-            sizes = tuple(draw(st.integers(0, 6)) for _ in results)
+            sizes = tuple(draw(st.sampled_from([0, 1, 2, 3, 4, 5, 6, 700])) for _ in results)
             instructions.append(Call("f", arguments, results, cost, sizes, (-1,) * len(results)))
             alive += results
         elif what == "view":
@@ -145,13 +145,13 @@ def traces(draw: st.DrawFn) -> Trace:
 
 @pytest.mark.parametrize("heuristic", sorted(SCORES))
 @settings(max_examples=150, deadline=None)
-@given(traces(), st.floats(0.2, 1.0))
-def test_the_core_does_what_the_appendix_says(heuristic: str, trace: Trace, share: float) -> None:
+@given(traces(), st.floats(0.2, 1.0), st.booleans())
+def test_the_core_does_what_the_appendix_says(heuristic: str, trace: Trace, share: float, skip_small: bool) -> None:
     """Every decision, the peak and the clock; the plain version checks its memory, pool and locks after every step."""
     program = compile_trace(trace)
     budget = max(int(Replay(trace).baseline.peak_bytes * share), 1)
-    core = Core(program.graph, budget, make_heuristic(heuristic), log=True)
-    plain = PlainDtr(program, budget, SCORES[heuristic])
+    core = Core(program.graph, budget, make_heuristic(heuristic), log=True, skip_small=skip_small)
+    plain = PlainDtr(program, budget, SCORES[heuristic], skip_small=skip_small)
     answer = core.run(program.instructions)
     try:
         plain.run()

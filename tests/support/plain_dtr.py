@@ -17,8 +17,11 @@ class OutOfMemory(Exception):
 
 
 class PlainDtr:
-    def __init__(self, program: Program, budget: int, score: Callable[[PlainDtr, int], float]) -> None:
+    def __init__(
+        self, program: Program, budget: int, score: Callable[[PlainDtr, int], float], *, skip_small: bool = False
+    ) -> None:
         graph = program.graph
+        self.skip_small = skip_small
         self.sizes = graph.sizes
         self.storage_of = [storage for storage, _ in graph.tensors]
         self.operator_of = [operator for _, operator in graph.tensors]
@@ -118,8 +121,11 @@ class PlainDtr:
             self.evict(storage, "release")
 
     def evict_best(self) -> None:
-        best, chosen = math.inf, None
+        best, chosen = math.inf, self.pool[-1]
+        least = 0.01 * sum(self.sizes[s] for s in self.pool) / len(self.pool) if self.skip_small else 0
         for storage in self.pool:
+            if self.sizes[storage] < least:  # Appendix E.2: not at those under 1 % of the mean
+                continue
             score = self.score(self, storage)
             if score <= best:
                 best, chosen = score, storage
