@@ -236,7 +236,7 @@ class _Watch:
 def _search_seconds(ledger: Ledger) -> float:
     """What one pass over the pool takes, as it is at the end."""
     core = ledger.core
-    shown, scalars = core._state[12], core._state[5]
+    shown, scalars = core._state.shown, core._state.scalars
     end, now = int(scalars[k.POOL_END]), float(scalars[k.CLOCK])
 
     def look() -> None:

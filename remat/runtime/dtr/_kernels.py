@@ -16,6 +16,8 @@ Invariants, which the tests check on random traces:
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 
@@ -102,10 +104,34 @@ _ABOVE_STALE, _BELOW_STALE, _NOTED = 1, 2, 4  # what a storage knows may no long
 LONG_AGO = -(2**62)
 
 
+class State(NamedTuple):
+    """All that the core works on: int64 rows and columns, as named above, but for the columns of the pool, floats.
+
+    Attributes:
+        todo: storages to walk to. missing: edges whose tensors were undefined, by frame. log: what was decided.
+        grown: storages whose eviction is not propagated yet. shown: the columns of the pool.
+    """
+
+    storages: np.ndarray
+    tensors: np.ndarray
+    operators: np.ndarray
+    edges: np.ndarray
+    nodes: np.ndarray
+    scalars: np.ndarray
+    pool: np.ndarray
+    todo: np.ndarray
+    frames: np.ndarray
+    missing: np.ndarray
+    log: np.ndarray
+    grown: np.ndarray
+    shown: np.ndarray
+
+
 @njit(cache=True, inline="always")
 def link(op, state):
     """Issues an operator: its outputs join their storages, and its inputs learn who uses them."""
-    s, tensors, ops, edges, nodes, scalars = state[:6]
+    s, tensors, ops = state.storages, state.tensors, state.operators
+    edges, nodes, scalars = state.edges, state.nodes, state.scalars
     for t in range(ops[op, OUT], ops[op, OUT_END]):
         storage = tensors[t, STORAGE]
         fresh = s[storage, HEAD] < 0
@@ -141,7 +167,7 @@ def show(storage, state):
 
     For components, KNOWN counts what any component has lost until it was looked at, which `_choose` takes off again.
     """
-    s, scalars, shown = state[0], state[5], state[12]
+    s, scalars, shown = state.storages, state.scalars, state.shown
     slot, kind = s[storage, SLOT], scalars[NUMERATOR]
     if slot < 0:
         return
@@ -160,7 +186,7 @@ def show(storage, state):
 
 @njit(cache=True, inline="always")
 def _enter_pool(storage, state):
-    s, scalars, pool = state[0], state[5], state[6]
+    s, scalars, pool = state.storages, state.scalars, state.pool
     if s[storage, SLOT] >= 0:
         return
     if scalars[POOL_END] == pool.size:  # squeeze out the gaps that storages have left
@@ -181,17 +207,17 @@ def _enter_pool(storage, state):
 
 @njit(cache=True, inline="always")
 def _leave_pool(storage, state):
-    s, scalars, pool = state[0], state[5], state[6]
+    s, scalars, pool = state.storages, state.scalars, state.pool
     if s[storage, SLOT] >= 0:
         pool[s[storage, SLOT]] = -1
-        state[12][s[storage, SLOT], KNOWN] = np.inf
+        state.shown[s[storage, SLOT], KNOWN] = np.inf
         s[storage, SLOT] = -1
         scalars[POOL_SIZE] -= 1
 
 
 @njit(cache=True, inline="always")
 def _lock(storage, state):
-    s = state[0]
+    s = state.storages
     s[storage, LOCKS] += 1
     if s[storage, LOCKS] == 1:
         _leave_pool(storage, state)
@@ -199,7 +225,7 @@ def _lock(storage, state):
 
 @njit(cache=True, inline="always")
 def _unlock(storage, state):
-    s = state[0]
+    s = state.storages
     s[storage, LOCKS] -= 1
     if s[storage, LOCKS] == 0 and s[storage, RESIDENT]:
         _enter_pool(storage, state)
@@ -207,7 +233,7 @@ def _unlock(storage, state):
 
 @njit(cache=True)
 def _pin(storage, state):
-    s = state[0]
+    s = state.storages
     if not s[storage, FLAGS] & PINNED:
         s[storage, FLAGS] |= PINNED
         _lock(storage, state)
@@ -215,7 +241,7 @@ def _pin(storage, state):
 
 @njit(cache=True, inline="always")
 def _note(kind, what, amount, state):
-    scalars, log = state[5], state[10]
+    scalars, log = state.scalars, state.log
     if scalars[LOGGING]:
         row = scalars[LOGGED]
         log[row, 0], log[row, 1], log[row, 2], log[row, 3] = kind, scalars[CLOCK], what, amount
@@ -248,8 +274,8 @@ def _walk(depth, upwards, state):
     stamp, so two walks with one stamp see it once. Returns the cost of what is seen, the clock of its last access, and
     how many resident storages lie at the rim, which stand at the end of `todo`. Where it starts is not counted.
     """
-    s, tensors, ops, edges, _, scalars = state[:6]
-    todo = state[7]
+    s, tensors, ops, edges, scalars = state.storages, state.tensors, state.operators, state.edges, state.scalars
+    todo = state.todo
     rim, cost, recent = 0, 0, LONG_AGO
     for i in range(depth):
         s[todo[i], MARK] = scalars[STAMP]
@@ -281,7 +307,7 @@ def _walk(depth, upwards, state):
 
 @njit(cache=True)
 def _walk_from(storage, upwards, state):
-    state[7][0] = storage
+    state.todo[0] = storage
     return _walk(1, upwards, state)
 
 
@@ -291,7 +317,7 @@ def _grown(storage, state):
 
     Nothing is propagated before a choice is made; until then more storages may be noted, which one walk then serves.
     """
-    s, scalars, grown = state[0], state[5], state[11]
+    s, scalars, grown = state.storages, state.scalars, state.grown
     if scalars[TRACKS] & (ANCESTRY | DESCENT):
         if not s[storage, STALE] & _NOTED:
             grown[scalars[GROWN]] = storage
@@ -303,7 +329,7 @@ def _grown(storage, state):
 @njit(cache=True)
 def _tell_of_growth(state):
     """Tells the resident storages whose evicted neighbourhoods have grown; what they know stays as a lower bound."""
-    s, scalars, todo, grown = state[0], state[5], state[7], state[11]
+    s, scalars, todo, grown = state.storages, state.scalars, state.todo, state.grown
     for upwards in (False, True):
         if not scalars[TRACKS] & (DESCENT if upwards else ANCESTRY):
             continue
@@ -324,7 +350,7 @@ def _shrunk(storage, state):
 
     That is at most its own cost and that of what it reaches, so less that, what they know is still a lower bound.
     """
-    s, scalars = state[0], state[5]
+    s, scalars = state.storages, state.scalars
     tracks = scalars[TRACKS]
     if not tracks & (ANCESTRY | DESCENT):
         return
@@ -344,7 +370,7 @@ def _shrunk(storage, state):
 
 @njit(cache=True)
 def _tell(column, flag, rim, loss, state):
-    s, todo = state[0], state[7]
+    s, todo = state.storages, state.todo
     for i in range(rim):
         other = todo[todo.size - 1 - i]
         s[other, column] = max(s[other, column] - loss, 0)
@@ -355,7 +381,7 @@ def _tell(column, flag, rim, loss, state):
 @njit(cache=True)
 def above(storage, state):
     """Cost of the evicted storages that must be recomputed before `storage` can be (e_R)."""
-    s, scalars = state[0], state[5]
+    s, scalars = state.storages, state.scalars
     if s[storage, STALE] & _ABOVE_STALE:
         scalars[STAMP] += 1
         s[storage, ABOVE], _, _ = _walk_from(storage, True, state)
@@ -367,7 +393,7 @@ def above(storage, state):
 @njit(cache=True)
 def below(storage, state):
     """Cost of the evicted storages that need `storage` before they can be recomputed."""
-    s, scalars = state[0], state[5]
+    s, scalars = state.storages, state.scalars
     if s[storage, STALE] & _BELOW_STALE:
         scalars[STAMP] += 1
         s[storage, BELOW], _, _ = _walk_from(storage, False, state)
@@ -379,7 +405,7 @@ def below(storage, state):
 @njit(cache=True)
 def afresh(storage, state):
     """Cost of the evicted neighbourhood, each storage once, and the last access of any of it; nothing is cached."""
-    s, scalars = state[0], state[5]
+    s, scalars = state.storages, state.scalars
     scalars[STAMP] += 1
     upper, recent_upper, _ = _walk_from(storage, True, state)
     lower, recent_lower, _ = _walk_from(storage, False, state)
@@ -428,7 +454,8 @@ def _meet(storage, other, own, total, s, nodes, scalars):
 
 @njit(cache=True)
 def _meet_all(storage, own, state):
-    s, tensors, ops, edges, nodes, scalars = state[:6]
+    s, tensors, ops = state.storages, state.tensors, state.operators
+    edges, nodes, scalars = state.edges, state.nodes, state.scalars
     scalars[STAMP] += 1
     total = 0
     t = s[storage, HEAD]
@@ -455,7 +482,7 @@ def components(storage, state):
 @njit(cache=True, inline="always")
 def _join_component(storage, state):
     """An evicted storage becomes a component, together with those next to it."""
-    s, nodes, scalars = state[0], state[4], state[5]
+    s, nodes, scalars = state.storages, state.nodes, state.scalars
     s[storage, NODE] = _new_node(s[storage, COST], nodes, scalars)
     _meet_all(storage, s[storage, NODE], state)
 
@@ -467,7 +494,7 @@ def _leave_component(storage, state):
     A storage joined before it was first computed, with cost 0, takes away more than it has brought; the component's
     cost may then be negative, and bounds no score from below.
     """
-    s, nodes, scalars = state[0], state[4], state[5]
+    s, nodes, scalars = state.storages, state.nodes, state.scalars
     if s[storage, NODE] >= 0:
         root = _root(s[storage, NODE], nodes, scalars)
         nodes[root, VALUE] -= s[storage, COST]
@@ -483,7 +510,7 @@ def _leave_component(storage, state):
 @njit(cache=True, inline="always")
 def _discard(storage, state):
     """Takes a resident storage out of memory; its views go with it."""
-    s, tensors, scalars = state[0], state[1], state[5]
+    s, tensors, scalars = state.storages, state.tensors, state.scalars
     s[storage, RESIDENT] = 0
     scalars[MEMORY] -= s[storage, SIZE]
     _leave_pool(storage, state)
@@ -495,9 +522,9 @@ def _discard(storage, state):
 
 @njit(cache=True, inline="always")
 def _evict(storage, kind, state):
-    scalars = state[5]
+    scalars = state.scalars
     _discard(storage, state)
-    _note(kind, storage, state[0][storage, SIZE], state)
+    _note(kind, storage, state.storages[storage, SIZE], state)
     if scalars[TRACKS] & COMPONENTS:
         _join_component(storage, state)
     _grown(storage, state)
@@ -506,7 +533,7 @@ def _evict(storage, kind, state):
 @njit(cache=True)
 def _try_banish(storage, state):
     """Frees a storage for good if nothing refers to it and nothing evicted needs it (Appendix C.5)."""
-    s, tensors, ops, edges = state[:4]
+    s, tensors, ops, edges = state.storages, state.tensors, state.operators, state.edges
     if s[storage, BANISHED] or s[storage, REFS] > 0:
         return
     for pins in (False, True):
@@ -537,7 +564,7 @@ def _try_banish(storage, state):
 @njit(cache=True)
 def _forget(storage, state):
     """Takes out of all accounts a storage that neither the program nor any recomputation will ask for again."""
-    s = state[0]
+    s = state.storages
     if s[storage, RESIDENT]:
         _discard(storage, state)
         _note(BANISH, storage, s[storage, SIZE], state)
@@ -558,13 +585,13 @@ def _random(scalars):
 @njit(cache=True)
 def _numerator(storage, state):
     """Cost of a storage together with what the heuristic's numerator adds."""
-    s, kind = state[0], state[5][NUMERATOR]
+    s, kind = state.storages, state.scalars[NUMERATOR]
     if kind == NEIGHBORHOOD:
         return s[storage, COST] + above(storage, state) + below(storage, state)
     if kind == ANCESTORS:
         return s[storage, COST] + above(storage, state)
     if kind == COMPONENT:
-        s[storage, ABOVE], s[storage, BELOW] = components(storage, state), state[5][LOST]
+        s[storage, ABOVE], s[storage, BELOW] = components(storage, state), state.scalars[LOST]
         show(storage, state)
         return s[storage, COST] + s[storage, ABOVE]
     return s[storage, COST]
@@ -576,13 +603,13 @@ def _choose(state):
 
     The first with score zero ends the search, as in the paper's simulator.
     """
-    scalars = state[5]
+    scalars = state.scalars
     if scalars[GROWN]:
         _tell_of_growth(state)
     kind = scalars[NUMERATOR]
     computed = kind == RANDOM_SCORE or scalars[BY_STALENESS] == RECENT or (kind == COMPONENT and scalars[NEGATIVE])
     chosen = _choose_computing(state) if computed or scalars[SAMPLING] else _choose_bounding(state)
-    return chosen if chosen >= 0 else _last_in_pool(scalars, state[6])
+    return chosen if chosen >= 0 else _last_in_pool(scalars, state.pool)
 
 
 @njit(cache=True)
@@ -593,7 +620,7 @@ def _choose_bounding(state):
     beaten by one with a higher bound; so few numerators have to be computed. What it costs is the reading of 32 bytes
     for each storage, one after the other.
     """
-    s, scalars, pool, shown = state[0], state[5], state[6], state[12]
+    s, scalars, pool, shown = state.storages, state.scalars, state.pool, state.shown
     kind, end = scalars[NUMERATOR], scalars[POOL_END]
     exact = kind < NEIGHBORHOOD
     smallest = _smallest_worth(s, scalars, pool)
@@ -645,7 +672,7 @@ def _least(end, shown):
 @njit(cache=True)
 def _choose_computing(state):
     """`_choose` where each numerator has to be computed, or where few storages are looked at."""
-    s, scalars, pool = state[0], state[5], state[6]
+    s, scalars, pool = state.storages, state.scalars, state.pool
     kind, by_bytes, by_staleness = scalars[NUMERATOR], scalars[BY_BYTES], scalars[BY_STALENESS]
     clock = np.float64(scalars[CLOCK])
     smallest = _smallest_worth(s, scalars, pool)
@@ -716,7 +743,7 @@ def _last_in_pool(scalars, pool):
 
 @njit(cache=True, inline="always")
 def _begin(tensor, again, state):
-    scalars, frames = state[5], state[8]
+    scalars, frames = state.scalars, state.frames
     row = scalars[DEPTH]
     frames[row, TENSOR], frames[row, STEP], frames[row, AGAIN] = tensor, 0, again
     scalars[DEPTH] += 1
@@ -725,8 +752,8 @@ def _begin(tensor, again, state):
 @njit(cache=True, inline="always")
 def _lock_inputs(frame, state):
     """Locks the inputs that are defined and remembers the others, which are looked after one by one."""
-    s, tensors, ops, edges, _, scalars = state[:6]
-    frames, missing = state[8], state[9]
+    s, tensors, ops, edges, scalars = state.storages, state.tensors, state.operators, state.edges, state.scalars
+    frames, missing = state.frames, state.missing
     op = tensors[frames[frame, TENSOR], OP]
     for e in range(ops[op, IN], ops[op, IN_END]):
         storage = tensors[edges[e, USED], STORAGE]
@@ -752,7 +779,7 @@ def _extra(op, again, state):
     When it runs again nothing is overwritten, but what the program holds has its memory made once more, one storage at
     a time, for the result to be copied to.
     """
-    s, tensors, ops = state[:3]
+    s, tensors, ops = state.storages, state.tensors, state.operators
     if not again:
         return ops[op, SCRATCH] - ops[op, OVERWRITES]
     extra = ops[op, SCRATCH]
@@ -766,7 +793,7 @@ def _extra(op, again, state):
 @njit(cache=True, inline="always")
 def _run(tensor, again, state):
     """Runs the operator of `tensor`; outputs that were there already are made twice and the second copy is freed."""
-    s, tensors, ops, _, _, scalars = state[:6]
+    s, tensors, ops, scalars = state.storages, state.tensors, state.operators, state.scalars
     op = tensors[tensor, OP]
     scalars[CLOCK] += ops[op, PRICE]
     scalars[MEMORY] += ops[op, BYTES]
@@ -797,7 +824,7 @@ def _run(tensor, again, state):
 
 @njit(cache=True, inline="always")
 def _unlock_inputs(tensor, state):
-    tensors, ops, edges, scalars = state[1], state[2], state[3], state[5]
+    tensors, ops, edges, scalars = state.tensors, state.operators, state.edges, state.scalars
     op = tensors[tensor, OP]
     for e in range(ops[op, IN], ops[op, IN_END]):
         _unlock(tensors[edges[e, USED], STORAGE], state)
@@ -808,11 +835,11 @@ def _unlock_inputs(tensor, state):
 @njit(cache=True, inline="always")
 def _has_room(extra, state):
     """Whether the arrays that grow with the run hold what one eviction or materialisation, or `extra` rows, may add."""
-    scalars, nodes, frames, missing, log = state[5], state[4], state[8], state[9], state[10]
+    scalars, nodes, frames, missing, log = state.scalars, state.nodes, state.frames, state.missing, state.log
     longest = extra
     if scalars[DEPTH]:
-        op = state[1][frames[scalars[DEPTH] - 1, TENSOR], OP]
-        longest = max(extra, state[2][op, IN_END] - state[2][op, IN])
+        op = state.tensors[frames[scalars[DEPTH] - 1, TENSOR], OP]
+        longest = max(extra, state.operators[op, IN_END] - state.operators[op, IN])
     return (
         scalars[NODES] + 1 + extra < nodes.shape[0]
         and scalars[DEPTH] + 1 < frames.shape[0]
@@ -824,7 +851,7 @@ def _has_room(extra, state):
 @njit(cache=True, inline="always")
 def _make_room(needed, state):
     """Evicts until `needed` bytes fit: DONE, OUT_OF_MEMORY, or what the driver has to do first."""
-    scalars = state[5]
+    scalars = state.scalars
     while scalars[MEMORY] + needed > scalars[BUDGET]:
         if scalars[POOL_SIZE] == 0:
             scalars[NEEDED] = scalars[MEMORY] + needed
@@ -843,8 +870,8 @@ def _make_room(needed, state):
 @njit(cache=True)
 def _materialise(state):
     """Works off the stack of materialisations, which has no recursion: a chain may be thousands deep."""
-    tensors, ops, edges, scalars = state[1], state[2], state[3], state[5]
-    frames, missing = state[8], state[9]
+    tensors, ops, edges, scalars = state.tensors, state.operators, state.edges, state.scalars
+    frames, missing = state.frames, state.missing
     while scalars[DEPTH] > 0:
         if not _has_room(0, state):
             return GROW
@@ -887,7 +914,7 @@ def advance(instructions, state):
     CHOOSE (write a storage of the pool to scalars[CHOSEN]), GROW (give it longer nodes, frames, missing and log), or
     PAUSE (nothing, but it may look at what else there is to do, such as an interruption).
     """
-    s, tensors, ops, _, _, scalars = state[:6]
+    s, tensors, ops, scalars = state.storages, state.tensors, state.operators, state.scalars
     while scalars[POSITION] < instructions.shape[0]:
         kind, what = instructions[scalars[POSITION], 0], instructions[scalars[POSITION], 1]
         if not scalars[BEGUN]:
@@ -930,8 +957,8 @@ def advance(instructions, state):
 @njit(cache=True)
 def abandon(state):
     """Gives up the instruction at which `advance` answered OUT_OF_MEMORY or THRASHING; the next can be carried out."""
-    _s, tensors, ops, edges, _, scalars = state[:6]
-    frames, missing = state[8], state[9]
+    tensors, ops, edges, scalars = state.tensors, state.operators, state.edges, state.scalars
+    frames, missing = state.frames, state.missing
     while scalars[DEPTH] > 0:
         scalars[DEPTH] -= 1
         frame = scalars[DEPTH]
@@ -950,7 +977,7 @@ def abandon(state):
 
 @njit(cache=True, inline="always")
 def _release(storage, state):
-    s, scalars = state[0], state[5]
+    s, scalars = state.storages, state.scalars
     s[storage, REFS] -= 1
     if scalars[DEALLOCATION] == BANISHING:
         _try_banish(storage, state)
@@ -966,7 +993,7 @@ def _release(storage, state):
 @njit(cache=True)
 def columns(kind, state):
     """One column of the storages in the pool, in its order: see `heuristics.Columns`."""
-    s, scalars, pool = state[0], state[5], state[6]
+    s, scalars, pool = state.storages, state.scalars, state.pool
     if scalars[GROWN]:
         _tell_of_growth(state)
     out = np.empty(scalars[POOL_SIZE], np.int64)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -13,9 +14,8 @@ from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.graph import Graph
 from remat.runtime.dtr.heuristics import DEFAULT, HEURISTICS, Columns, Heuristic, codes
 
-_GROWING = (4, 8, 9, 10)  # nodes, frames, missing and log, which grow with the run
-# The pool, storages to walk to, storages whose eviction is not propagated yet, and the columns of the pool.
-_BY_STORAGES = (6, 7, 11, 12)
+_GROWING = ("nodes", "frames", "missing", "log")  # with the run
+_BY_STORAGES = ("pool", "todo", "grown", "shown")
 DEALLOCATIONS = {"eager": k.EAGER, "banish": k.BANISHING, "ignore": k.IGNORING}
 _DECISIONS = ("evict", "release", "recompute", "banish", "compute")
 NO_LIMIT = 2**62
@@ -93,7 +93,7 @@ class Core:
         self._fresh_storage[k.FLAGS] = k.HELD if held else 0
         self._state = _empty_state()
         self._take_new_rows()
-        scalars = self._state[5]
+        scalars = self._state.scalars
         scalars[k.BUDGET], scalars[k.AGAIN_LIMIT] = budget, most_again
         scalars[k.CLOCK], scalars[k.CHOSEN] = 1, -1  # the paper's simulator starts at 1
         scalars[k.DEALLOCATION], scalars[k.LOGGING] = DEALLOCATIONS[deallocation], int(log)
@@ -104,7 +104,7 @@ class Core:
     def run(self, instructions: np.ndarray) -> int:
         """Carries out instructions; returns the kernels' DONE, OUT_OF_MEMORY or THRASHING."""
         self._take_new_rows()
-        self._state[5][k.POSITION] = 0
+        self._state.scalars[k.POSITION] = 0
         while True:
             answer = int(quietly(_CODE.best().advance, instructions, self._state))
             if answer == k.PAUSE:
@@ -113,13 +113,13 @@ class Core:
             elif answer == k.GROW:
                 self._grow()
             elif answer == k.CHOOSE:
-                self._state[5][k.CHOSEN] = self._ask()
+                self._state.scalars[k.CHOSEN] = self._ask()
             else:
                 return answer
 
     def limit_recomputation(self, nanoseconds: int) -> None:
         """From now on so many more nanoseconds of it end `run` as thrashing."""
-        self._state[5][k.AGAIN_LIMIT] = self._state[5][k.AGAIN_COST] + nanoseconds
+        self._state.scalars[k.AGAIN_LIMIT] = self._state.scalars[k.AGAIN_COST] + nanoseconds
 
     def abandon(self) -> None:
         """Gives up the instruction that ran out of memory; what was decided until then stands."""
@@ -134,30 +134,30 @@ class Core:
         surplus = int(self.storages[storage, k.SIZE]) - size
         self.storages[storage, k.SIZE] = self.graph.sizes[storage] = size
         quietly(_CODE.best().show, storage, self._state)
-        self._state[5][k.MEMORY] -= surplus
-        self._state[2][operator, k.BYTES] -= surplus
-        self._state[2][operator, k.SCRATCH] += surplus
+        self._state.scalars[k.MEMORY] -= surplus
+        self._state.operators[operator, k.BYTES] -= surplus
+        self._state.operators[operator, k.SCRATCH] += surplus
         price, *ends, total, scratch, overwritten = self.graph.operators[operator]
         changed = (price, *ends, total - surplus, scratch + surplus, overwritten)
         self.graph.operators[operator] = changed
 
     def scalar(self, which: int) -> int:
         """One of the kernels' scalars."""
-        return int(self._state[5][which])
+        return int(self._state.scalars[which])
 
     @property
     def storages(self) -> np.ndarray:
         """Rows of storages, with the kernels' columns."""
-        return self._state[0]
+        return self._state.storages
 
     @property
     def tensors(self) -> np.ndarray:
         """Rows of tensors, with the kernels' columns."""
-        return self._state[1]
+        return self._state.tensors
 
     def logged(self, first: int) -> list[list[int]]:
         """Rows of the log from `first` on, with the kernels' columns."""
-        return self._state[10][first : self.scalar(k.LOGGED)].tolist()
+        return self._state.log[first : self.scalar(k.LOGGED)].tolist()
 
     def decisions(self) -> list[Decision]:
         """What was decided, in order."""
@@ -200,10 +200,12 @@ class Core:
         raise AttributeError(f"columns have no {name!r}")
 
     def _grow(self) -> None:
-        state = list(self._state)
-        for position in _GROWING:
-            state[position] = _with_room(state[position], 2 * state[position].shape[0])
-        self._state = tuple(state)
+        self._make_room({name: 2 * getattr(self._state, name).shape[0] for name in _GROWING})
+
+    def _make_room(self, rows: Mapping[str, int]) -> None:
+        """Has so many rows, at least, in the arrays of these names."""
+        longer = {name: _with_room(getattr(self._state, name), count) for name, count in rows.items()}
+        self._state = self._state._replace(**longer)
 
     def _take_new_rows(self) -> None:
         graph = self.graph
@@ -211,7 +213,7 @@ class Core:
             return
         known = _Known(len(graph.sizes), len(graph.tensors), len(graph.operators), len(graph.edges))
         if known.operators - self._known.operators <= _FEW and all(
-            self._state[i].shape[0] >= count for i, count in enumerate(known)
+            getattr(self._state, name).shape[0] >= count for name, count in known._asdict().items()
         ):
             self._write_few(known)
         else:
@@ -220,7 +222,7 @@ class Core:
 
     def _write_few(self, known: _Known) -> None:
         """Writes new rows one by one, which is faster than by columns where a driver adds few at a time."""
-        storages, tensors, operators, edges = self._state[:4]
+        storages, tensors, operators, edges = (getattr(self._state, name) for name in _Known._fields)
         graph, before = self.graph, self._known
         for row in range(before.storages, known.storages):
             storages[row] = self._fresh_storage
@@ -236,24 +238,23 @@ class Core:
     def _extend(self) -> None:
         """Writes new rows by columns, after the arrays have been made long enough."""
         known, rows = self._known, self.graph.rows(self._known.operators, self._known.storages)
-        arrays = list(self._state)
-        added = (len(rows.sizes), len(rows.tensors), len(rows.operators), len(rows.edges))
-        for position, (count, more) in enumerate(zip(known, added, strict=True)):
-            arrays[position] = _with_room(arrays[position], count + more)
-        storages, tensors, operators, edges = arrays[:4]
-        new = [slice(count, count + more) for count, more in zip(known, added, strict=True)]
-        storages[new[0]] = self._fresh_storage
-        storages[new[0], k.SIZE] = rows.sizes
-        tensors[new[1]] = (0, 0, 0, -1, -1, -1)
-        tensors[new[1], k.STORAGE], tensors[new[1], k.OP] = rows.tensors.T
-        operators[new[2]] = rows.operators
-        edges[new[3], k.USED], edges[new[3], k.USER], edges[new[3], k.NEXT_USE] = rows.edges, rows.users, -1
-        for position in _BY_STORAGES:
-            arrays[position] = _with_room(arrays[position], storages.shape[0] + 1)
+        added = _Known(len(rows.sizes), len(rows.tensors), len(rows.operators), len(rows.edges))
+        ends = _Known(*map(operator.add, known, added))
+        self._make_room(ends._asdict())
+        self._make_room(dict.fromkeys(_BY_STORAGES, self._state.storages.shape[0] + 1))
         most = rows.most_inputs + rows.most_outputs
-        for position, needed in zip(_GROWING, (2 * added[0] + most, 64, 64 + 2 * most, 256 + 2 * most), strict=True):
-            arrays[position] = _with_room(arrays[position], needed)
-        self._state = tuple(arrays)
+        self._make_room({"nodes": 2 * added.storages + most, "frames": 64})
+        self._make_room({"missing": 64 + 2 * most, "log": 256 + 2 * most})
+        state = self._state
+        storages = state.storages[known.storages : ends.storages]
+        storages[:] = self._fresh_storage
+        storages[:, k.SIZE] = rows.sizes
+        tensors = state.tensors[known.tensors : ends.tensors]
+        tensors[:] = (0, 0, 0, -1, -1, -1)
+        tensors[:, k.STORAGE], tensors[:, k.OP] = rows.tensors.T
+        state.operators[known.operators : ends.operators] = rows.operators
+        edges = state.edges[known.edges : ends.edges]
+        edges[:, k.USED], edges[:, k.USER], edges[:, k.NEXT_USE] = rows.edges, rows.users, -1
 
 
 def _with_room(array: np.ndarray, rows: int) -> np.ndarray:
@@ -295,19 +296,22 @@ _FRESH_STORAGE = np.zeros(k.STORAGE_COLUMNS, np.int64)
 _FRESH_STORAGE[[k.HEAD, k.TAIL, k.SLOT, k.NODE]] = -1
 
 
-def _empty_state() -> tuple[np.ndarray, ...]:
-    """Storages, tensors, operators, edges, nodes, scalars, pool, storages to walk to, frames, missing, log, grown, and
-    the columns of the pool.
-    """
-    tables = (k.STORAGE_COLUMNS, k.TENSOR_COLUMNS, k.OP_COLUMNS, k.EDGE_COLUMNS, k.NODE_COLUMNS)
-    return (
-        *(np.zeros((0, columns), np.int64) for columns in tables),
-        np.zeros(k.SCALARS, np.int64),
-        np.zeros(0, np.int64),
-        np.zeros(0, np.int64),
-        np.zeros((0, k.FRAME_COLUMNS), np.int64),
-        np.zeros(0, np.int64),
-        np.zeros((0, k.LOG_COLUMNS), np.int64),
-        np.zeros(0, np.int64),
-        np.zeros((16, k.POOL_COLUMNS), np.float64, "F"),
+def _empty_state() -> k.State:
+    def rows(*columns: int) -> np.ndarray:
+        return np.zeros((0, *columns), np.int64)
+
+    return k.State(
+        storages=rows(k.STORAGE_COLUMNS),
+        tensors=rows(k.TENSOR_COLUMNS),
+        operators=rows(k.OP_COLUMNS),
+        edges=rows(k.EDGE_COLUMNS),
+        nodes=rows(k.NODE_COLUMNS),
+        scalars=np.zeros(k.SCALARS, np.int64),
+        pool=rows(),
+        todo=rows(),
+        frames=rows(k.FRAME_COLUMNS),
+        missing=rows(),
+        log=rows(k.LOG_COLUMNS),
+        grown=rows(),
+        shown=np.zeros((16, k.POOL_COLUMNS), np.float64, "F"),
     )
