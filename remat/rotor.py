@@ -23,19 +23,21 @@ from remat.host.packages import available_bytes
 from remat.host.progress import Progress, shown
 from remat.profiling.sequential import SMALL, Loss, profile
 from remat.report import Report
-from remat.runtime.calls.stages import describe_call, flatten, group, is_current, is_sequential, single_input
+from remat.runtime.calls.stages import describe_call, flatten, group, is_sequential, single_input
 from remat.runtime.checks import check_count, check_model, checked_loss
 from remat.runtime.patching import beyond_compiler
 from remat.runtime.planned.call_executor import CallExecutor
-from remat.runtime.planned.executor import Executor, Lock
 from remat.runtime.planned.patched_forward import (
     PatchedForward,
     check_other_path,
     patched_forward_of,
+    refuse_other_path,
     refuse_patched,
     unpatched,
 )
 from remat.runtime.planned.program import compile_schedule
+from remat.runtime.planned.run import Executor, Lock
+from remat.runtime.planned.sequence_executor import SequenceExecutor
 from remat.runtime.planned.wrapper import Wrapper
 from remat.runtime.pytree import Arguments, arguments, tensors
 from remat.runtime.sharding import is_sharded
@@ -322,7 +324,7 @@ class Checkpointable(Wrapper):
         else:
             program = compile_schedule(schedule)
             stages = group(self.wrapped, layout, schedule.length)
-            executor = Executor(program, stages, preserve_random=self.preserve_rng_state)
+            executor = SequenceExecutor(self.wrapped, program, stages, preserve_random=self.preserve_rng_state)
         executor.lock = self._lock
         self._plan = _Plan(chain, schedule, executor)
 
@@ -393,7 +395,7 @@ class Checkpointable(Wrapper):
     def _by_plan(self, value: Any) -> Any:
         with self._lock:
             executor = self._plan_for(value).executor
-        return executor.forward(value)
+        return executor.run(self.wrapped, (value,), {}, refuse_other_path)
 
     def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executor | None:
         """What runs a forward of a model that trains by the plan itself."""
@@ -406,13 +408,8 @@ class Checkpointable(Wrapper):
             )
         return self._plan_for(Arguments(args, kwargs) if self._found else single_input(args or kwargs)).executor
 
-    def _is_current(self, executor: Executor) -> bool:
-        if isinstance(executor, CallExecutor):
-            return executor.places.is_current
-        return is_current(self.wrapped, executor.stages)
-
     def _plan_for(self, value: Any) -> _Plan:
-        if self._plan is not None and not self._is_current(self._plan.executor):
+        if self._plan is not None and not self._plan.executor.is_current:
             self._forget()
         if self._plan is not None and self._request is None:
             return self._plan

@@ -48,7 +48,7 @@ from remat.profiling.stage_costs import (
 from remat.profiling.variables import Variables
 from remat.runtime.calls.environment import BufferWatch, RandomState, accelerators
 from remat.runtime.calls.places import Counter, Place, Places, among
-from remat.runtime.calls.record import StageCalls
+from remat.runtime.calls.stage_calls import StageCalls
 from remat.runtime.calls.stages import detached
 from remat.runtime.checks import Loss
 from remat.runtime.meter import MemoryMeter, Region
@@ -257,7 +257,7 @@ class Pass:
                 self._beside[index] = self._of_this_run(self._still_returned(value))
                 if index - 1 == self._run and self._run_input is not None and self._run_input.expired():
                     self.facts.drops_input.add(index - 1)
-        self._calls, self._value = StageCalls(value, with_graphs=True), value
+        self._calls, self._value = StageCalls(value, place.name, with_graphs=True), value
         self._counted = self._counter.now()
 
     def _stage(self, index: int, calls: StageCalls, value: torch.Tensor) -> Any:

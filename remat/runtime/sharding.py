@@ -9,12 +9,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from remat.errors import UnsupportedModel
-from remat.runtime.calls.stages import Stage
+
+if TYPE_CHECKING:
+    from remat.runtime.calls.stages import Stage
 
 
 @contextmanager

@@ -1,127 +1,158 @@
-"""Module calls that can be made again: what was passed to them, with holes where a recomputation puts its own."""
+"""The record of a stage's first run: what is needed to run it again, and what of it waits for that.
+
+Its activation comes from whoever replays it. What else it depends on is here: the arguments of its calls and their side
+inputs (`again`), its environment, and the slots in the graph that the tensors go to which autograd saved.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
-from remat.runtime.calls.stages import attached
-from remat.runtime.pytree import Key, first_tensor, key_of, map_tensors, tensors
-
-
-class Hole(NamedTuple):
-    """Where something computed goes: tensor `position` of what call `call` of the stage returned; -1 is its input."""
-
-    call: int
-    position: int
+from remat.errors import ReplayError
+from remat.runtime.calls.environment import FirstRun
+from remat.runtime.calls.stages import Stage, attached
+from remat.runtime.sharding import unsharded
 
 
-_INPUT = Hole(-1, 0)
+class Owner(Protocol):
+    """Who fills slots: called where autograd needs the tensor of one."""
+
+    def value_of(self, slot: Slot) -> torch.Tensor: ...
 
 
-class StageCalls:
-    """The calls of one run of a stage, as they are made; afterwards they can be made again with another input.
+class Slot:
+    """Stands in the graph for a tensor that autograd saved; filled when its stage is recomputed."""
 
-    What else was passed to them (masks, configuration, other tensors) is held, and passed again.
+    __slots__ = ("__weakref__", "owner", "stage", "tensor")
+
+    def __init__(self, owner: Owner, stage: int) -> None:
+        self.owner = owner
+        self.stage = stage
+        self.tensor: torch.Tensor | None = None
+
+
+class _Expected(NamedTuple):
+    """A tensor that the first run saved: its slot, unless autograd has freed it, and what it looked like."""
+
+    slot: weakref.ref[Slot]
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Record:
+    """One first run of a stage.
 
     Args:
-        activation: what the stage works on.
-        with_graphs: hold side inputs with their graphs; else apart from them, since a graph that these calls hang on
-            would hold itself.
+        index: of the stage, counted from 1.
+        environment: what the run depended on besides its arguments; None where it will not be repeated.
+        again: makes the calls of the run once more, for an activation.
+
+    Attributes:
+        deferred: nothing of what autograd saved was kept; slots wait for it.
+        filled: the slots have their tensors.
     """
 
-    def __init__(self, activation: torch.Tensor, *, with_graphs: bool = False) -> None:
-        self._with_graphs = with_graphs
-        self._apart: dict[int, torch.Tensor] = {}
-        self._calls: list[tuple[Callable[..., Any], Any]] = []
-        self._holes: dict[int, Hole] = {id(activation): _INPUT}
-        # Hooks of a module (FSDP's) may pass on another tensor of the same data.
-        self._alike: dict[Key, Hole] = {key_of(activation): _INPUT}
-        self._used: set[Hole] = set()
-        self._alive: list[Any] = [activation]  # so that no other tensor gets an identity that has a hole
-        self.versions: list[tuple[torch.Tensor, int]] = []
+    def __init__(self, stage: Stage, index: int, environment: FirstRun | None, again: Callable[[Any], Any]) -> None:
+        self.stage, self.index = stage, index
+        self.environment, self.again = environment, again
+        self.deferred = self.filled = False
+        self._expected: list[_Expected] = []
 
-    def add(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A call that is about to be made."""
-        self._calls.append((forward, map_tensors(self._punched, (args, kwargs))))
+    def deferring(self, owner: Owner) -> saved_tensors_hooks:
+        """Inside, slots take the place of what autograd would save."""
+        self.deferred = True
+        return saved_tensors_hooks(_Deferrer(self._expected, owner, self.index), _unpack)
 
-    def returned(self, output: Any) -> None:
-        """What the call returned that was added last."""
-        self._alive.append(output)
-        for position, tensor in enumerate(tensors(output)):
-            hole = Hole(len(self._calls) - 1, position)
-            self._holes.setdefault(id(tensor), hole)
-            self._alike.setdefault(key_of(tensor), hole)
+    def replay(self, value: Any, *, filling: bool) -> Any:
+        """Runs the stage again on `value`; `filling` the slots. Returns its activation.
 
-    def complete(self) -> None:
-        """No more calls come: what they computed is no longer held."""
-        self._holes.clear()
-        self._alike.clear()
-        self._apart.clear()
-        self._alive.clear()
-
-    def side_inputs(self) -> list[torch.Tensor]:
-        """Side inputs: tensors that were passed besides the input and what the calls hand to each other, each once."""
-        found = {id(tensor): tensor for _, arguments in self._calls for tensor in tensors(arguments)}
-        return list(found.values())
-
-    def again(self, value: torch.Tensor, replaced: dict[int, torch.Tensor] | None = None) -> tuple[Any, list[Any]]:
-        """Makes the calls with `value` as input; returns the activation of the last one, and what each returned.
-
-        `replaced`: other tensors for side inputs, by identity.
+        Raises:
+            ReplayError: it saves other tensors than the first run, or what it depends on has changed.
         """
-        outputs: list[Any] = []
-        for forward, passed in self._calls:
-            args, kwargs = _filled(passed, value, outputs, replaced or {})
-            outputs.append(forward(*args, **kwargs))
-        return first_tensor(outputs[-1]), outputs
+        assert self.environment is not None
+        filler = _Filler(self.stage.name, self._expected if filling else None)
+        with (
+            unsharded(self.stage.modules),
+            torch.enable_grad(),
+            self.environment.again(),
+            saved_tensors_hooks(filler, _unpack),
+        ):
+            output = self.again(attached(value))
+        filler.finish()
+        self.filled = self.filled or filling
+        return output
 
-    def not_handed_on(self, outputs: Sequence[Any]) -> list[torch.Tensor]:
-        """Of what the calls but the last returned, as `again` tells it, what none of them was passed: others use it."""
-        return [
-            tensor
-            for call, output in enumerate(outputs[:-1])
-            for position, tensor in enumerate(tensors(output))
-            if tensor.requires_grad and Hole(call, position) not in self._used
-        ]
+    def never_again(self) -> None:
+        """The stage will not run once more: frees the side inputs. What else it holds is counted for the whole step."""
+        self.again = _cannot
 
-    def _punched(self, tensor: torch.Tensor) -> Any:
-        hole = self._holes.get(id(tensor)) or self._alike.get(key_of(tensor))
-        if hole is not None:
-            self._used.add(hole)
-            return _Punched(hole)
-        held = tensor
-        if tensor.grad_fn is not None and not self._with_graphs:
-            if id(tensor) not in self._apart:
-                self._apart[id(tensor)] = _apart_from_graph(tensor)
-                self._alive.append(tensor)
-            held = self._apart[id(tensor)]  # the same one for the same tensor: modules ask whether key is query
-        self.versions.append((held, -1 if held.is_inference() else held._version))
-        return held
+    def empty(self) -> None:
+        """Frees the tensors in the slots."""
+        for entry in self._expected:
+            slot = entry.slot()
+            if slot is not None:
+                slot.tensor = None
 
 
-def _apart_from_graph(tensor: torch.Tensor) -> torch.Tensor:
-    apart = tensor.detach().requires_grad_(tensor.requires_grad)
-    with torch.enable_grad():
-        return attached(apart)
+class _Deferrer:
+    """The pack hook of a first run: keeps nothing, and remembers what there was to keep."""
+
+    def __init__(self, expected: list[_Expected], owner: Owner, index: int) -> None:
+        self._expected, self._owner, self._index = expected, owner, index
+
+    def __call__(self, tensor: torch.Tensor) -> Slot:
+        slot = Slot(self._owner, self._index)
+        self._expected.append(_Expected(weakref.ref(slot), tensor.shape, tensor.dtype))
+        return slot
 
 
-class _Punched:
-    """A hole as a leaf of its own: a tuple would be taken apart."""
+class _Filler:
+    """The pack hook of a recomputation: hands what autograd saves to the slots, in order, or to nobody."""
 
-    __slots__ = ("hole",)
+    def __init__(self, name: str, expected: list[_Expected] | None) -> None:
+        self.name = name
+        self.expected = expected
+        self.count = 0
 
-    def __init__(self, hole: Hole) -> None:
-        self.hole = hole
+    def __call__(self, tensor: torch.Tensor) -> None:
+        if self.expected is None:
+            return
+        if self.count < len(self.expected):
+            slot, shape, dtype = self.expected[self.count]
+            if tensor.shape != shape or tensor.dtype != dtype:
+                raise ReplayError(
+                    f"recomputing stage {self.name!r} saved a {tensor.dtype} tensor of shape {tuple(tensor.shape)} as "
+                    f"number {self.count + 1}, the first run a {dtype} one of shape {tuple(shape)}. {_DETERMINISM}"
+                )
+            target = slot()
+            if target is not None:
+                target.tensor = tensor.detach() if tensor.requires_grad else tensor
+        self.count += 1
+
+    def finish(self) -> None:
+        if self.expected is not None and self.count != len(self.expected):
+            raise ReplayError(
+                f"recomputing stage {self.name!r} saved {self.count} tensors for the backward, its first run "
+                f"{len(self.expected)}. {_DETERMINISM}"
+            )
 
 
-def _filled(passed: Any, value: torch.Tensor, outputs: Sequence[Any], replaced: dict[int, torch.Tensor]) -> Any:
-    def fill(leaf: Any) -> Any:
-        if isinstance(leaf, _Punched):
-            call, position = leaf.hole
-            return value if call < 0 else tensors(outputs[call])[position]
-        return replaced.get(id(leaf), leaf)
+_DETERMINISM = (
+    "A stage must do the same each time it runs: look for control flow that depends on state outside of parameters, "
+    "buffers and PyTorch's random numbers, or use the store_all schedule"
+)
 
-    return map_tensors(fill, passed, (torch.Tensor, _Punched))
+
+def _unpack(slot: Slot | None) -> torch.Tensor:
+    if slot is None:
+        raise ReplayError("a recomputed graph was run backward; this is a bug of remat, please report it")
+    return slot.owner.value_of(slot)
+
+
+def _cannot(_: Any) -> Any:
+    raise ReplayError("a stage runs again after its last time; this is a bug of remat, please report it")

@@ -9,22 +9,20 @@ is recomputed from what is stored when its backward comes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from remat.errors import ReplayError, UnsupportedModel
+from remat.errors import UnsupportedModel
 from remat.runtime.caches import caches_off, configs_with_caches
-from remat.runtime.calls.environment import FirstRun
 from remat.runtime.calls.places import Counter, Place, Places, among
-from remat.runtime.calls.record import StageCalls
+from remat.runtime.calls.stage_calls import StageCalls
 from remat.runtime.patching import Forward, intercepted, is_compiled
-from remat.runtime.planned.executor import Executor, Run, versions_of
-from remat.runtime.planned.program import Step, compile_schedule
+from remat.runtime.planned.program import compile_schedule
+from remat.runtime.planned.run import Executor, Open, Run, versions_of
 from remat.runtime.pytree import activation_of, first_tensor
-from remat.runtime.sharding import unsharded
-from remat.schedule import F_ALL, Schedule
+from remat.schedule import Schedule
 
 _SWITCHES = ("gradient_checkpointing", "grad_checkpointing")
 
@@ -39,25 +37,29 @@ class CallExecutor(Executor):
     def __init__(self, model: nn.Module, schedule: Schedule, *, preserve_random: bool = True) -> None:
         self.places = Places(model, schedule.layout)
         program = compile_schedule(schedule, self.places.fixed)
-        super().__init__(program, self.places.stages, preserve_random=preserve_random)
+        super().__init__(model, program, self.places.stages, preserve_random=preserve_random)
         self._configs = configs_with_caches(model)
         self._switches = switches_of(model)
 
     def run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]) -> Any:
-        """The model's own forward, under the program; `left` is called if it takes another path."""
         refuse_checkpointing(self._switches)
-        if not self.program.recomputes and self.observer is None:
+        if self.is_plain:
             with caches_off(self._configs):
                 return forward(*args, **kwargs)
-        run = CallRun(self)
+        run = Run(self)
+        calls = _Calls(self.places, run)
         with self.lock:
-            with caches_off(self._configs), intercepted(self.places.names, run.arrive):
+            with caches_off(self._configs), intercepted(self.places.names, calls.arrive):
                 output = forward(*args, **kwargs)
-            run.forward_ended()
+            calls.forward_ended()
         run.in_forward = False
         if run.left:
             left(run.left)
         return output
+
+    @property
+    def is_current(self) -> bool:
+        return self.places.is_current
 
 
 def runs_in_place(schedule: Schedule) -> bool:
@@ -91,65 +93,51 @@ def refuse_compiled(model: nn.Module) -> None:
         )
 
 
-class _Open(NamedTuple):
-    """A stage whose first run is under way."""
+class _Calls:
+    """The calls of one forward of the model, each run as the program says.
 
-    step: Step
-    value: torch.Tensor
-    versions: tuple[int, ...]
-    first_run: FirstRun | None
-    calls: StageCalls
+    Code outside of the stages, between their calls, runs as ordinary autograd.
+    """
 
-
-class CallRun(Run):
-    """One forward of the model, call by call, and its backward."""
-
-    executor: CallExecutor
-
-    def __init__(self, executor: CallExecutor) -> None:
-        super().__init__(executor)
-        self.left = ""  # why the forward is no longer that of the chain
-        self.calls: dict[int, StageCalls] = {}
-        self._filled: set[int] = set()
-        self._repeating = False
-        self._steps = iter(self.program.forward)
+    def __init__(self, places: Places, run: Run) -> None:
+        self._places, self._run = places, run
+        self._steps = iter(run.program.forward)
         self._position = 0
-        self._counter = Counter(executor.places)
-        self._open: _Open | None = None
-        self._handed: tuple[torch.Tensor, tuple[int, ...]] | None = None  # what the last stage handed to the next
-
-    # Forward -----------------------------------------------------------------------------------------------------
+        self._counter = Counter(places)
+        self._open: Open | None = None
+        self._calls: StageCalls | None = None  # of the open stage
+        self._handed: tuple[torch.Tensor, tuple[int, ...]] | None = (
+            None  # the last activation, where it is the next input
+        )
 
     def arrive(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a module that has stages."""
-        places = self.executor.places
-        if self._repeating:  # a call inside of a stage that runs again
+        run = self._run
+        if run.repeating:  # a call inside of a stage that runs again
             return forward(*args, **kwargs)
         name = self._counter.name(module)
-        if name in places.aside:
+        if name in self._places.aside:
             return forward(*args, **kwargs)
-        if not self.left:
+        if not run.left:
             self._expect(name, args, kwargs)
-        if self.left or self._open is None:
+        opened, calls = self._open, self._calls
+        if run.left or opened is None or calls is None:
             return forward(*args, **kwargs)
-        opened, place = self._open, places.calls[self._position]
+        place = self._places.calls[self._position]
         self._position += 1
         if not opened.step.last:
-            opened.calls.add(forward, args, kwargs)
-        if opened.step.operation.kind == F_ALL:
-            output = forward(*args, **kwargs)  # rule 2
-        else:
-            with self._deferring(place.stage):
-                output = forward(*args, **kwargs)
+            calls.add(forward, args, kwargs)
+        with run.saving(opened):
+            output = forward(*args, **kwargs)
         if not opened.step.last and not place.last:
-            opened.calls.returned(output)
+            calls.returned(output)
         if place.last:
-            self._close(output)
+            self._close(opened, calls, output)
         return output
 
     def _expect(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Makes ready for the call, if it is the one that comes next in the chain."""
-        places = self.executor.places.calls
+        places = self._places.calls
         place = places[self._position] if self._position < len(places) else None
         if place is None or place.name != name:
             expected = f"{place.name!r}" if place is not None else "no more calls of stages"
@@ -160,35 +148,24 @@ class CallRun(Run):
             self._begin(place, args, kwargs)
 
     def _begin(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        index = place.stage
-        if index in self.executor.places.follows:
-            value = self._handed_to(args, kwargs)
-        else:
-            value = activation_of(args, kwargs)
+        run, index = self._run, place.stage
+        value = self._handed_to(args, kwargs) if index in self._places.follows else activation_of(args, kwargs)
         if value is None:
             self._leave(f"{place.name!r} was not given the activation of the stage before it")
             return
-        if index == 1 and self.program.stores_input:
-            self._store(0, value)
+        if index == 1 and run.program.stores_input:
+            run.store(0, value)
         for step in self._steps:
             if not step.first:
-                self._recompute(step)
+                run.recompute(step)
             elif step.operation.stage == index:
                 break
             else:  # code outside of the stages, whose output this is
-                self._observe(step.operation)
-                if step.drop_input:
-                    self.stored.pop(step.operation.stage - 1, None)
-                if step.store_output:
-                    self._store(step.operation.stage, value)
-        self._observe(step.operation)
-        first_run = None
-        if not step.last:
-            stage, watch = self.executor.stages[index - 1], self.executor.watches[index - 1]
-            first_run = FirstRun(stage, value, watch, preserve_random=self.executor.preserve_random)
-            self.first_runs[index] = first_run
+                run.observe(step.operation)
+                run.settle(step, value)
         self._handed = None
-        self._open = _Open(step, value, versions_of(value), first_run, StageCalls(value))
+        self._calls = StageCalls(value, run.executor.stages[index - 1].name)
+        self._open = run.begins(step, value, self._calls)
 
     def _handed_to(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         """The activation of the stage before, among the arguments of the next; None if it is not there as it was."""
@@ -199,95 +176,33 @@ class CallRun(Run):
             return None
         return among(handed, (args, kwargs))
 
-    def _close(self, output: Any) -> None:
+    def _close(self, opened: Open, calls: StageCalls, output: Any) -> None:
         """The first run of a stage is over."""
-        assert self._open is not None
-        step, value, versions, first_run, calls = self._open
-        self._open = None
-        index = step.operation.stage
-        if first_run is not None:
-            first_run.ended()
-            calls.complete()
-            self.calls[index] = calls
-        handed = first_tensor(output)
-        self._first_run_ended(step, value, versions, handed, output)
-        if handed is not None and index + 1 in self.executor.places.follows:
-            self._handed = handed, versions_of(handed)
+        self._open = self._calls = None
+        calls.complete()
+        activation = first_tensor(output)
+        self._run.ended(opened, activation, output)
+        if activation is not None and opened.step.operation.stage + 1 in self._places.follows:
+            self._handed = activation, versions_of(activation)
 
     def forward_ended(self) -> None:
         """The model's forward is over."""
-        places = self.executor.places.calls
-        if not self.left and self._position < len(places):
+        places, run = self._places.calls, self._run
+        if not run.left and self._position < len(places):
             self._leave(f"the forward ended before {places[self._position].name!r} was called")
-        if not self.left:
+        if not run.left:
             for step in self._steps:
                 if step.first:
-                    self._observe(step.operation)
+                    run.observe(step.operation)
                 else:
-                    self._recompute(step)
+                    run.recompute(step)
 
     def _leave(self, why: str) -> None:
         """From here on the forward is ordinary autograd."""
-        self.left = why
+        self._run.left = why
         self._handed = None
-        if self._open is not None:  # its calls so far are what there is to recompute
-            step, value, _, first_run, calls = self._open
-            self._open = None
-            if first_run is not None:
-                index = step.operation.stage
-                first_run.ended()
-                calls.complete()
-                self.calls[index] = calls
-                if index - 1 not in self.stored:
-                    self._store(index - 1, value)
-
-    # Backward ----------------------------------------------------------------------------------------------------
-
-    def _advance(self, index: int) -> None:
-        if not self.left:
-            super()._advance(index)
-            return
-        while self.pending >= index:
-            if self.pending in self.expected and self.pending not in self._filled:
-                self._fill(self.pending)
-            self.pending -= 1
-
-    def _fill(self, index: int) -> None:
-        """Recomputes up to stage `index` from the last activation that is stored, filling all slots on the way."""
-        start = max(stored for stored in self.stored if stored < index)
-        value = self._load(start)
-        for stage in range(start + 1, index + 1):
-            deferred = stage in self.expected and stage not in self._filled
-            value = self._again(stage, value, filling=deferred)
-            if deferred:
-                self._filled.add(stage)
-
-    def _recompute(self, step: Step) -> None:
-        super()._recompute(step)
-        if step.operation.kind == F_ALL:
-            self._filled.add(step.operation.stage)
-        if step.last:
-            self.calls.pop(step.operation.stage, None)
-
-    def _again(self, index: int, value: Any, *, filling: bool) -> Any:
-        self._repeating = True
-        try:
-            with unsharded(self.executor.stages[index - 1].modules):
-                return super()._again(index, value, filling=filling)
-        finally:
-            self._repeating = False
-
-    def _call(self, index: int, value: Any) -> Any:
-        calls = self.calls[index]
-        for tensor, version in calls.versions:
-            if version >= 0 and tensor._version != version:
-                raise ReplayError(
-                    f"a tensor of shape {tuple(tensor.shape)} that was passed to stage "
-                    f"{self.executor.stages[index - 1].name!r} was modified in place since the forward (version "
-                    f"{version} then, {tensor._version} now), and a recomputation would read it changed; modify a copy"
-                )
-        return calls.again(value)[0]
-
-    def _release(self) -> None:
-        super()._release()
-        self.calls.clear()
+        opened, calls = self._open, self._calls
+        self._open = self._calls = None
+        if opened is not None and calls is not None:  # its calls so far are what there is to recompute
+            calls.complete()
+            self._run.leaves(opened)

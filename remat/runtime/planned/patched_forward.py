@@ -15,7 +15,7 @@ from torch import nn
 from remat.errors import LeftChain, RematError
 from remat.runtime.patching import Forward, beyond_compiler, intercepted
 from remat.runtime.planned.call_executor import CallExecutor
-from remat.runtime.planned.executor import Executor, Lock
+from remat.runtime.planned.run import Executor, Lock
 
 
 class PatchedForward:
@@ -159,7 +159,7 @@ def trained_by(model: nn.Module, executor: CallExecutor) -> Iterator[None]:
     """Inside, the model trains by this executor, whatever it does otherwise, and leaving the chain is an error."""
 
     def run(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return executor.run(forward, args, kwargs, _refuse)
+        return executor.run(forward, args, kwargs, refuse_other_path)
 
     with unpatched(model), intercepted([model], run):
         yield
@@ -173,7 +173,8 @@ def unpatched(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _refuse(why: str) -> None:
+def refuse_other_path(why: str) -> None:
+    """Raises LeftChain."""
     raise LeftChain(f"this forward left the chain that was planned for: {why}")
 
 

@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from remat.errors import PlanMismatch, RematError
-from remat.runtime.calls.stages import describe_call, group, is_current
+from remat.runtime.calls.stages import describe_call, group
 from remat.runtime.patching import beyond_compiler
 from remat.runtime.planned.call_executor import CallExecutor, runs_in_place
-from remat.runtime.planned.executor import Executor
-from remat.runtime.planned.patched_forward import PatchedForward
+from remat.runtime.planned.patched_forward import PatchedForward, refuse_other_path
 from remat.runtime.planned.program import compile_schedule
+from remat.runtime.planned.run import Executor
+from remat.runtime.planned.sequence_executor import SequenceExecutor
 from remat.runtime.pytree import Arguments
 from remat.schedule import Schedule
 
@@ -73,18 +74,18 @@ class ScheduledModule(Wrapper):
         stages = group(model, schedule.layout, schedule.length)
         super().__init__(model)
         self.schedule = schedule
-        self.executor = Executor(program, stages, preserve_random=preserve_rng_state)
+        self.executor = SequenceExecutor(model, program, stages, preserve_random=preserve_rng_state)
 
     def forward(self, input: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._plainly(input)
-        _check_current(is_current(self.wrapped, self.executor.stages))
+        _check_current(self.executor)
         _check_inputs(self.schedule, input)
-        return beyond_compiler(self.executor.forward)(input)
+        return beyond_compiler(self.executor.run)(self.wrapped, (input,), {}, refuse_other_path)
 
 
-def _check_current(current: bool) -> None:
-    if not current:
+def _check_current(executor: Executor) -> None:
+    if not executor.is_current:
         raise PlanMismatch(
             "modules of the model were replaced, added or removed since the schedule was applied; apply it again, "
             "or profile the model as it is now and solve again"
@@ -133,7 +134,7 @@ def apply(
         executor = CallExecutor(model, schedule, preserve_random=preserve_rng_state)
 
         def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallExecutor:
-            _check_current(executor.places.is_current)
+            _check_current(executor)
             _check_inputs(schedule, Arguments(args, kwargs))
             return executor
 

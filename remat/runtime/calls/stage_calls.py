@@ -1,0 +1,145 @@
+"""Module calls that can be made again: what was passed to them, with holes where a recomputation puts its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from remat.errors import ReplayError
+from remat.runtime.calls.stages import attached
+from remat.runtime.pytree import Key, first_tensor, key_of, map_tensors, tensors
+
+
+class Hole(NamedTuple):
+    """Where something computed goes: tensor `position` of what call `call` of the stage returned; -1 is its input."""
+
+    call: int
+    position: int
+
+
+_INPUT = Hole(-1, 0)
+
+
+class StageCalls:
+    """The calls of one run of a stage, as they are made; afterwards they can be made again with another input.
+
+    What else was passed to them (masks, configuration, other tensors) is held, and passed again.
+
+    Args:
+        activation: what the stage works on.
+        name: of the stage, for messages.
+        with_graphs: hold side inputs with their graphs; else apart from them, since a graph that these calls hang on
+            would hold itself.
+    """
+
+    def __init__(self, activation: torch.Tensor, name: str, *, with_graphs: bool = False) -> None:
+        self._name = name
+        self._with_graphs = with_graphs
+        self._apart: dict[int, torch.Tensor] = {}
+        self._calls: list[tuple[Callable[..., Any], Any]] = []
+        self._holes: dict[int, Hole] = {id(activation): _INPUT}
+        # Hooks of a module (FSDP's) may pass on another tensor of the same data.
+        self._alike: dict[Key, Hole] = {key_of(activation): _INPUT}
+        self._used: set[Hole] = set()
+        self._alive: list[Any] = [activation]  # so that no other tensor gets an identity that has a hole
+        self._versions: list[tuple[torch.Tensor, int]] = []
+
+    def add(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A call that is about to be made."""
+        self._calls.append((forward, map_tensors(self._punched, (args, kwargs))))
+
+    def returned(self, output: Any) -> None:
+        """What the call returned that was added last."""
+        self._alive.append(output)
+        for position, tensor in enumerate(tensors(output)):
+            hole = Hole(len(self._calls) - 1, position)
+            self._holes.setdefault(id(tensor), hole)
+            self._alike.setdefault(key_of(tensor), hole)
+
+    def complete(self) -> None:
+        """No more calls come: what they computed is no longer held."""
+        self._holes.clear()
+        self._alike.clear()
+        self._apart.clear()
+        self._alive.clear()
+
+    def side_inputs(self) -> list[torch.Tensor]:
+        """Side inputs: tensors that were passed besides the input and what the calls hand to each other, each once."""
+        found = {id(tensor): tensor for _, arguments in self._calls for tensor in tensors(arguments)}
+        return list(found.values())
+
+    def __call__(self, value: torch.Tensor) -> Any:
+        """Makes the calls with `value` as input; returns the activation of the last one.
+
+        Raises:
+            ReplayError: a side input was modified in place since.
+        """
+        for tensor, version in self._versions:
+            if version >= 0 and tensor._version != version:
+                raise ReplayError(
+                    f"a tensor of shape {tuple(tensor.shape)} that was passed to stage {self._name!r} was modified in "
+                    f"place since the forward (version {version} then, {tensor._version} now), and a recomputation "
+                    "would read it changed; modify a copy"
+                )
+        return self.again(value)[0]
+
+    def again(self, value: torch.Tensor, replaced: dict[int, torch.Tensor] | None = None) -> tuple[Any, list[Any]]:
+        """Makes the calls with `value` as input; returns the activation of the last one, and what each returned.
+
+        `replaced`: other tensors for side inputs, by identity.
+        """
+        outputs: list[Any] = []
+        for forward, passed in self._calls:
+            args, kwargs = _filled(passed, value, outputs, replaced or {})
+            outputs.append(forward(*args, **kwargs))
+        return first_tensor(outputs[-1]), outputs
+
+    def not_handed_on(self, outputs: Sequence[Any]) -> list[torch.Tensor]:
+        """Of what the calls but the last returned, as `again` tells it, what none of them was passed: others use it."""
+        return [
+            tensor
+            for call, output in enumerate(outputs[:-1])
+            for position, tensor in enumerate(tensors(output))
+            if tensor.requires_grad and Hole(call, position) not in self._used
+        ]
+
+    def _punched(self, tensor: torch.Tensor) -> Any:
+        hole = self._holes.get(id(tensor)) or self._alike.get(key_of(tensor))
+        if hole is not None:
+            self._used.add(hole)
+            return _Punched(hole)
+        held = tensor
+        if tensor.grad_fn is not None and not self._with_graphs:
+            if id(tensor) not in self._apart:
+                self._apart[id(tensor)] = _apart_from_graph(tensor)
+                self._alive.append(tensor)
+            held = self._apart[id(tensor)]  # the same one for the same tensor: modules ask whether key is query
+        self._versions.append((held, -1 if held.is_inference() else held._version))
+        return held
+
+
+def _apart_from_graph(tensor: torch.Tensor) -> torch.Tensor:
+    apart = tensor.detach().requires_grad_(tensor.requires_grad)
+    with torch.enable_grad():
+        return attached(apart)
+
+
+class _Punched:
+    """A hole as a leaf of its own: a tuple would be taken apart."""
+
+    __slots__ = ("hole",)
+
+    def __init__(self, hole: Hole) -> None:
+        self.hole = hole
+
+
+def _filled(passed: Any, value: torch.Tensor, outputs: Sequence[Any], replaced: dict[int, torch.Tensor]) -> Any:
+    def fill(leaf: Any) -> Any:
+        if isinstance(leaf, _Punched):
+            call, position = leaf.hole
+            return value if call < 0 else tensors(outputs[call])[position]
+        return replaced.get(id(leaf), leaf)
+
+    return map_tensors(fill, passed, (torch.Tensor, _Punched))

@@ -1,0 +1,342 @@
+"""One forward of a model by a schedule on stock PyTorch, and its backward; on the CPU and on accelerators alike.
+
+Rules, to which the code points back:
+
+1. The graph is PyTorch's own. A stage's first run builds it once, and the backward of every stage is done by the very
+   nodes that plain PyTorch would run: hooks, DDP, tied weights and accumulation see nothing new.
+2. A stage that the schedule stores on its first run (F_all) runs with nothing in between.
+3. Any other first run stores slots in place of the tensors that autograd saves (`saved_tensors_hooks`); a slot lives
+   as long as autograd would hold the tensor. Its F_all, later, is the same forward once more, which fills the slots.
+4. The backward of a stage begins when its output's node is about to run. Just before, the schedule is advanced: all
+   that it places between the backward of the stage above and this one is run.
+5. A recomputation repeats the first run: same random numbers, autocast, flags, parameters, and buffers from before it
+   (`environment`). What autograd saves must come in the same number, shapes and dtypes, else it is an error.
+6. State belongs to one forward. It hangs on that forward's graph and dies with it.
+7. What cannot be right raises: a second backward, `retain_graph`, `create_graph`, an input changed in place since.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from threading import RLock
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from remat.errors import ReplayError, UnsupportedModel
+from remat.runtime.calls.environment import BufferWatch, FirstRun
+from remat.runtime.calls.record import Record, Slot
+from remat.runtime.calls.stages import Stage, detached
+from remat.runtime.patching import Forward
+from remat.runtime.planned.program import Program, Step
+from remat.runtime.pytree import tensors
+from remat.schedule import F_ALL, B, Operation
+
+Observer = Callable[[Operation], None]
+
+
+class Lock:
+    """A lock that one thread may take several times; a copy of it, as of a model that holds one, is another lock."""
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[Lock], tuple[()]]:
+        return Lock, ()
+
+
+class Executor(ABC):
+    """A program bound to the stages of a model.
+
+    Attributes:
+        observer: called with every operation when it begins, except the loss's; for tests and timelines.
+        lock: held while the model runs forward and while stages are recomputed, which changes flags and buffers of its
+            modules for a while; executors of one model share it.
+        watches: which buffers each stage was seen to change, in all runs so far.
+    """
+
+    def __init__(
+        self, model: nn.Module, program: Program, stages: Sequence[Stage], *, preserve_random: bool = True
+    ) -> None:
+        self.model = model
+        self.program = program
+        self.stages = tuple(stages)
+        self.preserve_random = preserve_random
+        self.observer: Observer | None = None
+        self.lock = Lock()
+        self.watches = tuple(BufferWatch() for _ in stages)
+
+    @abstractmethod
+    def run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]) -> Any:
+        """What the model returns, with the graph for its backward.
+
+        Args:
+            forward: the model's own.
+            left: called with the reason where the forward takes another path than the chain's.
+        """
+
+    @property
+    @abstractmethod
+    def is_current(self) -> bool:
+        """Whether the stages still are modules of the model."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the model runs as it is: nothing is recomputed, and nobody looks on."""
+        return not self.program.recomputes and self.observer is None
+
+
+class _Stored(NamedTuple):
+    value: Any
+    versions: tuple[int, ...]
+
+
+class Open(NamedTuple):
+    """A stage whose first run is under way.
+
+    Attributes:
+        record: None where the stage is stored, and not to be run again.
+    """
+
+    step: Step
+    value: Any
+    versions: tuple[int, ...]
+    record: Record | None
+
+
+class Run:
+    """One forward of the model and its backward (rule 6).
+
+    Attributes:
+        left: why the forward is no longer that of the program; from there on it is ordinary autograd.
+        repeating: whether a stage runs again.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor, self.program = executor, executor.program
+        self.left = ""
+        self.repeating = False
+        self.in_forward = True
+        self._stored: dict[int, _Stored] = {}  # activations that recomputations start from
+        self._records: dict[int, Record] = {}
+        self._pending = executor.program.stages  # the stage whose backward comes next
+        self._lowest = executor.program.stages + 1  # the first stage with a backward; those before are frozen
+        self._graph_task: int | None = None
+        self._broken = ""
+
+    # Forward -----------------------------------------------------------------------------------------------------
+
+    def begins(self, step: Step, value: Any, again: Callable[[Any], Any]) -> Open:
+        """A stage is about to run for the first time, on `value`; `again` will repeat it."""
+        index = step.operation.stage
+        stage = self.executor.stages[index - 1]
+        self.observe(step.operation)
+        versions = versions_of(value)
+        environment = None
+        if not step.last:
+            environment = FirstRun(
+                stage, value, self.executor.watches[index - 1], preserve_random=self.executor.preserve_random
+            )
+        record = None
+        if environment is not None or step.operation.kind != F_ALL:
+            record = self._records[index] = Record(stage, index, environment, again)
+        return Open(step, value, versions, record)
+
+    def saving(self, opened: Open) -> AbstractContextManager[Any]:
+        """What a first run, or a part of it, runs in: nothing where all is stored (rule 2), else slots (rule 3)."""
+        if opened.step.operation.kind == F_ALL or opened.record is None:
+            return nullcontext()
+        return opened.record.deferring(self)
+
+    def ended(self, opened: Open, output: Any, returned: Any) -> None:
+        """A first run is over: checks it, stores what is to be stored, and waits for the backward.
+
+        `output` is the activation; `returned` holds all tensors that the backward of the stage may begin from.
+        """
+        step, value, versions, record = opened
+        if record is not None and record.environment is not None:
+            record.environment.ended()
+        index = step.operation.stage
+        stage = self.executor.stages[index - 1]
+        if not tensors(output):
+            raise UnsupportedModel(
+                f"stage {stage.name!r} returned {type(returned).__name__}, without a tensor in it; a stage hands its "
+                "output to the next one, so its forward must return tensors"
+            )
+        if not (step.last and index - 1 not in self._stored) and versions_of(value) != versions:
+            raise ReplayError(
+                f"stage {stage.name!r} changes its input in place, and a recomputation would read it changed; use "
+                "inplace=False there, or plan with remat.profile, which fuses such a stage with the one before it"
+            )
+        self.settle(step, output)
+        for node in dict.fromkeys(tensor.grad_fn for tensor in tensors(returned) if tensor.grad_fn is not None):
+            node.register_prehook(_Trigger(self, index))
+            self._lowest = min(self._lowest, index)
+
+    def leaves(self, opened: Open) -> None:
+        """The forward leaves the program in the middle of a stage, whose calls so far are what can be recomputed."""
+        index = opened.step.operation.stage
+        if opened.record is not None and opened.record.environment is not None:
+            opened.record.environment.ended()
+            if index - 1 not in self._stored:
+                self.store(index - 1, opened.value)
+
+    def settle(self, step: Step, output: Any) -> None:
+        """Stores and drops activations as a step says."""
+        index = step.operation.stage
+        if step.drop_input:
+            self._stored.pop(index - 1, None)
+        if step.store_output:
+            self.store(index, output)
+
+    def store(self, index: int, value: Any) -> None:
+        self._stored[index] = _Stored(detached(value), versions_of(value))
+
+    def observe(self, operation: Operation) -> None:
+        if self.executor.observer is not None:
+            self.executor.observer(operation)
+
+    # Recomputation -----------------------------------------------------------------------------------------------
+
+    def recompute(self, step: Step) -> None:
+        """Runs a stage again from a stored input, as a step says."""
+        index = step.operation.stage
+        self.observe(step.operation)
+        value = self._load(index - 1)
+        if step.drop_input:
+            del self._stored[index - 1]
+        output = self._replay(index, value, filling=step.operation.kind == F_ALL)
+        if step.store_output:
+            self.store(index, output)
+        if step.last:
+            self._records[index].never_again()
+
+    def _replay(self, index: int, value: Any, *, filling: bool) -> Any:
+        self.repeating = True
+        try:
+            return self._records[index].replay(value, filling=filling)
+        finally:
+            self.repeating = False
+
+    def _load(self, index: int) -> Any:
+        value, versions = self._stored[index]
+        now = versions_of(value)
+        if now != versions:
+            what = (
+                "the model's input" if index == 0 else f"the output of stage {self.executor.stages[index - 1].name!r}"
+            )
+            raise ReplayError(
+                f"{what} was modified in place since the forward (versions {versions} then, {now} now), and a "
+                "recomputation starts from it; modify a copy"
+            )
+        return detached(value)
+
+    # Backward ----------------------------------------------------------------------------------------------------
+
+    def begin_backward(self, index: int) -> None:
+        """Called when the backward of stage `index` is about to begin (rule 4)."""
+        if self._broken:
+            raise ReplayError(self._broken)
+        if self.program.recomputes:
+            self._check_graph_task()
+        try:
+            # A backward that runs inside of the forward runs under the lock already, perhaps in another thread.
+            with nullcontext() if self.in_forward else self.executor.lock:
+                self._advance(index)
+        except BaseException as error:
+            self._broken = f"the backward failed before: {error}; run the forward again"
+            self._release()
+            raise
+        if self._pending < self._lowest:
+            self._release()
+
+    def _advance(self, index: int) -> None:
+        """Runs what the schedule places before the backward of stage `index`."""
+        while self._pending >= index:
+            if self.left:
+                self._fill(self._pending)
+            else:
+                for step in self.program.phases[self._pending]:
+                    self.recompute(step)
+                self.observe(Operation(B, self._pending))
+            self._pending -= 1
+
+    def _fill(self, index: int) -> None:
+        """Where the forward left the program: recomputes stage `index` from the last activation that is stored.
+
+        All slots on the way are filled.
+        """
+        if not self._waits(index):
+            return
+        start = max(stored for stored in self._stored if stored < index)
+        value = self._load(start)
+        for stage in range(start + 1, index + 1):
+            value = self._replay(stage, value, filling=self._waits(stage))
+
+    def _waits(self, index: int) -> bool:
+        """Whether the slots of a stage are empty."""
+        record = self._records.get(index)
+        return record is not None and record.deferred and not record.filled
+
+    def _check_graph_task(self) -> None:
+        """Rule 7: one backward for one forward, of first order."""
+        task = torch._C._current_graph_task_id()
+        if self._graph_task == task:
+            return
+        if self._graph_task is not None:
+            raise ReplayError(
+                "backward() ran a second time through a model with recomputed stages, whose activations are gone by "
+                "then; run its forward again before each backward(), or use the store_all schedule"
+            )
+        what = ""
+        if torch.is_grad_enabled():
+            what = "create_graph=True (a gradient of gradients)"
+        elif torch._C._autograd._get_current_graph_task_keep_graph():
+            what = "retain_graph=True"
+        if what:
+            raise ReplayError(
+                f"backward with {what} does not work through recomputed stages: what they recompute is freed as soon "
+                "as it is used. Use the store_all schedule for this step, or the plain model"
+            )
+        self._graph_task = task
+
+    def value_of(self, slot: Slot) -> torch.Tensor:
+        """The tensor that a slot stands for."""
+        if slot.tensor is None:
+            self.begin_backward(slot.stage)
+        if slot.tensor is None:
+            name = self.executor.stages[slot.stage - 1].name
+            raise ReplayError(
+                f"a tensor that stage {name!r} saved is needed outside of its backward; use the store_all schedule"
+            )
+        return slot.tensor
+
+    def _release(self) -> None:
+        self._stored.clear()
+        for record in self._records.values() if self._broken else ():
+            record.empty()
+        self._records.clear()
+
+
+class _Trigger:
+    """The hook on the node of a stage's output that starts the stage's backward."""
+
+    def __init__(self, run: Run, index: int) -> None:
+        self.run = run
+        self.index = index
+
+    def __call__(self, grad_outputs: Any) -> None:
+        self.run.begin_backward(self.index)
+
+
+def versions_of(value: Any) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in tensors(value) if not tensor.is_inference())

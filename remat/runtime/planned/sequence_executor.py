@@ -1,0 +1,49 @@
+"""Runs the stages of an `nn.Sequential` by a schedule, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from remat.runtime.calls.stages import is_current, single_input
+from remat.runtime.patching import Forward
+from remat.runtime.planned.program import Step
+from remat.runtime.planned.run import Executor, Run
+
+
+class SequenceExecutor(Executor):
+    """A program bound to stages that follow one another, which need no forward of the model."""
+
+    def run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]) -> Any:
+        value = single_input(args or kwargs)
+        if self.is_plain:
+            for stage in self.stages:
+                value = stage(value)
+            return value
+        run = Run(self)
+        with self.lock:
+            value = self._by_program(run, value)
+        run.in_forward = False
+        return value
+
+    @property
+    def is_current(self) -> bool:
+        return is_current(self.model, self.stages)
+
+    def _by_program(self, run: Run, value: Any) -> Any:
+        if self.program.stores_input:
+            run.store(0, value)
+        for step in self.program.forward:
+            if step.first:
+                value = self._first_run(run, step, value)
+            else:
+                run.recompute(step)
+        return value
+
+    def _first_run(self, run: Run, step: Step, value: Any) -> Any:
+        stage = self.stages[step.operation.stage - 1]
+        opened = run.begins(step, value, stage)
+        with run.saving(opened):
+            output = stage(value)
+        run.ended(opened, output, output)
+        return output
