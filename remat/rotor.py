@@ -23,7 +23,7 @@ from remat.host.packages import available_bytes
 from remat.host.progress import Progress, shown
 from remat.profiling.sequential import SMALL, Loss, profile
 from remat.report import Report
-from remat.runtime.calls.stages import describe_call, flatten, group, is_sequential, single_input
+from remat.runtime.calls.stages import flatten, group, is_sequential, single_input
 from remat.runtime.checks import check_count, check_model, checked_loss
 from remat.runtime.patching import beyond_compiler
 from remat.runtime.planned.call_executor import CallExecutor
@@ -38,8 +38,9 @@ from remat.runtime.planned.patched_forward import (
 from remat.runtime.planned.program import compile_schedule
 from remat.runtime.planned.run import Executor, Lock
 from remat.runtime.planned.sequence_executor import SequenceExecutor
+from remat.runtime.planned.validity import Validity
 from remat.runtime.planned.wrapper import Wrapper
-from remat.runtime.pytree import Arguments, arguments, tensors
+from remat.runtime.pytree import Arguments, arguments
 from remat.runtime.sharding import is_sharded
 from remat.schedule import Operation, Schedule, store_all_operations
 from remat.simulation import simulate
@@ -69,15 +70,6 @@ class _Plan(NamedTuple):
     chain: Chain | None
     schedule: Schedule
     executor: Executor
-
-
-class _State(NamedTuple):
-    """What a measurement holds for."""
-
-    inputs: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    training: tuple[bool, ...]
-    requires_grad: tuple[bool, ...]
 
 
 class Checkpointable(Wrapper):
@@ -167,8 +159,8 @@ class Checkpointable(Wrapper):
         self.chain: Chain | None = None
         self._request: _Request | None = None
         self._plan: _Plan | None = None
-        self._plans: dict[_State, _Plan] = {}
-        self._measured_state: _State | None = None
+        self._plans: dict[Validity, _Plan] = {}
+        self._measured_state: Validity | None = None
         self.in_flight = in_flight
         self.output_held = output_held
         self.group = group
@@ -413,7 +405,7 @@ class Checkpointable(Wrapper):
             self._forget()
         if self._plan is not None and self._request is None:
             return self._plan
-        state = self._state(value)
+        state = Validity.of(self.wrapped, value, scalars=not self._found)
         if self.chain is None:
             self.measure(value if self._found else (value,))
         if state == self._measured_state:
@@ -432,7 +424,7 @@ class Checkpointable(Wrapper):
             self._plans[state] = covering or self._plan_anew(value, state)
         return self._plans[state]
 
-    def _covering(self, state: _State) -> _Plan | None:
+    def _covering(self, state: Validity) -> _Plan | None:
         """The plan for the smallest input measured that is nowhere smaller, where the model is patched in place.
 
         Batches of a language model differ in length all the time; what fits the longest fits the others.
@@ -440,20 +432,8 @@ class Checkpointable(Wrapper):
         if self._patch is None or self._plan is None or self._measured_state is None:
             return None
         known = {self._measured_state: self._plan, **self._plans}
-        fitting = [other for other in known if _covers(other, state)]
+        fitting = [other for other in known if other.covers(state)]
         return known[min(fitting, key=lambda other: sum(map(prod, other.shapes)))] if fitting else None
-
-    def _state(self, value: Any) -> _State:
-        """What a measurement holds for: input, flags of modules, what needs gradients, autocast."""
-        found = tensors(value)
-        if self._found:  # numbers that trainers pass on take no memory to speak of
-            found = [tensor for tensor in found if tensor.ndim]
-        return _State(
-            describe_call(found),
-            tuple(tuple(tensor.shape) for tensor in found),
-            tuple(module.training for module in self.wrapped.modules()),
-            tuple(found.requires_grad for found in (*self.wrapped.parameters(), *found)),
-        )
 
     def _forget(self) -> None:
         if self._request is None:
@@ -468,7 +448,7 @@ class Checkpointable(Wrapper):
         self.chain = self._plan = self._measured_state = None
         self._plans.clear()
 
-    def _plan_anew(self, value: Any, state: _State) -> _Plan:
+    def _plan_anew(self, value: Any, state: Validity) -> _Plan:
         note = ""
         sample = value if self._found else (value,)
         before = self.chain, self._plan, self._request
@@ -514,14 +494,3 @@ class Checkpointable(Wrapper):
 
     def _write(self, text: str) -> None:
         sys.stderr.write(f"remat: {text}\n")
-
-
-def _covers(one: _State, other: _State) -> bool:
-    """Whether an input of state `one` is of the same kind as one of `other`, and nowhere smaller."""
-    if one._replace(inputs=(), shapes=()) != other._replace(inputs=(), shapes=()):
-        return False
-    kinds = [[line.partition("[")[0] + line.rpartition("]")[2] for line in state.inputs] for state in (one, other)]
-    alike = kinds[0] == kinds[1] and all(len(a) == len(b) for a, b in zip(one.shapes, other.shapes, strict=True))
-    return alike and all(
-        x >= y for a, b in zip(one.shapes, other.shapes, strict=True) for x, y in zip(a, b, strict=True)
-    )

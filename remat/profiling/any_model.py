@@ -18,7 +18,8 @@ from remat.profiling.carried import Carrying, carried_by_activations, carried_by
 from remat.profiling.facts import Facts
 from remat.profiling.find import SMALL, locate
 from remat.profiling.found import FoundChain
-from remat.profiling.passes import Bytes, Loss, Pass, Seconds, Span
+from remat.profiling.gauges import Bytes, Seconds, Span
+from remat.profiling.passes import Loss, Pass
 from remat.profiling.preserving import (
     ForeignGradients,
     RandomGradients,

@@ -7,14 +7,12 @@ between keeps stays, and its backward is measured piece by piece at the end, fro
 
 from __future__ import annotations
 
-import time
 import warnings
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,10 +20,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat.errors import UnsupportedModel
+from remat.profiling.alive import Held, gone_of, held_by
 from remat.profiling.carried import begun_by
+from remat.profiling.cuts import Reached, cut, is_cut, leaf_of, made_of
 from remat.profiling.facts import Facts, Made, Side
+from remat.profiling.gauges import Gauge
 from remat.profiling.preserving import (
-    INSIDE,
     OUTSIDE,
     ForeignGradients,
     Form,
@@ -33,7 +33,6 @@ from remat.profiling.preserving import (
     Replaced,
     Sink,
     contiguous_forms,
-    cut_off,
     drops_gradients,
     set_apart,
 )
@@ -51,57 +50,8 @@ from remat.runtime.calls.places import Counter, Place, Places, among
 from remat.runtime.calls.stage_calls import StageCalls
 from remat.runtime.calls.stages import detached
 from remat.runtime.checks import Loss
-from remat.runtime.meter import MemoryMeter, Region
 from remat.runtime.patching import Forward, intercepted
 from remat.runtime.pytree import Arguments, activation_of, first_tensor, loss_in, map_tensors, tensors
-
-# What is measured ----------------------------------------------------------------------------------------------------
-
-
-class Span(NamedTuple):
-    """What a measured stretch was: of which stage, and what of it."""
-
-    what: str
-    stage: int
-
-
-class Gauge(ABC):
-    """Measures stretches of a pass, one after the other."""
-
-    @abstractmethod
-    def span(self, what: str, stage: int) -> AbstractContextManager[None]: ...
-
-
-class Bytes(Gauge):
-    def __init__(self, device: torch.device) -> None:
-        self.meter = MemoryMeter(device)
-        self.order: list[Span] = []
-
-    def span(self, what: str, stage: int) -> AbstractContextManager[None]:
-        self.order.append(Span(what, stage))
-        return self.meter.region()
-
-    def regions(self) -> dict[Span, Region]:
-        return dict(zip(self.order, self.meter.regions, strict=True))
-
-
-class Seconds(Gauge):
-    def __init__(self, device: torch.device) -> None:
-        self.seconds: dict[Span, float] = {}
-        self._device = device
-
-    @contextmanager
-    def span(self, what: str, stage: int) -> Any:
-        self._synchronise()
-        start = time.perf_counter()
-        yield
-        self._synchronise()
-        self.seconds[Span(what, stage)] = time.perf_counter() - start
-
-    def _synchronise(self) -> None:
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).synchronize(self._device)
-
 
 # A pass --------------------------------------------------------------------------------------------------------------
 
@@ -149,13 +99,13 @@ class Pass:
         self._handed: torch.Tensor | None = None
         self._outside: Any = None  # the open span of code outside
         self._outside_input: StorageWeakRef | None = None
-        self._returned: list[_Held] = []  # by stages, and still in memory
-        self._named: list[_Held] = []  # of that, and of the stage's input, when the open piece began
+        self._returned: list[Held] = []  # by stages, and still in memory
+        self._named: list[Held] = []  # of that, and of the stage's input, when the open piece began
         self._run = 0  # where stages follow each other without code between: the first of them
         self._run_input: StorageWeakRef | None = None
         # Of what the stages of a run returned: what was there when a stage of it, or the code behind it, began.
-        self._beside: dict[int, list[_Held]] = {}
-        self._given: dict[int, _Held] = {}  # to stages by code outside; `run` is the first that was given it
+        self._beside: dict[int, list[Held]] = {}
+        self._given: dict[int, Held] = {}  # to stages by code outside; `run` is the first that was given it
         self._ends: dict[int, list[torch.Tensor]] = {}  # of code outside: where its backward begins
         self._made_by: dict[int, int] = {}  # which stage a tensor that is passed to stages came from
         self._alive: list[Any] = []  # what the executor would hold, and what must keep its identity
@@ -189,15 +139,15 @@ class Pass:
         else:
             del output
         self._handed = self._value = None
-        self.facts.passing = {index: _gone(held) for index, held in self._beside.items()}
+        self.facts.passing = {index: gone_of(held) for index, held in self._beside.items()}
         lasting = [each for beside in self._beside.values() for each in beside if not each.storage.expired()]
-        in_output = {_held(tensor).storage.cdata for tensor in tensors(held)}
+        in_output = {held_by(tensor).storage.cdata for tensor in tensors(held)}
         if self.variables is not None:
             self.variables.look(last)
         self._backward_of_code()
         with self.gauge.span("held", last):
             del held
-        self.facts.in_output = _gone(lasting)
+        self.facts.in_output = gone_of(lasting)
         for each in self._given.values():
             if each.storage.cdata in in_output and not each.storage.expired():
                 before = self.facts.given_and_in_output.get(each.run - 1, 0)
@@ -224,7 +174,7 @@ class Pass:
         calls.add(forward, args, kwargs)
         if not place.last:
             with self._graph_of_a_stage(), saving_nothing():
-                given, named = _cut((args, kwargs))  # what is computed here may be used outside; no backward enters
+                given, named = cut((args, kwargs))  # what is computed here may be used outside; no backward enters
                 output = forward(*given, **named)
             calls.returned(output)
             self._note_returned(output)
@@ -266,15 +216,15 @@ class Pass:
         self._note_given([*([] if index in self.places.follows else [value]), *calls.side_inputs()])
         sides = [tensor for tensor in calls.side_inputs() if tensor.requires_grad and tensor.grad_fn is not None]
         if index not in self.places.follows:
-            before = [tensor for tensor in (value, *sides) if not _is_cut(tensor) and id(tensor) not in self._made_by]
+            before = [tensor for tensor in (value, *sides) if not is_cut(tensor) and id(tensor) not in self._made_by]
             self._end(index - 1, before)
         else:
-            late = [tensor for tensor in sides if not _is_cut(tensor) and id(tensor) not in self._made_by]
+            late = [tensor for tensor in sides if not is_cut(tensor) and id(tensor) not in self._made_by]
             producer = max((stage for stage in self._ends if stage < index), default=0)
             for tensor in late:  # made by code outside that ran between two linked stages: part of the last piece
                 self._made_by[id(tensor)] = producer
         for tensor in sides:
-            made = _made(tensor.grad_fn)
+            made = made_of(tensor.grad_fn)
             producer = self._made_by.setdefault(id(tensor), index - 1 if made is None else made.stage)
             side = self.facts.sides.setdefault(id(tensor), Side([], producer, gradient_bytes(tensor)))
             side.users.append(index)
@@ -299,7 +249,7 @@ class Pass:
         output = self._measure(index, again, [value, *sides], act, grad, on_gradient)
         self._counter.add(counted)
         output, _ = output  # what else the calls return, others have been given already
-        following = _cut(output, partial(self._came_back, index), OUTSIDE)
+        following = cut(output, partial(self._came_back, index), OUTSIDE)
         for position, tensor in enumerate(tensors(following)):
             if tensor.requires_grad:
                 node: Any = tensor.grad_fn
@@ -312,7 +262,7 @@ class Pass:
             self._handed = handed
         else:
             self._outside_input = None if handed is None else StorageWeakRef(handed.untyped_storage())
-            self._named = [*self._still_returned(handed), _held(value, self._run)]
+            self._named = [*self._still_returned(handed), held_by(value, self._run)]
             self._beside[index + 1] = self._of_this_run(self._named)
             del handed, output, value
             self._open_outside(index + 1)
@@ -355,7 +305,7 @@ class Pass:
                 self.gauge.span("without", index),
                 saved_tensors_hooks(saved.note, no_backward),
             ):
-                output = run(_cut(given))
+                output = run(cut(given))
             changed = watch.after(stage, flags, before) if stage is not None else {}
             kept = sum(was.kept_bytes for was in changed.values())
             set_up = self._replaced.among(stage.parts) if stage is not None and self._replaced is not None else []
@@ -380,14 +330,14 @@ class Pass:
                 saves_output=saved.among(handed),
                 returned=storage_bytes(output),
             )
-            following = map_tensors(_detached, output)
+            following = map_tensors(leaf_of, output)
             del output, handed
-        source = _cut(given, on_gradient)
+        source = cut(given, on_gradient)
         with self._graph_of_a_stage(), self.gauge.span("full", index):
             output = run(source)
         del source, before  # copies of buffers, which no level that is compared may miss
         if not self.memory:
-            following = map_tensors(_detached, output)
+            following = map_tensors(leaf_of, output)
         ends = [tensor for tensor in tensors(output) if tensor.requires_grad]
         end = self._sink(index, ends) if ends else None
         del output, ends
@@ -402,7 +352,7 @@ class Pass:
     def _used_by(self, loss: Loss, output: Any) -> list[torch.Tensor]:
         """The tensors of the output that the loss sends a gradient to; of others the graph is never run backward."""
         reached: set[int] = set()
-        source = _cut(detached(output), lambda position, _: reached.add(position))
+        source = cut(detached(output), lambda position, _: reached.add(position))
         with torch.enable_grad():
             end = loss(source)
         del source
@@ -450,29 +400,29 @@ class Pass:
         self._outside = None
         handed = self._outside_input
         self.facts.kept_input[index] = handed is None or not handed.expired()
-        self.facts.rebound[index] = _gone(self._named)
+        self.facts.rebound[index] = gone_of(self._named)
         if self.variables is not None and value is not None:
             self.variables.look(index)
             self.variables.counts_elsewhere(value)
             self.variables.piece_ended(index, Pass.run.__code__)
 
-    def _still_returned(self, but: torch.Tensor | None) -> list[_Held]:
+    def _still_returned(self, but: torch.Tensor | None) -> list[Held]:
         """What stages returned and is still in memory, but for what is handed on now."""
         self._returned = [held for held in self._returned if not held.storage.expired()]
-        now = None if but is None else _held(but).storage.cdata
+        now = None if but is None else held_by(but).storage.cdata
         return [held for held in self._returned if held.storage.cdata != now]
 
     def _note_returned(self, output: Any) -> None:
-        self._returned += [_held(tensor, self._run) for tensor in tensors(output)]
+        self._returned += [held_by(tensor, self._run) for tensor in tensors(output)]
 
     def _note_given(self, given: Sequence[torch.Tensor]) -> None:
         of_stages = {held.storage.cdata for held in self._returned}
         for tensor in given:
-            held = _held(tensor, self._run)
+            held = held_by(tensor, self._run)
             if held.storage.cdata not in of_stages:
                 self._given.setdefault(held.storage.cdata, held)
 
-    def _of_this_run(self, among: Sequence[_Held]) -> list[_Held]:
+    def _of_this_run(self, among: Sequence[Held]) -> list[Held]:
         return [held for held in among if held.run == self._run]
 
     def _end(self, index: int, found: Sequence[torch.Tensor], *, as_it_is: bool = False) -> None:
@@ -515,7 +465,7 @@ class Pass:
             with set_apart(self._begun_by.get(index, ())), self.gauge.span("backward", index):
                 scalar.backward(retain_graph=index in shared, inputs=inputs.get(index))
 
-    def _note_leaves(self, index: int, end: torch.Tensor, apart: set[Any]) -> _Reached:
+    def _note_leaves(self, index: int, end: torch.Tensor, apart: set[Any]) -> Reached:
         """Notes which leaves a backward reaches; its nodes are without those `apart`."""
         nodes: set[Any] = set()
         leaves: set[torch.Tensor] = set()
@@ -524,7 +474,7 @@ class Pass:
         todo = [end.grad_fn]
         while todo:
             node = todo.pop()
-            made = _made(node)
+            made = made_of(node)
             if made is not None:
                 self.facts.used.setdefault(made, {}).setdefault(index, 0)
             if node is None or node in nodes or node in apart:
@@ -541,59 +491,4 @@ class Pass:
                 todo.extend(before for before, _ in node.next_functions)
         if leaves:
             self.facts.leaves.setdefault(index, set()).update(leaves)
-        return _Reached(nodes, leaves, of_stages)
-
-
-class _Reached(NamedTuple):
-    """Nodes and leaves that a backward goes to, and whether it would go on into the graph of a stage."""
-
-    nodes: set[Any]
-    leaves: set[torch.Tensor]
-    of_stages: bool
-
-
-class _Held(NamedTuple):
-    storage: StorageWeakRef
-    size: int
-    run: int  # whose stages returned it
-
-
-def _held(tensor: torch.Tensor, run: int = 0) -> _Held:
-    return _Held(StorageWeakRef(tensor.untyped_storage()), storage_bytes(tensor), run)
-
-
-def _gone(held: Sequence[_Held]) -> int:
-    """Bytes of what is no longer in memory, each storage once."""
-    return sum({entry.storage.cdata: entry.size for entry in held if entry.storage.expired()}.values())
-
-
-def _is_cut(tensor: torch.Tensor) -> bool:
-    """Whether the tensor came out of a stage, and is cut off from it."""
-    return tensor.grad_fn is not None and drops_gradients(tensor.grad_fn)
-
-
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _cut(
-    output: Any, on_gradient: Callable[[int, torch.Tensor], None] | None = None, anchor: torch.Tensor = INSIDE
-) -> Any:
-    """The same output, each tensor part of a graph of its own that ends here, where it requires a gradient.
-
-    In one graph, whoever holds one of the tensors would hold the memory of all. `on_gradient` is called with the
-    position of a tensor and the gradient that comes back to it.
-    """
-    handed = {}
-    for position, tensor in enumerate(tensors(output)):
-        if tensor.requires_grad and id(tensor) not in handed:
-            (handed[id(tensor)],) = cut_off(tensor, anchor=anchor)
-            if on_gradient is not None:
-                node: Any = handed[id(tensor)].grad_fn
-                node.on_gradient = partial(on_gradient, position)
-    return map_tensors(lambda tensor: handed.get(id(tensor), tensor), output)
-
-
-def _made(node: Any) -> Made | None:
-    """What a node of a graph stands for, if it is where the graph was cut off from a stage."""
-    return getattr(node, "made", None) if drops_gradients(node) else None
+        return Reached(nodes, leaves, of_stages)

@@ -6,10 +6,8 @@ each module is and which modules belong together; one measures memory; the last 
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,15 +17,14 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from remat.chain import Chain, Layout
-from remat.errors import UnsupportedModel
 from remat.host.progress import Progress
 from remat.profiling.any_model import SETTLING, profile_calls
 from remat.profiling.carried import Carrying, begun_by, carried_by_caller, carried_by_leaves, leaves_of
+from remat.profiling.fusing import SMALL, cannot_unpack, fuse, probe, run_in, saving_nothing
 from remat.profiling.preserving import (
     ForeignGradients,
     Form,
     RandomGradients,
-    Replaced,
     Sink,
     aliased_parameters,
     contiguous_forms,
@@ -40,7 +37,6 @@ from remat.profiling.stage_costs import (
     NO_MARKS,
     NOTHING,
     Boundary,
-    Marks,
     SavedStorages,
     Sizes,
     as_executed,
@@ -52,7 +48,7 @@ from remat.profiling.stage_costs import (
     sourced,
     storage_bytes,
 )
-from remat.runtime.calls.environment import BufferWatch, RandomState, accelerators
+from remat.runtime.calls.environment import accelerators
 from remat.runtime.calls.stages import (
     Stage,
     check_device,
@@ -61,14 +57,11 @@ from remat.runtime.calls.stages import (
     flatten,
     is_sequential,
     single_input,
-    stage_name,
 )
-from remat.runtime.checks import Loss, check_count, check_model, check_sample, checked_loss, failing_on_the_sample
+from remat.runtime.checks import Loss, check_count, check_model, check_sample, checked_loss
 from remat.runtime.meter import MemoryMeter, elapsed
-from remat.runtime.pytree import map_tensors, tensors
+from remat.runtime.pytree import tensors
 from remat.runtime.sharding import refuse_flat_shards
-
-SMALL = 0.05  # share of the upper quartile of forward times under which a stage is fused with its neighbour
 
 
 def profile(
@@ -141,8 +134,8 @@ def profile(
     everywhere = preserved([*everything.modules, *loss_modules], accelerators(everything, value))
     aliased = aliased_parameters([model, *loss_modules])
     with torch.enable_grad(), everywhere as replaced, aliased as foreign, own_autocast_cache():
-        traits = list(_probe(flat, value, replaced, tell))
-        grouped, marks = _fuse(flat, traits, small)
+        traits = list(probe(flat, value, replaced, tell))
+        grouped, marks = fuse(flat, traits, small)
         runs: list[Stage | Loss] = [*grouped] if loss is None else [*grouped, loss]
         casts = cast_bytes(device, partial(_run_all, runs, value))
         memory = _measure_memory(runs, value, device, foreign, tell, output_held=output_held)
@@ -174,107 +167,6 @@ def profile(
         layout=Layout(tuple(len(stage.modules) for stage in grouped), layout_inputs),
     )
     return chain if agreed is None else agreed(chain)
-
-
-# The probe -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Traits:
-    """What the probe saw of one module."""
-
-    in_place: bool
-    view: bool
-    saves_input: bool
-    saves_output: bool
-    marks: Marks
-    seconds: float
-
-
-def _probe(flat: Sequence[tuple[str, nn.Module]], value: Any, replaced: Replaced, tell: Progress) -> Iterator[_Traits]:
-    """Runs the modules one by one, saving nothing. `value` is not touched: each module gets a copy of its input."""
-    value = detached(value)
-    for index, (name, module) in enumerate(flat):
-        tell("probing stages", index, len(flat))
-        stage = Stage([module], name)
-        devices = accelerators(stage, value)
-        flags = tuple(part.training for part in stage.parts)
-        copy = map_tensors(torch.clone, value)
-        versions = [tensor._version for tensor in tensors(copy)]
-        inputs = {tensor.untyped_storage().data_ptr() for tensor in tensors(copy) if tensor.numel()}
-        watch = BufferWatch()
-        before, random = watch.before(stage, flags), RandomState(devices)
-        saved = SavedStorages()
-        with failing_on_the_sample(partial(str, name)), saved_tensors_hooks(saved.note, _cannot_unpack):
-            output = stage(copy)
-        draws, changed = random != RandomState(devices), watch.after(stage, flags, before)
-        changed_bytes = sum(was.kept_bytes for was in changed.values())
-        _check_output(stage.name, output)
-        saves = saved.among(copy), saved.among(output)
-        in_place = [tensor._version for tensor in tensors(copy)] != versions
-        view = any(tensor.untyped_storage().data_ptr() in inputs for tensor in tensors(output) if tensor.numel())
-        set_up = replaced.among(stage.parts)
-        kept = [buffer for buffer in set_up if saved.among(buffer)]
-        marks = Marks(draws, bool(changed), changed_bytes, storage_bytes(set_up), storage_bytes(kept))
-        del copy, output, before
-        # Further runs, for its time: the first one pays for what is set up once.
-        seconds = math.inf
-        for _ in range(2):
-            box = [map_tensors(torch.clone, value)]
-            with _saving_nothing():
-                seconds = min(seconds, elapsed(_device(value), partial(_run_in, stage, box)))
-        value = detached(box.pop())
-        yield _Traits(in_place, view, *saves, marks, seconds)
-    tell("probing stages", len(flat), len(flat))
-
-
-def _check_output(name: str, output: Any) -> None:
-    if any(tensor.layout != torch.strided for tensor in tensors(output)):
-        raise UnsupportedModel(f"stage {name!r} returns a sparse tensor; keep it inside of a stage")
-    if not tensors(output):
-        raise UnsupportedModel(
-            f"stage {name!r} returned {type(output).__name__}, without a tensor in it; its forward must return the "
-            "tensors that the next stage takes"
-        )
-
-
-def _fuse(
-    flat: Sequence[tuple[str, nn.Module]], traits: Sequence[_Traits], small: float
-) -> tuple[list[Stage], list[Marks]]:
-    """Groups modules into stages that can be recomputed on their own and are worth a decision."""
-    groups: list[list[int]] = []
-    only_views = True  # so far nothing but views of the model's input
-    for index, trait in enumerate(traits):
-        if only_views and trait.in_place:
-            raise UnsupportedModel(
-                f"module {flat[index][0]!r} works in place on the model's input, which could then not be computed "
-                "from again; construct it with inplace=False"
-            )
-        # An activation that no backward needs is not kept by autograd; a stage boundary there would count it.
-        unsaved = not (trait.saves_input or (index > 0 and traits[index - 1].saves_output))
-        if groups and (trait.in_place or trait.view or only_views or unsaved):
-            groups[-1].append(index)
-        else:
-            groups.append([index])
-        only_views = only_views and trait.view
-    seconds = [sum(traits[index].seconds for index in members) for members in groups]
-    # Not the mean, which one stage that was disturbed while it was timed would raise above all others.
-    threshold = small * sorted(seconds)[3 * len(seconds) // 4]
-    joined: list[list[int]] = []
-    joined_seconds: list[float] = []
-    for members, spent in zip(groups, seconds, strict=True):
-        # The neighbour is the stage before, so that what it hands on stays a place to cut; the first has only the next.
-        if joined and (spent < threshold or joined_seconds[-1] < threshold):
-            joined[-1].extend(members)
-            joined_seconds[-1] += spent
-        else:
-            joined.append(list(members))
-            joined_seconds.append(spent)
-    stages = [
-        Stage([flat[index][1] for index in members], stage_name([flat[index][0] for index in members]))
-        for members in joined
-    ]
-    return stages, [Marks.together([traits[index].marks for index in members]) for members in joined]
 
 
 # Memory ----------------------------------------------------------------------------------------------------------
@@ -427,7 +319,7 @@ def _measure_stage(
 ) -> tuple[Any, Boundary]:
     """The three regions of one stage: forward without saving, forward with, backward. Returns its output too."""
     saved = SavedStorages()
-    with meter.region(), saved_tensors_hooks(saved.note, _cannot_unpack):
+    with meter.region(), saved_tensors_hooks(saved.note, cannot_unpack):
         output = run(sourced(value))
     following = detached(output)
     boundary = Boundary(
@@ -474,7 +366,7 @@ def _measure_time(
         for index, run in enumerate(runs):
             tell("measuring time", sweep * len(runs) + index, repeats * len(runs))
             box = [sourced(value)]
-            forward[index].append(elapsed(device, partial(_run_in, run, box)))
+            forward[index].append(elapsed(device, partial(run_in, run, box)))
             output = box.pop()
             value = detached(output)
             differentiable = [tensor for tensor in tensors(output) if tensor.requires_grad]
@@ -494,28 +386,6 @@ def _measure_time(
 
 def _run_all(runs: Sequence[Stage | Loss], value: Any) -> None:
     """One forward of everything, which keeps nothing for a backward."""
-    with _saving_nothing():
+    with saving_nothing():
         for run in runs:
             value = run(value)
-
-
-def _run_in(run: Stage | Loss, box: list[Any]) -> None:
-    """Replaces the one value in `box` by the run's output; nobody else holds the value meanwhile."""
-    box.append(run(box.pop()))
-
-
-@contextmanager
-def _saving_nothing() -> Iterator[None]:
-    """Forward with gradients on, so that it is the same computation, but keeping nothing for a backward."""
-    with saved_tensors_hooks(lambda tensor: None, _cannot_unpack):
-        yield
-
-
-def _cannot_unpack(_: None) -> torch.Tensor:
-    raise UnsupportedModel(
-        "a stage hands on a tensor with its graph inside an object that is no tuple, list or dict; return its tensors"
-    )
-
-
-def _device(value: Any) -> torch.device:
-    return tensors(value)[0].device

@@ -33,13 +33,20 @@ from remat.runtime.live.slots import (
     bits_of,
     storage_of,
 )
-from remat.runtime.live.store import Store, new_storages, no_autocast, no_autograd, no_modes, parts_of
+from remat.runtime.live.store import (
+    Store,
+    can_be_evicted,
+    no_autocast,
+    no_autograd,
+    no_modes,
+    parts_of,
+    storages_made,
+)
 from remat.runtime.live.surroundings import KNOWN, Surroundings, surroundings_of
 
 STATE_BYTES = state_bytes()
-# While an operator that draws random numbers runs: its state before, another to see whether it drew, one to return to.
-_RANDOM_BYTES = 3 * STATE_BYTES
-# A copy of a tensor with its storage, `copy.deepcopy` and loading, makes the storage by itself and ends here.
+_RANDOM_BYTES = 3 * STATE_BYTES  # before an operator that draws, after it to see whether it drew, and to return to
+# Copies of a tensor with its storage, as by `copy.deepcopy` and loading, end here.
 _ON_STORAGES = (torch.ops.aten.set_.source_Storage_storage_offset, torch.ops.aten.set_.source_Storage)
 _BOOLS = {True: "true", False: "false"}  # in keys, where they would equal 1 and 0
 NUMBER_BYTES = 16  # of the largest number, a complex one
@@ -56,8 +63,7 @@ class Dispatcher(TorchDispatchMode):
 
     def __init__(self, store: Store, *, by_model: bool = False, knowledge: Knowledge = SHARED) -> None:
         super().__init__()
-        self.store = store
-        self.ledger = store.ledger
+        self.store, self.ledger = store, store.ledger
         self.by_model = by_model
         self.knowledge = knowledge
         self.first_calls = 0
@@ -385,8 +391,8 @@ class Dispatcher(TorchDispatchMode):
         except BaseException:
             self._take_back(pending, resident=True)
             raise
-        made = self._made(result, call)
-        if action.repeatable and not self._can_be_evicted(result, made):
+        made = storages_made(result, call.sources, self.store.slots)
+        if action.repeatable and not can_be_evicted(result, made):
             for source in call.sources:  # it may be part of what was made
                 if isinstance(source, Slot):
                     store.cut_loose(source)
@@ -492,21 +498,3 @@ class Dispatcher(TorchDispatchMode):
                 store.release(slot)
         if not made and not changed:
             self.ledger.note(k.RELEASE, tensors[0])
-
-    def _can_be_evicted(self, result: Any, made: Sequence[torch.UntypedStorage]) -> bool:
-        """Whether what a call returned can be freed and put back: no parts of sparse tensors, no mapped files."""
-        if isinstance(result, Tensor) and result.layout == torch.strided:
-            return all(storage.resizable() for storage in made)
-        strided = all(tensor.layout == torch.strided for tensor in tensors_in(result))
-        return strided and all(storage.resizable() for storage in made)
-
-    def _made(self, result: Any, call: Call) -> list[torch.UntypedStorage]:
-        """Storages that a call has made: those that were neither ours nor the program's before."""
-        slots = self.store.slots
-        if isinstance(result, Tensor) and result.layout == torch.strided:
-            storage = storage_of(result)
-            if id(storage) in slots or not storage.nbytes():
-                return []
-            return [storage] if all(source.storage() is not storage for source in call.sources) else []
-        taken = {id(used) for source in call.sources if (used := source.storage()) is not None}
-        return [storage for storage in new_storages(result, taken) if id(storage) not in slots]

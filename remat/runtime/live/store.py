@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -465,3 +465,22 @@ def _filled(value: Any, copies: dict[int, torch.UntypedStorage]) -> Any:
     if isinstance(value, list):
         return [_filled(item, copies) for item in value]
     return value
+
+
+def can_be_evicted(result: Any, made: Sequence[torch.UntypedStorage]) -> bool:
+    """Whether what a call returned can be freed and put back: no parts of sparse tensors, no mapped files."""
+    if isinstance(result, Tensor) and result.layout == torch.strided:
+        return all(storage.resizable() for storage in made)
+    strided = all(tensor.layout == torch.strided for tensor in tensors_in(result))
+    return strided and all(storage.resizable() for storage in made)
+
+
+def storages_made(result: Any, sources: Sequence[Source], slots: Mapping[int, Slot]) -> list[torch.UntypedStorage]:
+    """Storages that a call has made: those that were neither ours nor the program's before."""
+    if isinstance(result, Tensor) and result.layout == torch.strided:
+        storage = storage_of(result)
+        if id(storage) in slots or not storage.nbytes():
+            return []
+        return [storage] if all(source.storage() is not storage for source in sources) else []
+    taken = {id(used) for source in sources if (used := source.storage()) is not None}
+    return [storage for storage in new_storages(result, taken) if id(storage) not in slots]

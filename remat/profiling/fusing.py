@@ -1,0 +1,143 @@
+"""Which modules of an `nn.Sequential` make a stage: what can be recomputed on its own and is worth a decision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from remat.errors import UnsupportedModel
+from remat.host.progress import Progress
+from remat.profiling.preserving import Replaced
+from remat.profiling.stage_costs import Marks, SavedStorages, storage_bytes
+from remat.runtime.calls.environment import BufferWatch, RandomState, accelerators
+from remat.runtime.calls.stages import Stage, detached, stage_name
+from remat.runtime.checks import failing_on_the_sample
+from remat.runtime.meter import elapsed
+from remat.runtime.pytree import map_tensors, tensors
+
+SMALL = 0.05  # share of the upper quartile of forward times under which a stage is fused with its neighbour
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What the probe saw of one module."""
+
+    in_place: bool
+    view: bool
+    saves_input: bool
+    saves_output: bool
+    marks: Marks
+    seconds: float
+
+
+def probe(flat: Sequence[tuple[str, nn.Module]], value: Any, replaced: Replaced, tell: Progress) -> Iterator[Traits]:
+    """Runs the modules one by one, saving nothing. `value` is not touched: each module gets a copy of its input."""
+    value = detached(value)
+    for index, (name, module) in enumerate(flat):
+        tell("probing stages", index, len(flat))
+        stage = Stage([module], name)
+        devices = accelerators(stage, value)
+        flags = tuple(part.training for part in stage.parts)
+        copy = map_tensors(torch.clone, value)
+        versions = [tensor._version for tensor in tensors(copy)]
+        inputs = {tensor.untyped_storage().data_ptr() for tensor in tensors(copy) if tensor.numel()}
+        watch = BufferWatch()
+        before, random = watch.before(stage, flags), RandomState(devices)
+        saved = SavedStorages()
+        with failing_on_the_sample(partial(str, name)), saved_tensors_hooks(saved.note, cannot_unpack):
+            output = stage(copy)
+        draws, changed = random != RandomState(devices), watch.after(stage, flags, before)
+        changed_bytes = sum(was.kept_bytes for was in changed.values())
+        _check_output(stage.name, output)
+        saves = saved.among(copy), saved.among(output)
+        in_place = [tensor._version for tensor in tensors(copy)] != versions
+        view = any(tensor.untyped_storage().data_ptr() in inputs for tensor in tensors(output) if tensor.numel())
+        set_up = replaced.among(stage.parts)
+        kept = [buffer for buffer in set_up if saved.among(buffer)]
+        marks = Marks(draws, bool(changed), changed_bytes, storage_bytes(set_up), storage_bytes(kept))
+        del copy, output, before
+        # Further runs, for its time: the first one pays for what is set up once.
+        seconds = math.inf
+        for _ in range(2):
+            box = [map_tensors(torch.clone, value)]
+            with saving_nothing():
+                seconds = min(seconds, elapsed(tensors(value)[0].device, partial(run_in, stage, box)))
+        value = detached(box.pop())
+        yield Traits(in_place, view, *saves, marks, seconds)
+    tell("probing stages", len(flat), len(flat))
+
+
+def _check_output(name: str, output: Any) -> None:
+    if any(tensor.layout != torch.strided for tensor in tensors(output)):
+        raise UnsupportedModel(f"stage {name!r} returns a sparse tensor; keep it inside of a stage")
+    if not tensors(output):
+        raise UnsupportedModel(
+            f"stage {name!r} returned {type(output).__name__}, without a tensor in it; its forward must return the "
+            "tensors that the next stage takes"
+        )
+
+
+def fuse(
+    flat: Sequence[tuple[str, nn.Module]], traits: Sequence[Traits], small: float
+) -> tuple[list[Stage], list[Marks]]:
+    """Groups modules into stages that can be recomputed on their own and are worth a decision."""
+    groups: list[list[int]] = []
+    only_views = True  # so far nothing but views of the model's input
+    for index, trait in enumerate(traits):
+        if only_views and trait.in_place:
+            raise UnsupportedModel(
+                f"module {flat[index][0]!r} works in place on the model's input, which could then not be computed "
+                "from again; construct it with inplace=False"
+            )
+        # An activation that no backward needs is not kept by autograd; a stage boundary there would count it.
+        unsaved = not (trait.saves_input or (index > 0 and traits[index - 1].saves_output))
+        if groups and (trait.in_place or trait.view or only_views or unsaved):
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+        only_views = only_views and trait.view
+    seconds = [sum(traits[index].seconds for index in members) for members in groups]
+    # Not the mean, which one stage that was disturbed while it was timed would raise above all others.
+    threshold = small * sorted(seconds)[3 * len(seconds) // 4]
+    joined: list[list[int]] = []
+    joined_seconds: list[float] = []
+    for members, spent in zip(groups, seconds, strict=True):
+        # The neighbour is the stage before, so that what it hands on stays a place to cut; the first has only the next.
+        if joined and (spent < threshold or joined_seconds[-1] < threshold):
+            joined[-1].extend(members)
+            joined_seconds[-1] += spent
+        else:
+            joined.append(list(members))
+            joined_seconds.append(spent)
+    stages = [
+        Stage([flat[index][1] for index in members], stage_name([flat[index][0] for index in members]))
+        for members in joined
+    ]
+    return stages, [Marks.together([traits[index].marks for index in members]) for members in joined]
+
+
+def run_in(run: Callable[[Any], Any], box: list[Any]) -> None:
+    """Replaces the one value in `box` by the run's output; nobody else holds the value meanwhile."""
+    box.append(run(box.pop()))
+
+
+@contextmanager
+def saving_nothing() -> Iterator[None]:
+    """Forward with gradients on, so that it is the same computation, but keeping nothing for a backward."""
+    with saved_tensors_hooks(lambda tensor: None, cannot_unpack):
+        yield
+
+
+def cannot_unpack(_: None) -> torch.Tensor:
+    """The unpack hook of a stage's forward that keeps nothing."""
+    raise UnsupportedModel(
+        "a stage returns a tensor with its graph inside an object that is no tuple, list or dict; return its tensors"
+    )

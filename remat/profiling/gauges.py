@@ -1,0 +1,57 @@
+"""What a pass over a model measures of it, stretch by stretch: bytes or seconds."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from remat.runtime.meter import MemoryMeter, Region
+
+
+class Span(NamedTuple):
+    """What a measured stretch was: of which stage, and what of it."""
+
+    what: str
+    stage: int
+
+
+class Gauge(ABC):
+    """Measures stretches of a pass, one after the other."""
+
+    @abstractmethod
+    def span(self, what: str, stage: int) -> AbstractContextManager[None]: ...
+
+
+class Bytes(Gauge):
+    def __init__(self, device: torch.device) -> None:
+        self.meter = MemoryMeter(device)
+        self.order: list[Span] = []
+
+    def span(self, what: str, stage: int) -> AbstractContextManager[None]:
+        self.order.append(Span(what, stage))
+        return self.meter.region()
+
+    def regions(self) -> dict[Span, Region]:
+        return dict(zip(self.order, self.meter.regions, strict=True))
+
+
+class Seconds(Gauge):
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[Span, float] = {}
+        self._device = device
+
+    @contextmanager
+    def span(self, what: str, stage: int) -> Any:
+        self._synchronise()
+        start = time.perf_counter()
+        yield
+        self._synchronise()
+        self.seconds[Span(what, stage)] = time.perf_counter() - start
+
+    def _synchronise(self) -> None:
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).synchronize(self._device)

@@ -1,0 +1,43 @@
+"""What a measurement, and a plan made from it, hold for."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from remat.runtime.calls.stages import describe_call
+from remat.runtime.pytree import tensors
+
+
+class Validity(NamedTuple):
+    """The input, flags of modules, what needs gradients, and autocast, under which a model was measured."""
+
+    inputs: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    training: tuple[bool, ...]
+    requires_grad: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module, value: Any, *, scalars: bool = True) -> Validity:
+        """For `model` called with `value`.
+
+        Args:
+            scalars: whether tensors without dimensions count: trainers pass some that take no memory to speak of.
+        """
+        found = [tensor for tensor in tensors(value) if scalars or tensor.ndim]
+        return cls(
+            describe_call(found),
+            tuple(tuple(tensor.shape) for tensor in found),
+            tuple(module.training for module in model.modules()),
+            tuple(tensor.requires_grad for tensor in (*model.parameters(), *found)),
+        )
+
+    def covers(self, other: Validity) -> bool:
+        """Whether the input is of the same kind as another one, and nowhere smaller."""
+        if self._replace(inputs=(), shapes=()) != other._replace(inputs=(), shapes=()):
+            return False
+        kinds = [[line.partition("[")[0] + line.rpartition("]")[2] for line in each.inputs] for each in (self, other)]
+        pairs = list(zip(self.shapes, other.shapes, strict=True)) if kinds[0] == kinds[1] else []
+        alike = kinds[0] == kinds[1] and all(len(a) == len(b) for a, b in pairs)
+        return alike and all(x >= y for a, b in pairs for x, y in zip(a, b, strict=True))
