@@ -197,7 +197,7 @@ class Checkpointable(Wrapper):
         """
         with self._in_train_mode(), shown(progress) as tell:
             self.chain = self._profile(input, self.loss, tell)
-            self._measured_state = self._state(arguments(input) if self._found else single_input(input))
+            self._measured_state = self._validity(arguments(input) if self._found else single_input(input))
         self._plan = None
         self._plans.clear()
         store_all = StoreAll().minimum_budget(self.chain)
@@ -405,7 +405,7 @@ class Checkpointable(Wrapper):
             self._forget()
         if self._plan is not None and self._request is None:
             return self._plan
-        state = Validity.of(self.wrapped, value, scalars=not self._found)
+        state = self._validity(value)
         if self.chain is None:
             self.measure(value if self._found else (value,))
         if state == self._measured_state:
@@ -434,6 +434,9 @@ class Checkpointable(Wrapper):
         known = {self._measured_state: self._plan, **self._plans}
         fitting = [other for other in known if other.covers(state)]
         return known[min(fitting, key=lambda other: sum(map(prod, other.shapes)))] if fitting else None
+
+    def _validity(self, value: Any) -> Validity:
+        return Validity.of(self.wrapped, value, scalars=not self._found)
 
     def _forget(self) -> None:
         if self._request is None:
