@@ -1,9 +1,8 @@
-"""What an operator depends on beside its arguments, and memory that is reached without one: equal to plain PyTorch."""
+"""What an operator depends on besides its arguments, and memory that is reached without one: equal to plain PyTorch."""
 
 from __future__ import annotations
 
 import copy
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 import remat
-from remat.runtime.live import block, choosing, costs
 from remat.runtime.live.surroundings import BACKENDS, PLAIN, surroundings_of
 from support.live_programs import evicting
 
@@ -425,140 +423,3 @@ def test_a_block_inside_of_compiled_code_is_refused() -> None:
     with pytest.raises(remat.RematError, match="compiler"):
         torch.compile(step, backend="eager")()
     torch.compiler.disable(step)()
-
-
-# Interruptions -------------------------------------------------------------------------------------------------------
-
-
-def test_an_interruption_at_any_call_while_a_block_begins_or_ends_leaves_nothing_behind() -> None:
-    """Python sees to signals where functions begin and where calls return; here at the n-th such place, for all n."""
-    methods = [Tensor.tolist, Tensor.numpy, torch.tensor, torch.compile, threading.Thread._bootstrap_inner]  # type: ignore[attr-defined]
-    x, reached = torch.arange(64.0), 0
-    for place in range(1, 10_000):
-        seen = 0
-
-        def interrupt(frame: Any, event: str, argument: Any, place: int = place) -> None:
-            nonlocal seen, reached
-            inside = frame
-            while inside is not None and inside.f_code not in (block.Block.enter.__code__, block.Block.exit.__code__):
-                inside = inside.f_back
-            if inside is None or event not in ("call", "c_return"):
-                return
-            if event == "call" and frame.f_code is block.Block.exit.__code__:
-                return  # nothing written in Python can protect that place
-            seen += 1
-            if seen == place:
-                sys.setprofile(None)
-                reached = place
-                raise KeyboardInterrupt
-
-        y = None
-        sys.setprofile(interrupt)
-        try:
-            with remat.DTR("1KiB"):
-                y = x + 1
-                torch.full((200,), 1.0)
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.setprofile(None)
-        assert _len_torch_dispatch_stack() == 0, place
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, place
-        assert methods == [Tensor.tolist, Tensor.numpy, torch.tensor, torch.compile, threading.Thread._bootstrap_inner]  # type: ignore[attr-defined]
-        assert y is None or torch.equal(y, x + 1), place
-        if seen < place:
-            break
-    assert reached > 20
-    with evicting(ALWAYS):
-        z = x + 1
-    assert torch.equal(z, x + 1)
-
-
-def test_a_block_that_an_error_ended_chooses_no_heuristic() -> None:
-    x = torch.randn(64, 64)
-
-    def block(fails: bool) -> remat.DTR:
-        dtr = remat.DTR(6 * x.nbytes, costs="model")
-        with dtr:
-            y = x
-            kept = [y := y @ x for _ in range(8)]
-            if fails:
-                raise ValueError
-            torch.stack([each.sum() for each in kept[:2]])
-            del kept
-        return dtr
-
-    choosing._chosen.clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with pytest.raises(ValueError):
-            block(fails=True)
-        assert not choosing._chosen
-        assert block(fails=False).report().evictions
-    assert choosing._chosen or not choosing.is_ready()
-
-
-# What is known of operators ------------------------------------------------------------------------------------------
-
-
-def test_what_is_known_of_operators_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "_MOST", 40)
-    monkeypatch.setattr(costs.SHARED, "facts", {})
-    monkeypatch.setattr(costs.SHARED, "_scratch", {})
-    for length in range(1, 60):
-        with remat.DTR("1MiB"):
-            torch.ones(length) @ torch.ones(length)
-    assert len(costs.SHARED.facts) <= 40
-    assert len(costs.SHARED._scratch) <= 40
-
-
-def test_numbers_and_lengths_that_are_met_for_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number that is computed with is no matter of cost; scratch memory is measured for a size class once."""
-    monkeypatch.setattr(costs.SHARED, "facts", {})
-    monkeypatch.setattr(costs.SHARED, "_scratch", {})
-    x = torch.ones(1000)
-
-    def firsts(compute: Callable[[], Tensor]) -> int:
-        with remat.DTR("1MiB") as dtr:
-            compute()
-        return dtr._last._mode.first_calls
-
-    for _ in range(3):
-        firsts(lambda: x * 7 + 1)
-    known = len(costs.SHARED.facts)
-    for number in (8, 9, 10):
-        assert firsts(lambda number=number: x * number + number) == 0
-    assert len(costs.SHARED.facts) == known
-    assert firsts(lambda: torch.ones(900) * 7) <= 1  # the length is new, and filling it
-    assert firsts(lambda: torch.ones(901) * 7) <= 1
-
-
-@pytest.mark.parametrize(
-    "compute",
-    [
-        lambda x, mask: x[mask],
-        lambda x, mask: x[:, mask[0]],
-        lambda x, mask: x[mask[:, 0]],
-        lambda x, mask: x[mask[:, 0], 3],
-        lambda x, mask: mask.nonzero(),
-        torch.masked_select,
-        lambda x, mask: torch.masked_select(x, mask[:1]),
-        lambda x, mask: x[torch.tensor([1, 2])],
-        lambda x, mask: torch.repeat_interleave(torch.tensor([3, 4])),
-    ],
-)
-def test_sizes_that_depend_on_data_are_counted(compute: Callable[[Tensor, Tensor], Tensor]) -> None:
-    x = torch.randn(200, 300)
-    mask = x > 1.5
-    with remat.DTR("1GiB"):
-        expected = compute(x, mask)
-    with remat.DTR("1GiB") as dtr:
-        found = compute(x, mask)
-    assert torch.equal(found, expected)
-    made = found.untyped_storage().nbytes()
-    limit = dtr.report().peak_bytes + 64
-    with remat.DTR(limit) as again:
-        found = compute(x, mask)
-    assert torch.equal(found, expected)
-    assert again.report().peak_bytes <= limit
-    assert made < 200 * 300 * 4  # far from the whole, which once was charged

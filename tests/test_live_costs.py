@@ -1,0 +1,76 @@
+"""What live DTR knows of operators: their sizes, their scratch memory, and for how long it is remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.utils.dlpack
+from torch import Tensor
+
+import remat
+from remat.runtime.live import costs
+
+
+def test_what_is_known_of_operators_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "_MOST", 40)
+    monkeypatch.setattr(costs.SHARED, "facts", {})
+    monkeypatch.setattr(costs.SHARED, "_scratch", {})
+    for length in range(1, 60):
+        with remat.DTR("1MiB"):
+            torch.ones(length) @ torch.ones(length)
+    assert len(costs.SHARED.facts) <= 40
+    assert len(costs.SHARED._scratch) <= 40
+
+
+def test_numbers_and_lengths_that_are_met_for_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that is computed with is no matter of cost; scratch memory is measured for a size class once."""
+    monkeypatch.setattr(costs.SHARED, "facts", {})
+    monkeypatch.setattr(costs.SHARED, "_scratch", {})
+    x = torch.ones(1000)
+
+    def firsts(compute: Callable[[], Tensor]) -> int:
+        with remat.DTR("1MiB") as dtr:
+            compute()
+        return dtr._last._mode.first_calls
+
+    for _ in range(3):
+        firsts(lambda: x * 7 + 1)
+    known = len(costs.SHARED.facts)
+    for number in (8, 9, 10):
+        assert firsts(lambda number=number: x * number + number) == 0
+    assert len(costs.SHARED.facts) == known
+    assert firsts(lambda: torch.ones(900) * 7) <= 1  # the length is new, and filling it
+    assert firsts(lambda: torch.ones(901) * 7) <= 1
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x, mask: x[mask],
+        lambda x, mask: x[:, mask[0]],
+        lambda x, mask: x[mask[:, 0]],
+        lambda x, mask: x[mask[:, 0], 3],
+        lambda x, mask: mask.nonzero(),
+        torch.masked_select,
+        lambda x, mask: torch.masked_select(x, mask[:1]),
+        lambda x, mask: x[torch.tensor([1, 2])],
+        lambda x, mask: torch.repeat_interleave(torch.tensor([3, 4])),
+    ],
+)
+def test_sizes_that_depend_on_data_are_counted(compute: Callable[[Tensor, Tensor], Tensor]) -> None:
+    x = torch.randn(200, 300)
+    mask = x > 1.5
+    with remat.DTR("1GiB"):
+        expected = compute(x, mask)
+    with remat.DTR("1GiB") as dtr:
+        found = compute(x, mask)
+    assert torch.equal(found, expected)
+    made = found.untyped_storage().nbytes()
+    limit = dtr.report().peak_bytes + 64
+    with remat.DTR(limit) as again:
+        found = compute(x, mask)
+    assert torch.equal(found, expected)
+    assert again.report().peak_bytes <= limit
+    assert made < 200 * 300 * 4  # far from the whole, which once was charged
