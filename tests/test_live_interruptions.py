@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 import remat
+from remat.runtime.dtr.core import compile_all
 from remat.runtime.live import block, choosing
 from support.live_programs import evicting
 
@@ -21,6 +22,7 @@ from support.live_programs import evicting
 def test_an_interruption_at_any_call_while_a_block_begins_or_ends_leaves_nothing_behind() -> None:
     """Python sees to signals where functions begin and where calls return; here at the n-th such place, for all n."""
     methods = [Tensor.tolist, Tensor.numpy, torch.tensor, torch.compile, threading.Thread._bootstrap_inner]  # type: ignore[attr-defined]
+    compile_all()  # interpreted, the policy core has many more such places
     x, reached = torch.arange(64.0), 0
     for place in range(1, 10_000):
         seen = 0
