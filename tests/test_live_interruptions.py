@@ -24,6 +24,10 @@ def test_an_interruption_at_any_call_while_a_block_begins_or_ends_leaves_nothing
     methods = [Tensor.tolist, Tensor.numpy, torch.tensor, torch.compile, threading.Thread._bootstrap_inner]  # type: ignore[attr-defined]
     compile_all()  # interpreted, the policy core has many more such places
     x, reached = torch.arange(64.0), 0
+    for _ in range(4):  # nor is there to be anything to measure
+        with remat.DTR("1KiB"):
+            y = x + 1
+            torch.full((200,), 1.0)
     for place in range(1, 10_000):
         seen = 0
 
