@@ -360,3 +360,33 @@ def test_without_the_random_state(sample: torch.Tensor) -> None:
     assert_same(expected, train_step(kept, sample))
     found = train_step(dropped, sample)
     assert not all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+class Table(nn.Module):
+    """Puts a buffer in the place of another one each time it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = (x * self.table).tanh()
+        self.table = self.table + 1
+        return y
+
+
+def test_a_buffer_that_was_replaced_and_is_changed_afterwards_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Table(), nn.Linear(8, 8))
+    module = remat.apply(model, Schedule.parse("F_ck1 F_ck2 F_all3 F_all4 B4 B3 F_all2 B2 F_all1 B1"))
+    sample = torch.randn(4, 8)
+    module(sample).sum().backward()  # fine where nobody touches the old one
+    for change in (False, True):
+        before = model[1].table
+        loss = module(sample).sum()
+        assert model[1].table is not before
+        if change:
+            before.add_(1)
+            with pytest.raises(ReplayError, match="'table'"):
+                loss.backward()
+        else:
+            loss.backward()
