@@ -33,6 +33,7 @@ SECONDS = 600  # after which tests that do not end count as failed
 
 _PLANNING = "judges planners solvers ilp"
 _RUNNING = "executor_errors judges exactness exactness_modules found_by_users limits"
+_MODELS = "any_model ordinary_models limits"
 _LIVE = "live_peaks live_block live_programs live_run live_models"
 TESTS = {
     "remat/simulation.py": "simulation judges solvers planners budget",
@@ -49,8 +50,8 @@ TESTS = {
     "remat/runtime/planned/run.py": _RUNNING,
     "remat/runtime/calls/record.py": _RUNNING,
     "remat/runtime/calls/environment.py": _RUNNING,
-    "remat/runtime/planned/call_executor.py": "patched_forward other_paths any_model ordinary_models found_by_users limits",
-    "remat/profiling/passes.py": "finding other_paths any_model limits ordinary_models profiling",
+    "remat/runtime/planned/call_executor.py": f"patched_forward other_paths {_MODELS} found_by_users",
+    "remat/profiling/passes.py": f"finding other_paths {_MODELS} profiling",
     "remat/runtime/live/ledger.py": _LIVE,
     "remat/runtime/dtr/core.py": f"dtr {_LIVE}",
     "remat/runtime/dtr/_kernels.py": f"dtr {_LIVE}",
