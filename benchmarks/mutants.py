@@ -51,11 +51,17 @@ TESTS = {
     "remat/runtime/calls/record.py": _RUNNING,
     "remat/runtime/calls/environment.py": _RUNNING,
     "remat/runtime/planned/call_executor.py": f"patched_forward other_paths {_MODELS} found_by_users",
+    "remat/runtime/planned/sequence_executor.py": _RUNNING,
+    "remat/runtime/planned/patched_forward.py": f"patched_forward other_paths {_MODELS} found_by_users",
     "remat/profiling/passes.py": f"finding other_paths {_MODELS} profiling",
+    "remat/profiling/cuts.py": f"finding other_paths {_MODELS} profiling",
+    "remat/profiling/alive.py": f"finding other_paths {_MODELS} profiling",
+    "remat/profiling/gauges.py": f"finding other_paths {_MODELS} profiling",
     "remat/runtime/live/ledger.py": _LIVE,
     "remat/runtime/dtr/core.py": f"dtr {_LIVE}",
     "remat/runtime/dtr/_kernels.py": f"dtr {_LIVE}",
     "remat/comparison/result.py": "verdicts compare compare_files plans_as_text cards package",
+    "remat/comparison/table.py": "verdicts compare compare_files plans_as_text cards package",
 }
 
 

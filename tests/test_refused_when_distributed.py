@@ -53,6 +53,15 @@ def test_stages_that_are_sharded_in_part_are_refused() -> None:
     model(torch.randn(32, 8)).sum().backward()
 
 
+def test_a_sequential_that_is_sharded_as_a_whole_is_refused() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+    with pytest.raises(UnsupportedModel, match="apply it to the stages"):
+        remat.profile(model, torch.randn(32, 64))
+
+
 def test_a_backward_in_two_halves_is_refused_where_something_is_recomputed() -> None:
     """`torch.distributed.pipelining` has schedules that compute gradients of inputs first, of parameters later."""
     from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble

@@ -26,10 +26,6 @@ def is_cut(tensor: torch.Tensor) -> bool:
     return tensor.grad_fn is not None and drops_gradients(tensor.grad_fn)
 
 
-def leaf_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
 def cut(
     output: Any, on_gradient: Callable[[int, torch.Tensor], None] | None = None, anchor: torch.Tensor = INSIDE
 ) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from remat.errors import UnsupportedModel
 from remat.host.progress import Progress
 from remat.profiling.preserving import Replaced
+from remat.profiling.recording import saving_nothing
 from remat.profiling.stage_costs import Marks, SavedStorages, storage_bytes
 from remat.runtime.calls.environment import BufferWatch, RandomState, accelerators
 from remat.runtime.calls.stages import Stage, detached, stage_name
@@ -68,7 +68,7 @@ def probe(flat: Sequence[tuple[str, nn.Module]], value: Any, replaced: Replaced,
         seconds = math.inf
         for _ in range(2):
             box = [map_tensors(torch.clone, value)]
-            with saving_nothing():
+            with saving_nothing(cannot_unpack):
                 seconds = min(seconds, elapsed(tensors(value)[0].device, partial(run_in, stage, box)))
         value = detached(box.pop())
         yield Traits(in_place, view, *saves, marks, seconds)
@@ -127,13 +127,6 @@ def fuse(
 def run_in(run: Callable[[Any], Any], box: list[Any]) -> None:
     """Replaces the one value in `box` by the run's output; nobody else holds the value meanwhile."""
     box.append(run(box.pop()))
-
-
-@contextmanager
-def saving_nothing() -> Iterator[None]:
-    """Forward with gradients on, so that it is the same computation, but keeping nothing for a backward."""
-    with saved_tensors_hooks(lambda tensor: None, cannot_unpack):
-        yield
 
 
 def cannot_unpack(_: None) -> torch.Tensor:

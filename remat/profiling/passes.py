@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from remat.errors import UnsupportedModel
 from remat.profiling.alive import Held, gone_of, held_by
 from remat.profiling.carried import begun_by
-from remat.profiling.cuts import Reached, cut, is_cut, leaf_of, made_of
+from remat.profiling.cuts import Reached, cut, is_cut, made_of
 from remat.profiling.facts import Facts, Made, Side
 from remat.profiling.gauges import Gauge
 from remat.profiling.preserving import (
@@ -51,7 +51,7 @@ from remat.runtime.calls.stage_calls import StageCalls
 from remat.runtime.calls.stages import detached
 from remat.runtime.checks import Loss
 from remat.runtime.patching import Forward, intercepted
-from remat.runtime.pytree import Arguments, activation_of, first_tensor, loss_in, map_tensors, tensors
+from remat.runtime.pytree import Arguments, activation_of, first_tensor, loss_in, tensors
 
 # A pass --------------------------------------------------------------------------------------------------------------
 
@@ -330,14 +330,14 @@ class Pass:
                 saves_output=saved.among(handed),
                 returned=storage_bytes(output),
             )
-            following = map_tensors(leaf_of, output)
+            following = detached(output)
             del output, handed
         source = cut(given, on_gradient)
         with self._graph_of_a_stage(), self.gauge.span("full", index):
             output = run(source)
         del source, before  # copies of buffers, which no level that is compared may miss
         if not self.memory:
-            following = map_tensors(leaf_of, output)
+            following = detached(output)
         ends = [tensor for tensor in tensors(output) if tensor.requires_grad]
         end = self._sink(index, ends) if ends else None
         del output, ends

@@ -6,7 +6,7 @@ Nothing is saved for a backward meanwhile, so the forward takes as much memory a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -301,6 +301,6 @@ def no_backward(_: None) -> torch.Tensor:
     raise UnsupportedModel("the model runs a backward in its forward, which a watched forward cannot")
 
 
-def saving_nothing() -> saved_tensors_hooks:
-    """A forward inside is the same computation as ever, and keeps nothing for a backward."""
-    return saved_tensors_hooks(lambda tensor: None, no_backward)
+def saving_nothing(unpack: Callable[[None], torch.Tensor] = no_backward) -> saved_tensors_hooks:
+    """A forward inside is the same computation as ever, and keeps nothing for a backward, which `unpack` refuses."""
+    return saved_tensors_hooks(lambda tensor: None, unpack)

@@ -20,7 +20,7 @@ from remat.chain import Chain, Layout
 from remat.host.progress import Progress
 from remat.profiling.any_model import SETTLING, profile_calls
 from remat.profiling.carried import Carrying, begun_by, carried_by_caller, carried_by_leaves, leaves_of
-from remat.profiling.fusing import SMALL, cannot_unpack, fuse, probe, run_in, saving_nothing
+from remat.profiling.fusing import SMALL, cannot_unpack, fuse, probe, run_in
 from remat.profiling.preserving import (
     ForeignGradients,
     Form,
@@ -33,6 +33,7 @@ from remat.profiling.preserving import (
     preserved,
     set_apart,
 )
+from remat.profiling.recording import saving_nothing
 from remat.profiling.stage_costs import (
     NO_MARKS,
     NOTHING,
@@ -61,7 +62,7 @@ from remat.runtime.calls.stages import (
 from remat.runtime.checks import Loss, check_count, check_model, check_sample, checked_loss
 from remat.runtime.meter import MemoryMeter, elapsed
 from remat.runtime.pytree import tensors
-from remat.runtime.sharding import refuse_flat_shards
+from remat.runtime.sharding import refuse_flat_shards, refuse_shards_of_others
 
 
 def profile(
@@ -129,6 +130,7 @@ def profile(
     value = single_input(sample)
     flat = flatten(model)
     everything = Stage([module for _, module in flat], "model")
+    refuse_shards_of_others(model, [Stage([module], name) for name, module in flat])
     device = check_device([everything], value)
     layout_inputs = describe_call(value)
     everywhere = preserved([*everything.modules, *loss_modules], accelerators(everything, value))
@@ -386,6 +388,6 @@ def _measure_time(
 
 def _run_all(runs: Sequence[Stage | Loss], value: Any) -> None:
     """One forward of everything, which keeps nothing for a backward."""
-    with saving_nothing():
+    with saving_nothing(cannot_unpack):
         for run in runs:
             value = run(value)

@@ -106,9 +106,8 @@ class _Calls:
         self._counter = Counter(places)
         self._open: Open | None = None
         self._calls: StageCalls | None = None  # of the open stage
-        self._handed: tuple[torch.Tensor, tuple[int, ...]] | None = (
-            None  # the last activation, where it is the next input
-        )
+        # The last activation, where the next stage takes it.
+        self._handed: tuple[torch.Tensor, tuple[int, ...]] | None = None
 
     def arrive(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a module that has stages."""
