@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DONE := $(VENV)/.installed
+# Each test runs in one thread. A file stays in one process: blocks of a document build on each other.
+PARALLEL := --numprocesses 2 --dist loadfile
 
 .PHONY: help demo test test-slow mutants lint docs bench notebooks clean
 
@@ -27,10 +29,10 @@ demo: $(DONE)
 	$(BIN)/remat compare examples.demo:images --out demo/images
 
 test: $(DONE)
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q $(PARALLEL) -m "not slow"
 
 test-slow: $(DONE)
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q $(PARALLEL) -m slow
 
 mutants: $(DONE)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[mutants]'

@@ -130,7 +130,7 @@ def real_models() -> list[dict[str, object]]:
 
     from remat.models.gpt import gpt
     from remat.models.resnet import resnet1001
-    from remat.profiling.sequential import profile
+    from remat.profiling.profile import profile
 
     models = {
         "ResNet-1001, 1 image of 32 x 32": (resnet1001(), torch.randn(1, 3, 32, 32)),

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from remat.profiling.find import find_chain as find_chain
     from remat.profiling.found import FoundChain as FoundChain
     from remat.profiling.found import FoundStage as FoundStage
-    from remat.profiling.sequential import profile as profile
+    from remat.profiling.profile import profile as profile
     from remat.report import Moment as Moment
     from remat.report import Report as Report
     from remat.runtime.dtr.freezing import freeze as freeze
@@ -101,7 +101,7 @@ _HOMES = {
     "remat.runtime.execution": ("Execution",),
     "remat.runtime.live.context": ("DTR",),
     "remat.plotting.evictions": ("plot_evictions",),
-    "remat.profiling.sequential": ("profile",),
+    "remat.profiling.profile": ("profile",),
     "remat.report": ("Moment", "Report"),
     "remat.comparison.run": ("run",),
     "remat.runtime.planned.patched_forward": ("remove",),

@@ -452,7 +452,7 @@ def _budget(text: str) -> int | str | float:
 
 def _profile(name: str, batch: int, device: str) -> Chain:
     from remat.models.examples import load_example
-    from remat.profiling.sequential import profile as profile_model
+    from remat.profiling.profile import profile as profile_model
 
     example = load_example(name, batch, device)
     with _progress() as progress:

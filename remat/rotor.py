@@ -21,12 +21,12 @@ from remat.errors import PlanMismatch, RematError
 from remat.formatting import format_bytes, format_seconds
 from remat.host.packages import available_bytes
 from remat.host.progress import Progress, shown
-from remat.profiling.sequential import SMALL, Loss, profile
+from remat.profiling.profile import Loss, profile
 from remat.report import Report
-from remat.runtime.calls.stages import flatten, group, is_sequential, single_input
+from remat.runtime.calls.stages import call_of, flatten, is_sequential
 from remat.runtime.checks import check_count, check_model, checked_loss
 from remat.runtime.patching import beyond_compiler
-from remat.runtime.planned.call_executor import CallExecutor
+from remat.runtime.planned.binding import bound
 from remat.runtime.planned.patched_forward import (
     PatchedForward,
     check_other_path,
@@ -35,12 +35,10 @@ from remat.runtime.planned.patched_forward import (
     refuse_patched,
     unpatched,
 )
-from remat.runtime.planned.program import compile_schedule
 from remat.runtime.planned.run import Executor, Lock
-from remat.runtime.planned.sequence_executor import SequenceExecutor
 from remat.runtime.planned.validity import Validity
 from remat.runtime.planned.wrapper import Wrapper
-from remat.runtime.pytree import Arguments, arguments
+from remat.runtime.pytree import Arguments
 from remat.runtime.sharding import is_sharded
 from remat.schedule import Operation, Schedule, store_all_operations
 from remat.simulation import simulate
@@ -165,7 +163,6 @@ class Checkpointable(Wrapper):
         self.output_held = output_held
         self.group = group
         self.__dict__["stages"] = stages  # modules among them must not become children
-        self._found = found
         self._lock = Lock()
         self._other_path = other_path
         self._patch: PatchedForward | None = None
@@ -197,7 +194,7 @@ class Checkpointable(Wrapper):
         """
         with self._in_train_mode(), shown(progress) as tell:
             self.chain = self._profile(input, self.loss, tell)
-            self._measured_state = self._validity(arguments(input) if self._found else single_input(input))
+            self._measured_state = self._validity(call_of(self.wrapped, input))
         self._plan = None
         self._plans.clear()
         store_all = StoreAll().minimum_budget(self.chain)
@@ -213,10 +210,7 @@ class Checkpointable(Wrapper):
             options["progress"] = tell
             if self.group is None:
                 return profile(self.wrapped, sample, **options)
-            # Fused by how long they took, small modules could make up other stages in each process.
-            small = SMALL if self._found else 0.0
-            agreed = partial(agree, group=self.group)
-            return profile(self.wrapped, sample, small=small, agreed=agreed, **options)
+            return profile(self.wrapped, sample, agreed=partial(agree, group=self.group), **options)
 
     def compute_sequence(
         self,
@@ -309,14 +303,7 @@ class Checkpointable(Wrapper):
 
     def _adopt(self, chain: Chain | None, schedule: Schedule) -> None:
         layout = schedule.layout or (chain.layout if chain is not None else None)
-        executor: Executor
-        if self._found:
-            placed = replace(schedule, layout=layout)
-            executor = CallExecutor(self.wrapped, placed, preserve_random=self.preserve_rng_state)
-        else:
-            program = compile_schedule(schedule)
-            stages = group(self.wrapped, layout, schedule.length)
-            executor = SequenceExecutor(self.wrapped, program, stages, preserve_random=self.preserve_rng_state)
+        executor = bound(self.wrapped, replace(schedule, layout=layout), preserve_random=self.preserve_rng_state)
         executor.lock = self._lock
         self._plan = _Plan(chain, schedule, executor)
 
@@ -382,12 +369,12 @@ class Checkpointable(Wrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._patch is not None or not self.training or not torch.is_grad_enabled():
             return self._plainly(*args, **kwargs)  # which trains by the plan, where that is in place
-        return beyond_compiler(self._by_plan)(single_input(args or kwargs))
+        return beyond_compiler(self._by_plan)(args, kwargs)
 
-    def _by_plan(self, value: Any) -> Any:
+    def _by_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._lock:
-            executor = self._plan_for(value).executor
-        return executor.run(self.wrapped, (value,), {}, refuse_other_path)
+            executor = self._plan_for(Arguments(args, kwargs)).executor
+        return executor.run(self.wrapped, args, kwargs, refuse_other_path)
 
     def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executor | None:
         """What runs a forward of a model that trains by the plan itself."""
@@ -398,16 +385,16 @@ class Checkpointable(Wrapper):
                 "a model in shards (fully_shard) cannot be measured inside of its first forward; call measure(sample) "
                 "in all processes before, or pass input=sample"
             )
-        return self._plan_for(Arguments(args, kwargs) if self._found else single_input(args or kwargs)).executor
+        return self._plan_for(Arguments(args, kwargs)).executor
 
-    def _plan_for(self, value: Any) -> _Plan:
+    def _plan_for(self, call: Arguments) -> _Plan:
         if self._plan is not None and not self._plan.executor.is_current:
             self._forget()
         if self._plan is not None and self._request is None:
             return self._plan
-        state = self._validity(value)
+        state = self._validity(call)
         if self.chain is None:
-            self.measure(value if self._found else (value,))
+            self.measure(call)
         if state == self._measured_state:
             if self._plan is None:
                 self._plan_with(self._request or _Request(Persistent(self.mem_slots)))
@@ -421,7 +408,7 @@ class Checkpointable(Wrapper):
                     "this process cannot plan anew without the others of its group; call measure(sample) with the "
                     "largest batch in all of them, and compute_sequence()"
                 )
-            self._plans[state] = covering or self._plan_anew(value, state)
+            self._plans[state] = covering or self._plan_anew(call, state)
         return self._plans[state]
 
     def _covering(self, state: Validity) -> _Plan | None:
@@ -435,8 +422,8 @@ class Checkpointable(Wrapper):
         fitting = [other for other in known if other.covers(state)]
         return known[min(fitting, key=lambda other: sum(map(prod, other.shapes)))] if fitting else None
 
-    def _validity(self, value: Any) -> Validity:
-        return Validity.of(self.wrapped, value, scalars=not self._found)
+    def _validity(self, call: Arguments) -> Validity:
+        return Validity.of(self.wrapped, call)
 
     def _forget(self) -> None:
         if self._request is None:
@@ -451,19 +438,18 @@ class Checkpointable(Wrapper):
         self.chain = self._plan = self._measured_state = None
         self._plans.clear()
 
-    def _plan_anew(self, value: Any, state: Validity) -> _Plan:
+    def _plan_anew(self, call: Arguments, state: Validity) -> _Plan:
         note = ""
-        sample = value if self._found else (value,)
         before = self.chain, self._plan, self._request
         try:
             try:
-                self.chain = self._profile(sample, self.loss)
+                self.chain = self._profile(call, self.loss)
             except Exception as error:
                 if self.loss is None:
                     raise
                 # A loss often holds the targets of the batch it was given with, which another shape does not fit.
                 note = f"; the loss does not take it ({error}) and is taken as free"
-                self.chain = self._profile(sample, None)
+                self.chain = self._profile(call, None)
             self._plan_as(self._request or _Request(Persistent(self.mem_slots)))
             assert self._plan is not None
             plan = self._plan

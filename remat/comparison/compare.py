@@ -23,7 +23,7 @@ from remat.errors import InfeasibleBudget, RematError, SolverStopped, Unsupporte
 from remat.formatting import format_bytes
 from remat.host.machine import machine
 from remat.host.progress import shown
-from remat.profiling.sequential import profile
+from remat.profiling.profile import profile
 from remat.runtime.calls.stages import describe, describe_call, is_sequential
 from remat.runtime.checks import check_count, check_model, check_sample, checked_loss
 from remat.runtime.dtr.simulator import Replay

@@ -8,7 +8,7 @@ from torch import nn
 
 from remat.chain import Chain
 from remat.errors import RematError
-from remat.profiling.sequential import profile
+from remat.profiling.profile import profile
 from remat.runtime.checks import Loss
 
 _STEPS = 24  # of the slider, between the least budget and storing everything

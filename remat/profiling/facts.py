@@ -1,4 +1,4 @@
-"""What a pass over a found chain finds out besides its measurements: sizes at the cuts, and who shares what."""
+"""What a pass over the stages of a model finds out besides its measurements: sizes at the cuts, and who shares what."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 
 from remat.profiling.preserving import Form
-from remat.profiling.stage_costs import Boundary, Marks
+from remat.profiling.stage_costs import NO_MARKS, Boundary, Marks
+
+Forms = tuple[Form | None, ...]
 
 
 @dataclass
@@ -28,26 +30,63 @@ class Made(NamedTuple):
 
 
 @dataclass
-class Facts:
-    """What a pass found out besides its measurements."""
+class StageFacts:
+    """What is known of a stage, or of a piece of code outside of the stages.
 
-    boundaries: dict[int, Boundary] = field(default_factory=dict)
-    marks: dict[int, Marks] = field(default_factory=dict)
-    act: dict[int, int] = field(default_factory=dict)  # bytes of a stage's activation
-    grad: dict[int, int] = field(default_factory=dict)
-    kept_input: dict[int, bool] = field(default_factory=dict)  # code outside holds what it was handed
-    leaves: dict[int, set[torch.Tensor]] = field(default_factory=dict)  # those that the backward of a stage reaches
-    sides: dict[int, Side] = field(default_factory=dict)
-    used: dict[Made, dict[int, int]] = field(default_factory=dict)  # by which code outside; bytes of its gradient
-    # Of what stages returned and variables still named: gone by the end of a piece of code outside; and there when a
-    # stage of the same run, or the code behind it, began, but gone when the forward was over.
-    rebound: dict[int, int] = field(default_factory=dict)
-    passing: dict[int, int] = field(default_factory=dict)
-    # First stages of runs whose input went when the next one began, as it does not where they are to be run again.
-    drops_input: set[int] = field(default_factory=set)
-    # Of what stages returned and was there when a later one of the same run began: what only the output still holds.
-    in_output: int = 0
-    # What stages were given by code outside and the output holds too: by the piece of that code, or a later one.
-    given_and_in_output: dict[int, int] = field(default_factory=dict)
-    # How the gradient lies in memory that comes back to what a stage handed on (to the model's input: 0).
-    forms: dict[int, Form] = field(default_factory=dict)
+    Attributes:
+        act, grad: bytes of its activation, and of the gradients of that.
+        forms: how the gradients that come back to its activation lie in memory.
+        leaves: those that its backward reaches.
+        marks, boundary: of a stage that has been measured.
+        kept_input: code outside holds what it was handed.
+        rebound: bytes of what stages returned and variables still named, gone by the end of a piece of code outside.
+        passing: the same, of what was there when this stage of a run, or the code behind it, began, and was gone when
+            the forward was over.
+        drops_input: the input of its run, of which it is the first, went when the next stage began, as it does not
+            where they are to be run again.
+    """
+
+    act: int = 0
+    grad: int = 0
+    forms: Forms = ()
+    leaves: set[torch.Tensor] = field(default_factory=set)
+    marks: Marks = NO_MARKS
+    boundary: Boundary | None = None
+    kept_input: bool = True
+    rebound: int = 0
+    passing: int = 0
+    drops_input: bool = False
+
+
+class Facts:
+    """What a pass found out, stage by stage, and what several stages share.
+
+    Attributes:
+        stages: 0 is the model's input, L+1 the loss.
+        sides: side inputs, by identity.
+        used: what stages returned, by which code outside; bytes of its gradient.
+        in_output: bytes of what stages returned and was there when a later one of the same run began, and only the
+            output still holds.
+        given_and_in_output: bytes of what stages were given by code outside and the output holds too: by the piece of
+            that code, or a later one.
+    """
+
+    def __init__(self, last: int) -> None:
+        self.stages = [StageFacts() for _ in range(last + 2)]
+        self.sides: dict[int, Side] = {}
+        self.used: dict[Made, dict[int, int]] = {}
+        self.in_output = 0
+        self.given_and_in_output: dict[int, int] = {}
+
+    def __getitem__(self, index: int) -> StageFacts:
+        return self.stages[index]
+
+    @property
+    def forms(self) -> list[Forms]:
+        """How gradients lie in memory, stage by stage."""
+        return [stage.forms for stage in self.stages]
+
+    @property
+    def leaves(self) -> dict[int, set[torch.Tensor]]:
+        """The leaves that the backward of each stage reaches."""
+        return {index: stage.leaves for index, stage in enumerate(self.stages)}

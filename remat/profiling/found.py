@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from html import escape
 
+from remat.chain import Layout
 from remat.formatting import format_bytes
-from remat.runtime.calls.stages import stage_name
+from remat.runtime.calls.stages import describe_call, stage_name
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,10 @@ class FoundChain:
                 calls.append(())
             calls.append(stage.calls)
         return (*calls, ())
+
+    def layout(self, call: object) -> Layout:
+        """How the stages lie on the model, measured with this call."""
+        return Layout(tuple(map(len, self.calls)), describe_call(call), self.calls, self.aside, self.uncalled)
 
     def __str__(self) -> str:
         lines = [f"{self._summary()}"]

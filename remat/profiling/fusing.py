@@ -1,4 +1,4 @@
-"""Which modules of an `nn.Sequential` make a stage: what can be recomputed on its own and is worth a decision."""
+"""The chain of an `nn.Sequential`: which of its modules make a stage, recomputable alone and worth a decision."""
 
 from __future__ import annotations
 
@@ -12,66 +12,65 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from remat.chain import Layout
 from remat.errors import UnsupportedModel
 from remat.host.progress import Progress
-from remat.profiling.preserving import Replaced
 from remat.profiling.recording import saving_nothing
-from remat.profiling.stage_costs import Marks, SavedStorages, storage_bytes
-from remat.runtime.calls.environment import BufferWatch, RandomState, accelerators
-from remat.runtime.calls.stages import Stage, detached, stage_name
+from remat.profiling.stage_costs import SavedStorages
+from remat.runtime.calls.stages import describe_call, detached, flatten, input_of
 from remat.runtime.checks import failing_on_the_sample
 from remat.runtime.meter import elapsed
-from remat.runtime.pytree import map_tensors, tensors
+from remat.runtime.pytree import Arguments, map_tensors, tensors
 
-SMALL = 0.05  # share of the upper quartile of forward times under which a stage is fused with its neighbour
+
+def in_a_row(model: nn.Module, call: Arguments, small: float, tell: Progress) -> Layout:
+    """How the stages lie on an `nn.Sequential`, whose modules follow one another.
+
+    Modules that work in place on their input, return views of it, or take less time than the share `small` of the upper
+    quartile, are fused with their neighbour.
+
+    Raises:
+        UnsupportedModel: it is empty, works in place on the sample, or a module of it returns no dense tensor.
+    """
+    flat, value = flatten(model), input_of(call)
+    return Layout(tuple(_fused(flat, list(_probed(flat, value, tell)), small)), describe_call(value))
 
 
 @dataclass(frozen=True)
-class Traits:
+class _Traits:
     """What the probe saw of one module."""
 
     in_place: bool
     view: bool
     saves_input: bool
     saves_output: bool
-    marks: Marks
     seconds: float
 
 
-def probe(flat: Sequence[tuple[str, nn.Module]], value: Any, replaced: Replaced, tell: Progress) -> Iterator[Traits]:
+def _probed(flat: Sequence[tuple[str, nn.Module]], value: Any, tell: Progress) -> Iterator[_Traits]:
     """Runs the modules one by one, saving nothing. `value` is not touched: each module gets a copy of its input."""
     value = detached(value)
     for index, (name, module) in enumerate(flat):
         tell("probing stages", index, len(flat))
-        stage = Stage([module], name)
-        devices = accelerators(stage, value)
-        flags = tuple(part.training for part in stage.parts)
         copy = map_tensors(torch.clone, value)
         versions = [tensor._version for tensor in tensors(copy)]
         inputs = {tensor.untyped_storage().data_ptr() for tensor in tensors(copy) if tensor.numel()}
-        watch = BufferWatch()
-        before, random = watch.before(stage, flags), RandomState(devices)
         saved = SavedStorages()
         with failing_on_the_sample(partial(str, name)), saved_tensors_hooks(saved.note, cannot_unpack):
-            output = stage(copy)
-        draws, changed = random != RandomState(devices), watch.after(stage, flags, before)
-        changed_bytes = sum(was.kept_bytes for was in changed.values())
-        _check_output(stage.name, output)
+            output = module(copy)
+        _check_output(name, output)
         saves = saved.among(copy), saved.among(output)
         in_place = [tensor._version for tensor in tensors(copy)] != versions
         view = any(tensor.untyped_storage().data_ptr() in inputs for tensor in tensors(output) if tensor.numel())
-        set_up = replaced.among(stage.parts)
-        kept = [buffer for buffer in set_up if saved.among(buffer)]
-        marks = Marks(draws, bool(changed), changed_bytes, storage_bytes(set_up), storage_bytes(kept))
-        del copy, output, before
+        del copy, output
         # Further runs, for its time: the first one pays for what is set up once.
         seconds = math.inf
         for _ in range(2):
             box = [map_tensors(torch.clone, value)]
             with saving_nothing(cannot_unpack):
-                seconds = min(seconds, elapsed(tensors(value)[0].device, partial(run_in, stage, box)))
+                seconds = min(seconds, elapsed(tensors(value)[0].device, partial(_run_in, module, box)))
         value = detached(box.pop())
-        yield Traits(in_place, view, *saves, marks, seconds)
+        yield _Traits(in_place, view, *saves, seconds)
     tell("probing stages", len(flat), len(flat))
 
 
@@ -85,10 +84,8 @@ def _check_output(name: str, output: Any) -> None:
         )
 
 
-def fuse(
-    flat: Sequence[tuple[str, nn.Module]], traits: Sequence[Traits], small: float
-) -> tuple[list[Stage], list[Marks]]:
-    """Groups modules into stages that can be recomputed on their own and are worth a decision."""
+def _fused(flat: Sequence[tuple[str, nn.Module]], traits: Sequence[_Traits], small: float) -> list[int]:
+    """How many modules, one after the other, make up each stage."""
     groups: list[list[int]] = []
     only_views = True  # so far nothing but views of the model's input
     for index, trait in enumerate(traits):
@@ -107,24 +104,20 @@ def fuse(
     seconds = [sum(traits[index].seconds for index in members) for members in groups]
     # Not the mean, which one stage that was disturbed while it was timed would raise above all others.
     threshold = small * sorted(seconds)[3 * len(seconds) // 4]
-    joined: list[list[int]] = []
+    joined: list[int] = []
     joined_seconds: list[float] = []
     for members, spent in zip(groups, seconds, strict=True):
         # The neighbour is the stage before, so that what it hands on stays a place to cut; the first has only the next.
         if joined and (spent < threshold or joined_seconds[-1] < threshold):
-            joined[-1].extend(members)
+            joined[-1] += len(members)
             joined_seconds[-1] += spent
         else:
-            joined.append(list(members))
+            joined.append(len(members))
             joined_seconds.append(spent)
-    stages = [
-        Stage([flat[index][1] for index in members], stage_name([flat[index][0] for index in members]))
-        for members in joined
-    ]
-    return stages, [Marks.together([traits[index].marks for index in members]) for members in joined]
+    return joined
 
 
-def run_in(run: Callable[[Any], Any], box: list[Any]) -> None:
+def _run_in(run: Callable[[Any], Any], box: list[Any]) -> None:
     """Replaces the one value in `box` by the run's output; nobody else holds the value meanwhile."""
     box.append(run(box.pop()))
 

@@ -20,13 +20,21 @@ class Span(NamedTuple):
 
 
 class Gauge(ABC):
-    """Measures stretches of a pass, one after the other."""
+    """Measures stretches of a pass, one after the other.
+
+    Attributes:
+        of_memory: it measures bytes, not seconds.
+    """
+
+    of_memory: bool
 
     @abstractmethod
     def span(self, what: str, stage: int) -> AbstractContextManager[None]: ...
 
 
 class Bytes(Gauge):
+    of_memory = True
+
     def __init__(self, device: torch.device) -> None:
         self.meter = MemoryMeter(device)
         self.order: list[Span] = []
@@ -40,6 +48,8 @@ class Bytes(Gauge):
 
 
 class Seconds(Gauge):
+    of_memory = False
+
     def __init__(self, device: torch.device) -> None:
         self.seconds: dict[Span, float] = {}
         self._device = device

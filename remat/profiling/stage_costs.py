@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from remat.profiling.preserving import cut_off
 from remat.runtime.calls.environment import state_bytes, working_bytes
 from remat.runtime.calls.stages import Stage
 from remat.runtime.meter import MemoryMeter, Region, rounded
 from remat.runtime.patching import uncompiled
-from remat.runtime.pytree import map_tensors, tensors
+from remat.runtime.pytree import tensors
 
 
 @dataclass(frozen=True)
@@ -25,17 +24,6 @@ class Marks:
     changed_bytes: int
     set_up_bytes: int = 0  # of buffers that its first run puts in the place of others, and a recomputation of that too
     set_up_saved: int = 0  # what of these autograd keeps
-
-    @classmethod
-    def together(cls, marks: Sequence[Marks]) -> Marks:
-        """Those of a stage that consists of several."""
-        return cls(
-            any(mark.draws_random for mark in marks),
-            any(mark.changes_buffers for mark in marks),
-            sum(mark.changed_bytes for mark in marks),
-            sum(mark.set_up_bytes for mark in marks),
-            sum(mark.set_up_saved for mark in marks),
-        )
 
 
 NO_MARKS = Marks(False, False, 0)
@@ -92,14 +80,17 @@ class Boundary:
     returned: int
 
 
-def sizes_of_stage(without: Region, full: Region, backward: Region, at: Boundary, input_held: bool) -> Sizes:
+def sizes_of_stage(without: Region, full: Region, backward: Region | None, at: Boundary, input_held: bool) -> Sizes:
     """The terms of the model (Section 3.1) for one stage.
 
-    `input_held`: something else than this stage's backward keeps the input alive until then.
+    Args:
+        without: its forward, while nothing of it is saved for a backward; full: the same, saved.
+        backward: None where it has none.
+        input_held: something else than this stage's backward keeps the input alive until then.
     """
     saved = max(full.end_bytes - full.start_bytes, at.act)
     bwd_extra = 0
-    if at.grad:
+    if at.grad and backward is not None:
         bwd_extra = backward.peak_bytes - full.start_bytes - saved - at.grad - at.grad_before
         if not (input_held or at.saves_input):
             bwd_extra -= at.act_before  # gone by then: its last reader was this stage's forward
@@ -177,12 +168,3 @@ def gradient_bytes(value: Any) -> int:
         for tensor in tensors(value)
         if tensor.requires_grad
     )
-
-
-def sourced(value: Any) -> Any:
-    """`value` as if it came out of an earlier stage: part of a graph where it requires a gradient."""
-    differentiable = [tensor for tensor in tensors(value) if tensor.requires_grad]
-    if not differentiable:
-        return value
-    handed_on = iter(cut_off(*differentiable))
-    return map_tensors(lambda tensor: next(handed_on) if tensor.requires_grad else tensor, value)

@@ -14,9 +14,8 @@ from remat.errors import OverBudgetWarning, RematError
 from remat.report import Report
 from remat.runtime.execution import Execution
 from remat.runtime.live.context import DTR
-from remat.runtime.planned.call_executor import CallExecutor, runs_in_place
+from remat.runtime.planned.binding import bound
 from remat.runtime.planned.patched_forward import trained_by
-from remat.runtime.planned.wrapper import apply
 from remat.schedule import Schedule
 
 How: TypeAlias = Schedule | DTR | Execution | None
@@ -82,9 +81,7 @@ class BySchedule(Execution):
         self.name = schedule.strategy
 
     def prepared(self, model: nn.Module) -> Callable[..., Any]:
-        if not runs_in_place(self.schedule):
-            return apply(model, self.schedule)
-        executor = CallExecutor(model, self.schedule)
+        executor = bound(model, self.schedule)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             with trained_by(model, executor):

@@ -10,7 +10,7 @@ from torch import nn
 
 from remat.chain import Chain
 from remat.models import gpt
-from remat.profiling.sequential import profile
+from remat.profiling.profile import profile
 from remat.profiling.stage_costs import storage_bytes
 from remat.runtime.meter import MemoryMeter
 from remat.runtime.planned.wrapper import ScheduledModule, apply

@@ -182,7 +182,14 @@ def call_of(model: nn.Module, sample: Any) -> Arguments:
     Raises:
         UnsupportedModel: as `single_input`.
     """
+    if isinstance(sample, Arguments):
+        return sample
     return Arguments((single_input(sample),), {}) if is_sequential(model) else arguments(sample)
+
+
+def input_of(call: Arguments) -> Any:
+    """The one input of a call of an `nn.Sequential`."""
+    return single_input(call.args or call.kwargs)
 
 
 def check_device(stages: Sequence[Stage], value: Any) -> torch.device:

@@ -34,6 +34,8 @@ class CallExecutor(Executor):
         PlanMismatch: the schedule was made for another model.
     """
 
+    in_place = True
+
     def __init__(self, model: nn.Module, schedule: Schedule, *, preserve_random: bool = True) -> None:
         self.places = Places(model, schedule.layout)
         program = compile_schedule(schedule, self.places.fixed)
@@ -60,11 +62,6 @@ class CallExecutor(Executor):
     @property
     def is_current(self) -> bool:
         return self.places.is_current
-
-
-def runs_in_place(schedule: Schedule) -> bool:
-    """Whether the schedule is for the calls of a model's modules, not for an `nn.Sequential`."""
-    return schedule.layout is not None and schedule.layout.calls is not None
 
 
 def switches_of(model: nn.Module) -> list[nn.Module]:

@@ -14,7 +14,6 @@ from torch import nn
 
 from remat.errors import LeftChain, RematError
 from remat.runtime.patching import Forward, beyond_compiler, intercepted
-from remat.runtime.planned.call_executor import CallExecutor
 from remat.runtime.planned.run import Executor, Lock
 
 
@@ -155,7 +154,7 @@ def remove(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def trained_by(model: nn.Module, executor: CallExecutor) -> Iterator[None]:
+def trained_by(model: nn.Module, executor: Executor) -> Iterator[None]:
     """Inside, the model trains by this executor, whatever it does otherwise, and leaving the chain is an error."""
 
     def run(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -58,11 +58,14 @@ class Executor(ABC):
     """A program bound to the stages of a model.
 
     Attributes:
+        in_place: it needs the model's own forward, so that the model itself trains by it, and not a wrapper around it.
         observer: called with every operation when it begins, except the loss's; for tests and timelines.
         lock: held while the model runs forward and while stages are recomputed, which changes flags and buffers of its
             modules for a while; executors of one model share it.
         watches: which buffers each stage was seen to change, in all runs so far.
     """
+
+    in_place: bool
 
     def __init__(
         self, model: nn.Module, program: Program, stages: Sequence[Stage], *, preserve_random: bool = True

@@ -5,17 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from remat.runtime.calls.stages import is_current, single_input
+from torch import nn
+
+from remat.runtime.calls.stages import group, input_of, is_current
 from remat.runtime.patching import Forward
-from remat.runtime.planned.program import Step
+from remat.runtime.planned.program import Step, compile_schedule
 from remat.runtime.planned.run import Executor, Run
+from remat.runtime.pytree import Arguments
+from remat.schedule import Schedule
 
 
 class SequenceExecutor(Executor):
-    """A program bound to stages that follow one another, which need no forward of the model."""
+    """A program bound to stages that follow one another, which need no forward of the model.
+
+    Raises:
+        PlanMismatch: the schedule was made for another model.
+        UnsupportedModel: not an `nn.Sequential`, or nothing in it.
+    """
+
+    in_place = False
+
+    def __init__(self, model: nn.Module, schedule: Schedule, *, preserve_random: bool = True) -> None:
+        stages = group(model, schedule.layout, schedule.length)
+        super().__init__(model, compile_schedule(schedule), stages, preserve_random=preserve_random)
 
     def run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]) -> Any:
-        value = single_input(args or kwargs)
+        value = input_of(Arguments(args, kwargs))
         if self.is_plain:
             for stage in self.stages:
                 value = stage(value)

@@ -19,13 +19,9 @@ class Validity(NamedTuple):
     requires_grad: tuple[bool, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, value: Any, *, scalars: bool = True) -> Validity:
-        """For `model` called with `value`.
-
-        Args:
-            scalars: whether tensors without dimensions count: trainers pass some that take no memory to speak of.
-        """
-        found = [tensor for tensor in tensors(value) if scalars or tensor.ndim]
+    def of(cls, model: nn.Module, value: Any) -> Validity:
+        """For `model` called with `value`, in which tensors without dimensions do not count: they take no memory."""
+        found = [tensor for tensor in tensors(value) if tensor.ndim]
         return cls(
             describe_call(found),
             tuple(tuple(tensor.shape) for tensor in found),

@@ -8,13 +8,11 @@ import torch
 from torch import nn
 
 from remat.errors import PlanMismatch, RematError
-from remat.runtime.calls.stages import describe_call, group
+from remat.runtime.calls.stages import describe_call
 from remat.runtime.patching import beyond_compiler
-from remat.runtime.planned.call_executor import CallExecutor, runs_in_place
+from remat.runtime.planned.binding import bound
 from remat.runtime.planned.patched_forward import PatchedForward, refuse_other_path
-from remat.runtime.planned.program import compile_schedule
 from remat.runtime.planned.run import Executor
-from remat.runtime.planned.sequence_executor import SequenceExecutor
 from remat.runtime.pytree import Arguments
 from remat.schedule import Schedule
 
@@ -69,12 +67,10 @@ class ScheduledModule(Wrapper):
         executor: what runs it.
     """
 
-    def __init__(self, model: nn.Module, schedule: Schedule, *, preserve_rng_state: bool = True) -> None:
-        program = compile_schedule(schedule)
-        stages = group(model, schedule.layout, schedule.length)
+    def __init__(self, model: nn.Module, schedule: Schedule, executor: Executor) -> None:
         super().__init__(model)
         self.schedule = schedule
-        self.executor = SequenceExecutor(model, program, stages, preserve_random=preserve_rng_state)
+        self.executor = executor
 
     def forward(self, input: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -130,14 +126,14 @@ def apply(
     """
     if not isinstance(model, nn.Module):
         raise RematError(f"the model is a {type(model).__name__}; pass a torch.nn.Module")
-    if runs_in_place(schedule):
-        executor = CallExecutor(model, schedule, preserve_random=preserve_rng_state)
+    executor = bound(model, schedule, preserve_random=preserve_rng_state)
+    if not executor.in_place:
+        return ScheduledModule(model, schedule, executor)
 
-        def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallExecutor:
-            _check_current(executor)
-            _check_inputs(schedule, Arguments(args, kwargs))
-            return executor
+    def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executor:
+        _check_current(executor)
+        _check_inputs(schedule, Arguments(args, kwargs))
+        return executor
 
-        PatchedForward(model, choose, executor.lock, other_path=other_path)
-        return model
-    return ScheduledModule(model, schedule, preserve_rng_state=preserve_rng_state)
+    PatchedForward(model, choose, executor.lock, other_path=other_path)
+    return model

@@ -1,51 +1,44 @@
-"""Measuring each stage of a found chain, and the code between the stages, while the model's own forward runs.
+"""A pass over any model: each stage of its chains, and the code between them, while the model's own forward runs.
 
-The model runs forward as ever, but the activation of a stage is cut off from the stage: nothing of the stage is kept,
-and each is measured forward and backward by itself, as `remat.profile` does with an nn.Sequential. What the code in
-between keeps stays, and its backward is measured piece by piece at the end, from the last to the first.
+What code outside of the stages keeps stays; its backward is measured piece by piece at the end, from the last to the
+first.
 """
 
 from __future__ import annotations
 
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat.errors import UnsupportedModel
 from remat.profiling.alive import Held, gone_of, held_by
-from remat.profiling.carried import begun_by
 from remat.profiling.cuts import Reached, cut, is_cut, made_of
-from remat.profiling.facts import Facts, Made, Side
+from remat.profiling.facts import Made, Side
 from remat.profiling.gauges import Gauge
 from remat.profiling.preserving import (
     OUTSIDE,
     ForeignGradients,
     Form,
     RandomGradients,
-    Replaced,
     Sink,
     contiguous_forms,
     drops_gradients,
     set_apart,
 )
-from remat.profiling.recording import no_backward, saving_nothing
+from remat.profiling.recording import saving_nothing
 from remat.profiling.stage_costs import (
-    Boundary,
-    Marks,
-    SavedStorages,
     gradient_bytes,
     storage_bytes,
 )
+from remat.profiling.stage_pass import Pass
 from remat.profiling.variables import Variables
-from remat.runtime.calls.environment import BufferWatch, RandomState, accelerators
 from remat.runtime.calls.places import Counter, Place, Places, among
 from remat.runtime.calls.stage_calls import StageCalls
 from remat.runtime.calls.stages import detached
@@ -56,17 +49,13 @@ from remat.runtime.pytree import Arguments, activation_of, first_tensor, loss_in
 # A pass --------------------------------------------------------------------------------------------------------------
 
 
-class Pass:
+class ModelPass(Pass):
     """One forward of the model with every stage measured by itself, then the backward of what is between them.
 
+    The last span is what the output held, or, where that is not held, a loss in it.
+
     Args:
-        memory: what is measured is memory.
-        known: what an earlier pass found out.
         variables: what follows the variables of the forward, in a pass in which nothing is measured.
-        contiguous: gradients of the model's output are contiguous, also where the output is not.
-        output_held: the output lives until all backwards are over, else only a loss in it. What that held is the last
-            span.
-        replaced: knows the buffers that were set up since the profile began.
     """
 
     def __init__(
@@ -75,21 +64,12 @@ class Pass:
         gauge: Gauge,
         foreign: ForeignGradients,
         *,
-        memory: bool,
-        known: Facts | None = None,
         variables: Variables | None = None,
-        contiguous: bool = False,
-        output_held: bool = False,
-        replaced: Replaced | None = None,
+        **options: Any,
     ) -> None:
-        self.places, self.gauge, self.foreign, self.memory = places, gauge, foreign, memory
-        self.variables, self._contiguous, self._output_held = variables, contiguous, output_held
-        self._replaced = replaced
-        self.odd_ends = False  # the output does not lie contiguous, so that its gradient may lie as it does or not
+        super().__init__(places.stages, gauge, foreign, **options)
+        self.places, self.variables = places, variables
         self._piece = 0  # of code outside, whose backward runs
-        self._begun_by = begun_by(known.leaves) if known is not None else {}
-        self._forms = known.forms if known is not None else {}
-        self.facts = Facts()
         self._counter = Counter(places)
         self._measured_runs: list[range] = []  # sequence numbers of the graphs of stages, which are not run again
         self._measuring = False
@@ -110,12 +90,13 @@ class Pass:
         self._made_by: dict[int, int] = {}  # which stage a tensor that is passed to stages came from
         self._alive: list[Any] = []  # what the executor would hold, and what must keep its identity
 
-    def run(self, model: nn.Module, sample: Arguments, loss: Loss | None) -> None:
+    def run(self, model: nn.Module, call: Arguments, loss: Loss | None) -> None:
+        self.facts[0].act, self.facts[0].grad = storage_bytes(call), gradient_bytes(call)
         self._open_outside(1)
         with intercepted(self.places.names, self.arrive), warnings.catch_warnings():
             # What is cut off from a stage is a view, of which FSDP warns in case it is changed in place.
             warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
-            output = model(*sample.args, **sample.kwargs)
+            output = model(*call.args, **call.kwargs)
         last = len(self.places.stages)
         if self._position < len(self.places.calls):
             raise UnsupportedModel(
@@ -126,20 +107,21 @@ class Pass:
         own = loss_in(output) if loss is None else None
         used = self._used_by(loss, output) if loss is not None else tensors(output)
         ends = [own] if own is not None else [tensor for tensor in used if tensor.requires_grad]
-        self.facts.act[last] = storage_bytes(own if own is not None else output)
-        self.facts.grad[last] = gradient_bytes(ends)
+        self.facts[last].act = storage_bytes(own if own is not None else output)
+        self.facts[last].grad = gradient_bytes(ends)
         self._end(last, ends, as_it_is=own is not None)
         held = output if self._output_held else own
         del own, ends, used
         if loss is not None:
-            given = detached(output)
+            given = [detached(output)]
             del output
-            self._measure(last + 1, loss, given, self.facts.act[last], self.facts.grad[last])
+            self._measure(last + 1, lambda given: loss(given[0]), given)
             del given
         else:
             del output
         self._handed = self._value = None
-        self.facts.passing = {index: gone_of(held) for index, held in self._beside.items()}
+        for index, returned in self._beside.items():
+            self.facts[index].passing = gone_of(returned)
         lasting = [each for beside in self._beside.values() for each in beside if not each.storage.expired()]
         in_output = {held_by(tensor).storage.cdata for tensor in tensors(held)}
         if self.variables is not None:
@@ -195,18 +177,18 @@ class Pass:
         self._handed = None
         if index not in self.places.follows:
             self._close_outside(index - 1, value)
-            self.facts.act[index - 1] = storage_bytes(value)
-            self.facts.grad[index - 1] = self._gradient_bytes(index - 1, value)
+            self.facts[index - 1].act = storage_bytes(value)
+            self.facts[index - 1].grad = self._gradient_bytes(index - 1, value)
             self._run, self._run_input = index, StorageWeakRef(value.untyped_storage())
         elif self.variables is not None:
             self.variables.look(index)
-        if self.memory:
+        if self.gauge.of_memory:
             with self.gauge.span("level", index):
                 pass
             if index in self.places.follows:
                 self._beside[index] = self._of_this_run(self._still_returned(value))
                 if index - 1 == self._run and self._run_input is not None and self._run_input.expired():
-                    self.facts.drops_input.add(index - 1)
+                    self.facts[index - 1].drops_input = True
         self._calls, self._value = StageCalls(value, place.name, with_graphs=True), value
         self._counted = self._counter.now()
 
@@ -232,7 +214,7 @@ class Pass:
 
         def on_gradient(position: int, gradient: torch.Tensor) -> None:
             if not position:
-                self.facts.forms[index - 1] = Form.of(gradient)
+                self.facts[index - 1].forms = (Form.of(gradient),)
             else:
                 side = self.facts.sides[id(sides[position - 1])]
                 side.gradient_bytes = max(side.gradient_bytes, storage_bytes(gradient))
@@ -245,8 +227,7 @@ class Pass:
             return outputs[-1], calls.not_handed_on(outputs)
 
         counted = self._counter.now()
-        act, grad = storage_bytes(value), self._gradient_bytes(index - 1, value)
-        output = self._measure(index, again, [value, *sides], act, grad, on_gradient)
+        output = self._measure(index, again, [value, *sides], on_gradient)
         self._counter.add(counted)
         output, _ = output  # what else the calls return, others have been given already
         following = cut(output, partial(self._came_back, index), OUTSIDE)
@@ -271,83 +252,10 @@ class Pass:
     def _came_back(self, stage: int, position: int, gradient: torch.Tensor) -> None:
         """A gradient of what a stage returned, from the piece of code outside whose backward runs."""
         if not position:
-            self.facts.forms[stage] = Form.of(gradient)
+            self.facts[stage].forms = (Form.of(gradient),)
         pieces = self.facts.used.get(Made(stage, position), {})
         if self._piece in pieces:  # with the memory that it is a view of, the gradient of a concatenation, say
             pieces[self._piece] = max(pieces[self._piece], storage_bytes(gradient))
-
-    def _measure(
-        self,
-        index: int,
-        run: Callable[[Any], Any],
-        given: Any,
-        act: int,
-        grad: int,
-        on_gradient: Callable[[int, torch.Tensor], None] | None = None,
-    ) -> Any:
-        """The stretches of one stage: forward without saving, forward with, backward. Returns its output.
-
-        `on_gradient`: called with the gradients of what is given.
-        """
-        given = detached(given)
-        first = tensors(given)[0]
-        stage = self.places.stages[index - 1] if index <= len(self.places.stages) else None
-        saved = SavedStorages()
-        before: Any = {}
-        if self.memory:
-            devices = accelerators(stage, given) if stage is not None else set()
-            watch = BufferWatch()
-            flags = tuple(part.training for part in stage.parts) if stage is not None else ()
-            before = watch.before(stage, flags) if stage is not None else {}
-            random = RandomState(devices)
-            with (
-                self._graph_of_a_stage(),
-                self.gauge.span("without", index),
-                saved_tensors_hooks(saved.note, no_backward),
-            ):
-                output = run(cut(given))
-            changed = watch.after(stage, flags, before) if stage is not None else {}
-            kept = sum(was.kept_bytes for was in changed.values())
-            set_up = self._replaced.among(stage.parts) if stage is not None and self._replaced is not None else []
-            set_up_saved = [buffer for buffer in set_up if saved.among(buffer)]
-            self.facts.marks[index] = Marks(
-                random != RandomState(devices),
-                bool(changed),
-                kept,
-                storage_bytes(set_up),
-                storage_bytes(set_up_saved),
-            )
-            handed = first_tensor(output)
-            if handed is None:
-                raise UnsupportedModel(f"stage {stage.name if stage else 'loss'!r} returned no tensor")
-            self.facts.act[index], self.facts.grad[index] = storage_bytes(handed), self._gradient_bytes(index, handed)
-            self.facts.boundaries[index] = Boundary(
-                act=storage_bytes(handed),
-                grad=self.facts.grad[index],
-                act_before=act,
-                grad_before=grad,
-                saves_input=saved.among(first),
-                saves_output=saved.among(handed),
-                returned=storage_bytes(output),
-            )
-            following = detached(output)
-            del output, handed
-        source = cut(given, on_gradient)
-        with self._graph_of_a_stage(), self.gauge.span("full", index):
-            output = run(source)
-        del source, before  # copies of buffers, which no level that is compared may miss
-        if not self.memory:
-            following = detached(output)
-        ends = [tensor for tensor in tensors(output) if tensor.requires_grad]
-        end = self._sink(index, ends) if ends else None
-        del output, ends
-        if end is not None:
-            self._note_leaves(index, end, set())
-            self.foreign.keep(end)
-        with set_apart(self._begun_by.get(index, ())), self.gauge.span("backward", index):
-            if end is not None:
-                end.backward()
-        return following
 
     def _used_by(self, loss: Loss, output: Any) -> list[torch.Tensor]:
         """The tensors of the output that the loss sends a gradient to; of others the graph is never run backward."""
@@ -361,14 +269,11 @@ class Pass:
             end.backward()
         return [tensor for position, tensor in enumerate(tensors(output)) if position in reached]
 
-    def _gradient_bytes(self, index: int, value: torch.Tensor) -> int:
-        """What the gradient of what stage `index` hands on takes, with the memory that it is a part of."""
-        form = self._forms.get(index) if value.requires_grad else None
-        return max(gradient_bytes(value), 0 if form is None else form.bytes)
+    def _activation(self, output: Any) -> Any:
+        return first_tensor(output)
 
-    def _sink(self, index: int, ends: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What stands for all that follows `ends`, of which the first is what is handed to the next stage."""
-        return Sink.apply(RandomGradients(ends, [self._forms.get(index)]), *ends)
+    def _note_backward(self, index: int, end: torch.Tensor) -> None:
+        self._note_leaves(index, end, set())
 
     @contextmanager
     def _graph_of_a_stage(self) -> Iterator[None]:
@@ -399,12 +304,12 @@ class Pass:
         self._outside.__exit__(None, None, None)
         self._outside = None
         handed = self._outside_input
-        self.facts.kept_input[index] = handed is None or not handed.expired()
-        self.facts.rebound[index] = gone_of(self._named)
+        self.facts[index].kept_input = handed is None or not handed.expired()
+        self.facts[index].rebound = gone_of(self._named)
         if self.variables is not None and value is not None:
             self.variables.look(index)
             self.variables.counts_elsewhere(value)
-            self.variables.piece_ended(index, Pass.run.__code__)
+            self.variables.piece_ended(index, ModelPass.run.__code__)
 
     def _still_returned(self, but: torch.Tensor | None) -> list[Held]:
         """What stages returned and is still in memory, but for what is handed on now."""
@@ -438,6 +343,10 @@ class Pass:
             ends = [Sink.apply(RandomGradients(ends, forms if self._contiguous else ()), *ends)]
         self._ends[index] = ends
 
+    def _end_of_piece(self, index: int, ends: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What stands for all that follows a piece of code outside."""
+        return Sink.apply(RandomGradients(ends, self._forms_of(index, ends)), *ends)
+
     def _backward_of_code(self) -> None:
         """Runs the backward of all code outside, from the last piece to the first."""
         known: set[Any] = set()
@@ -447,7 +356,7 @@ class Pass:
         last = len(self.places.stages)
         for index in sorted(self._ends):
             ends = self._ends[index]
-            scalar = scalars[index] = ends[0] if index == last else self._sink(index, ends)
+            scalar = scalars[index] = ends[0] if index == last else self._end_of_piece(index, ends)
             reached = self._note_leaves(index, scalar, known)
             nodes = reached.nodes
             if reached.of_stages:
@@ -489,6 +398,5 @@ class Pass:
             nodes.add(node)
             if not drops_gradients(node):
                 todo.extend(before for before, _ in node.next_functions)
-        if leaves:
-            self.facts.leaves.setdefault(index, set()).update(leaves)
+        self.facts[index].leaves |= leaves
         return Reached(nodes, leaves, of_stages)

@@ -1,0 +1,273 @@
+"""The `Chain` of a model, from what was measured of its stages and of the code outside of them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from remat.chain import Chain, Layout
+from remat.profiling.carried import (
+    Carried,
+    Carrying,
+    carried_by_activations,
+    carried_by_caller,
+    carried_by_leaves,
+)
+from remat.profiling.facts import Facts
+from remat.profiling.gauges import Span
+from remat.profiling.stage_costs import NOTHING, Sizes, as_executed, executor_reserve, sizes_of_stage
+from remat.profiling.variables import LetGo
+from remat.runtime.calls.places import Places
+from remat.runtime.calls.stages import Stage
+from remat.runtime.meter import Region
+
+Seconds = Mapping[Span, float]
+
+
+class Measurement(NamedTuple):
+    """What passes found out, and the memory that they measured.
+
+    Attributes:
+        odd_ends: the output does not lie contiguous.
+    """
+
+    facts: Facts
+    regions: dict[Span, Region]
+    odd_ends: bool
+
+    def or_where_larger(self, other: Measurement) -> Measurement:
+        """The same, with the larger of both where they measured backwards."""
+        regions = {
+            span: max(region, other.regions[span], key=lambda found: found.peak_bytes - found.start_bytes)
+            if span.what == "backward"
+            else region
+            for span, region in self.regions.items()
+        }
+        return self._replace(regions=regions)
+
+    def of(self, what: str, stage: int) -> Region:
+        return self.regions[Span(what, stage)]
+
+    def sizes(self, index: int, held: bool) -> Sizes:
+        """The terms of one stage; `held`: something else than its own backward keeps its input alive until then."""
+        boundary = self.facts[index].boundary
+        assert boundary is not None
+        backward = self.regions.get(Span("backward", index))
+        return sizes_of_stage(self.of("without", index), self.of("full", index), backward, boundary, held)
+
+    def saves_output(self, index: int) -> bool:
+        boundary = self.facts[index].boundary
+        return boundary is not None and boundary.saves_output
+
+
+class _Terms(NamedTuple):
+    """The terms of the stages and of the loss; what is carried through several of them, and what lasts for the step."""
+
+    sizes: list[Sizes]
+    carried: list[Carried]
+    lasting: int
+
+
+def chain_of(
+    layout: Layout,
+    places: Places | None,
+    stages: Sequence[Stage],
+    memory: Measurement,
+    let_go: Sequence[LetGo],
+    times: Sequence[Seconds],
+    *,
+    has_loss: bool,
+    output_held: bool,
+) -> Chain:
+    """The chain of a model whose stages lie on it as `layout` says.
+
+    Args:
+        places: where they lie in the model's own forward; None for an `nn.Sequential`, which has no code between them.
+        let_go: what variables of that forward held.
+        times: what each sweep measured.
+    """
+    facts, last = memory.facts, len(stages)
+    if places is None:
+        terms = _in_a_row(stages, memory, has_loss=has_loss, output_held=output_held)
+        fixed = (False,) * (last + 1)
+    else:
+        terms = _with_code_outside(places, memory, let_go, has_loss=has_loss)
+        fixed = places.fixed
+    sizes = terms.sizes
+    grads = [stage.grad for stage in facts.stages]
+    held_loss = carried_by_caller(grads, last + 1, facts[last + 1].act, measured=False)
+    carrying = Carrying([*terms.carried, *carried_by_leaves(facts.leaves), *held_loss])
+    marks = [stage.marks for stage in facts.stages[1:]]
+    recomputed = [index for index in range(last) if not fixed[index]]
+    reserve = executor_reserve([marks[index] for index in recomputed], [sizes[index] for index in recomputed])
+    return Chain(
+        act_bytes=tuple(stage.act for stage in facts.stages),
+        saved_bytes=tuple(size.saved for size in sizes),
+        fwd_overhead_bytes=tuple(size.fwd_overhead for size in sizes),
+        save_overhead_bytes=tuple(size.save_overhead for size in sizes),
+        bwd_overhead_bytes=tuple(carrying.extras([size.bwd_extra for size in sizes])),
+        reserve_bytes=reserve + terms.lasting + sizes[-1].lasting,
+        fwd_seconds=tuple(_median(times, "outside" if each else "full", stage) for stage, each in enumerate(fixed, 1)),
+        bwd_seconds=tuple(_median(times, "backward", stage) for stage in range(1, last + 2)),
+        grad_bytes=carrying.gradients(grads),
+        names=(*(stage.name for stage in stages), "loss"),
+        draws_random=tuple(mark.draws_random for mark in marks),
+        changes_buffers=tuple(mark.changes_buffers for mark in marks),
+        fixed=fixed,
+        layout=layout,
+    )
+
+
+def _median(times: Sequence[Seconds], what: str, index: int) -> float:
+    return statistics.median(sweep.get(Span(what, index), 0.0) for sweep in times)
+
+
+# An nn.Sequential ------------------------------------------------------------------------------------------------
+
+
+def _in_a_row(stages: Sequence[Stage], memory: Measurement, *, has_loss: bool, output_held: bool) -> _Terms:
+    facts, last = memory.facts, len(stages)
+    sizes = []
+    held = True  # the sample
+    for index, stage in enumerate(stages, start=1):
+        size = memory.sizes(index, held)
+        held = size.saves_output
+        if output_held and index == last and not held:  # it is counted for the whole step
+            again = size.save_overhead + size.act  # a recomputation makes it once more, while the first is held
+            size = replace(size, saved=size.saved - size.act, save_overhead=again, bwd_extra=size.bwd_extra + size.act)
+        sizes.append(as_executed(size, stage, facts[index].marks))
+    if has_loss:
+        sizes.append(memory.sizes(last + 1, held or output_held))
+    elif output_held or held:
+        sizes.append(NOTHING)
+    else:  # a loss that costs nothing: by its backward the output is gone
+        sizes.append(replace(NOTHING, bwd_extra=-sizes[-1].act))
+    return _Terms(sizes, [], sizes[last - 1].act if output_held else 0)
+
+
+# Any other model -------------------------------------------------------------------------------------------------
+
+
+def _with_code_outside(places: Places, memory: Measurement, let_go: Sequence[LetGo], *, has_loss: bool) -> _Terms:
+    facts, last = memory.facts, len(places.stages)
+    output_bytes = 0
+    if Span("held", last) in memory.regions:
+        held_output = memory.of("held", last)
+        output_bytes = max(held_output.start_bytes - held_output.end_bytes, 0)
+    output_bytes = max(output_bytes - facts.in_output, 0)  # of which is what lasts besides what is handed on
+    grads = [stage.grad for stage in facts.stages]
+    carried = [
+        *carried_by_activations(facts),
+        *carried_by_caller(grads, last, output_bytes, measured=True),
+        *(
+            each
+            for piece, size in facts.given_and_in_output.items()
+            for each in carried_by_caller(grads, piece, size, measured=True)
+        ),
+    ]
+    alone: list[Sizes] = []
+    held = True
+    for index, fixed in enumerate(places.fixed[:-1], start=1):
+        if fixed:
+            alone.append(_outside_sizes(index, memory, let_go, is_last=index == last and not has_loss))
+            held = True
+        else:
+            alone.append(memory.sizes(index, held))
+            held = memory.saves_output(index)
+    lasting, passing = _besides(places, memory, let_go, alone)
+    sizes = [
+        size
+        if places.fixed[index - 1]
+        else _with_more(as_executed(size, places.stages[index - 1], facts[index].marks), passing.get(index, 0))
+        for index, size in enumerate(alone, start=1)
+    ]
+    sizes = _held_by_variables(sizes, let_go)
+    sizes.append(memory.sizes(last + 1, True) if has_loss else NOTHING)
+    return _Terms(sizes, carried, lasting)
+
+
+def _outside_sizes(index: int, memory: Measurement, let_go: Sequence[LetGo], *, is_last: bool) -> Sizes:
+    """The terms of the model for code outside of the stages.
+
+    It keeps what it has added to memory when it ends, and what it was handed if it let go of that meanwhile, since the
+    model counts its input until its backward.
+    """
+    facts, before = memory.facts[index], memory.facts[index - 1]
+    forward, backward = memory.of("outside", index), memory.regions.get(Span("backward", index))
+    # What goes away meanwhile and is not this piece's: it counts where it was made.
+    start = forward.start_bytes - facts.rebound - sum(gone.size_bytes for gone in let_go if gone.gone_by == index)
+    saved = max(forward.end_bytes - start + (0 if facts.kept_input else before.act), 0)
+    around = facts.grad + before.grad
+    if backward is None:
+        extra = -min(facts.grad, before.grad)
+    elif is_last:  # its output, held when the forward ends, is gone by then
+        extra = max(backward.peak_bytes - start, 0) - saved - around
+    else:
+        extra = max(backward.peak_bytes - backward.start_bytes, facts.grad) - around
+    overhead = max(forward.peak_bytes - start - saved, 0)
+    return Sizes(
+        act=facts.act,
+        grad=facts.grad,
+        saved=saved,
+        fwd_overhead=overhead,
+        save_overhead=overhead,
+        bwd_extra=extra,
+        undeferred=0,
+        saves_output=True,
+    )
+
+
+def _held_by_variables(sizes: Sequence[Sizes], let_go: Sequence[LetGo]) -> list[Sizes]:
+    """What only variables hold is there in the forward, until they are gone, and not in the backward."""
+    found = list(sizes)
+    for made_in, gone_by, size in let_go:
+        maker = found[made_in - 1]
+        held = max(min(size, maker.saved - maker.act), 0)  # what it hands on stays
+        found[made_in - 1] = replace(maker, saved=maker.saved - held, save_overhead=maker.save_overhead + held)
+        for index in range(made_in + 1, gone_by):
+            found[index - 1] = _with_more(found[index - 1], held)
+    return found
+
+
+def _with_more(size: Sizes, extra: int) -> Sizes:
+    """With more memory in use while the stage runs forward."""
+    return replace(size, fwd_overhead=size.fwd_overhead + extra, save_overhead=size.save_overhead + extra)
+
+
+def _besides(
+    places: Places, memory: Measurement, let_go: Sequence[LetGo], sizes: Sequence[Sizes]
+) -> tuple[int, dict[int, int]]:
+    """Bytes live within runs of adjacent stages, excluding the activations passed between them.
+
+    A variable of a caller that still names an earlier activation, say, or what a stage returns besides its activation.
+
+    Returns:
+        The most that lasts until the backward; and what is gone by the end of the forward, by the stage that runs
+        meanwhile.
+    """
+    facts = memory.facts
+    lasting = 0
+    passing = {}
+    for run in places.runs():
+        most = excess = 0
+        for index in range(run.start + 1, run.stop + 1):  # to the code behind it
+            now, before = (_level(memory, stage) for stage in (index, index - 1))
+            handed_on = facts[index - 2].act
+            if index - 1 == run.start:  # what the run was handed counts as held until the backward of what made it
+                handed_on *= facts[index - 1].drops_input
+            gone = 0  # which does not count here anyway; code outside lets go of it after it began
+            if not places.fixed[index - 1]:
+                gone = sum(held.size_bytes for held in let_go if held.gone_by == index)
+            excess += now - before - facts[index - 1].act + handed_on + gone - sizes[index - 2].lasting
+            passing[index] = max(min(excess, facts[index].passing), 0)
+            most = max(most, excess - passing[index])
+        lasting += most
+    return lasting, passing
+
+
+def _level(memory: Measurement, index: int) -> int:
+    """Of memory, when a stage or a piece of code outside begins."""
+    found = memory.regions.get(Span("level", index)) or memory.of("outside", index)
+    return found.start_bytes

@@ -1,0 +1,263 @@
+"""`profile`: measures what every stage of a model costs, and gives its `Chain`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from remat.chain import Chain, Layout
+from remat.errors import LeftChain, UnsupportedModel
+from remat.host.progress import Progress
+from remat.profiling.assembling import Measurement, chain_of
+from remat.profiling.facts import Facts
+from remat.profiling.find import SMALL, locate
+from remat.profiling.fusing import in_a_row
+from remat.profiling.gauges import Bytes, Gauge, Seconds
+from remat.profiling.model_pass import ModelPass
+from remat.profiling.preserving import (
+    ForeignGradients,
+    RandomGradients,
+    Replaced,
+    Sink,
+    aliased_parameters,
+    preserved,
+    with_graph_of_its_own,
+)
+from remat.profiling.recording import saving_nothing
+from remat.profiling.sequence_pass import SequencePass
+from remat.profiling.stage_costs import cast_bytes, own_autocast_cache, storage_bytes
+from remat.profiling.stage_pass import Pass
+from remat.profiling.variables import Variables
+from remat.runtime.caches import caches_off, configs_with_caches
+from remat.runtime.calls.environment import accelerators
+from remat.runtime.calls.places import Places
+from remat.runtime.calls.stages import Stage, call_of, check_device, flatten, group, is_sequential
+from remat.runtime.checks import Loss, check_count, check_model, check_sample, checked_loss
+from remat.runtime.executor import executing
+from remat.runtime.meter import MemoryMeter
+from remat.runtime.pytree import Arguments, loss_in, tensors
+from remat.runtime.sharding import refuse_flat_shards, refuse_shards_of_others
+from remat.schedule import Schedule
+from remat.simulation import peak_and_makespan
+from remat.solvers.persistent import Persistent
+
+SETTLING = 3  # passes at most, until gradients lie in memory as in the pass before
+
+
+def profile(
+    model: nn.Module,
+    sample: Any,
+    *,
+    repeats: int = 3,
+    loss: Loss | None = None,
+    small: float = SMALL,
+    stages: Sequence[str | nn.Module] | None = None,
+    progress: Progress | None = None,
+    agreed: Callable[[Chain], Chain] | None = None,
+    output_held: bool = True,
+) -> Chain:
+    """Measures what every stage of `model` costs on `sample` (Beaumont et al., Section 5.1).
+
+    The modules of an `nn.Sequential` are its stages. Of any other model the chains are found first (`find_chain`), and
+    the code between their stages is measured too, as stages that are `fixed`.
+
+    The model is measured in the mode it is in (train or eval) and left exactly as found: parameters, gradients,
+    buffers, random number generators. No hook of a parameter is called; forward hooks of modules are.
+
+    Args:
+        model: any module.
+        sample: its input: a tensor, a tuple of positional or a dict of keyword arguments; on the model's device.
+        repeats: sweeps over the model whose median is each stage's time.
+        loss: a function of the output that returns a scalar. Without one, the loss is the output's own where a model
+            computes it (`output.loss`), else it is taken as free.
+        small: modules whose forward takes less than this share of the upper quartile are fused with their neighbour.
+        stages: names or modules to take for the stages, as in `find_chain`; None: they are found.
+        output_held: count the output as held by the caller until the backward is over, as by
+            `out = model(x); loss = criterion(out, y); loss.backward()`. False where the loop drops it before, or never
+            names it: `criterion(model(x), y).backward()`.
+        agreed: makes of the chain that was measured the one to plan for, as processes do that train together.
+        progress: called with what is being done, how many steps of it are done, and how many there are.
+
+    Returns:
+        The chain, with the layout of its stages on the model: modules that work in place on their input, return views
+        of it, or are too small to matter are fused with their neighbour.
+
+    Raises:
+        UnsupportedModel: no chain, empty, on another device than the sample, or with a stage that returns no tensor.
+        MeasurementError: a PyTorch profiler is running.
+    """
+    check_model(model)
+    refuse_flat_shards(model)
+    check_sample(sample)
+    check_count("repeats", repeats)
+    loss_modules = [loss] if isinstance(loss, nn.Module) else []  # which may have parameters and buffers too
+    protocol = Protocol(checked_loss(loss), output_held)
+    tell = progress or (lambda what, done, total: None)
+    in_sequence = stages is None and is_sequential(model)
+    if in_sequence:
+        refuse_shards_of_others(model, [Stage([module], name) for name, module in flatten(model)])
+    call = with_graph_of_its_own(call_of(model, sample))
+    everything = Stage([model], "model")
+    device = check_device([everything], call)
+    modules = [model, *loss_modules]
+    with (
+        torch.enable_grad(),
+        preserved(modules, accelerators(everything, call)) as replaced,
+        caches_off(configs_with_caches(model)),
+        aliased_parameters(modules) as foreign,
+        own_autocast_cache(),
+    ):
+        if in_sequence:
+            # Fused by how long they took, small modules could make up other stages in each process.
+            layout = in_a_row(model, call, small if agreed is None else 0.0, tell)
+        else:
+            tell("finding chains", 0, 1)
+            layout = locate(model, call, stages=stages, small=small).layout(call)
+            tell("finding chains", 1, 1)
+        casts = cast_bytes(device, partial(_forward_only, model, call, protocol.loss))
+        chain = _measured(model, call, layout, device, foreign, protocol, replaced, repeats=repeats, tell=tell)
+        set_up = storage_bytes(replaced.among(everything.parts))
+        chain = replace(chain, reserve_bytes=chain.reserve_bytes + casts + set_up)
+        if agreed is not None:  # before the check, whose stages have to run in the same order in all processes
+            chain = agreed(chain)
+        if not any(chain.fixed):
+            return chain
+        tell("checking", 0, 1)
+        try:
+            excess = _excess(model, call, chain, device, foreign, protocol)
+        except LeftChain as error:
+            raise UnsupportedModel(
+                f"{error}: the model takes another path each time. Train it under remat.DTR"
+            ) from error
+        tell("checking", 1, 1)
+    chain = replace(chain, reserve_bytes=chain.reserve_bytes + excess)
+    return chain if agreed is None else agreed(chain)
+
+
+class Protocol(NamedTuple):
+    """How a training step goes on from the model's output."""
+
+    loss: Loss | None
+    output_held: bool
+
+
+def _forward_only(model: nn.Module, call: Arguments, loss: Loss | None) -> None:
+    with saving_nothing():
+        output = model(*call.args, **call.kwargs)
+        if loss is not None:
+            loss(output)
+
+
+def _measured(
+    model: nn.Module,
+    call: Arguments,
+    layout: Layout,
+    device: torch.device,
+    foreign: ForeignGradients,
+    protocol: Protocol,
+    replaced: Replaced,
+    *,
+    repeats: int,
+    tell: Progress,
+) -> Chain:
+    """The chain of a model whose stages lie on it as `layout` says.
+
+    Raises:
+        UnsupportedModel: the model takes another path than when its chain was found.
+    """
+    loss = protocol.loss
+    places = None if layout.calls is None else Places(model, layout)
+    stages = group(model, layout, len(layout.modules) + 1) if places is None else places.stages
+    if places is not None:
+        refuse_shards_of_others(model, stages)
+
+    def run(
+        gauge: Gauge, each_stage: Callable[[int], None], *, variables: Variables | None = None, **options: Any
+    ) -> Pass:
+        work: Pass
+        options["each_stage"] = each_stage
+        if places is None:
+            work = SequencePass(stages, gauge, foreign, **options)
+        else:
+            work = ModelPass(places, gauge, foreign, variables=variables, **options)
+        work.run(model, call, loss)
+        return work
+
+    def measured_memory(known: Facts, *, contiguous: bool = False) -> Measurement:
+        """Passes until gradients lie in memory as in the pass before: what a stage sends back may depend on that."""
+        for _ in range(SETTLING):
+            gauge = Bytes(device)
+            options: Any = {"output_held": protocol.output_held, "replaced": replaced}
+            with gauge.meter.session():
+                work = run(gauge, in_memory, known=known, contiguous=contiguous, **options)
+            settled, known, odd_ends = work.facts.forms == known.forms, work.facts, work.odd_ends
+            del work
+            if settled:
+                break
+        return Measurement(known, gauge.regions(), odd_ends)
+
+    def looking(index: int) -> None:
+        tell("looking at gradients", index - 1, len(stages) + 1)
+
+    def in_memory(index: int) -> None:
+        tell("measuring memory", index - 1, len(stages) + 1)
+
+    def in_time(sweep: int, index: int) -> None:
+        tell("measuring time", sweep * (len(stages) + 1) + index - 1, repeats * (len(stages) + 1))
+
+    variables = Variables()  # followed in a first pass, in which what is set up once is set up
+    memory = measured_memory(run(Seconds(device), looking, variables=variables).facts)
+    if memory.odd_ends and loss is None:  # what is not known may send back either form, and all backwards hand it on
+        memory = memory.or_where_larger(measured_memory(memory.facts, contiguous=True))
+    tell("measuring memory", len(stages) + 1, len(stages) + 1)
+    times = []
+    for sweep in range(repeats):
+        seconds = Seconds(device)
+        run(seconds, partial(in_time, sweep))
+        times.append(seconds.seconds)
+    tell("measuring time", repeats * (len(stages) + 1), repeats * (len(stages) + 1))
+    ends: Any = {"has_loss": loss is not None, "output_held": protocol.output_held}
+    return chain_of(layout, places, stages, memory, variables.let_go, times, **ends)
+
+
+def _excess(
+    model: nn.Module,
+    call: Arguments,
+    chain: Chain,
+    device: torch.device,
+    foreign: ForeignGradients,
+    protocol: Protocol,
+) -> int:
+    """By how many bytes a step by the schedule of least memory exceeds what the chain predicts of it.
+
+    Stages are measured one by one; what they share with code outside may cost more when they come together.
+    """
+    schedule = Schedule(Persistent().least_memory(chain), layout=chain.layout)
+    running = executing(model, schedule)
+
+    def step() -> None:
+        output = running(*call.args, **call.kwargs)
+        end = protocol.loss(output) if protocol.loss is not None else loss_in(output)
+        if end is None:
+            ends = [tensor for tensor in tensors(output) if tensor.requires_grad]
+            end = Sink.apply(RandomGradients(ends), *ends)
+            del ends
+        held = output if protocol.output_held else None
+        del output
+        foreign.keep(end)
+        end.backward()
+        del held
+
+    step()
+    torch.clear_autocast_cache()  # the copies in it count
+    meter = MemoryMeter(device)
+    with meter.session(), meter.region():
+        step()
+    (region,) = meter.regions
+    measured = region.peak_bytes - region.start_bytes + chain.act_bytes[0]
+    return max(measured - peak_and_makespan(chain, schedule.operations)[0], 0)

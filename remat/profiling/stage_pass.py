@@ -1,0 +1,184 @@
+"""`Pass`: every stage of a model is run by itself, forward and backward, and a gauge measures it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from remat.errors import UnsupportedModel
+from remat.profiling.carried import begun_by, leaves_of
+from remat.profiling.cuts import cut
+from remat.profiling.facts import Facts, Forms
+from remat.profiling.gauges import Gauge
+from remat.profiling.preserving import (
+    ForeignGradients,
+    RandomGradients,
+    Replaced,
+    Sink,
+    drops_gradients,
+    set_apart,
+)
+from remat.profiling.recording import no_backward
+from remat.profiling.stage_costs import Boundary, Marks, SavedStorages, gradient_bytes, storage_bytes
+from remat.runtime.calls.environment import BufferWatch, RandomState, accelerators
+from remat.runtime.calls.stages import Stage, detached
+from remat.runtime.checks import Loss
+from remat.runtime.pytree import Arguments, tensors
+
+
+class Pass(ABC):
+    """One forward of a model in which each stage is cut off from the others, so that no more than one is in memory.
+
+    Args:
+        stages: 1..L.
+        known: what an earlier pass found out.
+        contiguous: gradients of the model's output are contiguous, also where the output is not.
+        output_held: the output lives until all backwards are over.
+        replaced: knows the buffers that were set up since the profile began.
+        each_stage: called with the number of each stage before it is measured.
+
+    Attributes:
+        facts: what this pass finds out.
+        odd_ends: the output does not lie contiguous, so that its gradient may lie as it does or not.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        gauge: Gauge,
+        foreign: ForeignGradients,
+        *,
+        known: Facts | None = None,
+        contiguous: bool = False,
+        output_held: bool = False,
+        replaced: Replaced | None = None,
+        each_stage: Callable[[int], None] = lambda index: None,
+    ) -> None:
+        self.stages, self.gauge, self.foreign = stages, gauge, foreign
+        self.facts, self._known = Facts(len(stages)), known or Facts(len(stages))
+        self.odd_ends = False
+        self._contiguous, self._output_held, self._replaced = contiguous, output_held, replaced
+        self._begun_by = begun_by(self._known.leaves)
+        self._each_stage = each_stage
+
+    @abstractmethod
+    def run(self, model: nn.Module, call: Arguments, loss: Loss | None) -> None:
+        """The pass over `model`, called so."""
+
+    # How the stages of a model hand on what they work on ---------------------------------------------------------
+
+    @abstractmethod
+    def _activation(self, output: Any) -> Any:
+        """What goes on to the next stage, of what a stage returned."""
+
+    def _graph_of_a_stage(self) -> AbstractContextManager[None]:
+        """Entered while the graph of a stage is built."""
+        return nullcontext()
+
+    def _note_backward(self, index: int, end: torch.Tensor) -> None:
+        """Notes what a backward of stage `index` that begins with `end` reaches."""
+        self.facts[index].leaves |= leaves_of(end, drops_gradients)
+
+    def _refuse_unpacking(self, nothing: None) -> torch.Tensor:
+        """The unpack hook of a forward that keeps nothing."""
+        return no_backward(nothing)
+
+    # One stage ---------------------------------------------------------------------------------------------------
+
+    def _measure(
+        self,
+        index: int,
+        run: Callable[[Any], Any],
+        given: Sequence[Any],
+        on_gradient: Callable[[int, torch.Tensor], None] | None = None,
+    ) -> Any:
+        """Measures stage `index`: its forward without saving, its forward with, its backward. Returns its output.
+
+        Args:
+            run: the stage, a function of `given`.
+            given: its activation, and side inputs.
+            on_gradient: called with the position of a tensor in `given`, and the gradient that comes back to it.
+        """
+        self._each_stage(index)
+        given = detached(given)
+        copies: object = None
+        if self.gauge.of_memory:
+            following, copies = self._forward_without_saving(index, run, given)
+        source = cut(given, on_gradient)
+        with self._graph_of_a_stage(), self.gauge.span("full", index):
+            output = run(source)
+        del source
+        if not self.gauge.of_memory:
+            following = detached(output)
+        ends = [tensor for tensor in tensors(output) if tensor.requires_grad]
+        end = self._end_of_stage(index, ends) if ends else None
+        del output, ends
+        if end is not None:
+            self._note_backward(index, end)
+            self.foreign.keep(end)
+            with set_apart(self._begun_by.get(index, ())), self.gauge.span("backward", index):
+                end.backward()
+        del copies  # of buffers: what is measured above is compared, so that they must be there all the time
+        return following
+
+    def _forward_without_saving(
+        self, index: int, run: Callable[[Any], Any], given: Sequence[Any]
+    ) -> tuple[Any, object]:
+        """Also finds out what there is to know of the stage. Returns its output, and copies of its buffers."""
+        stage = self.stages[index - 1] if index <= len(self.stages) else Stage([], "loss")
+        facts, before = self.facts[index], self.facts[index - 1]
+        devices = accelerators(stage, given)
+        watch, flags = BufferWatch(), tuple(part.training for part in stage.parts)
+        copies, random = watch.before(stage, flags), RandomState(devices)
+        saved = SavedStorages()
+        with (
+            self._graph_of_a_stage(),
+            self.gauge.span("without", index),
+            saved_tensors_hooks(saved.note, self._refuse_unpacking),
+        ):
+            output = run(cut(given))
+        changed = watch.after(stage, flags, copies)
+        set_up = self._replaced.among(stage.parts) if self._replaced is not None else []
+        facts.marks = Marks(
+            random != RandomState(devices),
+            bool(changed),
+            sum(was.kept_bytes for was in changed.values()),
+            storage_bytes(set_up),
+            storage_bytes([buffer for buffer in set_up if saved.among(buffer)]),
+        )
+        activation = self._activation(output)
+        if not tensors(activation):
+            raise UnsupportedModel(f"stage {stage.name!r} returned no tensor")
+        facts.act, facts.grad = storage_bytes(activation), self._gradient_bytes(index, activation)
+        facts.boundary = Boundary(
+            act=facts.act,
+            grad=facts.grad,
+            act_before=before.act,
+            grad_before=before.grad,
+            saves_input=saved.among(given[0]),
+            saves_output=saved.among(activation),
+            returned=storage_bytes(output),
+        )
+        return detached(output), copies
+
+    def _end_of_stage(self, index: int, ends: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What stands for all that follows a stage. Where its backward is timed, the gradients are made before."""
+        make: Callable[[], tuple[torch.Tensor, ...]] = RandomGradients(ends, self._forms_of(index, ends))
+        return Sink.apply(make if self.gauge.of_memory else partial(tuple, make()), *ends)
+
+    def _forms_of(self, index: int, ends: Sequence[torch.Tensor]) -> Forms:
+        """How gradients come back to what stage `index` returned."""
+        return self._known[index].forms
+
+    def _gradient_bytes(self, index: int, activation: Any) -> int:
+        """What the gradients of what stage `index` hands on take, with the memory that they are parts of."""
+        forms = [form for form in self._known[index].forms if form is not None]
+        needed = any(tensor.requires_grad for tensor in tensors(activation))
+        return max(gradient_bytes(activation), sum(form.bytes for form in forms) if needed else 0)
