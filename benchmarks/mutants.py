@@ -47,7 +47,7 @@ TESTS = {
     "remat/solvers/chen.py": _PLANNING,
     "remat/solvers/ilp.py": f"ilp {_PLANNING}",
     "remat/solvers/checkmate.py": f"ilp {_PLANNING}",
-    "remat/runtime/planned/run.py": _RUNNING,
+    "remat/runtime/planned/forward_run.py": _RUNNING,
     "remat/runtime/calls/record.py": _RUNNING,
     "remat/runtime/calls/environment.py": _RUNNING,
     "remat/runtime/planned/call_executor.py": f"patched_forward other_paths {_MODELS} found_by_users",

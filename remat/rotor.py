@@ -27,6 +27,7 @@ from remat.runtime.calls.stages import call_of, flatten, is_sequential
 from remat.runtime.checks import check_count, check_model, checked_loss
 from remat.runtime.patching import beyond_compiler
 from remat.runtime.planned.binding import bound
+from remat.runtime.planned.forward_run import Executor, Lock
 from remat.runtime.planned.patched_forward import (
     PatchedForward,
     check_other_path,
@@ -35,7 +36,6 @@ from remat.runtime.planned.patched_forward import (
     refuse_patched,
     unpatched,
 )
-from remat.runtime.planned.run import Executor, Lock
 from remat.runtime.planned.validity import Validity
 from remat.runtime.planned.wrapper import Wrapper
 from remat.runtime.pytree import Arguments
@@ -64,7 +64,7 @@ class _Request(NamedTuple):
     bounded: bool = True  # False: the solver's schedule of least memory, whatever that needs
 
 
-class _Plan(NamedTuple):
+class _Prepared(NamedTuple):
     chain: Chain | None
     schedule: Schedule
     executor: Executor
@@ -156,8 +156,8 @@ class Checkpointable(Wrapper):
         self.__dict__["loss"] = loss  # a loss that is a module must not become a child
         self.chain: Chain | None = None
         self._request: _Request | None = None
-        self._plan: _Plan | None = None
-        self._plans: dict[Validity, _Plan] = {}
+        self._plan: _Prepared | None = None
+        self._plans: dict[Validity, _Prepared] = {}
         self._measured_state: Validity | None = None
         self.in_flight = in_flight
         self.output_held = output_held
@@ -305,7 +305,7 @@ class Checkpointable(Wrapper):
         layout = schedule.layout or (chain.layout if chain is not None else None)
         executor = bound(self.wrapped, replace(schedule, layout=layout), preserve_random=self.preserve_rng_state)
         executor.lock = self._lock
-        self._plan = _Plan(chain, schedule, executor)
+        self._plan = _Prepared(chain, schedule, executor)
 
     def automatic_limit(self) -> int:
         """0.9 of the memory that is free, less what gradients that are not there yet will take, and Adam's state."""
@@ -387,7 +387,7 @@ class Checkpointable(Wrapper):
             )
         return self._plan_for(Arguments(args, kwargs)).executor
 
-    def _plan_for(self, call: Arguments) -> _Plan:
+    def _plan_for(self, call: Arguments) -> _Prepared:
         if self._plan is not None and not self._plan.executor.is_current:
             self._forget()
         if self._plan is not None and self._request is None:
@@ -411,7 +411,7 @@ class Checkpointable(Wrapper):
             self._plans[state] = covering or self._plan_anew(call, state)
         return self._plans[state]
 
-    def _covering(self, state: Validity) -> _Plan | None:
+    def _covering(self, state: Validity) -> _Prepared | None:
         """The plan for the smallest input measured that is nowhere smaller, where the model is patched in place.
 
         Batches of a language model differ in length all the time; what fits the longest fits the others.
@@ -438,7 +438,7 @@ class Checkpointable(Wrapper):
         self.chain = self._plan = self._measured_state = None
         self._plans.clear()
 
-    def _plan_anew(self, call: Arguments, state: Validity) -> _Plan:
+    def _plan_anew(self, call: Arguments, state: Validity) -> _Prepared:
         note = ""
         before = self.chain, self._plan, self._request
         try:

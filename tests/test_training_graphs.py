@@ -10,7 +10,7 @@ from remat.errors import InvalidSchedule
 from remat.experiments import checkmate_graph as checkmate
 from remat.experiments import classic, methods_at, plot_static
 from remat.experiments.networks import mobilenet, unet, vgg16
-from remat.experiments.training_graph import Layer, Step, TrainingGraph, replay, steps_of, with_backward
+from remat.experiments.training_graph import Layer, NodeStep, TrainingGraph, replay, steps_of, with_backward
 from remat.runtime.dtr.simulator import Replay
 from support.exhaustive import fastest
 
@@ -98,8 +98,8 @@ def test_invalid_orders_are_refused() -> None:
     graph = with_backward([Layer("a", 1, 0, ()), Layer("loss", 1, 0, (0,))])
     assert graph.names == ("a", "loss", "grad a")
     with pytest.raises(InvalidSchedule, match="a is not in memory"):
-        replay(graph, [Step(1)])
+        replay(graph, [NodeStep(1)])
     with pytest.raises(InvalidSchedule, match="a is not in memory"):
-        replay(graph, [Step(0, free=True)])
+        replay(graph, [NodeStep(0, free=True)])
     with pytest.raises(InvalidSchedule, match="2 nodes are never computed"):
-        replay(graph, [Step(0)])
+        replay(graph, [NodeStep(0)])

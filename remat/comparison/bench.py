@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from remat.errors import UnsupportedModel
 from remat.profiling.preserving import (
     ForeignGradients,
+    Form,
     Sink,
     aliased_parameters,
     fixed_gradients,
@@ -79,19 +80,19 @@ class Bench:
         self._buffers.clear()
         self._inside.close()
 
-    def step(self, how: How) -> Step:
+    def step(self, how: How) -> TrainingStep:
         """A step run in a way, as `executing` takes it, warmed up; the budget of a DTR then holds the sample too."""
         running = executing(self._model, how, held_bytes=self.sample_bytes)
         if self._gradients is None:
             self._gradients = [] if self._loss is not None else _output_gradients(running, self._call)
-        step = Step(running, self._call, self._loss, self._gradients, self._output_held)
+        step = TrainingStep(running, self._call, self._loss, self._gradients, self._output_held)
         with step.around():
             step(self._foreign)
             for _ in range(running.execution.warm_up - 1):
                 step()
         return step
 
-    def peak_bytes(self, step: Step) -> int:
+    def peak_bytes(self, step: TrainingStep) -> int:
         """The most memory during a step above what was allocated before it, the sample included."""
         meter = MemoryMeter(self.device)
         torch.clear_autocast_cache()  # a training step is an autocast block of its own, which casts parameters anew
@@ -100,13 +101,13 @@ class Bench:
         (region,) = meter.regions
         return region.peak_bytes - region.start_bytes + self.sample_bytes
 
-    def seconds(self, step: Step) -> float:
+    def seconds(self, step: TrainingStep) -> float:
         """How long a step takes."""
         torch.clear_autocast_cache()
         with step.around():
             return elapsed(self.device, step)
 
-    def left(self, step: Step) -> list[torch.Tensor]:
+    def left(self, step: TrainingStep) -> list[torch.Tensor]:
         """Gradients and buffers that a step leaves, as copies on the CPU; each starts from the same state."""
         leaves: list[torch.Tensor] = [leaf for part in self._parts for leaf in part.parameters() if leaf.requires_grad]
         leaves += self._foreign.leaves()
@@ -122,7 +123,7 @@ class Bench:
         return [tensor.to("cpu", copy=True) for tensor in (*gradients, *(buffer for buffer, _ in self._buffers))]
 
 
-class Step:
+class TrainingStep:
     """One training step without the optimiser: forward, loss, backward.
 
     Args:
@@ -173,18 +174,11 @@ def _output_gradients(running: Running, call: Arguments) -> list[torch.Tensor]:
     with running.around(), running.step():
         output = running(*call.args, **call.kwargs)
         found = [] if loss_in(output) is not None else _differentiable(output)
-        forms = [_Form(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in found]
+        forms = [Form.of(tensor) for tensor in found]
         del output, found
     return fixed_gradients(
         torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=form.device) for form in forms
     )
-
-
-class _Form(NamedTuple):
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
 
 
 def _differentiable(output: Any) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from remat.comparison.bench import Bench, Step
+from remat.comparison.bench import Bench, TrainingStep
 from remat.comparison.result import Entry, failed
 from remat.comparison.run import with_fields_of
 from remat.comparison.verdicts import EQUAL, OWN
@@ -35,7 +35,7 @@ class Row:
     ratios: list[float] = field(default_factory=list)
     gradients: str = ""
     measured: Report | None = None
-    step: Step | None = None
+    step: TrainingStep | None = None
     taken_over: int = 0  # times that are of an earlier run
 
     def take_over(self, entry: Entry) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from remat.experiments.training_graph import Cost, Step, TrainingGraph, replay, steps_of
+from remat.experiments.training_graph import Cost, NodeStep, TrainingGraph, replay, steps_of
 from remat.host.packages import require
 from remat.solvers._pulp import choose_backend, run
 
@@ -23,7 +23,7 @@ class Solved(NamedTuple):
         proved: the order is optimal, or it is proved that there is none.
     """
 
-    steps: list[Step] | None
+    steps: list[NodeStep] | None
     cost: Cost | None
     bound_nanoseconds: float | None
     proved: bool
@@ -74,7 +74,7 @@ def rounded(
     return Solved(None, None, None, infeasible)
 
 
-def _steps(graph: TrainingGraph, keeps: dict[tuple[int, int], Any], threshold: float) -> list[Step]:
+def _steps(graph: TrainingGraph, keeps: dict[tuple[int, int], Any], threshold: float) -> list[NodeStep]:
     shares = {key: variable.varValue or 0.0 for key, variable in keeps.items()}
     return steps_of(graph, lambda stage, node: shares.get((stage, node), 0.0) > threshold)
 

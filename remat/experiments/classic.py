@@ -9,21 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from remat.experiments.training_graph import Step, TrainingGraph, steps_of
+from remat.experiments.training_graph import NodeStep, TrainingGraph, steps_of
 
 
-def store_all(graph: TrainingGraph) -> list[Step]:
+def store_all(graph: TrainingGraph) -> list[NodeStep]:
     """Every node once, kept until its last use."""
     return steps_of(graph, lambda stage, node: True)
 
 
-def chen_sqrt(graph: TrainingGraph) -> Iterator[list[Step]]:
+def chen_sqrt(graph: TrainingGraph) -> Iterator[list[NodeStep]]:
     """Segments of equal length (Chen et al., 2016, Section 4.1): every k-th node is kept, for k = 2 .. 2 sqrt(n)."""
     for length in range(2, 2 * math.isqrt(graph.forward) + 1):
         yield _with_checkpoints(graph, range(length - 1, graph.forward, length))
 
 
-def chen_greedy(graph: TrainingGraph) -> Iterator[list[Step]]:
+def chen_greedy(graph: TrainingGraph) -> Iterator[list[NodeStep]]:
     """Their Algorithm 3: a node is kept when the bytes since the last one kept pass a threshold; many thresholds."""
     total = sum(graph.sizes_bytes[: graph.forward])
     seen: set[tuple[int, ...]] = set()
@@ -39,7 +39,7 @@ def chen_greedy(graph: TrainingGraph) -> Iterator[list[Step]]:
             yield _with_checkpoints(graph, kept)
 
 
-def _with_checkpoints(graph: TrainingGraph, checkpoints: Sequence[int]) -> list[Step]:
+def _with_checkpoints(graph: TrainingGraph, checkpoints: Sequence[int]) -> list[NodeStep]:
     """Checkpoints are kept throughout; of the segment that is run backward, everything."""
     marks = sorted({*checkpoints, graph.forward - 1})
     segment = [sum(mark < node for mark in marks) for node in range(graph.forward)]
@@ -55,7 +55,7 @@ def _with_checkpoints(graph: TrainingGraph, checkpoints: Sequence[int]) -> list[
     return steps_of(graph, keeps)
 
 
-def treeverse(graph: TrainingGraph) -> Iterator[list[Step]]:
+def treeverse(graph: TrainingGraph) -> Iterator[list[NodeStep]]:
     """Griewank and Walther, 2000: binomial checkpointing, for each number of checkpoints.
 
     The checkpoints that are held while the gradient of a node is computed are those of the recursion, in which a chain

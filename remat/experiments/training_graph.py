@@ -102,7 +102,7 @@ def with_backward(layers: Sequence[Layer]) -> TrainingGraph:
     return TrainingGraph(tuple(names), tuple(sizes), tuple(times), tuple(inputs), count, tuple(gradient))
 
 
-class Step(NamedTuple):
+class NodeStep(NamedTuple):
     """Compute a node, or free it."""
 
     node: int
@@ -116,7 +116,7 @@ class Cost(NamedTuple):
     nanoseconds: int
 
 
-def replay(graph: TrainingGraph, steps: Sequence[Step]) -> Cost:
+def replay(graph: TrainingGraph, steps: Sequence[NodeStep]) -> Cost:
     """Runs steps as the simulator of DTR accounts for memory: an output takes room before its inputs can be freed.
 
     Raises:
@@ -146,7 +146,7 @@ def replay(graph: TrainingGraph, steps: Sequence[Step]) -> Cost:
     return Cost(peak, time)
 
 
-def steps_of(graph: TrainingGraph, keeps: Callable[[int, int], bool]) -> list[Step]:
+def steps_of(graph: TrainingGraph, keeps: Callable[[int, int], bool]) -> list[NodeStep]:
     """The steps of a method that keeps node i from stage t-1 to stage t where `keeps(t, i)`.
 
     In each stage what is missing is computed in order, and freed after its last use there. What is kept that no later
@@ -155,7 +155,7 @@ def steps_of(graph: TrainingGraph, keeps: Callable[[int, int], bool]) -> list[St
     count = len(graph)
     users = graph.users
     needed_until = [max(read, default=-1) for read in users]
-    steps: list[Step] = []
+    steps: list[NodeStep] = []
     resident: set[int] = set()
     for stage in range(count):
 
@@ -173,13 +173,13 @@ def steps_of(graph: TrainingGraph, keeps: Callable[[int, int], bool]) -> list[St
                 last_use[used] = node
         for node in sorted(resident):
             if not kept(node) and node not in last_use:
-                steps.append(Step(node, free=True))
+                steps.append(NodeStep(node, free=True))
                 resident.remove(node)
         for node in sorted(wanted):
-            steps.append(Step(node))
+            steps.append(NodeStep(node))
             resident.add(node)
             for done in [used for used, at in last_use.items() if at == node and not kept(used)]:
                 if done != count - 1:  # the last gradient is the result
-                    steps.append(Step(done, free=True))
+                    steps.append(NodeStep(done, free=True))
                     resident.remove(done)
     return steps

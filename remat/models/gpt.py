@@ -25,7 +25,7 @@ class Embedding(nn.Module):
         return self.dropout(self.token(tokens) + self.position(positions))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Causal self-attention and a feed-forward layer, each behind a LayerNorm and added to its input."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -64,7 +64,7 @@ def gpt(
     """A GPT over bytes (or any vocabulary): (N, T) integers to (N, T, vocabulary) logits, T at most `context`."""
     if width % heads:
         raise ValueError(f"width={width} is not a multiple of heads={heads}")
-    blocks = [(f"block{i + 1}", Block(width, heads, dropout)) for i in range(depth)]
+    blocks = [(f"block{i + 1}", TransformerBlock(width, heads, dropout)) for i in range(depth)]
     head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False))
     return nn.Sequential(
         OrderedDict([("embedding", Embedding(vocabulary, context, width, dropout)), *blocks, ("head", head)])

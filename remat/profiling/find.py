@@ -15,7 +15,7 @@ from torch import nn
 from remat.errors import UnsupportedModel
 from remat.profiling.found import FoundChain, FoundStage
 from remat.profiling.preserving import preserved
-from remat.profiling.recording import Call, Record, record, saving_nothing
+from remat.profiling.recording import ModuleCall, Recording, record, saving_nothing
 from remat.profiling.selecting import Selector, Unit
 from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.calls.environment import accelerators
@@ -241,14 +241,14 @@ def _group(model: nn.Module, selector: Selector, item: str | nn.Module) -> list[
 # What is left --------------------------------------------------------------------------------------------------------
 
 
-def _aside(written: Record, units: Sequence[Unit]) -> tuple[str, ...]:
+def _aside(written: Recording, units: Sequence[Unit]) -> tuple[str, ...]:
     """Calls of modules of the units that lie outside of them."""
     modules = {call.module for unit in units for call in unit.calls}
     stages = {call for unit in units for call in unit.calls}
     return tuple(call.name for call in written.calls() if call.module in modules and call not in stages)
 
 
-def _uncalled(model: nn.Module, written: Record) -> tuple[str, ...]:
+def _uncalled(model: nn.Module, written: Recording) -> tuple[str, ...]:
     """The outermost modules with a forward that was not called."""
     called = {call.module for call in written.calls()}
     found: list[str] = []
@@ -261,11 +261,11 @@ def _uncalled(model: nn.Module, written: Record) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _outside(written: Record, units: Sequence[Unit]) -> tuple[tuple[str, int], ...]:
+def _outside(written: Recording, units: Sequence[Unit]) -> tuple[tuple[str, int], ...]:
     """The outermost calls that lie in no unit and hold none, with what is kept of each; then the code between."""
     found: list[tuple[str, int]] = []
 
-    def visit(call: Call) -> None:
+    def visit(call: ModuleCall) -> None:
         if any(unit.has(call) for unit in units):
             return
         if any(call.has(own) for unit in units for own in unit.calls):

@@ -37,7 +37,7 @@ def in_a_row(model: nn.Module, call: Arguments, small: float, tell: Progress) ->
 
 
 @dataclass(frozen=True)
-class _Traits:
+class _Probed:
     """What the probe saw of one module."""
 
     in_place: bool
@@ -47,7 +47,7 @@ class _Traits:
     seconds: float
 
 
-def _probed(flat: Sequence[tuple[str, nn.Module]], value: Any, tell: Progress) -> Iterator[_Traits]:
+def _probed(flat: Sequence[tuple[str, nn.Module]], value: Any, tell: Progress) -> Iterator[_Probed]:
     """Runs the modules one by one, saving nothing. `value` is not touched: each module gets a copy of its input."""
     value = detached(value)
     for index, (name, module) in enumerate(flat):
@@ -70,7 +70,7 @@ def _probed(flat: Sequence[tuple[str, nn.Module]], value: Any, tell: Progress) -
             with saving_nothing(cannot_unpack):
                 seconds = min(seconds, elapsed(tensors(value)[0].device, partial(_run_in, module, box)))
         value = detached(box.pop())
-        yield _Traits(in_place, view, *saves, seconds)
+        yield _Probed(in_place, view, *saves, seconds)
     tell("probing stages", len(flat), len(flat))
 
 
@@ -84,7 +84,7 @@ def _check_output(name: str, output: Any) -> None:
         )
 
 
-def _fused(flat: Sequence[tuple[str, nn.Module]], traits: Sequence[_Traits], small: float) -> list[int]:
+def _fused(flat: Sequence[tuple[str, nn.Module]], traits: Sequence[_Probed], small: float) -> list[int]:
     """How many modules, one after the other, make up each stage."""
     groups: list[list[int]] = []
     only_views = True  # so far nothing but views of the model's input

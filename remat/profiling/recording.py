@@ -27,7 +27,7 @@ BEFORE = -1  # when what a model's parameters, buffers and inputs hold was compu
 
 
 @dataclass(eq=False)
-class Call:
+class ModuleCall:
     """A call of a module.
 
     Attributes:
@@ -43,14 +43,14 @@ class Call:
 
     name: str
     module: nn.Module
-    parent: Call | None
+    parent: ModuleCall | None
     begin: int
     given: list[Key]
     takes: Key | None
     owned: Mapping[nn.Module, frozenset[int]]
     end: int = BEFORE
     returned: list[Key] = field(default_factory=list)
-    children: list[Call] = field(default_factory=list)
+    children: list[ModuleCall] = field(default_factory=list)
     saved_bytes: int = 0
     work: float = 0.0
 
@@ -63,7 +63,7 @@ class Call:
         """Storages of the parameters and buffers of the module, and of those inside of it."""
         return frozenset().union(*(self.owned.get(part, ()) for part in self.module.modules()))
 
-    def has(self, other: Call | None) -> bool:
+    def has(self, other: ModuleCall | None) -> bool:
         """Whether `other` is this call or lies in it."""
         while other is not None:
             if other is self:
@@ -88,15 +88,15 @@ class Storage:
     size: int
     born: int
     what: str
-    uses: list[tuple[int, Call]] = field(default_factory=list)
-    writes: list[tuple[int, Call]] = field(default_factory=list)
+    uses: list[tuple[int, ModuleCall]] = field(default_factory=list)
+    writes: list[tuple[int, ModuleCall]] = field(default_factory=list)
     requires_grad: bool = False
-    saved_by: Call | None = None
+    saved_by: ModuleCall | None = None
     returned: bool = False
 
 
 @dataclass
-class Record:
+class Recording:
     """What a forward did.
 
     Attributes:
@@ -105,12 +105,12 @@ class Record:
         saved_bytes: what autograd would keep in all.
     """
 
-    root: Call
+    root: ModuleCall
     storages: dict[int, Storage]
     saved_bytes: int
     _alive: list[StorageWeakRef]
 
-    def calls(self) -> Iterable[Call]:
+    def calls(self) -> Iterable[ModuleCall]:
         todo = [self.root]
         while todo:
             call = todo.pop()
@@ -118,13 +118,13 @@ class Record:
             todo.extend(call.children)
 
 
-def record(model: nn.Module, sample: Arguments) -> Record:
+def record(model: nn.Module, sample: Arguments) -> Recording:
     """Runs `model` once and writes down what it does.
 
     Raises:
         UnsupportedModel: the output holds no tensor.
     """
-    recorder = _Recorder(model)
+    recorder = _ForwardRecorder(model)
     with (
         failing_on_the_sample(lambda: recorder.failed or type(model).__name__),
         torch.enable_grad(),
@@ -143,10 +143,10 @@ def record(model: nn.Module, sample: Arguments) -> Record:
     if not tensors(output):
         raise UnsupportedModel(f"the model returned {type(output).__name__}, without a tensor in it")
     total = sum(storage.size for storage in recorder.storages.values() if storage.saved_by is not None)
-    return Record(recorder.root, recorder.storages, total, recorder.alive)
+    return Recording(recorder.root, recorder.storages, total, recorder.alive)
 
 
-class _Recorder:
+class _ForwardRecorder:
     def __init__(self, model: nn.Module) -> None:
         self.names = outside_of_compiled(model)
         self.owned = {module: _own_storages(module) for module in model.modules()}
@@ -154,8 +154,8 @@ class _Recorder:
         self.storages: dict[int, Storage] = {}
         self.alive: list[StorageWeakRef] = []
         self.clock = 0
-        self.root: Call | None = None
-        self.present: Call | None = None
+        self.root: ModuleCall | None = None
+        self.present: ModuleCall | None = None
         self.failed = ""  # the innermost call that raised an error
 
     def call(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -165,7 +165,7 @@ class _Recorder:
         count = self.counts[module] = self.counts.get(module, 0) + 1
         name = self.names[module] + (f"#{count}" if count > 1 else "")
         takes = activation_of(args, kwargs)
-        call = Call(
+        call = ModuleCall(
             name,
             module,
             self.present,
@@ -217,7 +217,7 @@ class _Recorder:
 class _Operators(TorchDispatchMode):
     """Tells the recorder of every operator."""
 
-    def __init__(self, recorder: _Recorder) -> None:
+    def __init__(self, recorder: _ForwardRecorder) -> None:
         super().__init__()
         self.recorder = recorder
 
@@ -247,7 +247,7 @@ class _Operators(TorchDispatchMode):
         return output
 
 
-def _outwards(call: Call | None) -> Iterator[Call]:
+def _outwards(call: ModuleCall | None) -> Iterator[ModuleCall]:
     """The call, the one that it lies in, and so on."""
     while call is not None:
         yield call

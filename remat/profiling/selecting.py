@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from remat.profiling.recording import BEFORE, Call, Key, Record, Storage
+from remat.profiling.recording import BEFORE, Key, ModuleCall, Recording, Storage
 
 WHOLE = 2 / 3  # share of the model's memory from which on a call is too much for one stage
 WORTH = 0.01  # share of the model's memory that recomputing a run of units must be able to free
@@ -25,7 +25,7 @@ WORTH = 0.01  # share of the model's memory that recomputing a run of units must
 class Unit:
     """Calls that run as one, each handing on to the next."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[ModuleCall, ...]
 
     @property
     def begin(self) -> int:
@@ -56,14 +56,14 @@ class Unit:
     def work(self) -> float:
         return sum(call.work for call in self.calls)
 
-    def has(self, call: Call) -> bool:
+    def has(self, call: ModuleCall) -> bool:
         return any(own.has(call) for own in self.calls)
 
 
 class Selector:
     """Answers for one record."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Recording) -> None:
         self.record = record
         self.storages = record.storages
         self._written = [_Written.of(address, storage) for address, storage in self.storages.items() if storage.writes]
@@ -83,7 +83,7 @@ class Selector:
         """The units of the whole model, in the order in which they run."""
         return self._inside(self.record.root)
 
-    def _refined(self, call: Call) -> list[Unit]:
+    def _refined(self, call: ModuleCall) -> list[Unit]:
         """What takes the call's place: itself, or units inside of it."""
         unit = Unit((call,))
         whole = self.replayable(unit)
@@ -93,13 +93,13 @@ class Selector:
         inside = self._inside(call)
         return inside or ([unit] if whole else [])
 
-    def _inside(self, call: Call) -> list[Unit]:
+    def _inside(self, call: ModuleCall) -> list[Unit]:
         """Units in a call that is too large for one, or cannot be one: also where something passes them by."""
         units = self._units_of(call)
         clean = self._joined(call, units)
         return units if clean is None else clean
 
-    def _units_of(self, call: Call) -> list[Unit]:
+    def _units_of(self, call: ModuleCall) -> list[Unit]:
         """Units of the children, those that only work together joined; without those that nothing is gained by."""
         found: list[Unit] = []
         for child in call.children:
@@ -141,7 +141,7 @@ class Selector:
         """The storages that were computed when so many operators had run."""
         return self._in_order[bisect_left(self._born, begin) : bisect_left(self._born, end)]
 
-    def _joined(self, call: Call, units: list[Unit]) -> list[Unit] | None:
+    def _joined(self, call: ModuleCall, units: list[Unit]) -> list[Unit] | None:
         """The units with those joined that a tensor skips; None where something passes them by on its way in `call`."""
         if self._passed_by(call, units):
             return None
@@ -179,7 +179,7 @@ class Selector:
         # A tensor that skips a unit on its way from this one makes all from the next one on belong together.
         return reach
 
-    def _passed_by(self, call: Call, units: Sequence[Unit]) -> bool:
+    def _passed_by(self, call: ModuleCall, units: Sequence[Unit]) -> bool:
         """Whether code of `call` outside the units uses, after one of them, what existed before but is not its output.
 
         Only what a gradient flows through counts: masks and the like are small, and kept.
@@ -201,7 +201,7 @@ class Selector:
                     return True
         return False
 
-    def _is_lasting(self, key: int, call: Call) -> bool:
+    def _is_lasting(self, key: int, call: ModuleCall) -> bool:
         """Parameters, and what was there before the model ran but is no input of the call."""
         storage = self.storages[key]
         return storage.born == BEFORE and not any(given.storage == key for given in call.given)

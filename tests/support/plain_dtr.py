@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from remat.runtime.dtr import _kernels as k
-from remat.runtime.dtr.graph import Program
+from remat.runtime.dtr.graph import CompiledTrace
 
 
 class OutOfMemory(Exception):
@@ -18,7 +18,7 @@ class OutOfMemory(Exception):
 
 class PlainDtr:
     def __init__(
-        self, program: Program, budget: int, score: Callable[[PlainDtr, int], float], *, skip_small: bool = False
+        self, program: CompiledTrace, budget: int, score: Callable[[PlainDtr, int], float], *, skip_small: bool = False
     ) -> None:
         graph = program.graph
         self.skip_small = skip_small

@@ -80,7 +80,7 @@ def _frozen(chain: Chain, replay: Replay, budget: int, heuristic: str | Heuristi
     return operations_of(chain, replay, core.decisions())
 
 
-class _Run(NamedTuple):
+class _StageRun(NamedTuple):
     """One run of a stage, forward or backward, in the order of DTR."""
 
     stage: int
@@ -115,7 +115,7 @@ def operations_of(chain: Chain, replay: Replay, decisions: Sequence[Decision]) -
     return tuple(operations)
 
 
-def _runs(replay: Replay, decisions: Sequence[Decision]) -> list[_Run]:
+def _runs(replay: Replay, decisions: Sequence[Decision]) -> list[_StageRun]:
     """What ran, in order; the operators of a chain's trace are called forward1 .. and backward1 .. ."""
     graph = replay.program("eager").graph
     runs = []
@@ -125,11 +125,11 @@ def _runs(replay: Replay, decisions: Sequence[Decision]) -> list[_Run]:
         label = graph.labels[graph.tensors[decision.what][1]]
         for kind in ("forward", "backward"):
             if label.startswith(kind):
-                runs.append(_Run(int(label.removeprefix(kind)), kind == "backward"))
+                runs.append(_StageRun(int(label.removeprefix(kind)), kind == "backward"))
     return runs
 
 
-def _may_drop_input(runs: Sequence[_Run], length: int) -> list[bool]:
+def _may_drop_input(runs: Sequence[_StageRun], length: int) -> list[bool]:
     """For each run whether nobody reads its input again before that is computed anew; the model's own is kept."""
     next_reader = [len(runs)] * (length + 2)  # by stage: the next run, forward or backward, that reads its input
     next_writer = [len(runs)] * (length + 2)  # by stage: the next forward, which makes its output anew

@@ -130,7 +130,7 @@ class Graph:
 
 
 @dataclass(frozen=True)
-class Program:
+class CompiledTrace:
     """A trace made ready to be replayed.
 
     Attributes:
@@ -148,7 +148,7 @@ class Program:
     held: bool = False
 
 
-def compile_trace(trace: Trace, *, releases: bool = True) -> Program:
+def compile_trace(trace: Trace, *, releases: bool = True) -> CompiledTrace:
     """Reads a trace as the paper's simulator does (Appendix C.6): names to tensors, mutation as copy-on-write.
 
     What is alive at the end is an output, which is recomputed if need be and stays.
@@ -269,9 +269,9 @@ class _Compiler:
         if self.releases:
             self.program.append((k.RELEASE, tensor))
 
-    def finish(self) -> Program:
+    def finish(self) -> CompiledTrace:
         for tensor in self.tensor_of.values():
             if self.references[tensor] > 0:
                 self.program.append((k.PIN, tensor))
         instructions = np.array(self.program, np.int64).reshape(-1, 2)
-        return Program(self.graph, instructions, tuple(self.names), self.constant_bytes, self.held)
+        return CompiledTrace(self.graph, instructions, tuple(self.names), self.constant_bytes, self.held)

@@ -16,7 +16,7 @@ from remat.errors import RematError
 from remat.report import Moment, Report
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.core import DEALLOCATIONS, NO_LIMIT, Core
-from remat.runtime.dtr.graph import Graph, Program, compile_trace
+from remat.runtime.dtr.graph import CompiledTrace, Graph, compile_trace
 from remat.runtime.dtr.heuristics import DEFAULT, Heuristic, make_heuristic
 from remat.runtime.dtr.trace import REPLAY, Trace
 
@@ -46,10 +46,10 @@ class Replay:
     trace: Trace
 
     @cached_property
-    def _programs(self) -> dict[bool, Program]:
+    def _programs(self) -> dict[bool, CompiledTrace]:
         return {True: compile_trace(self.trace)}
 
-    def program(self, deallocation: str) -> Program:
+    def program(self, deallocation: str) -> CompiledTrace:
         releases = deallocation != "ignore"
         if releases not in self._programs:
             self._programs[releases] = compile_trace(self.trace, releases=releases)

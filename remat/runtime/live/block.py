@@ -24,8 +24,8 @@ from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
 from remat.runtime.live.raw_access import Access, guard, unguard
 from remat.runtime.live.saved_tensors import Saving
-from remat.runtime.live.slots import Slot, storage_of
 from remat.runtime.live.store import Store
+from remat.runtime.live.versions import Version, storage_of
 
 _NUMBERS = 8  # of which PyTorch may make tensors before an operator is seen
 _OUTCOMES = {OutOfBudget: "oom", Thrashing: "thrash"}
@@ -115,9 +115,9 @@ class Block:
         finally:
             self._store.limited = False
             try:
-                for slot in self._store.living():
-                    if not slot.resident:
-                        self._store.revive(slot)
+                for version in self._store.living():
+                    if not version.resident:
+                        self._store.revive(version)
                 self._count()
             finally:  # even where the device has no memory left for that, the next block can run
                 self._store.close()
@@ -151,20 +151,20 @@ class Block:
         if not store.limited:
             return
         self.ledger.consult()  # decides nothing, but its accounts are then complete
-        living = [slot for slot in store.living() if slot.operator is not None]
-        for slot in living:
-            if slot.resident:
-                self.ledger.note(k.LOCK, slot.tensor)
+        living = [version for version in store.living() if version.operator is not None]
+        for version in living:
+            if version.resident:
+                self.ledger.note(k.LOCK, version.tensor)
         try:
-            for slot in living:
-                if not slot.resident:
-                    store.cut_loose(slot)
+            for version in living:
+                if not version.resident:
+                    store.cut_loose(version)
         except (OutOfBudget, Thrashing):
             self.outcome = "over"
 
     def _count(self) -> None:
         """Notes what the program holds, which is in memory whatever the budget."""
-        held = sum(slot.size for slot in self._store.living())
+        held = sum(version.size for version in self._store.living())
         self.ledger.peak = max(self.ledger.peak, held)
         if held > self.ledger.budget:
             self._limits.went_over("the end of the block, where all that the program holds is in memory", held)
@@ -226,12 +226,12 @@ class Block:
         store = self._store
         with store.lock:
             storage = storage_of(tensor)
-            slot = store.slots.get(id(storage))
-            if slot is not None and slot.operator is not None:
-                if not slot.resident:
-                    store.access(slot, "memory of a tensor")
+            version = store.versions.get(id(storage))
+            if version is not None and version.operator is not None:
+                if not version.resident:
+                    store.access(version, "memory of a tensor")
                 if access is not Access.READS:
-                    store.cut_loose(slot)
+                    store.cut_loose(version)
             if access in (Access.WRITES, Access.SHARES):
                 self._preserve(tensor, storage)
 
@@ -243,9 +243,9 @@ class Block:
     def _preserve(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         """What was computed from a tensor that is about to change without an operator must not need it any more."""
         store = self._store
-        known = store.slots.get(id(storage))
+        known = store.versions.get(id(storage))
         brought = store.constants.get(id(storage))
-        if isinstance(known, Slot) or brought is not None:
+        if isinstance(known, Version) or brought is not None:
             constant, fresh = store.constant(tensor, storage, known)
             if not fresh:
                 store.preserve(constant)

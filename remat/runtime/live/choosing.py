@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.core import is_ready
 from remat.runtime.dtr.heuristics import DEFAULT, HEURISTICS
-from remat.runtime.live.ledger import Ledger, Program
+from remat.runtime.live.ledger import Instructions, Ledger
 
 AUTO = "auto"
 FIRST = DEFAULT  # the one that a program begins with, and that wins where nothing is better
@@ -33,7 +33,7 @@ class Choice(NamedTuple):
 
 
 _chosen: dict[Hashable, str] = {}
-_done: dict[Hashable, Program] = {}  # what blocks did that ended well, by place
+_done: dict[Hashable, Instructions] = {}  # what blocks did that ended well, by place
 _PLACES = 32  # of which these are remembered
 _Value = TypeVar("_Value")
 
@@ -56,7 +56,7 @@ def note_done(where: Hashable, ledger: Ledger) -> None:
     _keep(_done, where, ledger.program())
 
 
-def done_at(where: Hashable) -> Program | None:
+def done_at(where: Hashable) -> Instructions | None:
     """What the last block there did that ended well."""
     return _done.get(where)
 

@@ -83,7 +83,7 @@ class DTR:
             raise RematError(f"thrash_limit={thrash_limit}: it is a multiple of the program's own time, so above 1")
         if isinstance(budget, float):
             raise InvalidBudget(
-                f"budget {budget!r}: DTR has no plan, so it does not know what a fraction is of. Run a block within "
+                f"budget {budget!r}: DTR has no traits, so it does not know what a fraction is of. Run a block within "
                 "more than enough, `with remat.DTR('1TiB') as dtr:`, and give the later ones a share of what it took: "
                 "remat.DTR(int(0.5 * dtr.report().peak_bytes))"
             )

@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from remat.runtime.live.schemas import INDEXING, PUTTING, Plan, tensors_in
-from remat.runtime.live.slots import storage_of
+from remat.runtime.live.schemas import INDEXING, PUTTING, Traits, tensors_in
 from remat.runtime.live.surroundings import PLAIN
+from remat.runtime.live.versions import storage_of
 from remat.runtime.meter import MemoryMeter
 
 _TIMED_CALLS = 3
 _MOST = 50_000  # calls of which facts are remembered
 
 
-class Facts:
+class OperatorFacts:
     """What is known of an operator on arguments of given shapes.
 
     Attributes:
@@ -70,36 +70,41 @@ class Facts:
 
 
 class Knowledge:
-    """Facts of all operators seen so far. They are facts of the machine, so all DTR contexts share one collection."""
+    """Facts of all operators seen so far. They hold for the machine, so all DTR contexts share one collection."""
 
     def __init__(self) -> None:
-        self.facts: dict[Hashable, Facts] = {}
+        self.facts: dict[Hashable, OperatorFacts] = {}
         self._scratch: dict[Hashable, Scratch] = {}
 
     def learn(
-        self, key: Hashable, plan: Plan, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Facts:
+        self,
+        key: Hashable,
+        traits: Traits,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> OperatorFacts:
         """Predicts what a call will cost; remembered unless the size of its output depends on data.
 
         Where it does, the facts are for this call alone: the size is counted from the data, or, of operators that
         offer no way to, bounded, and made true once the output is there.
         """
         inputs = tensors_in([*args, *kwargs.values()])
-        sizes, shadow = _predicted_outputs(plan, function, args, kwargs, inputs)
-        facts = Facts(sizes, _model_nanoseconds(function, args, kwargs, inputs, shadow, sum(sizes)))
+        sizes, shadow = _predicted_outputs(traits, function, args, kwargs, inputs)
+        facts = OperatorFacts(sizes, _model_nanoseconds(function, args, kwargs, inputs, shadow, sum(sizes)))
         facts.plain = all(not tensor.is_complex() and not tensor.is_quantized for tensor in inputs)
-        facts.family = _family(key, plan, args, kwargs, inputs)
+        facts.family = _family(key, traits, args, kwargs, inputs)
         known = self._scratch.get(facts.family)
-        facts.extent = max(_extent(plan, args, inputs), 1)
+        facts.extent = max(_extent(traits, args, inputs), 1)
         if known is not None:
             facts.scratch_bytes, facts.measured = known.of(facts.extent), True
-        if not plan.sized_by_data(args):
+        if not traits.sized_by_data(args):
             _remember(self.facts, key, facts)
         elif facts.measured:
             facts.settled = True
         return facts
 
-    def learn_scratch(self, facts: Facts) -> None:
+    def learn_scratch(self, facts: OperatorFacts) -> None:
         """What was measured in one call holds for others of its family, whose sizes are about the same."""
         if facts.family is not None:
             found = Scratch(facts.scratch_bytes, facts.extent)
@@ -131,8 +136,8 @@ class Scratch(NamedTuple):
         return max(self.bytes, math.ceil(self.share * extent))
 
 
-def _extent(plan: Plan, args: Sequence[Any], inputs: Sequence[Tensor]) -> int:
-    if plan.label in (*INDEXING, *PUTTING) and plan.sized_by_data(args):
+def _extent(traits: Traits, args: Sequence[Any], inputs: Sequence[Tensor]) -> int:
+    if traits.label in (*INDEXING, *PUTTING) and traits.sized_by_data(args):
         return _masked_elements(args[0], args[1])
     return _bytes(inputs)
 
@@ -142,23 +147,23 @@ def _bytes(inputs: Sequence[Tensor]) -> int:
 
 
 def _family(
-    key: Hashable, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor]
+    key: Hashable, traits: Traits, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor]
 ) -> Hashable:
     """What calls have in common that need about the same scratch memory.
 
     Of operators that ask no backend all but sizes, of which the power of two; of others, whose algorithm may be another
     one for another size, everything.
     """
-    if plan.reads is not PLAIN:
+    if traits.reads is not PLAIN:
         return key
     forms = [(tensor.dtype, tensor.dim(), tensor.is_contiguous(), tensor.device) for tensor in inputs]
     others = [
-        str(type(value) if position in plan.scalars else value)
+        str(type(value) if position in traits.scalars else value)
         for position, value in enumerate(args)
         if not tensors_in(value)
     ]
     names = [(name, str(value)) for name, value in kwargs.items() if not tensors_in(value)]
-    return plan.label, tuple(forms), tuple(others), tuple(names), _bytes(inputs).bit_length()
+    return traits.label, tuple(forms), tuple(others), tuple(names), _bytes(inputs).bit_length()
 
 
 SHARED = Knowledge()
@@ -173,7 +178,11 @@ class Observed(NamedTuple):
 
 
 def observe(
-    facts: Facts, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+    facts: OperatorFacts,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
 ) -> Observed:
     """Calls an operator and notes time, and, unless known or a profiler is running already, scratch memory."""
     peak = None
@@ -207,11 +216,15 @@ def _timed(
 
 
 def _predicted_outputs(
-    plan: Plan, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor]
+    traits: Traits,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    inputs: Sequence[Tensor],
 ) -> tuple[list[int], Any]:
     """Bytes of the storages that a call will make, and what it returns on the meta device, None if not known."""
-    if plan.sized_by_data(args):
-        return _counted_outputs(plan, function, args, inputs), None
+    if traits.sized_by_data(args):
+        return _counted_outputs(traits, function, args, inputs), None
     shadows: dict[int, Tensor] = {}
     try:
         result = function(*_on_meta(args, shadows), **_on_meta(dict(kwargs), shadows))
@@ -234,23 +247,23 @@ _INDEX_BYTES = 8
 
 
 def _counted_outputs(  # noqa: PLR0911  # one for each kind of operator
-    plan: Plan, function: Callable[..., Any], args: Sequence[Any], inputs: Sequence[Tensor]
+    traits: Traits, function: Callable[..., Any], args: Sequence[Any], inputs: Sequence[Tensor]
 ) -> list[int]:
     """Bytes of the outputs of an operator whose sizes depend on data: counted there, or the most that they can be."""
     first = inputs[0]
     with torch._C._DisableTorchDispatch():
-        if plan.label in INDEXING and any(tensor is not None for tensor in args[1]):
+        if traits.label in INDEXING and any(tensor is not None for tensor in args[1]):
             return [_masked_elements(args[0], args[1]) * args[0].element_size()]
-        if plan.label in PUTTING:
-            return [] if plan.writes else [_bytes(inputs[:1])]
-        if plan.label in ("nonzero", "argwhere"):
+        if traits.label in PUTTING:
+            return [] if traits.writes else [_bytes(inputs[:1])]
+        if traits.label in ("nonzero", "argwhere"):
             return [int(first.count_nonzero()) * max(first.dim(), 1) * _INDEX_BYTES]
-        if plan.label == "masked_select":
+        if traits.label == "masked_select":
             rows = math.prod(torch.broadcast_shapes(first.shape, args[1].shape)) // max(args[1].numel(), 1)
             return [int(args[1].count_nonzero()) * rows * first.element_size()]
-        if plan.label == "repeat_interleave" and len(inputs) == 1:
+        if traits.label == "repeat_interleave" and len(inputs) == 1:
             return [int(first.sum()) * _INDEX_BYTES]
-    if plan.label == "_unique2":  # with indices and counts where they are asked for
+    if traits.label == "_unique2":  # with indices and counts where they are asked for
         wanted = [True, *(len(args) > position and args[position] for position in (2, 3))]
         return [first.numel() * size for size, asked in zip((first.element_size(), 8, 8), wanted, strict=True) if asked]
     elements = max((tensor.numel() * max(tensor.dim(), 1) for tensor in inputs), default=0)

@@ -2,7 +2,7 @@
 
 The data's way: PyTorch's dispatcher, below autograd, calls `__torch_dispatch__` with plain tensors. Their storages are
 looked up in the `Store`; if something is missing or does not fit, the policy core is consulted through the `Ledger`
-and its decisions are carried out; then the operator runs, and its outputs become slots.
+and its decisions are carried out; then the operator runs, and its outputs become versions.
 """
 
 from __future__ import annotations
@@ -19,30 +19,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from remat.errors import RematError
 from remat.runtime.calls.environment import state_bytes
 from remat.runtime.dtr import _kernels as k
-from remat.runtime.live.costs import SHARED, Facts, Knowledge, observe
-from remat.runtime.live.operator_calls import CPU, USUAL, Action, Call, Pending, device_among, entries_of, random_before
+from remat.runtime.live.costs import SHARED, Knowledge, OperatorFacts, observe
+from remat.runtime.live.operator_calls import (
+    CPU,
+    USUAL,
+    Action,
+    OperatorCall,
+    Pending,
+    device_among,
+    entries_of,
+    random_before,
+)
 from remat.runtime.live.raw_access import are_others, expose_elsewhere
-from remat.runtime.live.schemas import Plan, plan_of, tensors_in
-from remat.runtime.live.slots import (
-    Constant,
-    Operator,
-    Slot,
-    SlotRef,
-    Source,
-    StorageRef,
-    bits_of,
-    storage_of,
-)
-from remat.runtime.live.store import (
-    Store,
-    can_be_evicted,
-    no_autocast,
-    no_autograd,
-    no_modes,
-    parts_of,
-    storages_made,
-)
+from remat.runtime.live.schemas import Traits, tensors_in, traits_of
+from remat.runtime.live.store import Store, can_be_evicted, no_autocast, no_autograd, no_modes, parts_of, storages_made
 from remat.runtime.live.surroundings import KNOWN, Surroundings, surroundings_of
+from remat.runtime.live.versions import Given, Operator, Source, StorageRef, Version, VersionRef, bits_of, storage_of
 
 STATE_BYTES = state_bytes()
 _RANDOM_BYTES = 3 * STATE_BYTES  # before an operator that draws, after it to see whether it drew, and to return to
@@ -87,23 +79,23 @@ class Dispatcher(TorchDispatchMode):
             return self._dispatch(function, args, kwargs)
 
     def _dispatch(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
-        plan = plan_of(function)
+        traits = traits_of(function)
         store = self.store
         if store.dead or store.gone:
             store.settle()
         kwargs = kwargs or {}
-        if plan.is_view or plan.passes:
-            return self._view(plan, function, args, kwargs)
-        values = tuple([read() for read in plan.reads])
+        if traits.is_view or traits.passes:
+            return self._view(traits, function, args, kwargs)
+        values = tuple([read() for read in traits.reads])
         surroundings = KNOWN.get(values) or surroundings_of(values)
-        if plan.usual and not kwargs:
-            done, result = self._quickly(plan, surroundings, function, args)
+        if traits.usual and not kwargs:
+            done, result = self._quickly(traits, surroundings, function, args)
             if done:
                 return result
-        call = Call(plan, surroundings, function, args, kwargs)
-        if plan.several:
+        call = OperatorCall(traits, surroundings, function, args, kwargs)
+        if traits.several:
             call.key.append(torch.is_grad_enabled())
-        call.template = [self._take(value, call, position in plan.scalars) for position, value in enumerate(args)]
+        call.template = [self._take(value, call, position in traits.scalars) for position, value in enumerate(args)]
         call.names = {name: self._take(value, call) for name, value in kwargs.items()} if kwargs else {}
         if call.device is None:
             call.device = device_among(kwargs)
@@ -111,21 +103,23 @@ class Dispatcher(TorchDispatchMode):
         key = (call.device, *call.key)
         facts = self.knowledge.facts.get(key)
         if facts is None:
-            if plan.sized_by_data(args):
+            if traits.sized_by_data(args):
                 self._access(call)
-            facts = self.knowledge.learn(key, plan, function, args, kwargs)
+            facts = self.knowledge.learn(key, traits, function, args, kwargs)
         call.facts = facts
-        if plan.writes or plan.statistics or call.opaque or not plan.repeatable:
+        if traits.writes or traits.statistics or call.opaque or not traits.repeatable:
             return self._unusual(call)
         return self._carry_out(call, USUAL)
 
-    def _quickly(self, plan: Plan, surroundings: Surroundings, function: Any, args: Sequence[Any]) -> tuple[bool, Any]:
+    def _quickly(
+        self, traits: Traits, surroundings: Surroundings, function: Any, args: Sequence[Any]
+    ) -> tuple[bool, Any]:
         """Most calls: known operators on tensors that are there, with room for what they make.
 
         Does the same as what follows in `__torch_dispatch__`, in one go, for one output; or nothing at all.
         """
         store, ledger = self.store, self.ledger
-        slots, constants = store.slots, store.constants
+        versions, constants = store.versions, store.constants
         key: list[Any] = [None, function, surroundings]
         template: list[Any] = []
         numbers: list[int] = []
@@ -136,7 +130,7 @@ class Dispatcher(TorchDispatchMode):
                     storage, shape = storage_of(value), value.shape
                 except (NotImplementedError, RuntimeError):
                     return False, None  # sparse, or nested
-                source: Any = slots.get(id(storage))
+                source: Any = versions.get(id(storage))
                 if source is None or source.operator is None:
                     if value.is_neg() or value.is_conj():
                         return False, None
@@ -166,7 +160,7 @@ class Dispatcher(TorchDispatchMode):
                 if not value or type(value[0]) is not int:
                     return False, None
                 key.append(tuple(value))
-            elif kind is float or (kind is int and len(template) in plan.scalars):
+            elif kind is float or (kind is int and len(template) in traits.scalars):
                 key.append(kind)
             else:
                 key.append(_BOOLS[value] if kind is bool else value)
@@ -179,20 +173,20 @@ class Dispatcher(TorchDispatchMode):
             return False, None
         result = function(*args)
         price = facts.model_nanoseconds if self.by_model else facts.nanoseconds
-        tensor = ledger.add_one(plan.label, price, numbers, inputs, size, facts.scratch_bytes)
+        tensor = ledger.add_one(traits.label, price, numbers, inputs, size, facts.scratch_bytes)
         operator = Operator(function, template, surroundings, torch.is_grad_enabled())
-        slot = Slot(tensor, size, operator)
+        version = Version(tensor, size, operator)
         storage = storage_of(result)
-        slot.where = where = StorageRef(storage, store.died)
-        where.slot = slot
+        version.where = where = StorageRef(storage, store.died)
+        where.version = version
         where.key = position = id(storage)
-        slots[position] = slot
-        store.by_tensor[tensor] = reference = SlotRef(slot, store.gone.append)
+        versions[position] = version
+        store.by_tensor[tensor] = reference = VersionRef(version, store.gone.append)
         reference.tensor = tensor
         operator.outputs = (reference,)
         return True, result
 
-    def _take(self, value: Any, call: Call, is_scalar: bool = False) -> Any:
+    def _take(self, value: Any, call: OperatorCall, is_scalar: bool = False) -> Any:
         """`value` with views in the place of tensors; notes what the cost of the call depends on.
 
         Args:
@@ -214,7 +208,7 @@ class Dispatcher(TorchDispatchMode):
             call.key.append(_BOOLS[value] if kind is bool else value)
         return value
 
-    def _take_tensor(self, tensor: Tensor, call: Call) -> Any:
+    def _take_tensor(self, tensor: Tensor, call: OperatorCall) -> Any:
         if tensor.is_nested:
             raise RematError(
                 "a nested tensor of strided layout has no shape that DTR could write down; make it with "
@@ -226,59 +220,59 @@ class Dispatcher(TorchDispatchMode):
         if tensor.layout != torch.strided:
             call.opaque = True
             call.key += (shape, dtype, tensor.layout, entries_of(tensor))
-            for part in parts_of(tensor):  # which may be slots: of what a sparse tensor was put together from
-                slot = self.store.slots.get(id(storage_of(part)))
-                if slot is not None and slot.operator is not None:
-                    call.sources.append(slot)
-                    call.missing = call.missing or not slot.resident
+            for part in parts_of(tensor):  # which may be versions: of what a sparse tensor was put together from
+                version = self.store.versions.get(id(storage_of(part)))
+                if version is not None and version.operator is not None:
+                    call.sources.append(version)
+                    call.missing = call.missing or not version.resident
             return tensor
         storage = storage_of(tensor)
-        slot = self.store.slots.get(id(storage))
-        if slot is None and storage.nbytes() <= NUMBER_BYTES:
+        version = self.store.versions.get(id(storage))
+        if version is None and storage.nbytes() <= NUMBER_BYTES:
             self._adopt(tensor)  # autograd's formulas make such of Python's numbers, behind the dispatcher's back
-            slot = self.store.slots.get(id(storage))
+            version = self.store.versions.get(id(storage))
         stride = tensor.stride()
         call.key += (shape, stride, dtype)
         source: Source
-        if slot is None or slot.operator is None:
-            source, fresh = self.store.constant(tensor, storage, slot)
+        if version is None or version.operator is None:
+            source, fresh = self.store.constant(tensor, storage, version)
             if fresh:
                 call.fresh.append(source)
         else:
-            source = slot
-            if not slot.resident:
+            source = version
+            if not version.resident:
                 call.missing = True
         call.sources.append(source)
         if dtype.is_complex or tensor.is_quantized:
             self._lazy = True
             call.opaque = call.opaque or tensor.is_quantized
         # Views that the program brought along may have such bits whatever their type.
-        bits = bits_of(tensor) if self._lazy or source is not slot else 0
+        bits = bits_of(tensor) if self._lazy or source is not version else 0
         return source, shape, stride, tensor.storage_offset(), dtype, bits
 
-    def _access(self, call: Call) -> None:
+    def _access(self, call: OperatorCall) -> None:
         """Has the data of a call in memory, before it is known what the call makes of it."""
-        slots = [source for source in call.sources if isinstance(source, Slot)]
-        for slot in slots:
-            if not slot.resident:
-                self.store.access(slot, call.plan.label)
-        if not all(slot.resident for slot in slots):  # one had to give way to another
-            for slot in slots:
-                self.store.cut_loose(slot)
+        versions = [source for source in call.sources if isinstance(source, Version)]
+        for version in versions:
+            if not version.resident:
+                self.store.access(version, call.traits.label)
+        if not all(version.resident for version in versions):  # one had to give way to another
+            for version in versions:
+                self.store.cut_loose(version)
         call.missing = False
 
-    def _view(self, plan: Plan, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _view(self, traits: Traits, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Views touch no data, but PyTorch makes most of them only of storages that are there."""
         tensors = tensors_in(args)
         for tensor in tensors:
             if tensor.layout != torch.strided:
                 continue
             self._lazy = self._lazy or tensor.is_complex()
-            slot = self.store.slots.get(id(storage_of(tensor)))
-            if slot is not None and not slot.resident and plan.label != "detach":
-                self.store.access(slot, plan.label)
+            version = self.store.versions.get(id(storage_of(tensor)))
+            if version is not None and not version.resident and traits.label != "detach":
+                self.store.access(version, traits.label)
         result = function(*args, **kwargs)
-        if plan.is_fresh or function in _ON_STORAGES:
+        if traits.is_fresh or function in _ON_STORAGES:
             for tensor in tensors_in(result):
                 if tensor.layout == torch.strided and tensor.numel():
                     self._adopt(tensor)
@@ -288,7 +282,7 @@ class Dispatcher(TorchDispatchMode):
         """Takes account of a tensor that was made behind the dispatcher's back."""
         storage = storage_of(tensor)
         size = storage.nbytes()
-        if id(storage) not in self.store.slots and not self.store.is_brought(storage) and size:
+        if id(storage) not in self.store.versions and not self.store.is_brought(storage) and size:
             self.store.enter(self._announce("tensor", size), storage, size, None)
 
     def _announce(self, label: str, size: int) -> int:
@@ -304,30 +298,30 @@ class Dispatcher(TorchDispatchMode):
         self.store.enter(number, storage_of(state), STATE_BYTES, None)
         return state
 
-    def _unusual(self, call: Call) -> Any:
+    def _unusual(self, call: OperatorCall) -> Any:
         """Calls that change storages, or that cannot run again."""
-        store, plan, args, kwargs = self.store, call.plan, call.args, call.kwargs
-        action = Action(repeatable=plan.repeatable and not call.opaque)
+        store, traits, args, kwargs = self.store, call.traits, call.args, call.kwargs
+        action = Action(repeatable=traits.repeatable and not call.opaque)
         if call.opaque:
             for source in call.sources:
-                if isinstance(source, Slot):
+                if isinstance(source, Version):
                     store.cut_loose(source)
         touched: list[Tensor] = []
-        for tensor in tensors_in([argument.of(args, kwargs) for argument in plan.writes]):
+        for tensor in tensors_in([argument.of(args, kwargs) for argument in traits.writes]):
             constant = self._changes(tensor, call, action)
             if constant is not None:
                 touched.append(tensor)
                 action.repeatable = False  # its old content will be gone
             elif tensor.layout != torch.strided or not storage_of(tensor).nbytes():
                 action.repeatable = False
-        if plan.trains(args, kwargs):
-            for argument in plan.statistics:
+        if traits.trains(args, kwargs):
+            for argument in traits.statistics:
                 tensor = argument.of(args, kwargs)
                 constant = None if tensor is None else self._changes(tensor, call, action)
                 if constant is not None:
                     touched.append(tensor)
                     # Its own constant, since what it reads there does not matter: nobody has to preserve it.
-                    private = Constant(None, constant.content, constant.argument, constant.tensor)
+                    private = Given(None, constant.content, constant.argument, constant.tensor)
                     by_position = argument.position < len(call.template)
                     where: Any = call.template if by_position else call.names
                     place: Any = argument.position if by_position else argument.name
@@ -342,47 +336,47 @@ class Dispatcher(TorchDispatchMode):
             for tensor in touched:
                 store.forget(storage_of(tensor))
 
-    def _changes(self, tensor: Tensor, call: Call, action: Action) -> Constant | None:
+    def _changes(self, tensor: Tensor, call: OperatorCall, action: Action) -> Given | None:
         """Prepares that the storage of `tensor` will be changed; returns it if it is a constant's."""
         if tensor.layout != torch.strided:
             return None
         storage = storage_of(tensor)
-        slot = self.store.slots.get(id(storage))
-        if slot is not None and slot.operator is not None:
-            if all(known is not slot for known, _ in action.changed):
-                action.changed.append((slot, storage))
+        version = self.store.versions.get(id(storage))
+        if version is not None and version.operator is not None:
+            if all(known is not version for known, _ in action.changed):
+                action.changed.append((version, storage))
             return None
         if not storage.nbytes():
             return None
-        constant, _ = self.store.constant(tensor, storage, slot)
+        constant, _ = self.store.constant(tensor, storage, version)
         if all(known is not constant for known in call.fresh):
             self.store.preserve(constant)
         return constant
 
     # Running one -----------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, call: Call, action: Action) -> Any:
+    def _carry_out(self, call: OperatorCall, action: Action) -> Any:
         """Makes room for a call, runs it and writes it down."""
         ledger, store = self.ledger, self.store
-        plan, facts, function, args, kwargs = call.plan, call.facts, call.function, call.args, call.kwargs
+        traits, facts, function, args, kwargs = call.traits, call.facts, call.function, call.args, call.kwargs
         changed = action.changed
-        scratch = facts.scratch_bytes + (_RANDOM_BYTES if plan.random else 0) + action.discarded_bytes
-        kept = sum(slot.size for slot, _ in changed if slot.saves)  # autograd wants the old version: it will be copied
+        scratch = facts.scratch_bytes + (_RANDOM_BYTES if traits.random else 0) + action.discarded_bytes
+        kept = sum(version.size for version, _ in changed if version.saves)  # autograd wants these: they will be copied
         pending = Pending(
-            plan.label,
+            traits.label,
             facts.model_nanoseconds if self.by_model else facts.nanoseconds,
             [source.argument for source in call.sources],
             scratch,
         )
-        pending.changed = tuple([slot.tensor for slot, _ in changed])
-        pending.overwritten = sum(slot.size for slot, _ in changed) - kept
+        pending.changed = tuple([version.tensor for version, _ in changed])
+        pending.overwritten = sum(version.size for version, _ in changed) - kept
         if call.missing or ledger.memory + facts.total_bytes + scratch + kept > ledger.budget:
             self._make_room(pending, call, changed)
-        for slot, storage in changed:
-            if slot.saves:
+        for version, storage in changed:
+            if version.saves:
                 with no_modes(), no_autograd(), no_autocast():
-                    store.move(slot, storage.clone())
-        random = random_before(plan, call.device or CPU, kwargs) if plan.random and action.repeatable else None
+                    store.move(version, storage.clone())
+        random = random_before(traits, call.device or CPU, kwargs) if traits.random and action.repeatable else None
         try:
             if facts.settled:
                 result, peak = function(*args, **kwargs), None
@@ -391,10 +385,10 @@ class Dispatcher(TorchDispatchMode):
         except BaseException:
             self._take_back(pending, resident=True)
             raise
-        made = storages_made(result, call.sources, self.store.slots)
+        made = storages_made(result, call.sources, self.store.versions)
         if action.repeatable and not can_be_evicted(result, made):
             for source in call.sources:  # it may be part of what was made
-                if isinstance(source, Slot):
+                if isinstance(source, Version):
                     store.cut_loose(source)
             action = replace(action, repeatable=False)
         sizes = [storage.nbytes() for storage in made]
@@ -404,7 +398,7 @@ class Dispatcher(TorchDispatchMode):
             facts.expect(sizes)
         facts.simple = facts.settled and facts.plain and len(made) == 1 and isinstance(result, Tensor)
         if peak is not None:
-            self._learned(plan.label, facts, peak, ledger.memory - (sum(sizes) if pending.tensors is not None else 0))
+            self._learned(traits.label, facts, peak, ledger.memory - (sum(sizes) if pending.tensors is not None else 0))
             self.knowledge.learn_scratch(facts)
         sizes += [storage.nbytes() for _, storage in changed]
         tensors = self._written_down(pending, sizes)
@@ -412,20 +406,22 @@ class Dispatcher(TorchDispatchMode):
         if action.repeatable:
             operator = Operator(function, call.template, call.surroundings, torch.is_grad_enabled())
             operator.kwargs = call.names
-            if random is not None and (not plan.foreign or random.drawn()):
+            if random is not None and (not traits.foreign or random.drawn()):
                 operator.random = random
-            operator.changes = [*(slot for slot, _ in changed), *action.discarded]
+            operator.changes = [*(version for version, _ in changed), *action.discarded]
         self._enter(operator, tensors, made, changed)
         return result
 
-    def _make_room(self, pending: Pending, call: Call, changed: list[tuple[Slot, torch.UntypedStorage]]) -> None:
+    def _make_room(
+        self, pending: Pending, call: OperatorCall, changed: list[tuple[Version, torch.UntypedStorage]]
+    ) -> None:
         """Has the inputs of a call in memory, and room for its outputs."""
         if not self.store.limited:
             for source in call.sources:
-                if isinstance(source, Slot):
+                if isinstance(source, Version):
                     self.store.revive(source)
             return
-        sizes = [*call.facts.output_bytes, *(slot.size for slot, _ in changed)]
+        sizes = [*call.facts.output_bytes, *(version.size for version, _ in changed)]
         pending.tensors = self.ledger.add(
             *(pending.label, pending.nanoseconds, pending.arguments, sizes),
             *(pending.scratch, pending.overwritten, pending.changed),
@@ -443,7 +439,7 @@ class Dispatcher(TorchDispatchMode):
             if resident:
                 self.ledger.memory -= self.ledger.graph.sizes[tensor]
 
-    def _learned(self, label: str, facts: Facts, peak: int, memory: int) -> None:
+    def _learned(self, label: str, facts: OperatorFacts, peak: int, memory: int) -> None:
         """Notes what the first call of an operator needed, which no room was made for."""
         facts.scratch_bytes, facts.measured = max(peak - facts.total_bytes, 0), True
         self.first_calls += 1
@@ -482,19 +478,19 @@ class Dispatcher(TorchDispatchMode):
         operator: Operator | None,
         tensors: range,
         made: list[torch.UntypedStorage],
-        changed: list[tuple[Slot, torch.UntypedStorage]],
+        changed: list[tuple[Version, torch.UntypedStorage]],
     ) -> None:
-        """Makes the slots of a call's outputs; those of changed storages take the place of the old ones."""
+        """Makes the versions of a call's outputs; those of changed storages take the place of the old ones."""
         store = self.store
         for tensor, storage in zip(tensors, made, strict=False):
             store.enter(tensor, storage, storage.nbytes(), operator)
-        for tensor, (slot, storage) in zip(tensors[len(made) :], changed, strict=False):
+        for tensor, (version, storage) in zip(tensors[len(made) :], changed, strict=False):
             store.enter(tensor, storage, storage.nbytes(), operator)
-            if slot.saves:  # its old content has moved, and only autograd has it
-                slot.dropped = True
-                self.ledger.note(k.DROP, slot.tensor)
+            if version.saves:  # its old content has moved, and only autograd has it
+                version.dropped = True
+                self.ledger.note(k.DROP, version.tensor)
             else:
-                slot.where = slot.held = None
-                store.release(slot)
+                version.where = version.held = None
+                store.release(version)
         if not made and not changed:
             self.ledger.note(k.RELEASE, tensors[0])

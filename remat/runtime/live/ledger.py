@@ -17,7 +17,7 @@ _SEARCH_SECONDS = 5.0  # that the search for the least budget may take
 _HOPELESS = 5.0  # times the operators' own time, spent on recomputing: such a budget is not worth naming
 
 
-class Program(NamedTuple):
+class Instructions(NamedTuple):
     """Operators, and what is done with them and what they make: rows of the policy core's instructions."""
 
     graph: Graph
@@ -141,12 +141,12 @@ class Ledger:
         """From now on so much more of it makes the core answer THRASHING."""
         self.core.limit_recomputation(nanoseconds)
 
-    def program(self) -> Program:
+    def program(self) -> Instructions:
         """All that was written down so far, to be carried out on paper."""
-        return Program(self.graph, self.instructions)
+        return Instructions(self.graph, self.instructions)
 
     def least_budget(
-        self, whole: Program | None = None, *, below: int | None = None, overhead: float = _HOPELESS
+        self, whole: Instructions | None = None, *, below: int | None = None, overhead: float = _HOPELESS
     ) -> int | None:
         """The least budget, in bytes, found under which a program can be carried out.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from remat.errors import OutOfBudget, Thrashing, ThrashingWarning
 from remat.formatting import format_bytes
 from remat.runtime.dtr import _kernels as k
-from remat.runtime.live.ledger import Ledger, Program
+from remat.runtime.live.ledger import Instructions, Ledger
 
 _HOPELESS = 20  # times the operators' own time, spent on recomputing
 _LEAST_NANOSECONDS = 10**7  # that is allowed however little the program has computed
@@ -43,7 +43,7 @@ class Limits:
         self.reserved_bytes = reserved_bytes
         self.thrashes = False
         self.over: Over | None = None
-        self.whole: Program | None = None
+        self.whole: Instructions | None = None
 
     def went_over(self, where: str, peak_bytes: int) -> None:
         """Notes that more was taken than the budget allows."""

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat.runtime.live.costs import Facts
-from remat.runtime.live.schemas import Plan
-from remat.runtime.live.slots import Constant, RandomBefore, Slot, Source
+from remat.runtime.live.costs import OperatorFacts
+from remat.runtime.live.schemas import Traits
 from remat.runtime.live.surroundings import Surroundings
+from remat.runtime.live.versions import Given, RandomBefore, Source, Version
 
 CPU = torch.device("cpu")
 
 
-class Call:
+class OperatorCall:
     """A call, and what is learned of it while its arguments are looked at.
 
     Attributes:
-        plan: what is known of its operator.
+        traits: what is known of its operator.
         facts: what is known of calls like this one; set once all arguments were looked at.
         template, names: the arguments, with views in the place of tensors.
         key: what calls like this one have in common.
@@ -29,28 +29,33 @@ class Call:
         fresh: constants that nothing else was computed from.
         missing: whether a source is not in memory.
         surroundings: flags that the operator may depend on besides its arguments.
-        opaque: whether an argument has no storage of its own, so that slots in it might go unnoticed.
+        opaque: whether an argument has no storage of its own, so that versions in it might go unnoticed.
     """
 
     __slots__ = (
         *("args", "device", "facts", "floats", "fresh", "function", "kwargs", "key"),
-        *("missing", "names", "opaque", "plan", "sources", "surroundings", "template"),
+        *("missing", "names", "opaque", "traits", "sources", "surroundings", "template"),
     )
-    facts: Facts
+    facts: OperatorFacts
     template: list[Any]
     names: dict[str, Any]
 
     def __init__(
-        self, plan: Plan, surroundings: Surroundings, function: Any, args: Sequence[Any], kwargs: dict[str, Any]
+        self,
+        traits: Traits,
+        surroundings: Surroundings,
+        function: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
     ) -> None:
-        self.plan = plan
+        self.traits = traits
         self.surroundings = surroundings
         self.function = function
         self.args = args
         self.kwargs = kwargs
         self.key: list[Any] = [function, surroundings]
         self.sources: list[Source] = []
-        self.fresh: list[Constant] = []
+        self.fresh: list[Given] = []
         self.floats: list[float] = []
         self.missing = False
         self.opaque = False
@@ -62,13 +67,13 @@ class Action:
     """What a call does besides making outputs.
 
     Attributes:
-        changed: slots whose content it changes, with their storages.
+        changed: versions whose content it changes, with their storages.
         discarded: sources that it changes too, but whose old and new values are nobody's concern.
         discarded_bytes: of those; running again works on copies of them.
         repeatable: whether it can run again.
     """
 
-    changed: list[tuple[Slot, torch.UntypedStorage]] = field(default_factory=list)
+    changed: list[tuple[Version, torch.UntypedStorage]] = field(default_factory=list)
     discarded: list[Source] = field(default_factory=list)
     discarded_bytes: int = 0
     repeatable: bool = True
@@ -103,13 +108,13 @@ def entries_of(tensor: Tensor) -> int:
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
-def random_before(plan: Plan, device: torch.device, kwargs: Mapping[str, Any]) -> RandomBefore:
+def random_before(traits: Traits, device: torch.device, kwargs: Mapping[str, Any]) -> RandomBefore:
     """The states of the generators that a call may draw from."""
     given = kwargs.get("generator")
     if given is not None:
         return RandomBefore(given)
     own = _generator_of(device)
-    if plan.foreign and own is not torch.default_generator:  # it may draw on either
+    if traits.foreign and own is not torch.default_generator:  # it may draw on either
         return RandomBefore(own, torch.default_generator)
     return RandomBefore(own)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.runtime.live.compiled import also_from_now_on, run_as_written, run_compiled
-from remat.runtime.live.schemas import plan_of, tensors_in
+from remat.runtime.live.schemas import tensors_in, traits_of
 
 
 class Access(Enum):
@@ -171,7 +171,7 @@ class _Visitor(TorchDispatchMode):
         kwargs = kwargs or {}
         if _blocks and getattr(_own, "block", None) is None:
             expose_elsewhere([*args, *kwargs.values()])
-            expose_elsewhere([argument.of(args, kwargs) for argument in plan_of(function).writes], Access.WRITES)
+            expose_elsewhere([argument.of(args, kwargs) for argument in traits_of(function).writes], Access.WRITES)
         return function(*args, **kwargs)
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from remat.runtime.live.slots import Saved, SavedConstant, on_storage, storage_of
 from remat.runtime.live.store import Store, no_autocast, no_autograd, no_modes
+from remat.runtime.live.versions import Saved, SavedConstant, on_storage, storage_of
 
 
 class Saving:
@@ -20,12 +20,12 @@ class Saving:
         """What autograd is to keep for `tensor`."""
         if type(tensor) in (Tensor, Parameter) and tensor.layout == torch.strided:
             storage = storage_of(tensor)
-            slot = self._store.slots.get(id(storage))
-            if slot is not None and slot.operator is not None:
-                slot.saves += 1
-                if slot.resident and slot.held is None:
-                    slot.held = storage
-                return Saved(tensor, slot, self._store.dropped)
+            version = self._store.versions.get(id(storage))
+            if version is not None and version.operator is not None:
+                version.saves += 1
+                if version.resident and version.held is None:
+                    version.held = storage
+                return Saved(tensor, version, self._store.dropped)
         with torch._C._DisableTorchDispatch():
             return SavedConstant(tensor)
 
@@ -39,9 +39,9 @@ class Saving:
                     f"version {saved.version} instead"
                 )
             return saved.tensor
-        slot = saved.slot
-        if not slot.resident:
-            self._store.access(slot, "backward")
-        storage = self._store.lend(slot)
+        version = saved.version
+        if not version.resident:
+            self._store.access(version, "backward")
+        storage = self._store.lend(version)
         with no_modes(), no_autograd(), no_autocast():
             return on_storage(saved.view, storage)

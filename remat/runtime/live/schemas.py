@@ -27,7 +27,7 @@ class Argument(NamedTuple):
         return args[self.position] if self.position < len(args) else kwargs.get(self.name)
 
 
-class Plan(NamedTuple):
+class Traits(NamedTuple):
     """How calls of one operator are treated.
 
     Attributes:
@@ -78,12 +78,12 @@ class Plan(NamedTuple):
         return bool(self.statistics) and (self.training is None or bool(self.training.of(args, kwargs)))
 
 
-def plan_of(function: Any) -> Plan:
-    """The plan of an operator (`torch._ops.OpOverload`), read from its schema and tags, once."""
-    plan = _PLANS.get(function)
-    if plan is None:
-        plan = _PLANS[function] = _read(function)
-    return plan
+def traits_of(function: Any) -> Traits:
+    """The traits of an operator (`torch._ops.OpOverload`), read from its schema and tags, once."""
+    traits = _PLANS.get(function)
+    if traits is None:
+        traits = _PLANS[function] = _read(function)
+    return traits
 
 
 def _scalars(schema: Any) -> frozenset[int]:
@@ -95,10 +95,10 @@ def _scalars(schema: Any) -> frozenset[int]:
 
 
 _COMPUTED_WITH = ("number", "Optional[number]", "Tensor")  # a number may stand for a tensor
-_PLANS: dict[Any, Plan] = {}
+_PLANS: dict[Any, Traits] = {}
 
 
-def _read(function: Any) -> Plan:
+def _read(function: Any) -> Traits:
     schema, tags = function._schema, function.tags
     arguments = [Argument(position, argument.name) for position, argument in enumerate(schema.arguments)]
     statistics = tuple(argument for argument in arguments if argument.name in _STATISTICS)
@@ -112,7 +112,7 @@ def _read(function: Any) -> Plan:
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd")
     namespace, _, label = schema.name.partition("::")
     foreign = namespace not in _OWN
-    plan = Plan(
+    traits = Traits(
         label,
         is_view=bool(aliases) and all(aliases) and not writes and not composite,
         is_fresh=label in ("lift_fresh", "lift"),
@@ -128,8 +128,8 @@ def _read(function: Any) -> Plan:
         scalars=_scalars(schema),
         foreign=foreign,
     )
-    special = any(plan[1:6]) or plan.random or plan.data_dependent or not plan.repeatable
-    return plan._replace(usual=not special)
+    special = any(traits[1:6]) or traits.random or traits.data_dependent or not traits.repeatable
+    return traits._replace(usual=not special)
 
 
 def tensors_in(value: Any) -> list[Tensor]:

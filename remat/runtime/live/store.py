@@ -21,14 +21,14 @@ from remat.runtime.dtr import _kernels as k
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
 from remat.runtime.live.schemas import tensors_in
-from remat.runtime.live.slots import (
+from remat.runtime.live.versions import (
     Brought,
-    Constant,
+    Given,
     Operator,
-    Slot,
-    SlotRef,
     Source,
     StorageRef,
+    Version,
+    VersionRef,
     on_storage,
     storage_of,
 )
@@ -41,14 +41,14 @@ no_autocast = torch._C._DisableAutocast
 
 
 class Store:
-    """Slots of all storages that operators have made, by storage and by number in the policy core.
+    """Versions of all storages that operators have made, by storage and by number in the policy core.
 
     Attributes:
-        slots: of storages that exist, by `id` of their Python object.
+        versions: of storages that exist, by `id` of their Python object.
         by_tensor: of all, by number in the policy core.
         constants: of storages whose content no operator can compute, by `id`; dead ones included.
-        dead: slots of which a reference was dropped, to be looked at by `settle`.
-        gone: references to slots that exist no more.
+        dead: versions of which a reference was dropped, to be looked at by `settle`.
+        gone: references to versions that exist no more.
         limited: whether the policy core is asked; no longer once it could not be obeyed, or the block has ended.
         closed: whether the block has ended; what autograd has saved can still be asked for.
     """
@@ -56,56 +56,56 @@ class Store:
     def __init__(self, ledger: Ledger, limits: Limits) -> None:
         self.ledger = ledger
         self.limits = limits
-        self.slots: dict[int, Slot] = {}
-        self.dead: deque[Slot] = deque()
+        self.versions: dict[int, Version] = {}
+        self.dead: deque[Version] = deque()
         self.limited = True
         self.closed = False
         self.lock = threading.RLock()  # other threads ask for memory; backwards of several devices have one each
-        self.by_tensor: dict[int, SlotRef] = {}
-        self.gone: list[SlotRef] = []
+        self.by_tensor: dict[int, VersionRef] = {}
+        self.gone: list[VersionRef] = []
         self.constants: dict[int, Brought] = {}
 
     # Bookkeeping -----------------------------------------------------------------------------------------------------
 
-    def enter(self, tensor: int, storage: torch.UntypedStorage, size: int, operator: Operator | None) -> Slot:
-        """Makes the slot of a storage, or of its next version. Without operator it is locked in the ledger."""
-        slot = Slot(tensor, size, operator)
-        reference = self.know(slot)
-        self._put(slot, storage)
+    def enter(self, tensor: int, storage: torch.UntypedStorage, size: int, operator: Operator | None) -> Version:
+        """Makes the version of a storage, or its next one. Without operator it is locked in the ledger."""
+        version = Version(tensor, size, operator)
+        reference = self.know(version)
+        self._put(version, storage)
         if operator is None:
             self.ledger.note(k.LOCK, tensor)
         else:
             operator.outputs += (reference,)
-        return slot
+        return version
 
-    def know(self, slot: Slot) -> SlotRef:
-        """Makes a slot the one of its tensor."""
-        self.by_tensor[slot.tensor] = reference = SlotRef(slot, self.gone.append)
-        reference.tensor = slot.tensor
+    def know(self, version: Version) -> VersionRef:
+        """Makes a version the one of its tensor."""
+        self.by_tensor[version.tensor] = reference = VersionRef(version, self.gone.append)
+        reference.tensor = version.tensor
         return reference
 
-    def _put(self, slot: Slot, storage: torch.UntypedStorage) -> None:
-        slot.where = where = StorageRef(storage, self.died)
-        where.slot, where.key = slot, id(storage)
-        self.slots[where.key] = slot
+    def _put(self, version: Version, storage: torch.UntypedStorage) -> None:
+        version.where = where = StorageRef(storage, self.died)
+        where.version, where.key = version, id(storage)
+        self.versions[where.key] = version
 
     def died(self, reference: StorageRef) -> None:
-        slot = reference.slot
-        if slot.where is reference:
-            slot.where = None
-            if self.slots.get(reference.key) is slot:
-                del self.slots[reference.key]
+        version = reference.version
+        if version.where is reference:
+            version.where = None
+            if self.versions.get(reference.key) is version:
+                del self.versions[reference.key]
             if not self.closed:
-                self.dead.append(slot)
+                self.dead.append(version)
 
-    def dropped(self, slot: Slot) -> None:
+    def dropped(self, version: Version) -> None:
         """Autograd has dropped what it had saved."""
-        slot.saves -= 1
-        if slot.saves == 0:
+        version.saves -= 1
+        if version.saves == 0:
             if self.closed:
-                slot.held = None
+                version.held = None
             else:
-                self.dead.append(slot)
+                self.dead.append(version)
 
     def settle(self) -> None:
         """Tells the ledger of references that were dropped."""
@@ -114,20 +114,20 @@ class Store:
         if self.gone:
             self._forget_gone()
 
-    def _look_at(self, slot: Slot) -> None:
-        if slot.released:
+    def _look_at(self, version: Version) -> None:
+        if version.released:
             return
-        if slot.saves:
-            if slot.where is None and not slot.dropped:
-                slot.dropped = True
-                self.ledger.note(k.DROP, slot.tensor)
-        elif slot.where is None:
-            self.release(slot)
+        if version.saves:
+            if version.where is None and not version.dropped:
+                version.dropped = True
+                self.ledger.note(k.DROP, version.tensor)
+        elif version.where is None:
+            self.release(version)
         else:
-            slot.held = None  # if that was the last reference, the storage dies and the slot comes back here
+            version.held = None  # if that was the last reference, the storage dies and the version comes back here
 
     def _forget_gone(self) -> None:
-        """Tells the ledger of slots that not even an operator refers to any more, so that it forgets them too."""
+        """Tells the ledger of versions that not even an operator refers to any more, so that it forgets them too."""
         gone = self.gone[:]
         del self.gone[: len(gone)]  # not a new list: references call its `append`
         for reference in gone:
@@ -135,37 +135,37 @@ class Store:
                 del self.by_tensor[reference.tensor]
                 self.ledger.note(k.FORGET, reference.tensor)
 
-    def release(self, slot: Slot) -> None:
-        """Nothing refers to the slot any more, and its memory is gone or another's."""
-        slot.released = True
-        if slot.operator is None:
-            self.ledger.note(k.UNLOCK, slot.tensor)
-        self.ledger.note(k.RELEASE, slot.tensor)
-        if slot.resident:
-            slot.resident = False
-            self.ledger.memory -= slot.size
+    def release(self, version: Version) -> None:
+        """Nothing refers to the version any more, and its memory is gone or another's."""
+        version.released = True
+        if version.operator is None:
+            self.ledger.note(k.UNLOCK, version.tensor)
+        self.ledger.note(k.RELEASE, version.tensor)
+        if version.resident:
+            version.resident = False
+            self.ledger.memory -= version.size
 
-    def constant(self, tensor: Tensor, storage: torch.UntypedStorage, slot: Slot | None) -> tuple[Constant, bool]:
+    def constant(self, tensor: Tensor, storage: torch.UntypedStorage, version: Version | None) -> tuple[Given, bool]:
         """The constant that a storage holds, and whether nothing was computed from it that may be computed again.
 
         Args:
-            slot: of the storage, if it has one.
+            version: of the storage, if it has one.
         """
         brought = self.constants.get(id(storage))
         if brought is None or brought() is not storage:
             brought = self.constants[id(storage)] = Brought(storage)
             brought.constant = None
-            if slot is None:
+            if version is None:
                 brought.argument = -1 - len(self.ledger.constant_bytes)
                 self.ledger.constant_bytes.append(storage.nbytes())
             else:
-                brought.argument = slot.tensor
+                brought.argument = version.tensor
         known = None if brought.constant is None else brought.constant()
         if known is not None and known.content is storage:
             return known, False
-        if slot is not None:
-            brought.argument = slot.tensor  # another one than before if its content was copied aside
-        constant = Constant(tensor, storage, brought.argument, None if slot is None else slot.tensor)
+        if version is not None:
+            brought.argument = version.tensor  # another one than before if its content was copied aside
+        constant = Given(tensor, storage, brought.argument, None if version is None else version.tensor)
         brought.constant = weakref.ref(constant)
         return constant, True
 
@@ -180,9 +180,9 @@ class Store:
         if brought is not None:
             brought.constant = None
 
-    def make_constant(self, storage: torch.UntypedStorage, tensor: int) -> Constant:
-        """The constant of a storage whose slot is being cut loose."""
-        constant = Constant(None, storage, tensor, tensor)
+    def make_constant(self, storage: torch.UntypedStorage, tensor: int) -> Given:
+        """The constant of a storage whose version is being cut loose."""
+        constant = Given(None, storage, tensor, tensor)
         brought = self.constants[id(storage)] = Brought(storage)
         brought.argument, brought.constant = tensor, weakref.ref(constant)
         return constant
@@ -204,23 +204,23 @@ class Store:
         self._obey()
         self.limits.judge(answer, self.ledger, label, tensors)
 
-    def access(self, slot: Slot, label: str) -> None:
-        """Has a slot in memory for the moment."""
+    def access(self, version: Version, label: str) -> None:
+        """Has a version in memory for the moment."""
         if not self.limited:
-            self.revive(slot)
+            self.revive(version)
             return
         self.settle()
-        self.ledger.note(k.LOCK, slot.tensor)
-        self.ledger.note(k.UNLOCK, slot.tensor)
+        self.ledger.note(k.LOCK, version.tensor)
+        self.ledger.note(k.UNLOCK, version.tensor)
         self.consult(label)
 
-    def lend(self, slot: Slot) -> torch.UntypedStorage:
-        """The storage of a slot that is in memory, for somebody to hold who did not make it."""
-        storage = slot.storage()
+    def lend(self, version: Version) -> torch.UntypedStorage:
+        """The storage of a version that is in memory, for somebody to hold who did not make it."""
+        storage = version.storage()
         assert storage is not None
-        if slot.dropped:
-            slot.dropped = False
-            self.ledger.note(k.HOLD, slot.tensor)
+        if version.dropped:
+            version.dropped = False
+            self.ledger.note(k.HOLD, version.tensor)
         return storage
 
     def hold(self, size: int, label: str) -> None:
@@ -235,22 +235,22 @@ class Store:
         decisions = self.ledger.decided()
         try:
             for kind, what in decisions:
-                slot = self.by_tensor[what]() if what in self.by_tensor else None
-                if slot is None:
+                version = self.by_tensor[what]() if what in self.by_tensor else None
+                if version is None:
                     continue  # released, and no operator that may run again needs it: its memory is gone already
                 if kind == k.EVICTED:
-                    self.evict(slot)
-                elif slot.operator is not None:
-                    self.repeat(slot.operator)
+                    self.evict(version)
+                elif version.operator is not None:
+                    self.repeat(version.operator)
         except BaseException:
             self.limited = False  # what is in memory is no longer what the core believes
             raise
 
-    def evict(self, slot: Slot) -> None:
-        """Frees the memory of a slot."""
-        storage = slot.storage()
-        slot.held = None
-        slot.resident = False
+    def evict(self, version: Version) -> None:
+        """Frees the memory of a version."""
+        storage = version.storage()
+        version.held = None
+        version.resident = False
         if storage is not None:
             storage.resize_(0)
 
@@ -265,7 +265,7 @@ class Store:
         with no_modes(), no_autograd(), no_autocast():
             copies: dict[int, torch.UntypedStorage] = {}
             for source in operator.sources():
-                if isinstance(source, Constant) and source.changed():
+                if isinstance(source, Given) and source.changed():
                     raise ReplayError(
                         f"{operator.function} must run again, but a tensor that it used was changed by something that "
                         "DTR does not see (outside of its block, in another thread, or through .data); change tensors "
@@ -278,41 +278,41 @@ class Store:
             result = operator.run(args, kwargs)
             taken = {id(_content(source)) for source in operator.sources()} | {id(copy) for copy in copies.values()}
             made = new_storages(result, taken)
-            made.extend(copies[id(source)] for source in operator.changes if isinstance(source, Slot))
+            made.extend(copies[id(source)] for source in operator.changes if isinstance(source, Version))
             del result, args, kwargs
             if len(made) != len(operator.outputs):
                 raise ReplayError(f"{operator.function} made {len(made)} storages, but {len(operator.outputs)} before")
             made.reverse()
             for reference in operator.outputs:
-                storage, slot = made.pop(), reference()
-                if slot is not None and not slot.resident:
-                    self._place(slot, storage, operator)
+                storage, version = made.pop(), reference()
+                if version is not None and not version.resident:
+                    self._place(version, storage, operator)
 
-    def _place(self, slot: Slot, made: torch.UntypedStorage, operator: Operator) -> None:
-        if made.nbytes() != slot.size:
-            raise ReplayError(f"{operator.function} made {made.nbytes()} bytes where it had made {slot.size} before")
-        storage = None if slot.where is None else slot.where()
+    def _place(self, version: Version, made: torch.UntypedStorage, operator: Operator) -> None:
+        if made.nbytes() != version.size:
+            raise ReplayError(f"{operator.function} made {made.nbytes()} bytes where it had made {version.size} before")
+        storage = None if version.where is None else version.where()
         if storage is None:
-            slot.held = made
-            if slot.saves:
-                self._put(slot, made)  # autograd will hand it out
-            # Else only operators that may run again refer to the slot, and its content goes when the last of them does.
+            version.held = made
+            if version.saves:
+                self._put(version, made)  # autograd will hand it out
+            # Else only operators that may run again refer to the version; its content goes when the last of them does.
         else:
-            storage.resize_(slot.size)
+            storage.resize_(version.size)
             storage.copy_(made)
-            slot.held = storage if slot.saves else None
-        slot.resident = True
+            version.held = storage if version.saves else None
+        version.resident = True
 
-    def revive(self, slot: Slot) -> None:
-        """Computes a slot again, with all that it needs, without regard to the budget."""
-        todo: list[Slot] = [slot]
-        temporary: list[Slot] = []
+    def revive(self, version: Version) -> None:
+        """Computes a version again, with all that it needs, without regard to the budget."""
+        todo: list[Version] = [version]
+        temporary: list[Version] = []
         while todo:
             last = todo[-1]
             if last.resident or last.operator is None:
                 todo.pop()
                 continue
-            missing = [s for s in last.operator.sources() if isinstance(s, Slot) and not s.resident]
+            missing = [s for s in last.operator.sources() if isinstance(s, Version) and not s.resident]
             if missing:
                 todo.extend(missing)
                 continue
@@ -320,67 +320,73 @@ class Store:
             todo.pop()
             temporary.extend(s for s in (reference() for reference in last.operator.outputs) if s is not None)
         for other in temporary:
-            if other is not slot and other.released and other.resident:
+            if other is not version and other.released and other.resident:
                 self.evict(other)
 
     # What cannot be computed again -----------------------------------------------------------------------------------
 
-    def cut_loose(self, slot: Slot) -> None:
-        """Keeps a slot in memory from now on, so that its operator is not needed for it.
+    def cut_loose(self, version: Version) -> None:
+        """Keeps a version in memory from now on, so that its operator is not needed for it.
 
-        The slot becomes that of a constant for all that was computed from it, and another one takes its place in the
+        The version becomes that of a constant for all that was computed from it, and another one takes its place in the
         accounts until its storage dies.
         """
-        if slot.operator is None:
+        if version.operator is None:
             return
-        self.ledger.note(k.LOCK, slot.tensor)
-        if not slot.resident:
+        self.ledger.note(k.LOCK, version.tensor)
+        if not version.resident:
             if self.limited:
                 self.consult("lock")
             else:
-                self.revive(slot)
-        storage = slot.storage()
+                self.revive(version)
+        storage = version.storage()
         assert storage is not None
-        constant = self.make_constant(storage, slot.tensor)
-        heir = Slot(slot.tensor, slot.size, None)
+        constant = self.make_constant(storage, version.tensor)
+        heir = Version(version.tensor, version.size, None)
         self.know(heir)
-        slot.constant, slot.operator, slot.where, slot.held, slot.released = constant, None, None, None, True
+        version.constant, version.operator, version.where, version.held, version.released = (
+            constant,
+            None,
+            None,
+            None,
+            True,
+        )
         self._put(heir, storage)
 
-    def preserve(self, constant: Constant) -> None:
+    def preserve(self, constant: Given) -> None:
         """To be called before a constant is changed from which something was computed that may be computed again.
 
         Either its content is copied, or what depends on it is kept in memory from now on: that costs nothing where no
         backward is to come any more, as in an optimiser's step.
         """
         dependents = self._dependents(constant)
-        if any(slot.saves for slot in dependents):
+        if any(version.saves for version in dependents):
             self._copy_aside(constant)
         else:
-            for slot in dependents:
-                self.cut_loose(slot)
+            for version in dependents:
+                self.cut_loose(version)
 
-    def _dependents(self, constant: Constant) -> list[Slot]:
+    def _dependents(self, constant: Given) -> list[Version]:
         """What the program can still ask for and might have to be computed again from `constant`."""
         reached: set[int] = set()
         found = []
         for tensor, reference in self.by_tensor.items():
-            slot = reference()
+            version = reference()
             if (
-                slot is not None
-                and slot.operator is not None
+                version is not None
+                and version.operator is not None
                 and any(
                     source is constant
-                    or (isinstance(source, Slot) and (source.tensor in reached or source.constant is constant))
-                    for source in slot.operator.sources()
+                    or (isinstance(source, Version) and (source.tensor in reached or source.constant is constant))
+                    for source in version.operator.sources()
                 )
             ):
                 reached.add(tensor)
-                if not slot.released:
-                    found.append(slot)
+                if not version.released:
+                    found.append(version)
         return found
 
-    def _copy_aside(self, constant: Constant) -> None:
+    def _copy_aside(self, constant: Given) -> None:
         original, size = constant.content, constant.content.nbytes()
         (tensor,) = self.ledger.add("clone", max(size // 10, 1), [constant.argument], [size])
         self.hold(size, "clone")
@@ -389,39 +395,41 @@ class Store:
         if constant.tensor is None:
             self.enter(tensor, copy, size, None)
         else:  # the core has computed from it under its old number, so the new content gets the new one
-            old = self.slots[id(original)]
+            old = self.versions[id(original)]
             self.enter(tensor, original, size, None)
             self._put(old, copy)
         constant.witness = constant.version = None
 
-    def move(self, slot: Slot, storage: torch.UntypedStorage) -> None:
-        """The content of a slot that only autograd wants is in another storage from now on."""
-        slot.held = storage
-        self._put(slot, storage)
+    def move(self, version: Version, storage: torch.UntypedStorage) -> None:
+        """The content of a version that only autograd wants is in another storage from now on."""
+        version.held = storage
+        self._put(version, storage)
 
     # The end ---------------------------------------------------------------------------------------------------------
 
-    def living(self) -> list[Slot]:
-        """Slots whose storages the program holds, in the order in which they were made."""
+    def living(self) -> list[Version]:
+        """Versions whose storages the program holds, in the order in which they were made."""
         found = [reference() for reference in self.by_tensor.values()]
-        return [slot for slot in found if slot is not None and not slot.released and slot.where is not None]
+        return [
+            version for version in found if version is not None and not version.released and version.where is not None
+        ]
 
     def close(self) -> None:
         """Lets go of all that nobody refers to."""
         self.limited = False
         for reference in list(self.by_tensor.values()):
-            slot = reference()
-            if slot is None or slot.constant is not None:
+            version = reference()
+            if version is None or version.constant is not None:
                 continue
-            if slot.released and slot.resident:
-                self.evict(slot)
-            elif not slot.saves:
-                slot.held = None
+            if version.released and version.resident:
+                self.evict(version)
+            elif not version.saves:
+                version.held = None
         self.settle()
         self.closed = True
-        for slot in list(self.slots.values()):
-            slot.where = None  # the reference refers back to the slot; without it both are gone at once
-        self.slots.clear()
+        for version in list(self.versions.values()):
+            version.where = None  # the reference refers back to the version; without it both are gone at once
+        self.versions.clear()
         self.by_tensor.clear()
 
 
@@ -452,7 +460,7 @@ def parts_of(tensor: Tensor) -> Sequence[Tensor]:
 
 def _content(source: Source) -> torch.UntypedStorage:
     storage = source.storage()
-    if storage is None or (isinstance(source, Slot) and not source.resident):
+    if storage is None or (isinstance(source, Version) and not source.resident):
         raise ReplayError("an operator was to run again before what it needs was there; please report this")
     return storage
 
@@ -475,12 +483,14 @@ def can_be_evicted(result: Any, made: Sequence[torch.UntypedStorage]) -> bool:
     return strided and all(storage.resizable() for storage in made)
 
 
-def storages_made(result: Any, sources: Sequence[Source], slots: Mapping[int, Slot]) -> list[torch.UntypedStorage]:
+def storages_made(
+    result: Any, sources: Sequence[Source], versions: Mapping[int, Version]
+) -> list[torch.UntypedStorage]:
     """Storages that a call has made: those that were neither ours nor the program's before."""
     if isinstance(result, Tensor) and result.layout == torch.strided:
         storage = storage_of(result)
-        if id(storage) in slots or not storage.nbytes():
+        if id(storage) in versions or not storage.nbytes():
             return []
         return [storage] if all(source.storage() is not storage for source in sources) else []
     taken = {id(used) for source in sources if (used := source.storage()) is not None}
-    return [storage for storage in new_storages(result, taken) if id(storage) not in slots]
+    return [storage for storage in new_storages(result, taken) if id(storage) not in versions]

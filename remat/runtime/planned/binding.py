@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from remat.runtime.planned.call_executor import CallExecutor
-from remat.runtime.planned.run import Executor
+from remat.runtime.planned.forward_run import Executor
 from remat.runtime.planned.sequence_executor import SequenceExecutor
 from remat.schedule import Schedule
 

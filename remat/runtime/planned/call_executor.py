@@ -19,8 +19,8 @@ from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.calls.places import Counter, Place, Places, among
 from remat.runtime.calls.stage_calls import StageCalls
 from remat.runtime.patching import Forward, intercepted, is_compiled
+from remat.runtime.planned.forward_run import Executor, Open, Run, versions_of
 from remat.runtime.planned.program import compile_schedule
-from remat.runtime.planned.run import Executor, Open, Run, versions_of
 from remat.runtime.pytree import activation_of, first_tensor
 from remat.schedule import Schedule
 

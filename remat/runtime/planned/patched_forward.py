@@ -14,7 +14,7 @@ from torch import nn
 
 from remat.errors import LeftChain, RematError
 from remat.runtime.patching import Forward, beyond_compiler, intercepted
-from remat.runtime.planned.run import Executor, Lock
+from remat.runtime.planned.forward_run import Executor, Lock
 
 
 class PatchedForward:

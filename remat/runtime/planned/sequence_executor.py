@@ -9,8 +9,8 @@ from torch import nn
 
 from remat.runtime.calls.stages import group, input_of, is_current
 from remat.runtime.patching import Forward
+from remat.runtime.planned.forward_run import Executor, Run
 from remat.runtime.planned.program import Step, compile_schedule
-from remat.runtime.planned.run import Executor, Run
 from remat.runtime.pytree import Arguments
 from remat.schedule import Schedule
 

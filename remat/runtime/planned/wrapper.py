@@ -11,8 +11,8 @@ from remat.errors import PlanMismatch, RematError
 from remat.runtime.calls.stages import describe_call
 from remat.runtime.patching import beyond_compiler
 from remat.runtime.planned.binding import bound
+from remat.runtime.planned.forward_run import Executor
 from remat.runtime.planned.patched_forward import PatchedForward, refuse_other_path
-from remat.runtime.planned.run import Executor
 from remat.runtime.pytree import Arguments
 from remat.schedule import Schedule
 

@@ -1,8 +1,8 @@
 """What the runtime knows of the tensors of a running program: storages, their versions, and how each was computed.
 
-A storage of the program is described by a `Slot` for each version of its content; an operator in place makes the next
-one. Descriptions refer to one another backwards only: a slot knows the operator that made it, an operator knows what
-it used. So Python's reference counting keeps exactly those operators that may have to run again.
+Each version of a storage's content has a `Version`; an operator in place makes the next one. They refer to one
+another backwards only: a version knows the operator that made it, an operator knows what it used. So Python's reference
+counting keeps exactly those operators that may have to run again.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class StorageRef(weakref.ref):
     The Python object of a storage lives as long as the storage itself, whoever holds that.
     """
 
-    __slots__ = ("key", "slot")
+    __slots__ = ("key", "version")
     key: int  # `id` of the storage
-    slot: Slot
+    version: Version
 
 
-class Slot:
+class Version:
     """One version of the content of a storage.
 
     Attributes:
@@ -49,10 +49,10 @@ class Slot:
         released: whether the policy core need not hear of it any more.
     """
 
-    # Most slots never have another value: not to set them at each call of an operator is what makes that fast.
+    # Most versions never have another value: not to set them at each call of an operator is what makes that fast.
     where: StorageRef | None = None
     held: torch.UntypedStorage | None = None
-    constant: Constant | None = None
+    constant: Given | None = None
     saves = 0
     resident = True
     dropped = False
@@ -77,14 +77,14 @@ class Slot:
         return None if self.where is None else self.where()
 
 
-class SlotRef(weakref.ref):
-    """A reference to a slot that does not keep it; knows the number of its tensor when it is gone."""
+class VersionRef(weakref.ref):
+    """A reference to a version that does not keep it; knows the number of its tensor when it is gone."""
 
     __slots__ = ("tensor",)
     tensor: int
 
 
-class Constant:
+class Given:
     """Content that no operator here can compute: a parameter, a buffer, an input, what was cut loose.
 
     Exists as long as an operator that was computed from it may have to run again.
@@ -124,10 +124,10 @@ class Brought(weakref.ref):
 
     __slots__ = ("argument", "constant")
     argument: int  # of that constant
-    constant: weakref.ref[Constant] | None
+    constant: weakref.ref[Given] | None
 
 
-Source = Slot | Constant
+Source = Version | Given
 CONJUGATE, NEGATIVE = 1, 2
 
 
@@ -154,16 +154,16 @@ def on_storage(view: View, storage: torch.UntypedStorage) -> Tensor:
 class Saved:
     """What autograd keeps in the place of a tensor; tells the runtime when it is dropped."""
 
-    __slots__ = ("dropped", "slot", "view")
+    __slots__ = ("dropped", "version", "view")
 
-    def __init__(self, tensor: Tensor, slot: Slot, dropped: Callable[[Slot], None]) -> None:
-        self.slot = slot
+    def __init__(self, tensor: Tensor, version: Version, dropped: Callable[[Version], None]) -> None:
+        self.version = version
         shape, stride = tensor.shape, tensor.stride()
-        self.view: View = (slot, shape, stride, tensor.storage_offset(), tensor.dtype, bits_of(tensor))
+        self.view: View = (version, shape, stride, tensor.storage_offset(), tensor.dtype, bits_of(tensor))
         self.dropped = dropped
 
     def __del__(self) -> None:
-        self.dropped(self.slot)
+        self.dropped(self.version)
 
 
 class SavedConstant:
@@ -220,13 +220,13 @@ class Operator:
         random: states of the generators it drew from.
         surroundings: flags of PyTorch that it may depend on, as they were.
         gradients: whether these were on. Some kernels keep more for a backward then.
-        outputs: a reference to the slot of each storage that it made, and then of each that it changed.
+        outputs: a reference to the version of each storage that it made, and then of each that it changed.
     """
 
     kwargs: Mapping[str, Any] = MappingProxyType({})
     changes: Sequence[Source] = ()
     random: RandomBefore | None = None
-    outputs: tuple[SlotRef, ...] = ()
+    outputs: tuple[VersionRef, ...] = ()
 
     def __init__(
         self, function: Callable[..., Any], args: list[Any], surroundings: Surroundings, gradients: bool
