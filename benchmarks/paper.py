@@ -24,7 +24,7 @@ from benchmarks.pairing import median_with_interval, paired, write
 from benchmarks.workloads import Workload, checkpointed, peak_bytes, step
 from remat import models
 from remat.comparison.bench import Bench
-from remat.comparison.compare import UNLIMITED
+from remat.comparison.predictions import UNLIMITED
 from remat.comparison.result import PLAIN, Comparison
 from remat.plotting.memory_time import plot_overhead, plot_throughput
 from remat.plotting.style import axes_for, legend

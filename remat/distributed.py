@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
+from remat.budgets import resolve_budget
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget, PlanMismatch, RematError
-from remat.schedule import B, Schedule
+from remat.schedule import B, Schedule, store_all_operations
 from remat.simulation import simulate
-from remat.solvers.base import Solver
+from remat.solvers.base import Solver, store_all_peak
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -74,6 +75,30 @@ def from_first(plan: Callable[[], Schedule], group: ProcessGroup) -> Schedule:
     return box[0]
 
 
+def solved(
+    chain: Chain, solver: Solver, limit: int | str | float, *, in_flight: int = 1, group: ProcessGroup | None = None
+) -> Schedule:
+    """The solver's schedule within `limit`, which is for `in_flight` forwards together; of the first process for all.
+
+    Raises:
+        InfeasibleBudget: nothing fits.
+    """
+
+    def plan() -> Schedule:
+        if in_flight == 1:
+            return solver.solve(chain, limit)
+        store_all = Schedule(store_all_operations(chain.length))
+        most = store_all_peak(chain) + held_by_others(chain, store_all, in_flight)
+        return plan_in_flight(chain, solver, resolve_budget(limit, most), in_flight)
+
+    return plan() if group is None else from_first(plan, group)
+
+
+def held_by_others(chain: Chain, schedule: Schedule, in_flight: int) -> int:
+    """Bytes that the forwards hold that wait for their backward while another one's runs."""
+    return (in_flight - 1) * held_after_forward(chain, schedule) if in_flight > 1 else 0
+
+
 def held_after_forward(chain: Chain, schedule: Schedule) -> int:
     """Bytes that one forward leaves until its backward, the sample and what the executor keeps included."""
     stored = chain.reserve_bytes + chain.act_bytes[0]
@@ -98,7 +123,7 @@ def plan_in_flight(chain: Chain, solver: Solver, limit: int, count: int) -> Sche
         if isinstance(schedule, InfeasibleBudget):
             continue
         report = simulate(chain, schedule)
-        total = report.peak_bytes + (count - 1) * held_after_forward(chain, schedule)
+        total = report.peak_bytes + held_by_others(chain, schedule, count)
         needed.append(total)
         if total <= limit:
             fitting.append((report.seconds, schedule))

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,15 +14,15 @@ from torch import nn
 
 from remat.budgets import resolve_budget
 from remat.chain import Chain
-from remat.distributed import agree, from_first, held_after_forward, plan_in_flight
+from remat.distributed import agree, held_by_others, solved
 from remat.errors import PlanMismatch, RematError
 from remat.formatting import format_bytes, format_seconds
-from remat.host.packages import available_bytes
 from remat.host.progress import Progress, shown
 from remat.profiling.profile import Loss, profile
 from remat.report import Report
 from remat.runtime.calls.stages import call_of, flatten, is_sequential
 from remat.runtime.checks import check_count, check_model, checked_loss
+from remat.runtime.meter import free_bytes
 from remat.runtime.patching import beyond_compiler
 from remat.runtime.planned.binding import bound
 from remat.runtime.planned.forward_run import Executor, Lock
@@ -36,14 +34,14 @@ from remat.runtime.planned.patched_forward import (
     refuse_patched,
     unpatched,
 )
-from remat.runtime.planned.validity import Validity
+from remat.runtime.planned.validity import Validity, smallest_covering, training
 from remat.runtime.planned.wrapper import Wrapper
 from remat.runtime.pytree import Arguments
 from remat.runtime.sharding import is_sharded
-from remat.schedule import Operation, Schedule, store_all_operations
+from remat.schedule import Schedule
 from remat.simulation import simulate
 from remat.solvers import make_solver
-from remat.solvers.base import Solver, store_all_peak
+from remat.solvers.base import Solver
 from remat.solvers.floating import Floating
 from remat.solvers.persistent import Persistent
 from remat.solvers.revolve import Revolve
@@ -192,7 +190,7 @@ class Checkpointable(Wrapper):
 
         `progress`: show on stderr what is measured.
         """
-        with self._in_train_mode(), shown(progress) as tell:
+        with training(self.wrapped), shown(progress) as tell:
             self.chain = self._profile(input, self.loss, tell)
             self._measured_state = self._validity(call_of(self.wrapped, input))
         self._plan = None
@@ -273,7 +271,7 @@ class Checkpointable(Wrapper):
             limit = request.limit if request.limit is not None else self.mem_limit
             if limit is None:
                 limit = self.automatic_limit()
-            schedule = self._solved(request.solver, chain, limit)
+            schedule = solved(chain, request.solver, limit, in_flight=self.in_flight, group=self.group)
         else:
             operations = request.solver.least_memory(chain)
             schedule = Schedule(operations, strategy=request.solver.name, layout=chain.layout)
@@ -281,20 +279,6 @@ class Checkpointable(Wrapper):
         self._request = request
         if self.verbosity > 0:
             self.display()
-
-    def _solved(self, solver: Solver, chain: Chain, limit: int | str | float) -> Schedule:
-        def plan() -> Schedule:
-            if self.in_flight == 1:
-                return solver.solve(chain, limit)
-            most = store_all_peak(chain) + self._held_by_others(chain, store_all_operations(chain.length))
-            return plan_in_flight(chain, solver, resolve_budget(limit, most), self.in_flight)
-
-        return plan() if self.group is None else from_first(plan, self.group)
-
-    def _held_by_others(self, chain: Chain, operations: Sequence[Operation]) -> int:
-        """What the forwards hold that wait for their backward while another one's runs."""
-        others = self.in_flight - 1
-        return others * held_after_forward(chain, Schedule(tuple(operations))) if others else 0
 
     def _measured(self) -> Chain:
         if self.chain is None:
@@ -311,14 +295,8 @@ class Checkpointable(Wrapper):
         """0.9 of the memory that is free, less what gradients that are not there yet will take, and Adam's state."""
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         missing = sum(parameter.nbytes for parameter in parameters if parameter.grad is None)
-        return max(int(FREE_SHARE * self._free_bytes()) - missing - 2 * sum(p.nbytes for p in parameters), 1)
-
-    def _free_bytes(self) -> int:
         device = next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
-        if device.type == "cuda":
-            cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            return torch.cuda.mem_get_info(device)[0] + cached
-        return available_bytes()
+        return max(int(FREE_SHARE * free_bytes(device)) - missing - 2 * sum(p.nbytes for p in parameters), 1)
 
     @property
     def _name(self) -> str:
@@ -346,7 +324,7 @@ class Checkpointable(Wrapper):
         """Predicted peak in bytes of the present sequence, of all forwards in flight."""
         peak = self._prediction().peak_bytes
         assert self._plan is not None
-        return peak + self._held_by_others(self._measured(), self._plan.schedule.operations)
+        return peak + held_by_others(self._measured(), self._plan.schedule, self.in_flight)
 
     def get_expected_makespan(self) -> float:
         """Predicted seconds per step of the present sequence, without the optimiser."""
@@ -401,7 +379,8 @@ class Checkpointable(Wrapper):
             assert self._plan is not None
             return self._plan
         if state not in self._plans:
-            covering = self._covering(state)
+            # Batches of a language model differ in length all the time; what fits the longest fits the others.
+            covering = smallest_covering(self._known(), state) if self.in_place else None
             if covering is None and self.group is not None:
                 raise PlanMismatch(
                     f"the input is {', '.join(state.inputs)}, larger or of another kind than what was measured, and "
@@ -411,16 +390,11 @@ class Checkpointable(Wrapper):
             self._plans[state] = covering or self._plan_anew(call, state)
         return self._plans[state]
 
-    def _covering(self, state: Validity) -> _Prepared | None:
-        """The plan for the smallest input measured that is nowhere smaller, where the model is patched in place.
-
-        Batches of a language model differ in length all the time; what fits the longest fits the others.
-        """
-        if self._patch is None or self._plan is None or self._measured_state is None:
-            return None
-        known = {self._measured_state: self._plan, **self._plans}
-        fitting = [other for other in known if other.covers(state)]
-        return known[min(fitting, key=lambda other: sum(map(prod, other.shapes)))] if fitting else None
+    def _known(self) -> dict[Validity, _Prepared]:
+        """All plans that there are, by what they hold for."""
+        if self._plan is None or self._measured_state is None:
+            return {}
+        return {self._measured_state: self._plan, **self._plans}
 
     def _validity(self, call: Arguments) -> Validity:
         return Validity.of(self.wrapped, call)
@@ -463,19 +437,6 @@ class Checkpointable(Wrapper):
         )
         warnings.warn(f"{self._name}: {what}; measured and planned for that too{note}", stacklevel=5)
         return plan
-
-    @contextmanager
-    def _in_train_mode(self) -> Iterator[None]:
-        """A model that comes in eval mode, as pretrained ones do, is measured as it will be trained."""
-        flags = [(module, module.training) for module in self.modules()]
-        if not self.training:
-            self.train()
-        try:
-            yield
-        finally:
-            for module, flag in flags:
-                module.training = flag
-            self.wrapped.training = self.training
 
     def _say(self, text: str) -> None:
         if self.verbosity > 0:

@@ -411,11 +411,11 @@ def test_fit_says_what_it_cannot_do() -> None:
 
 
 def test_what_fails_while_it_is_timed_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    from remat.comparison.bench import Bench, Step
+    from remat.comparison.bench import Bench, TrainingStep
 
     timed = Bench.seconds
 
-    def seconds(bench: Bench, step: Step) -> float:
+    def seconds(bench: Bench, step: TrainingStep) -> float:
         if step.report() is not None:
             raise remat.OutOfBudget("addmm", 1, 2, 3)
         return timed(bench, step)

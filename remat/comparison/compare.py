@@ -17,16 +17,15 @@ from torch import nn
 from remat.budgets import resolve_budget
 from remat.chain import Chain
 from remat.comparison.bench import Bench, Loss
-from remat.comparison.result import PLAIN, Comparison, Entry, failed
+from remat.comparison.predictions import UNLIMITED, ByChain, ByTrace, Predictions
+from remat.comparison.result import PLAIN, Comparison, Entry
 from remat.comparison.rounds import Progress, Row, measure, sum_up
-from remat.errors import InfeasibleBudget, RematError, SolverStopped, UnsupportedModel
-from remat.formatting import format_bytes
+from remat.errors import RematError, UnsupportedModel
 from remat.host.machine import machine
 from remat.host.progress import shown
 from remat.profiling.profile import profile
 from remat.runtime.calls.stages import describe, describe_call, is_sequential
 from remat.runtime.checks import check_count, check_model, check_sample, checked_loss
-from remat.runtime.dtr.simulator import Replay
 from remat.runtime.dtr.trace import Trace
 from remat.runtime.execution import Execution
 from remat.runtime.executor import UnderDTR
@@ -35,7 +34,6 @@ from remat.runtime.live.context import DTR
 from remat.runtime.pytree import tensors
 from remat.runtime.strategies import (
     CHECKPOINTING,
-    THRASH_LIMIT,
     Dynamic,
     Native,
     Static,
@@ -43,13 +41,9 @@ from remat.runtime.strategies import (
     make_strategies,
     takes_long,
 )
-from remat.schedule import Schedule, store_all_operations
-from remat.simulation import simulate
-from remat.solvers.base import Solver, store_all_peak
+from remat.solvers.base import Solver
 
-UNLIMITED = 2**50  # bytes: DTR that evicts nothing
 _AUTOMATIC = 5  # budgets, where none are given
-_SLOW = ("ilp", "checkmate")  # whose least budget takes many programs to find
 
 
 def compare(
@@ -198,22 +192,25 @@ class _Work:
             long = [strategy.name for strategy in chosen if takes_long(strategy, self.chain)]
             self.notes += [f"{name} is left out: planning would take long; name it to have it" for name in long]
             chosen = [strategy for strategy in chosen if strategy.name not in long]
-        if self.chain is None or any(isinstance(strategy, Dynamic) for strategy in chosen):
-            self._record()
-        replay = None if self.trace is None else Replay(self.trace)
-        most = self._most()
+        predictions = self._predictions(chosen)
+        plain = next(iter(predictions.values())).plain()  # the chain's word, where there is one
         for done, strategy in enumerate(chosen):
             self.tell(f"least budget: {strategy.name}", done, len(chosen))
-            least = self._least(strategy, replay)
+            least = None if isinstance(strategy, Native) else predictions[type(strategy)].least_bytes(strategy)
             if least is not None:
                 self.least[strategy.name] = least
-        self.budgets = self._sizes(budgets, most)
-        self.rows = [Row(self._plain_entry(), None)]
+        self.notes += [note for each in predictions.values() for note in each.notes]
+        self.heuristics = {each.name: each.heuristic for each in chosen if isinstance(each, Dynamic)}
+        self.budgets = self._sizes(budgets, plain.peak_bytes)
+        self.rows = [Row(Entry(PLAIN, None, plain), None)]
         try:
             for done, strategy in enumerate(chosen):
                 self.tell(f"planning: {strategy.name}", done, len(chosen))
-                entries = self._entries(strategy, replay)
-                self.rows += [Row(entry, strategy) for entry in entries]
+                if not isinstance(strategy, Native):
+                    entries = predictions[type(strategy)].entries(strategy, self.budgets)
+                    self.rows += [Row(entry, strategy) for entry in entries]
+                elif self.measure:
+                    self.rows.append(Row(Entry(strategy.name, None), strategy))
         finally:  # an interrupted one keeps what was measured before, too
             self._take_over()
         self.complete = not self.measure
@@ -242,53 +239,39 @@ class _Work:
             return [*dynamic]
         return chosen
 
-    def _record(self) -> None:
-        """The trace of a step in which DTR evicts nothing, or, where no step is to be run, of the chain."""
-        if self.trace is not None:
-            return
-        if self.measure:
+    def _predictions(self, chosen: list[Strategy]) -> dict[type, Predictions]:
+        """By kind of strategy."""
+        found: dict[type, Predictions] = {}
+        if self.chain is not None:
+            found[Static] = ByChain(self.chain)
+        if self.chain is None or any(isinstance(strategy, Dynamic) for strategy in chosen):
+            self.trace, self.extra = (self.trace, self.extra) if self.trace is not None else self._recorded()
+            found[Dynamic] = ByTrace(self.trace, self.extra)
+        return found
+
+    def _recorded(self) -> tuple[Trace, int]:
+        """The trace of a step in which DTR evicts nothing, or, where no step is to be run, of the chain.
+
+        With the bytes of its budget that are no part of the comparison's.
+        """
+        if self.measure or self.chain is None:
             self.tell("recording a step", 0, 1)
             try:
                 with self._bench() as bench:
                     unlimited = UnderDTR(DTR(UNLIMITED), bench.sample_bytes)
                     step = bench.step(unlimited)
                     step()  # costs are the least of an operator's first three calls
-                self.trace, self.extra = unlimited.dtr.trace, unlimited.dtr.trace_budget - UNLIMITED
-                return
+                return unlimited.dtr.trace, unlimited.dtr.trace_budget - UNLIMITED
             except torch.OutOfMemoryError:
                 if self.chain is None:
                     raise
                 self.notes.append(
                     "DTR is predicted from the chain: a step that evicts nothing does not fit this device"
                 )
-        assert self.chain is not None
-        self.trace, self.extra = Trace.from_chain(self.chain), 0
+        return Trace.from_chain(self.chain), 0
 
     def _bench(self) -> Bench:
         return Bench(self.model, self.sample, self.loss, output_held=self.output_held)
-
-    def _most(self) -> int:
-        """The store-all peak, which fractions are of."""
-        if self.chain is not None:
-            return store_all_peak(self.chain)
-        assert self.trace is not None
-        return Replay(self.trace).run(UNLIMITED)[0].peak_bytes - self.extra
-
-    def _least(self, strategy: Strategy, replay: Replay | None) -> int | None:
-        """The least budget that works; None where that is not known, or would take long to find."""
-        if isinstance(strategy, Native):
-            return None
-        if isinstance(strategy, Dynamic):
-            assert replay is not None
-            return _least_of_dtr(replay, strategy, self.extra)
-        assert self.chain is not None
-        if strategy.name in _SLOW:
-            return None
-        try:
-            return strategy.solver.minimum_budget(self.chain)
-        except RematError as error:
-            self.notes.append(f"the least budget of {strategy.name} is not known: {error}")
-            return None
 
     def _sizes(self, budgets: Sequence[int | str | float] | None, most: int) -> list[int]:
         if budgets is None:
@@ -299,65 +282,6 @@ class _Work:
         if not sizes:
             raise RematError("no budgets to compare at; leave `budgets` out for five between the least and the most")
         return sizes
-
-    def _plain_entry(self) -> Entry:
-        if self.chain is not None:
-            schedule = Schedule(store_all_operations(self.chain.length))
-            return Entry(PLAIN, None, replace(simulate(self.chain, schedule), strategy=PLAIN, timeline=()))
-        assert self.trace is not None
-        report, _ = Replay(self.trace).run(UNLIMITED)
-        peak = report.peak_bytes - self.extra
-        return Entry(PLAIN, None, replace(report, strategy=PLAIN, budget_bytes=None, peak_bytes=peak))
-
-    def _entries(self, strategy: Strategy, replay: Replay | None) -> list[Entry]:
-        if isinstance(strategy, Static):
-            return self._static(strategy)
-        if isinstance(strategy, Dynamic):
-            return self._dynamic(strategy, replay)
-        return [Entry(strategy.name, None)] if self.measure else []
-
-    def _static(self, strategy: Static) -> list[Entry]:
-        """The entries of a planner, all budgets at once where none of them stops it."""
-        assert self.chain is not None
-        try:
-            answers: list[Schedule | RematError] = [*strategy.solver.solve_many(self.chain, self.budgets)]
-        except RematError:
-            answers = [self._answer(strategy.solver, budget) for budget in self.budgets]
-        return [self._planned(strategy, budget, answer) for budget, answer in zip(self.budgets, answers, strict=True)]
-
-    def _answer(self, solver: Solver, budget: int) -> Schedule | RematError:
-        assert self.chain is not None
-        try:
-            return solver.solve(self.chain, budget)
-        except RematError as error:
-            return error
-
-    def _planned(self, strategy: Static, budget: int, answer: Schedule | RematError) -> Entry:
-        assert self.chain is not None
-        if isinstance(answer, Schedule):
-            prediction = replace(simulate(self.chain, answer), timeline=())
-            return Entry(strategy.name, budget, prediction, schedule=answer)
-        outcomes = {InfeasibleBudget: "infeasible", SolverStopped: "timeout"}
-        outcome = next((name for kind, name in outcomes.items() if isinstance(answer, kind)), "error")
-        return Entry(strategy.name, budget, failed(strategy.name, budget, outcome, str(answer)))
-
-    def _dynamic(self, strategy: Dynamic, replay: Replay | None) -> list[Entry]:
-        assert replay is not None
-        self.heuristics[strategy.name] = strategy.heuristic
-        return [self._simulated(strategy, replay, budget) for budget in self.budgets]
-
-    def _simulated(self, strategy: Dynamic, replay: Replay, budget: int) -> Entry:
-        name = strategy.name
-        if budget + self.extra <= 0:
-            return Entry(name, budget, failed(name, budget, "oom", "the sample does not fit"))
-        report, _ = replay.run(budget + self.extra, strategy.heuristic, thrash_limit=THRASH_LIMIT)
-        if report.outcome == "pass":
-            peak = max(report.peak_bytes - self.extra, 0)
-            return Entry(name, budget, replace(report, strategy=name, budget_bytes=budget, peak_bytes=peak))
-        thrashes = f"it takes over {THRASH_LIMIT:g} x the time"
-        why = "it runs out of memory" if report.outcome == "oom" else thrashes
-        note = f"in the simulation {why}; the least budget there is {format_bytes(self.least[name])}"
-        return Entry(name, budget, failed(name, budget, report.outcome, note))
 
     def _take_over(self) -> None:
         """What was measured before, of the same strategies, budgets and schedules."""
@@ -443,18 +367,3 @@ def _fingerprint(model: nn.Module, sample: Any, loss: Loss | None, output_held: 
         for kind in (part.named_parameters(), part.named_buffers()):
             found += [(name, *describe(tensor), tensor.requires_grad) for name, tensor in kind]
     return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
-
-
-def _least_of_dtr(replay: Replay, strategy: Dynamic, extra: int) -> int:
-    """The least budget at which the simulation passes, found by bisection to 1 % of the peak without eviction."""
-
-    def passes(budget: int) -> bool:
-        report, _ = replay.run(budget, strategy.heuristic, thrash_limit=THRASH_LIMIT)
-        return report.outcome == "pass"
-
-    works = replay.run(UNLIMITED, strategy.heuristic)[0].peak_bytes
-    fails, step = extra, max((works - extra) // 100, 1)
-    while works - fails > step:
-        middle = (fails + works) // 2
-        fails, works = (fails, middle) if passes(middle) else (middle, works)
-    return works - extra

@@ -39,12 +39,13 @@ from remat.profiling.stage_costs import (
 )
 from remat.profiling.stage_pass import Pass
 from remat.profiling.variables import Variables
-from remat.runtime.calls.places import Counter, Place, Places, among
+from remat.runtime.calls.places import Place, Places
+from remat.runtime.calls.route import Route
 from remat.runtime.calls.stage_calls import StageCalls
 from remat.runtime.calls.stages import detached
 from remat.runtime.checks import Loss
 from remat.runtime.patching import Forward, intercepted
-from remat.runtime.pytree import Arguments, activation_of, first_tensor, loss_in, tensors
+from remat.runtime.pytree import Arguments, first_tensor, loss_in, tensors
 
 # A pass --------------------------------------------------------------------------------------------------------------
 
@@ -70,13 +71,11 @@ class ModelPass(Pass):
         super().__init__(places.stages, gauge, foreign, **options)
         self.places, self.variables = places, variables
         self._piece = 0  # of code outside, whose backward runs
-        self._counter = Counter(places)
+        self._route = Route(places)
         self._measured_runs: list[range] = []  # sequence numbers of the graphs of stages, which are not run again
         self._measuring = False
-        self._position = 0
         self._calls: StageCalls | None = None
         self._value: torch.Tensor | None = None
-        self._handed: torch.Tensor | None = None
         self._outside: Any = None  # the open span of code outside
         self._outside_input: StorageWeakRef | None = None
         self._returned: list[Held] = []  # by stages, and still in memory
@@ -98,9 +97,9 @@ class ModelPass(Pass):
             warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
             output = model(*call.args, **call.kwargs)
         last = len(self.places.stages)
-        if self._position < len(self.places.calls):
+        if self._route.place is not None:
             raise UnsupportedModel(
-                f"{self.places.calls[self._position].name!r} was called when the chain was found, and not when it was "
+                f"{self._route.place.name!r} was called when the chain was found, and not when it was "
                 "measured: the model takes another path each time. Train it under remat.DTR"
             )
         self._close_outside(last, None)
@@ -119,7 +118,8 @@ class ModelPass(Pass):
             del given
         else:
             del output
-        self._handed = self._value = None
+        self._route.let_go()
+        self._value = None
         for index, returned in self._beside.items():
             self.facts[index].passing = gone_of(returned)
         lasting = [each for beside in self._beside.values() for each in beside if not each.storage.expired()]
@@ -138,16 +138,16 @@ class ModelPass(Pass):
     # Calls -------------------------------------------------------------------------------------------------------
 
     def arrive(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = self._counter.name(module)
-        if self._measuring or name in self.places.aside:
+        name = self._route.name(module)
+        if self._measuring or name is None:
             return forward(*args, **kwargs)
-        place = self.places.calls[self._position] if self._position < len(self.places.calls) else None
+        place = self._route.place
         if place is None or place.name != name:
             raise UnsupportedModel(
                 f"{name!r} was called where {place.name if place else 'no stage'!r} came when the chain was found: the "
                 "model takes another path each time. Train it under remat.DTR"
             )
-        self._position += 1
+        self._route.passed()
         if place.first:
             self._begin(place, args, kwargs)
         calls, value = self._calls, self._value
@@ -168,13 +168,10 @@ class ModelPass(Pass):
 
     def _begin(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         index = place.stage
-        if index in self.places.follows:
-            value = None if self._handed is None else among(self._handed, (args, kwargs))
-        else:
-            value = activation_of(args, kwargs)
+        value = self._route.activation(place, args, kwargs)
         if value is None:
             raise UnsupportedModel(f"{place.name!r} was not given the activation of the stage before it; run it as DTR")
-        self._handed = None
+        self._route.let_go()
         if index not in self.places.follows:
             self._close_outside(index - 1, value)
             self.facts[index - 1].act = storage_bytes(value)
@@ -190,7 +187,7 @@ class ModelPass(Pass):
                 if index - 1 == self._run and self._run_input is not None and self._run_input.expired():
                     self.facts[index - 1].drops_input = True
         self._calls, self._value = StageCalls(value, place.name, with_graphs=True), value
-        self._counted = self._counter.now()
+        self._counted = self._route.counter.now()
 
     def _stage(self, index: int, calls: StageCalls, value: torch.Tensor) -> Any:
         """Measures a stage; returns what it returned, cut off from it."""
@@ -222,13 +219,13 @@ class ModelPass(Pass):
         def again(passed: Any) -> Any:
             first, *others = passed
             replaced = {id(side): other for side, other in zip(sides, others, strict=True)}
-            self._counter.back_to(self._counted)  # it runs several times, and counts once
+            self._route.counter.back_to(self._counted)  # it runs several times, and counts once
             outputs = calls.again(first, replaced)[1]
             return outputs[-1], calls.not_handed_on(outputs)
 
-        counted = self._counter.now()
+        counted = self._route.counter.now()
         output = self._measure(index, again, [value, *sides], on_gradient)
-        self._counter.add(counted)
+        self._route.counter.add(counted)
         output, _ = output  # what else the calls return, others have been given already
         following = cut(output, partial(self._came_back, index), OUTSIDE)
         for position, tensor in enumerate(tensors(following)):
@@ -240,7 +237,7 @@ class ModelPass(Pass):
         handed = first_tensor(following)
         self._note_returned(following)
         if index + 1 in self.places.follows:
-            self._handed = handed
+            self._route.hand_on(index, handed)
         else:
             self._outside_input = None if handed is None else StorageWeakRef(handed.untyped_storage())
             self._named = [*self._still_returned(handed), held_by(value, self._run)]

@@ -17,6 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from remat.errors import MeasurementError
+from remat.host.packages import available_bytes
 from remat.host.quiet import without_allocator_warnings
 
 _MARK = "remat::region"
@@ -154,6 +155,18 @@ def elapsed(device: torch.device, function: Callable[[], object]) -> float:
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that PyTorch can still get on `device`.
+
+    Raises:
+        RematError: the operating system does not say.
+    """
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    return available_bytes()
 
 
 def rounded(size: int, device: torch.device) -> int:

@@ -16,12 +16,13 @@ from torch import nn
 
 from remat.errors import UnsupportedModel
 from remat.runtime.caches import caches_off, configs_with_caches
-from remat.runtime.calls.places import Counter, Place, Places, among
+from remat.runtime.calls.places import Place, Places
+from remat.runtime.calls.route import Route
 from remat.runtime.calls.stage_calls import StageCalls
 from remat.runtime.patching import Forward, intercepted, is_compiled
-from remat.runtime.planned.forward_run import Executor, Open, Run, versions_of
+from remat.runtime.planned.forward_run import Executor, Open, Run
 from remat.runtime.planned.program import compile_schedule
-from remat.runtime.pytree import activation_of, first_tensor
+from remat.runtime.pytree import first_tensor
 from remat.schedule import Schedule
 
 _SWITCHES = ("gradient_checkpointing", "grad_checkpointing")
@@ -97,30 +98,26 @@ class _Calls:
     """
 
     def __init__(self, places: Places, run: Run) -> None:
-        self._places, self._run = places, run
+        self._route, self._run = Route(places), run
         self._steps = iter(run.program.forward)
-        self._position = 0
-        self._counter = Counter(places)
         self._open: Open | None = None
         self._calls: StageCalls | None = None  # of the open stage
-        # The last activation, where the next stage takes it.
-        self._handed: tuple[torch.Tensor, tuple[int, ...]] | None = None
 
     def arrive(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a module that has stages."""
         run = self._run
         if run.repeating:  # a call inside of a stage that runs again
             return forward(*args, **kwargs)
-        name = self._counter.name(module)
-        if name in self._places.aside:
+        name = self._route.name(module)
+        if name is None:
             return forward(*args, **kwargs)
+        place = self._route.place
         if not run.left:
-            self._expect(name, args, kwargs)
+            self._expect(place, name, args, kwargs)
         opened, calls = self._open, self._calls
-        if run.left or opened is None or calls is None:
+        if run.left or place is None or opened is None or calls is None:
             return forward(*args, **kwargs)
-        place = self._places.calls[self._position]
-        self._position += 1
+        self._route.passed()
         if not opened.step.last:
             calls.add(forward, args, kwargs)
         with run.saving(opened):
@@ -131,10 +128,8 @@ class _Calls:
             self._close(opened, calls, output)
         return output
 
-    def _expect(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Makes ready for the call, if it is the one that comes next in the chain."""
-        places = self._places.calls
-        place = places[self._position] if self._position < len(places) else None
+    def _expect(self, place: Place | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Makes ready for the call `name`, if it is the one that comes next in the chain."""
         if place is None or place.name != name:
             expected = f"{place.name!r}" if place is not None else "no more calls of stages"
             self._leave(f"{name!r} was called where {expected} came next when the model was measured")
@@ -145,7 +140,7 @@ class _Calls:
 
     def _begin(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         run, index = self._run, place.stage
-        value = self._handed_to(args, kwargs) if index in self._places.follows else activation_of(args, kwargs)
+        value = self._route.activation(place, args, kwargs)
         if value is None:
             self._leave(f"{place.name!r} was not given the activation of the stage before it")
             return
@@ -159,18 +154,9 @@ class _Calls:
             else:  # code outside of the stages, whose output this is
                 run.observe(step.operation)
                 run.settle(step, value)
-        self._handed = None
+        self._route.let_go()
         self._calls = StageCalls(value, run.executor.stages[index - 1].name)
         self._open = run.begins(step, value, self._calls)
-
-    def _handed_to(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """The activation of the stage before, among the arguments of the next; None if it is not there as it was."""
-        if self._handed is None:
-            return None
-        handed, versions = self._handed
-        if versions_of(handed) != versions:
-            return None
-        return among(handed, (args, kwargs))
 
     def _close(self, opened: Open, calls: StageCalls, output: Any) -> None:
         """The first run of a stage is over."""
@@ -178,14 +164,13 @@ class _Calls:
         calls.complete()
         activation = first_tensor(output)
         self._run.ended(opened, activation, output)
-        if activation is not None and opened.step.operation.stage + 1 in self._places.follows:
-            self._handed = activation, versions_of(activation)
+        self._route.hand_on(opened.step.operation.stage, activation)
 
     def forward_ended(self) -> None:
         """The model's forward is over."""
-        places, run = self._places.calls, self._run
-        if not run.left and self._position < len(places):
-            self._leave(f"the forward ended before {places[self._position].name!r} was called")
+        place, run = self._route.place, self._run
+        if not run.left and place is not None:
+            self._leave(f"the forward ended before {place.name!r} was called")
         if not run.left:
             for step in self._steps:
                 if step.first:
@@ -196,7 +181,7 @@ class _Calls:
     def _leave(self, why: str) -> None:
         """From here on the forward is ordinary autograd."""
         self._run.left = why
-        self._handed = None
+        self._route.let_go()
         opened, calls = self._open, self._calls
         self._open = self._calls = None
         if opened is not None and calls is not None:  # its calls so far are what there is to recompute

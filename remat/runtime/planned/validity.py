@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
 from remat.runtime.calls.stages import describe_call
 from remat.runtime.pytree import tensors
+
+Found = TypeVar("Found")
 
 
 class Validity(NamedTuple):
@@ -37,3 +42,22 @@ class Validity(NamedTuple):
         pairs = list(zip(self.shapes, other.shapes, strict=True)) if kinds[0] == kinds[1] else []
         alike = kinds[0] == kinds[1] and all(len(a) == len(b) for a, b in pairs)
         return alike and all(x >= y for a, b in pairs for x, y in zip(a, b, strict=True))
+
+
+def smallest_covering(known: Mapping[Validity, Found], wanted: Validity) -> Found | None:
+    """What there is for the smallest input that is nowhere smaller than `wanted`; None where there is no such input."""
+    fitting = [each for each in known if each.covers(wanted)]
+    return known[min(fitting, key=lambda each: sum(map(prod, each.shapes)))] if fitting else None
+
+
+@contextmanager
+def training(model: nn.Module) -> Iterator[None]:
+    """Inside, a model that comes in eval mode, as pretrained ones do, is as it will be trained."""
+    flags = [(module, module.training) for module in model.modules()]
+    if not model.training:
+        model.train()
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag

@@ -1,0 +1,62 @@
+"""`Route`: how far one forward of a model has come among the calls of its chain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.runtime.calls.places import Counter, Place, Places, among
+from remat.runtime.pytree import activation_of
+
+
+class Route:
+    """Compares the calls of one forward, as they come, with those of the chain, and passes activations on.
+
+    Attributes:
+        counter: names the calls.
+    """
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self.counter = Counter(places)
+        self._position = 0
+        self._handed: tuple[torch.Tensor, int] | None = None  # the last activation, where the next stage takes it
+
+    def name(self, module: nn.Module) -> str | None:
+        """The name of a call that has begun; None where it is no part of the chain, and to be let pass."""
+        name = self.counter.name(module)
+        return None if name in self._places.aside else name
+
+    @property
+    def place(self) -> Place | None:
+        """Of the call that comes next; None where no more do."""
+        calls = self._places.calls
+        return calls[self._position] if self._position < len(calls) else None
+
+    def passed(self) -> None:
+        """The call that comes next has begun."""
+        self._position += 1
+
+    def activation(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """What a stage works on, among the arguments of its first call; None if it is not there as it was handed on."""
+        if place.stage not in self._places.follows:
+            return activation_of(args, kwargs)
+        if self._handed is None:
+            return None
+        handed, version = self._handed
+        return among(handed, (args, kwargs)) if _version(handed) == version else None
+
+    def hand_on(self, stage: int, activation: torch.Tensor | None) -> None:
+        """What stage `stage` returned is the activation of the next one, if that follows it."""
+        if activation is not None and stage + 1 in self._places.follows:
+            self._handed = activation, _version(activation)
+
+    def let_go(self) -> None:
+        """The last activation has been taken."""
+        self._handed = None
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
