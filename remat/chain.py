@@ -46,8 +46,8 @@ class Layout:
             return None
         calls = content.get("calls")
         named = None if calls is None else tuple(map(tuple, calls))
-        beside = (tuple(content.get(name, ())) for name in ("aside", "uncalled"))
-        return cls(tuple(content["modules"]), tuple(content["inputs"]), named, *beside)
+        others = (tuple(content.get(name, ())) for name in ("aside", "uncalled"))
+        return cls(tuple(content["modules"]), tuple(content["inputs"]), named, *others)
 
 
 # How the chains that several processes measured become the one that they plan for, field by field: of each number, or

@@ -113,7 +113,7 @@ def plan_in_flight(chain: Chain, solver: Solver, limit: int, count: int) -> Sche
     """The fastest schedule with which `count` forwards, of which one is run back, stay within `limit` bytes together.
 
     Raises:
-        InfeasibleBudget: none is found; tells the least limit that works for those that were tried.
+        InfeasibleBudget: none is found; `minimum` is the least limit that works for those that were tried.
     """
     least = solver.minimum_budget(chain)
     sizes = sorted({least + max(limit - least, 0) * step // _TRIED for step in range(_TRIED + 1)})

@@ -18,7 +18,7 @@ class InvalidSample(RematError, ValueError):
 
 
 class InvalidLoss(RematError, ValueError):
-    """A loss that is no function, or does not return one number with a graph."""
+    """A loss that is not a function, or does not return one number with a graph."""
 
 
 class InvalidChain(RematError, ValueError):
@@ -131,7 +131,7 @@ class SolverStopped(RematError, TimeoutError):
 
 
 class UnsupportedModel(RematError, TypeError):
-    """The model is no chain that remat can run: empty, without one inside, or with a stage it cannot handle."""
+    """remat cannot run the model as a chain: it is empty, has no chain, or has a stage that cannot be recomputed."""
 
 
 class LeftChain(RematError, RuntimeError):

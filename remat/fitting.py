@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 AUTO = "auto"
-_OVERHEADS = (0.05, 0.1, 0.2)  # of which a table tells the limits
+_OVERHEADS = (0.05, 0.1, 0.2)  # whose limits the table shows
 _TRIED = 64  # limits between the least and storing everything
 
 
@@ -69,10 +69,10 @@ def fit(
         The model itself, the same object of the same class, trained within the limit until `remat.remove(model)`.
 
     Raises:
-        InfeasibleBudget: nothing fits; tells the least memory that works.
+        InfeasibleBudget: nothing fits; `minimum` is the least memory that works.
         InvalidBudget: `memory` in another form.
-        RematError: `model` is no module, or wrapped by remat already.
-        UnsupportedModel: there is no chain in the model; tells how DTR trains it.
+        RematError: `model` is not a module, or is wrapped by remat already.
+        UnsupportedModel: no chain was found in the model; train it under `remat.DTR`.
     """
     check_model(model)
     _refuse_wrapped(model)

@@ -85,7 +85,7 @@ class Checkpointable(Wrapper):
     There are four ways to use it: sample and limit here; the sample here and `compute_sequence(limit)` later; the
     limit here and `measure(sample)` later; or neither, and the first training forward measures and plans. An input of
     another shape than before is measured and planned for in turn, with a warning that says so; where the model itself
-    trains by the plan, one that is nowhere larger than one measured before trains by that one's plan.
+    trains by the plan, an input no larger in any dimension than a measured one reuses its plan.
 
     Args:
         model: any module.
@@ -93,7 +93,7 @@ class Checkpointable(Wrapper):
         mem_limit: int (bytes), string ("2GiB"), or float in (0, 1] of the peak when everything is stored. None takes
             0.9 of the memory that is free when planning.
         mem_slots: memory units of the dynamic program; more are finer and slower.
-        verbosity: above 0, tells on stderr what was measured and planned.
+        verbosity: above 0, reports on stderr what was measured and planned.
         force_python: accepted for compatibility; there is one implementation.
         preserve_rng_state: recompute with the random numbers of the first run. Without it dropout draws anew.
         loss: a function of the output that returns a scalar, measured as the last stage.
@@ -111,8 +111,8 @@ class Checkpointable(Wrapper):
             found, which only work so, but not for an `nn.Sequential`. With False `take_place` does it later.
 
     Raises:
-        UnsupportedModel: there is no chain in the model; tells how DTR trains it.
-        InfeasibleBudget: nothing fits the limit; tells the least one that works. The model stays usable.
+        UnsupportedModel: no chain was found in the model; train it under `remat.DTR`.
+        InfeasibleBudget: nothing fits the limit; `minimum` is the least one that works. The model stays usable.
     """
 
     def __init__(

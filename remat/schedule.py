@@ -112,7 +112,7 @@ class Schedule:
         """The schedule that `str` wrote: `F_ck1 F_none2 F_all3 B3 ...`, separated by white space.
 
         Raises:
-            InvalidSchedule: names the first word that is no operation.
+            InvalidSchedule: a word is not an operation; the message names the first.
         """
         operations = []
         for step, word in enumerate(text.split()):
@@ -148,7 +148,7 @@ class Schedule:
 
         Raises:
             InvalidFile: another kind of file, another version, or missing fields.
-            InvalidSchedule: text that is no schedule.
+            InvalidSchedule: the text is not a schedule.
         """
         content = files.read(path, "Schedule", cls.VERSION)
         try:

@@ -137,7 +137,7 @@ class TrainingStep:
         self._gradients, self._output_held = gradients, output_held
 
     def around(self) -> AbstractContextManager[Any]:
-        """What is set up around a step and is no part of it."""
+        """A context around a step, set up before it is measured."""
         return self._running.around()
 
     def report(self) -> Report | None:

@@ -1,4 +1,4 @@
-"""`compare`: plans with every strategy, runs each plan and DTR next to plain PyTorch, and tells what each costs."""
+"""`compare`: plans with every strategy, runs each plan and DTR next to plain PyTorch, and reports what each costs."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ class _Work:
         self.keep()
 
     def interrupted(self) -> None:
-        """Notes that it ended early, and keeps what there is."""
+        """Records that it ended early, and writes the file."""
         sum_up(self.rows)
         count = sum(row.measured is not None for row in self.rows)
         where = "" if self.file is None else f"; compare again with file={os.fspath(self.file)!r} to go on from there"
@@ -314,7 +314,7 @@ class _Work:
         self.keep()
 
     def keep(self) -> None:
-        """Writes what there is to the file, and what that holds of other strategies and budgets."""
+        """Writes the present result to the file, which keeps its entries of other strategies and budgets."""
         if self.file is None:
             return
         result = self.result()

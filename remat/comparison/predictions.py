@@ -26,7 +26,7 @@ class Predictions(ABC):
     """Predictions for strategies of one kind.
 
     Attributes:
-        notes: what people should know about them.
+        notes: remarks for the user.
     """
 
     def __init__(self) -> None:

@@ -101,18 +101,18 @@ class Comparison:
     """What `remat.compare` found.
 
     Attributes:
-        model: what people call it: name of its class, and how many stages it has.
+        model: name of its class, and its number of stages.
         batch: how many examples a step takes, for the throughput.
         budgets: in bytes.
         entries: plain PyTorch first, then a strategy after the other at each budget.
         least_bytes: for each strategy the least budget that works; of DTR by simulation, to about 1 %.
-        chain: what the stages cost; None where the model is no chain.
+        chain: what the stages cost; None where no chain was found.
         trace: of a step under DTR without eviction, or of the chain.
         trace_extra_bytes: what the trace counts beyond what budgets count.
         machine: where it was measured.
         fingerprint: of the model, the sample and the loss: what measurements hold for.
         heuristics: those of DTR strategies; files do not hold them.
-        notes: what people should know: strategies left out, an interruption.
+        notes: remarks for the user: strategies left out, an interruption.
         complete: whether all was measured that was to be.
     """
 
@@ -174,7 +174,7 @@ class Comparison:
         """The entry of a strategy at a budget, given in any of its three forms.
 
         Raises:
-            RematError: there is none; tells which there are.
+            RematError: there is none; the message lists those there are.
         """
         names = [strategy] if strategy in (PLAIN, *self.strategies) else [make_strategies([strategy])[0].name]
         size = None if budget is None or self._takes_none(names) else self._bytes(budget)
@@ -204,7 +204,7 @@ class Comparison:
         was timed; predictions else. An entry whose gradients differed does not.
 
         Raises:
-            InfeasibleBudget: none fits; tells the least peak of those that work.
+            InfeasibleBudget: none fits; `minimum` is the least peak of those that work.
         """
         size = self._bytes(budget)
         found = []

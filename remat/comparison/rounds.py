@@ -99,11 +99,11 @@ def measure(bench: Bench, rows: Sequence[Row], repeats: int, tell: Progress, kee
             found = _time(bench, row)
             if found is not None:
                 seconds.append((row, found))
-        beside = next((found for row, found in seconds if row is plain), None)
+        plain_seconds = next((found for row, found in seconds if row is plain), None)
         for row, found in seconds:  # a round counts as a whole or not at all
             row.times.append(found)
-            if beside is not None:
-                row.ratios.append(found / beside)
+            if plain_seconds is not None:
+                row.ratios.append(found / plain_seconds)
         _kept(rows, keep)
 
 
@@ -241,7 +241,7 @@ def _plain_seconds(rows: Sequence[Row]) -> float | None:
 
 
 def _distance(left: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    """The largest difference relative to the largest value of a tensor; infinite where it is no number."""
+    """The largest difference relative to the largest value of a tensor; infinite for NaN."""
     if len(left) != len(expected):
         return math.inf
     worst = 0.0

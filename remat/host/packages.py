@@ -31,7 +31,7 @@ def has(package: str) -> bool:
 
 
 def available_bytes() -> int:
-    """Memory that is free on this machine, as psutil tells it, or else the operating system.
+    """Free memory of this machine in bytes, from psutil or else from the operating system.
 
     Raises:
         RematError: neither does.

@@ -101,7 +101,7 @@ def _file(path: str) -> ModuleType:
     """The module that a file of Python is."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no file of Python")
+        raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -92,12 +92,12 @@ def _figure_class() -> type[Figure]:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of so many inches."""
+    """An empty figure of this size in inches."""
     return _figure_class()(figsize=(width, height), layout="constrained")
 
 
 def axes_for(count: int, height: float = 2.9) -> tuple[Figure, list[Any]]:
-    """A figure with so many panels, three in a row."""
+    """A figure with `count` panels, three in a row."""
     columns = min(count, 3)
     rows = -(-count // columns)
     figure = new_figure(3.9 * columns, height * rows + 0.6)

@@ -156,7 +156,7 @@ def _with_code_outside(places: Places, memory: Measurement, let_go: Sequence[Let
     if Span("held", last) in memory.regions:
         held_output = memory.of("held", last)
         output_bytes = max(held_output.start_bytes - held_output.end_bytes, 0)
-    output_bytes = max(output_bytes - facts.in_output, 0)  # of which is what lasts besides what is handed on
+    output_bytes = max(output_bytes - facts.in_output, 0)  # those are in what lasts besides activations
     grads = [stage.grad for stage in facts.stages]
     carried = [
         *carried_by_activations(facts),
@@ -191,12 +191,12 @@ def _with_code_outside(places: Places, memory: Measurement, let_go: Sequence[Let
 def _outside_sizes(index: int, memory: Measurement, let_go: Sequence[LetGo], *, is_last: bool) -> Sizes:
     """The terms of the model for code outside of the stages.
 
-    It keeps what it has added to memory when it ends, and what it was handed if it let go of that meanwhile, since the
+    It saves what it has added to memory when it ends, and its input if that was freed before its end, since the
     model counts its input until its backward.
     """
     facts, before = memory.facts[index], memory.facts[index - 1]
     forward, backward = memory.of("outside", index), memory.regions.get(Span("backward", index))
-    # What goes away meanwhile and is not this piece's: it counts where it was made.
+    # Freed during this piece, but made earlier: it counts where it was made.
     start = forward.start_bytes - facts.rebound - sum(gone.size_bytes for gone in let_go if gone.gone_by == index)
     saved = max(forward.end_bytes - start + (0 if facts.kept_input else before.act), 0)
     around = facts.grad + before.grad
@@ -224,7 +224,7 @@ def _held_by_variables(sizes: Sequence[Sizes], let_go: Sequence[LetGo]) -> list[
     found = list(sizes)
     for made_in, gone_by, size in let_go:
         maker = found[made_in - 1]
-        held = max(min(size, maker.saved - maker.act), 0)  # what it hands on stays
+        held = max(min(size, maker.saved - maker.act), 0)  # its activation stays
         found[made_in - 1] = replace(maker, saved=maker.saved - held, save_overhead=maker.save_overhead + held)
         for index in range(made_in + 1, gone_by):
             found[index - 1] = _with_more(found[index - 1], held)
@@ -244,8 +244,8 @@ def _besides(
     A variable of a caller that still names an earlier activation, say, or what a stage returns besides its activation.
 
     Returns:
-        The most that lasts until the backward; and what is gone by the end of the forward, by the stage that runs
-        meanwhile.
+        The most that lasts until the backward; and, by stage, what is live while it runs and freed by the end of the
+        forward.
     """
     facts = memory.facts
     lasting = 0

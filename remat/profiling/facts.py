@@ -15,7 +15,7 @@ Forms = tuple[Form | None, ...]
 
 @dataclass
 class Side:
-    """A side input: a tensor passed to stages besides what they work on, with a gradient, of so many bytes at most."""
+    """A side input: a tensor passed to stages besides their activation, and the largest size of its gradient."""
 
     users: list[int]
     producer: int

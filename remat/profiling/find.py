@@ -36,12 +36,12 @@ _SHOWN = 8  # calls outside that are named
 def find_chain(
     model: nn.Module, sample: Any, *, stages: Sequence[str | nn.Module] | None = None, small: float = SMALL
 ) -> FoundChain:
-    """Finds runs of module calls in `model` that hand one activation on, each to the next, as a chain's stages do.
+    """Finds runs of module calls in `model` in which each works on the output of the one before: chains.
 
-    The model runs forward twice, once watched and once timed, keeping nothing for a backward. It is left as found.
-    A call gives way to calls inside it where these make up a chain of their own, so that a transformer's blocks come
-    out and not the transformer; a residual connection inside a block keeps the block whole. What lies outside the
-    stages is stored as ever when the model trains by a plan.
+    The model runs forward twice, once recorded and once timed, and saves nothing for a backward. It is left as found.
+    A call is replaced by the units inside it if no tensor bypasses them except their activations and tensors only they
+    use: so a transformer gives its blocks, while a residual connection inside a block keeps the block whole. What lies
+    outside the stages is stored, as in plain PyTorch, when the model trains by a plan.
 
     Args:
         model: any module, in the mode (train or eval) it will be used in.
@@ -52,7 +52,7 @@ def find_chain(
             are fused with their neighbour.
 
     Raises:
-        UnsupportedModel: there is no chain, or `stages` do not form one; says why, and offers DTR.
+        UnsupportedModel: there is no chain, or `stages` do not form one. The message says why.
     """
     check_model(model)
     check_sample(sample)
@@ -197,7 +197,7 @@ def _chosen(model: nn.Module, selector: Selector, wanted: Sequence[str | nn.Modu
     """The units that the caller names.
 
     Raises:
-        UnsupportedModel: no such module, one that is not called, or modules of one list between which is no cut.
+        UnsupportedModel: no such module, one that is not called, or modules of one list that cannot be cut apart.
     """
     if isinstance(wanted, (str, nn.Module)):
         wanted = [wanted]
@@ -228,7 +228,7 @@ def _group(model: nn.Module, selector: Selector, item: str | nn.Module) -> list[
     else:
         module = item
         if module not in named.values():
-            raise UnsupportedModel(f"the {type(module).__name__} given as a stage is no module of this model")
+            raise UnsupportedModel(f"the {type(module).__name__} given as a stage is not a module of this model")
     wanted = set(module.children()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else {module}
     calls = sorted((call for call in selector.record.calls() if call.module in wanted), key=lambda call: call.begin)
     if not calls:

@@ -107,7 +107,7 @@ def _fused(flat: Sequence[tuple[str, nn.Module]], traits: Sequence[_Probed], sma
     joined: list[int] = []
     joined_seconds: list[float] = []
     for members, spent in zip(groups, seconds, strict=True):
-        # The neighbour is the stage before, so that what it hands on stays a place to cut; the first has only the next.
+        # The neighbour is the stage before, so that its output stays a place to cut; the first has only the next.
         if joined and (spent < threshold or joined_seconds[-1] < threshold):
             joined[-1] += len(members)
             joined_seconds[-1] += spent
@@ -118,12 +118,12 @@ def _fused(flat: Sequence[tuple[str, nn.Module]], traits: Sequence[_Probed], sma
 
 
 def _run_in(run: Callable[[Any], Any], box: list[Any]) -> None:
-    """Replaces the one value in `box` by the run's output; nobody else holds the value meanwhile."""
+    """Replaces the one value in `box` by the run's output; nothing else refers to the value during the run."""
     box.append(run(box.pop()))
 
 
 def cannot_unpack(_: None) -> torch.Tensor:
     """The unpack hook of a stage's forward that keeps nothing."""
     raise UnsupportedModel(
-        "a stage returns a tensor with its graph inside an object that is no tuple, list or dict; return its tensors"
+        "a stage returns a tensor with its graph inside an object other than a tuple, list or dict; return its tensors"
     )

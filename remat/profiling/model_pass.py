@@ -83,7 +83,7 @@ class ModelPass(Pass):
         self._run = 0  # where stages follow each other without code between: the first of them
         self._run_input: StorageWeakRef | None = None
         # Of what the stages of a run returned: what was there when a stage of it, or the code behind it, began.
-        self._beside: dict[int, list[Held]] = {}
+        self._besides: dict[int, list[Held]] = {}
         self._given: dict[int, Held] = {}  # to stages by code outside; `run` is the first that was given it
         self._ends: dict[int, list[torch.Tensor]] = {}  # of code outside: where its backward begins
         self._made_by: dict[int, int] = {}  # which stage a tensor that is passed to stages came from
@@ -120,9 +120,9 @@ class ModelPass(Pass):
             del output
         self._route.let_go()
         self._value = None
-        for index, returned in self._beside.items():
+        for index, returned in self._besides.items():
             self.facts[index].passing = gone_of(returned)
-        lasting = [each for beside in self._beside.values() for each in beside if not each.storage.expired()]
+        lasting = [each for held_here in self._besides.values() for each in held_here if not each.storage.expired()]
         in_output = {held_by(tensor).storage.cdata for tensor in tensors(held)}
         if self.variables is not None:
             self.variables.look(last)
@@ -183,7 +183,7 @@ class ModelPass(Pass):
             with self.gauge.span("level", index):
                 pass
             if index in self.places.follows:
-                self._beside[index] = self._of_this_run(self._still_returned(value))
+                self._besides[index] = self._of_this_run(self._still_returned(value))
                 if index - 1 == self._run and self._run_input is not None and self._run_input.expired():
                     self.facts[index - 1].drops_input = True
         self._calls, self._value = StageCalls(value, place.name, with_graphs=True), value
@@ -241,7 +241,7 @@ class ModelPass(Pass):
         else:
             self._outside_input = None if handed is None else StorageWeakRef(handed.untyped_storage())
             self._named = [*self._still_returned(handed), held_by(value, self._run)]
-            self._beside[index + 1] = self._of_this_run(self._named)
+            self._besides[index + 1] = self._of_this_run(self._named)
             del handed, output, value
             self._open_outside(index + 1)
         return following
@@ -309,7 +309,7 @@ class ModelPass(Pass):
             self.variables.piece_ended(index, ModelPass.run.__code__)
 
     def _still_returned(self, but: torch.Tensor | None) -> list[Held]:
-        """What stages returned and is still in memory, but for what is handed on now."""
+        """What stages returned and is still in memory, except the activation passed to the next stage."""
         self._returned = [held for held in self._returned if not held.storage.expired()]
         now = None if but is None else held_by(but).storage.cdata
         return [held for held in self._returned if held.storage.cdata != now]

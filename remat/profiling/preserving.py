@@ -125,7 +125,7 @@ def _set_aside(parts: Iterable[nn.Module]) -> Iterator[ForeignGradients]:
 
 @contextmanager
 def set_apart(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Inside, the gradients of these leaves are new, as of one that others will add to: nothing is there to add to."""
+    """Inside, these leaves have no gradient yet, as where several stages add to it and this is the first."""
     before = [(leaf, leaf.grad) for leaf in leaves]
     for leaf, _ in before:
         leaf.grad = None
@@ -188,7 +188,7 @@ class Source(torch.autograd.Function):
 
 
 # What makes the outputs of `Source` part of a graph, and by which it can be seen whose: where code outside of stages is
-# handed on what these returned, and where a stage is handed its input.
+# given what these returned, and where a stage is given its input.
 OUTSIDE, INSIDE = (torch.empty((), requires_grad=True) for _ in range(2))
 
 
@@ -239,7 +239,7 @@ def _random_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Form(NamedTuple):
-    """How a gradient lies in memory: backwards hand on transposed ones, and parts of larger ones.
+    """How a gradient lies in memory: backwards return transposed ones, and parts of larger ones.
 
     Attributes:
         elements: of its whole memory.

@@ -1,6 +1,6 @@
 """One forward of a model, written down: which module was called by which, with what, and which operators it ran.
 
-Nothing is saved for a backward meanwhile, so the forward takes as much memory as inference.
+Nothing is saved for a backward, so the forward takes as much memory as inference.
 """
 
 from __future__ import annotations
@@ -298,9 +298,9 @@ def _own_storages(module: nn.Module) -> frozenset[int]:
 
 def no_backward(_: None) -> torch.Tensor:
     """The unpack hook of a forward that keeps nothing."""
-    raise UnsupportedModel("the model runs a backward in its forward, which a watched forward cannot")
+    raise UnsupportedModel("the model runs a backward in its forward, which is not possible while it is measured")
 
 
 def saving_nothing(unpack: Callable[[None], torch.Tensor] = no_backward) -> saved_tensors_hooks:
-    """A forward inside is the same computation as ever, and keeps nothing for a backward, which `unpack` refuses."""
+    """Inside, a forward computes the same, but saves nothing for a backward; `unpack` raises if one is run."""
     return saved_tensors_hooks(lambda tensor: None, unpack)

@@ -1,10 +1,9 @@
 """Which module calls of a recorded forward can be the stages of a chain.
 
-A unit is a module call, or several in a row that only work together. Between two units lies a place to cut if the
-output of the first is what the second works on, untouched, and nothing else computed in the first is used once the
-second has begun. Units are refined from the root down: a call gives way to units inside it where they leave all of its
-memory to be planned, that is, where nothing but what is handed on, and what only units use, passes them by. A residual
-connection does pass by, so a block that has one stays whole.
+A unit is a module call, or several adjacent ones that cannot be separated. Two adjacent units can be cut apart if the
+second works on the unmodified output of the first, and nothing else computed in the first is used once the second has
+begun. Units are refined from the root down: a call is replaced by the units inside it if no tensor bypasses them except
+their activations and tensors only they use. A residual connection bypasses them, so a block that has one stays whole.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ class Selector:
         return inside or ([unit] if whole else [])
 
     def _inside(self, call: ModuleCall) -> list[Unit]:
-        """Units in a call that is too large for one, or cannot be one: also where something passes them by."""
+        """Units in a call that is too large for one, or cannot be one: also where a tensor bypasses them."""
         units = self._units_of(call)
         clean = self._joined(call, units)
         return units if clean is None else clean
@@ -138,11 +137,11 @@ class Selector:
         return sum(self.storages[address].size for address in kept if last is None or address != last.storage)
 
     def _made_between(self, begin: int, end: int) -> Sequence[int]:
-        """The storages that were computed when so many operators had run."""
+        """The storages that operators `begin` to `end` computed."""
         return self._in_order[bisect_left(self._born, begin) : bisect_left(self._born, end)]
 
     def _joined(self, call: ModuleCall, units: list[Unit]) -> list[Unit] | None:
-        """The units with those joined that a tensor skips; None where something passes them by on its way in `call`."""
+        """The units, those joined that a tensor skips; None where a tensor bypasses them inside `call`."""
         if self._passed_by(call, units):
             return None
         places = _places(units)
@@ -185,10 +184,10 @@ class Selector:
         Only what a gradient flows through counts: masks and the like are small, and kept.
         """
         last: dict[int, int] = {}  # when code outside the units uses a storage for the last time
-        beside, places = [call], _places(units)
-        while beside:
-            user = beside.pop()
-            beside += [child for child in user.children if id(child) not in places]
+        outside, places = [call], _places(units)
+        while outside:
+            user = outside.pop()
+            outside += [child for child in user.children if id(child) not in places]
             for time, key in self._used_by.get(id(user), ()):
                 last[key] = max(last.get(key, BEFORE), time)
         for key, time in last.items():
@@ -202,7 +201,7 @@ class Selector:
         return False
 
     def _is_lasting(self, key: int, call: ModuleCall) -> bool:
-        """Parameters, and what was there before the model ran but is no input of the call."""
+        """Whether it is a parameter, or existed before the model ran and is not an input of the call."""
         storage = self.storages[key]
         return storage.born == BEFORE and not any(given.storage == key for given in call.given)
 

@@ -72,11 +72,11 @@ class Pass(ABC):
     def run(self, model: nn.Module, call: Arguments, loss: Loss | None) -> None:
         """The pass over `model`, called so."""
 
-    # How the stages of a model hand on what they work on ---------------------------------------------------------
+    # What depends on the kind of model ----------------------------------------------------------------------------
 
     @abstractmethod
     def _activation(self, output: Any) -> Any:
-        """What goes on to the next stage, of what a stage returned."""
+        """The part of a stage's output that the next stage works on."""
 
     def _graph_of_a_stage(self) -> AbstractContextManager[None]:
         """Entered while the graph of a stage is built."""
@@ -131,7 +131,7 @@ class Pass(ABC):
     def _forward_without_saving(
         self, index: int, run: Callable[[Any], Any], given: Sequence[Any]
     ) -> tuple[Any, object]:
-        """Also finds out what there is to know of the stage. Returns its output, and copies of its buffers."""
+        """Also determines the stage's `marks` and `boundary`. Returns its output, and the copies of its buffers."""
         stage = self.stages[index - 1] if index <= len(self.stages) else Stage([], "loss")
         facts, before = self.facts[index], self.facts[index - 1]
         devices = accelerators(stage, given)
@@ -178,7 +178,7 @@ class Pass(ABC):
         return self._known[index].forms
 
     def _gradient_bytes(self, index: int, activation: Any) -> int:
-        """What the gradients of what stage `index` hands on take, with the memory that they are parts of."""
+        """Bytes of the gradients of a stage's activation, with the memory that they are parts of."""
         forms = [form for form in self._known[index].forms if form is not None]
         needed = any(tensor.requires_grad for tensor in tensors(activation))
         return max(gradient_bytes(activation), sum(form.bytes for form in forms) if needed else 0)

@@ -17,7 +17,7 @@ Loss = Callable[[Any], torch.Tensor]
 
 
 def check_model(model: object) -> None:
-    """Raises RematError where it is no module."""
+    """Raises RematError unless `model` is a module."""
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise RematError(f"{model.__name__} is a class; pass a model of it, {model.__name__}(...)")
     if not isinstance(model, nn.Module):
@@ -48,7 +48,7 @@ def check_sample(sample: Any) -> None:
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:
-    """Raises RematError where it is no whole number, or below the least."""
+    """Raises RematError unless `value` is a whole number of at least `least`."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -60,10 +60,10 @@ def check_count(name: str, value: object, least: int = 1) -> None:
 
 
 def checked_loss(loss: Loss | None) -> Loss | None:
-    """The loss, which tells where what it returns is none.
+    """The loss, wrapped so that what it returns is checked.
 
     Raises:
-        InvalidLoss: not a function; and when it is called, what it returns is no scalar with a graph.
+        InvalidLoss: not a function; and when it is called, its result is not a scalar with a graph.
     """
     if loss is None or getattr(loss, "is_checked", False):
         return loss

@@ -38,7 +38,7 @@ class Running:
         self._forward = execution.prepared(model)
 
     def around(self) -> AbstractContextManager[Any]:
-        """What steps run in, and is no part of them."""
+        """A context around steps, set up before they are measured."""
         return self.execution.around(self._model)
 
     def step(self) -> AbstractContextManager[Any]:
@@ -100,7 +100,7 @@ class UnderDTR(Execution):
     warm_up = 2  # the scratch memory of operators is known from the second step on
 
     def __init__(self, dtr: DTR, held_bytes: int = 0) -> None:
-        self.dtr = copy.copy(dtr)  # what is reserved here is no matter of its other blocks
+        self.dtr = copy.copy(dtr)  # its other blocks reserve nothing
         self.dtr.reserved_bytes = held_bytes
         self.name = f"dtr {dtr.name}"
 

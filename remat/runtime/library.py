@@ -48,7 +48,7 @@ def has_checkpointing(model: nn.Module) -> bool:
 
 @contextmanager
 def checkpointed(model: nn.Module) -> Iterator[None]:
-    """Inside, the model checkpoints every block, as its library does when told to; afterwards it is what it was.
+    """Inside, the model checkpoints every block, by the switch of its library; afterwards the switch is as before.
 
     Libraries switch it off less completely than on: transformers' models keep a hook on their embeddings.
 

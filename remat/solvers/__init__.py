@@ -73,7 +73,7 @@ def solve(chain: Chain, budget: int | str | float, solver: str | Solver = "persi
         slots: memory units of the dynamic programs.
 
     Raises:
-        InfeasibleBudget: nothing fits; tells the least budget that works.
+        InfeasibleBudget: nothing fits; `minimum` is the least budget that works.
         InvalidBudget: none of the three forms.
     """
     return make_solver(solver, slots=slots).solve(chain, budget)

@@ -49,7 +49,7 @@ def choose_backend(wanted: str | None) -> str:
 def run(problem: Any, backend: str, time_limit: float, gap: float) -> Answer:
     """Solves `problem` to an absolute gap of `gap`.
 
-    PuLP's `status` calls an incumbent at the time limit "optimal"; only its `sol_status` tells the two apart.
+    PuLP's `status` calls an incumbent at the time limit "optimal"; only its `sol_status` distinguishes the two.
     """
     pulp = require("pulp", "integer programming")
 

@@ -22,7 +22,7 @@ class Plan(NamedTuple):
     Attributes:
         operations: the sequence.
         bound_seconds: a makespan that no schedule within the budget can beat, where the solver knows one.
-        note: what people should know about this answer, such as "stopped at its time limit of 60 s".
+        note: a remark on this answer, such as "stopped at its time limit of 60 s".
     """
 
     operations: Operations
@@ -37,7 +37,7 @@ class Solver(ABC):
     bytes; everything else is done here, the same for all.
 
     Attributes:
-        name: what people call it, in `solve`, reports and the command line.
+        name: its name in `solve`, reports and the command line.
         may_exceed: True for baselines with a model of memory of their own, whose schedules may need more than the
             budget. The outcome of their reports is then "over".
     """
@@ -61,7 +61,7 @@ class Solver(ABC):
         """A schedule within `budget`: an int (bytes), a string ("2GiB"), or a float in (0, 1] of the store-all peak.
 
         Raises:
-            InfeasibleBudget: no schedule of this solver fits; tells the least budget that works.
+            InfeasibleBudget: no schedule of this solver fits; `minimum` is the least budget that works.
             InvalidBudget: none of the three forms.
         """
         answer = self.solve_many(chain, [budget])[0]

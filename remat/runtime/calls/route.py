@@ -12,7 +12,7 @@ from remat.runtime.pytree import activation_of
 
 
 class Route:
-    """Compares the calls of one forward, as they come, with those of the chain, and passes activations on.
+    """Matches the calls of one forward, in order, with those of the chain, and tracks the activation between stages.
 
     Attributes:
         counter: names the calls.
@@ -25,7 +25,7 @@ class Route:
         self._handed: tuple[torch.Tensor, int] | None = None  # the last activation, where the next stage takes it
 
     def name(self, module: nn.Module) -> str | None:
-        """The name of a call that has begun; None where it is no part of the chain, and to be let pass."""
+        """The name of a call that has begun; None where it belongs to no stage and runs as it is."""
         name = self.counter.name(module)
         return None if name in self._places.aside else name
 
@@ -40,7 +40,7 @@ class Route:
         self._position += 1
 
     def activation(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """What a stage works on, among the arguments of its first call; None if it is not there as it was handed on."""
+        """The activation among the arguments of a stage's first call; None if it is missing or was modified."""
         if place.stage not in self._places.follows:
             return activation_of(args, kwargs)
         if self._handed is None:
@@ -49,12 +49,12 @@ class Route:
         return among(handed, (args, kwargs)) if _version(handed) == version else None
 
     def hand_on(self, stage: int, activation: torch.Tensor | None) -> None:
-        """What stage `stage` returned is the activation of the next one, if that follows it."""
+        """Remembers the output of stage `stage` as the input of the next one, if that follows it."""
         if activation is not None and stage + 1 in self._places.follows:
             self._handed = activation, _version(activation)
 
     def let_go(self) -> None:
-        """The last activation has been taken."""
+        """Forgets the last activation."""
         self._handed = None
 
 

@@ -59,7 +59,7 @@ class StageCalls:
             self._alike.setdefault(key_of(tensor), hole)
 
     def complete(self) -> None:
-        """No more calls come: what they computed is no longer held."""
+        """All calls have been made: releases what they computed."""
         self._holes.clear()
         self._alike.clear()
         self._apart.clear()
@@ -97,7 +97,7 @@ class StageCalls:
         return first_tensor(outputs[-1]), outputs
 
     def not_handed_on(self, outputs: Sequence[Any]) -> list[torch.Tensor]:
-        """Of what the calls but the last returned, as `again` tells it, what none of them was passed: others use it."""
+        """Tensors in `outputs` of `again`, except the last call's, that no later call takes: code outside uses them."""
         return [
             tensor
             for call, output in enumerate(outputs[:-1])

@@ -32,7 +32,7 @@ def freeze(chain: Chain, budget: int | str | float, heuristic: str | Heuristic =
         heuristic: what DTR evicts by.
 
     Raises:
-        InfeasibleBudget: no run of DTR freezes to a schedule that fits; tells the least peak that one did.
+        InfeasibleBudget: no run of DTR freezes to a schedule that fits; `minimum` is the least peak of those tried.
         RematError: the chain has fixed stages, which DTR recomputes like all others and no schedule can.
     """
     if any(chain.fixed):

@@ -35,7 +35,7 @@ class Graph:
         operators: for each its nanoseconds, edges from and to, tensors from and to, bytes of outputs, scratch bytes,
             bytes of outputs that overwrite an input when it first runs.
         edges: the tensors that operators use.
-        labels: for each operator what people call it.
+        labels: the names of the operators.
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -238,9 +238,9 @@ class _Compiler:
         names: Sequence[str],
     ) -> range:
         nothing = not outputs  # an operator for its effect: something has to stand for it, gone as soon as it is there
-        beside = (self.scratch, self.overwritten)
+        extra = (self.scratch, self.overwritten)
         self.scratch = self.overwritten = 0
-        tensors = self.graph.add(label, nanoseconds, inputs, outputs or [(0, -1)], *beside)
+        tensors = self.graph.add(label, nanoseconds, inputs, outputs or [(0, -1)], *extra)
         self.program.append((k.COMPUTE, len(self.graph.operators) - 1))
         self.names.extend(names or [label])
         if nothing:

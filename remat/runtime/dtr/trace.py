@@ -103,7 +103,7 @@ class Trace:
         """Reads a log: a plain file, one that ends in `.gz`, or a member of a zip file, `logs.zip/unet.log`.
 
         Raises:
-            InvalidTrace: a line that is no instruction; names its number and what was expected.
+            InvalidTrace: a line is not an instruction; the message names its number and what was expected.
             FileNotFoundError: no such file or member.
         """
         with _opened(Path(path)) as lines:

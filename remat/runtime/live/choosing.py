@@ -39,7 +39,7 @@ _Value = TypeVar("_Value")
 
 
 def place() -> Hashable:
-    """Where in the program a block begins, which tells blocks of one training loop from others."""
+    """Where in the program a block begins: the key of the blocks of one training loop."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back

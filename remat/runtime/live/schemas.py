@@ -31,7 +31,7 @@ class Traits(NamedTuple):
     """How calls of one operator are treated.
 
     Attributes:
-        label: what people call it.
+        label: its name.
         is_view: it only makes views and touches no data.
         is_fresh: it hands out a tensor that was made behind the dispatcher's back (`torch.tensor`).
         passes: it is none of ours to repeat and changes what a tensor is (`set_`); run it and forget it.
@@ -45,7 +45,7 @@ class Traits(NamedTuple):
         several: it returns more than one tensor; what these are may depend on whether gradients are on.
         reads: the flags that it may depend on besides its arguments.
         scalars: positions of numbers that it computes with elements of tensors.
-        foreign: it is no operator of PyTorch, so that nobody vouches for its tags.
+        foreign: not an operator of PyTorch, so its tags may be missing.
     """
 
     label: str

@@ -93,7 +93,7 @@ class Given:
         content: the storage; a copy of it once the program has changed the original.
         tensor: its number in the policy core; None where that does not know it.
         argument: what `Ledger.arguments` has for it.
-        witness: a tensor of the original storage, whose version tells of changes that no operator made here.
+        witness: a tensor of the original storage, whose version counts changes made outside of operators.
         version: what that was; None where it cannot be known (inference tensors, copies).
     """
 
@@ -152,7 +152,7 @@ def on_storage(view: View, storage: torch.UntypedStorage) -> Tensor:
 
 
 class Saved:
-    """What autograd keeps in the place of a tensor; tells the runtime when it is dropped."""
+    """What autograd keeps in place of a tensor; notifies the runtime when it is dropped."""
 
     __slots__ = ("dropped", "version", "view")
 

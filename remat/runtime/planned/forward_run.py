@@ -120,7 +120,7 @@ class Run:
     """One forward of the model and its backward (rule 6).
 
     Attributes:
-        left: why the forward is no longer that of the program; from there on it is ordinary autograd.
+        left: why the forward has left the program, after which it is ordinary autograd; empty while it follows it.
         repeating: whether a stage runs again.
     """
 

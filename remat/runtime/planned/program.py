@@ -109,7 +109,7 @@ def _annotate(forwards: Sequence[Operation]) -> list[Step]:
         first = first_runs[stage] == position
         store_output = stage in read_later
         read_later.discard(stage)
-        # A first run reads what the run before it hands on; only recomputations read what is stored.
+        # A first run reads the output of the run before it; only recomputations read stored activations.
         steps.append(Step(operation, first, stage not in run_later, store_output, stage - 1 not in read_later))
         run_later.add(stage)
         if not first:

@@ -35,7 +35,7 @@ class Validity(NamedTuple):
         )
 
     def covers(self, other: Validity) -> bool:
-        """Whether the input is of the same kind as another one, and nowhere smaller."""
+        """Whether the input is of the same kind as another one, and no smaller in any dimension."""
         if self._replace(inputs=(), shapes=()) != other._replace(inputs=(), shapes=()):
             return False
         kinds = [[line.partition("[")[0] + line.rpartition("]")[2] for line in each.inputs] for each in (self, other)]
@@ -45,7 +45,7 @@ class Validity(NamedTuple):
 
 
 def smallest_covering(known: Mapping[Validity, Found], wanted: Validity) -> Found | None:
-    """What there is for the smallest input that is nowhere smaller than `wanted`; None where there is no such input."""
+    """The value for the smallest input that covers `wanted`; None where no input does."""
     fitting = [each for each in known if each.covers(wanted)]
     return known[min(fitting, key=lambda each: sum(map(prod, each.shapes)))] if fitting else None
 

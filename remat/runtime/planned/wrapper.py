@@ -121,7 +121,7 @@ def apply(
     Raises:
         InvalidSchedule: the schedule breaks the rules of its operations.
         PlanMismatch: the schedule was made for another model. Raised in `forward` if it is another input's.
-        UnsupportedModel: the model is no chain.
+        UnsupportedModel: the model is not a chain.
         LeftChain: in `forward`, with other_path="error".
     """
     if not isinstance(model, nn.Module):
