@@ -388,3 +388,69 @@ def test_a_gradient_of_another_form_is_handed_on_through_all_backwards(found: bo
         (output * weights).mean().backward()
 
     check(model, sample, loop, shares=(0.0, 0.3, 0.6))
+
+
+class Scale(nn.Module):
+    """Its gradient lies in memory as the one that it is sent back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+class Pooled(nn.Module):
+    """Returns what its stages computed besides its answer; the answer's gradient lies in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(8, 16, 3), nn.Hardswish(), nn.Conv2d(16, 16, 3), nn.AdaptiveAvgPool2d(4)
+        )
+        self.head = nn.Linear(256, 5)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.features(x)
+        return self.head(x.flatten(1)), x
+
+
+def is_kept(model: nn.Module, sample: torch.Tensor, loss: Callable[[Any], torch.Tensor], exactly: bool) -> None:
+    """What is predicted of a plan is what it takes, with the loss that it was made for."""
+    chain = remat.profile(model, sample, loss=loss, small=0.0)
+    least, most = remat.minimum_budget(chain), store_all_peak(chain)
+    for share in (0.0, 0.3, 0.6, 1.0):
+        schedule = remat.solve(chain, round(least + share * (most - least)))
+        measured = remat.run(model, sample, schedule, loss=loss, repeats=1).peak_bytes
+        predicted = remat.simulate(chain, schedule).peak_bytes
+        assert measured <= predicted, f"{measured - predicted} bytes more at share {share}"
+        assert not exactly or predicted <= measured + 64, f"{predicted - measured} bytes less at share {share}"
+
+
+@pytest.mark.parametrize("scales", [1, 4, 8])
+@pytest.mark.parametrize("found", [True, False])
+def test_the_form_of_a_gradient_is_followed_through_many_stages(found: bool, scales: int) -> None:
+    torch.manual_seed(0)
+    stages = [nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1, groups=2)]
+    stages += [*(Scale() for _ in range(scales)), nn.Flatten(), nn.Linear(16 * 256, 5)]
+    model = nn.Sequential(*stages)
+    if found:
+        model = Blocks(count=0)
+        model.blocks.extend(stages)
+    model = model.to(memory_format=torch.channels_last)
+    sample = torch.randn(4, 3, 16, 16).to(memory_format=torch.channels_last)
+    is_kept(model, sample, lambda output: output.square().mean(), exactly=not found)
+
+
+def test_gradients_come_back_to_an_output_in_the_form_that_the_loss_gives_them() -> None:
+    torch.manual_seed(0)
+    model = Pooled().to(memory_format=torch.channels_last)
+    sample = torch.randn(4, 8, 32, 32).to(memory_format=torch.channels_last)
+
+    def loss(output: Any) -> torch.Tensor:
+        answer, hidden = output
+        return answer.square().mean() + hidden.mean()
+
+    is_kept(model, sample, loss, exactly=False)
+    is_kept(model, sample, lambda output: output[0].square().mean(), exactly=False)

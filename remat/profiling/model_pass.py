@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from remat.errors import UnsupportedModel
 from remat.profiling.alive import Held, gone_of, held_by
 from remat.profiling.cuts import Reached, cut, is_cut, made_of
-from remat.profiling.facts import Made, Side
+from remat.profiling.facts import Forms, Made, Side
 from remat.profiling.gauges import Gauge
 from remat.profiling.preserving import (
     OUTSIDE,
@@ -104,13 +104,16 @@ class ModelPass(Pass):
             )
         self._close_outside(last, None)
         own = loss_in(output) if loss is None else None
-        used = self._used_by(loss, output) if loss is not None else tensors(output)
-        ends = [own] if own is not None else [tensor for tensor in used if tensor.requires_grad]
+        forms: Forms = ()
+        if loss is not None:
+            ends, forms = self._used_by(loss, output)
+        else:
+            ends = [own] if own is not None else [tensor for tensor in tensors(output) if tensor.requires_grad]
         self.facts[last].act = storage_bytes(own if own is not None else output)
-        self.facts[last].grad = gradient_bytes(ends)
-        self._end(last, ends, as_it_is=own is not None)
+        self.facts[last].grad = max(gradient_bytes(ends), sum(form.bytes for form in forms if form is not None))
+        self._end(last, ends, forms, as_it_is=own is not None)
         held = output if self._output_held else own
-        del own, ends, used
+        del own, ends
         if loss is not None:
             given = [detached(output)]
             del output
@@ -254,17 +257,28 @@ class ModelPass(Pass):
         if self._piece in pieces:  # with the memory that it is a view of, the gradient of a concatenation, say
             pieces[self._piece] = max(pieces[self._piece], storage_bytes(gradient))
 
-    def _used_by(self, loss: Loss, output: Any) -> list[torch.Tensor]:
-        """The tensors of the output that the loss sends a gradient to; of others the graph is never run backward."""
-        reached: set[int] = set()
-        source = cut(detached(output), lambda position, _: reached.add(position))
+    def _used_by(self, loss: Loss, output: Any) -> tuple[list[torch.Tensor], Forms]:
+        """The tensors of the output that the loss sends a gradient to, and the forms of these gradients.
+
+        The graph of the others is never run backward.
+        """
+        reached: dict[int, Form] = {}
+
+        def note(position: int, gradient: torch.Tensor) -> None:
+            reached[position] = Form.of(gradient)
+
+        source = cut(detached(output), note)
         with torch.enable_grad():
             end = loss(source)
         del source
         if end.requires_grad:
             self.foreign.keep(end)
             end.backward()
-        return [tensor for position, tensor in enumerate(tensors(output)) if position in reached]
+        found = {
+            id(tensor): (tensor, reached[place]) for place, tensor in enumerate(tensors(output)) if place in reached
+        }
+        ends = [(tensor, form) for tensor, form in found.values() if tensor.grad_fn is not None]
+        return [tensor for tensor, _ in ends], tuple(form for _, form in ends)
 
     def _activation(self, output: Any) -> Any:
         return first_tensor(output)
@@ -327,17 +341,17 @@ class ModelPass(Pass):
     def _of_this_run(self, among: Sequence[Held]) -> list[Held]:
         return [held for held in among if held.run == self._run]
 
-    def _end(self, index: int, found: Sequence[torch.Tensor], *, as_it_is: bool = False) -> None:
-        """Notes where the backward of code outside begins."""
+    def _end(self, index: int, found: Sequence[torch.Tensor], forms: Forms = (), *, as_it_is: bool = False) -> None:
+        """Notes where the backward of code outside begins, with gradients in these forms where they are known."""
         ends = [tensor for tensor in found if tensor.requires_grad and tensor.grad_fn is not None]
         for tensor in ends:
             self._made_by[id(tensor)] = index
         if not ends:
             return
         if index == len(self.places.stages) and not as_it_is:  # the output itself is not held in a step
-            forms = contiguous_forms(ends)
-            self.odd_ends = bool(forms)
-            ends = [Sink.apply(RandomGradients(ends, forms if self._contiguous else ()), *ends)]
+            contiguous = contiguous_forms(ends)
+            self.odd_ends = bool(contiguous)
+            ends = [Sink.apply(RandomGradients(ends, contiguous if self._contiguous else forms), *ends)]
         self._ends[index] = ends
 
     def _end_of_piece(self, index: int, ends: Sequence[torch.Tensor]) -> torch.Tensor:
