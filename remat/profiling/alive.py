@@ -1,26 +1,113 @@
-"""What stages returned and is still in memory, without holding it."""
+"""What stages returned and were given, and how long it stays in memory; nothing here holds it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from remat.profiling.facts import Facts
 from remat.profiling.stage_costs import storage_bytes
+from remat.runtime.pytree import tensors
 
 
-class Held(NamedTuple):
+class _Held(NamedTuple):
+    """Memory of a run of stages that follow each other; the run is known by its first stage."""
+
     storage: StorageWeakRef
     size: int
-    run: int  # whose stages returned it
+    run: int
 
 
-def held_by(tensor: torch.Tensor, run: int = 0) -> Held:
-    return Held(StorageWeakRef(tensor.untyped_storage()), storage_bytes(tensor), run)
+def _held_by(tensor: torch.Tensor, run: int = 0) -> _Held:
+    return _Held(StorageWeakRef(tensor.untyped_storage()), storage_bytes(tensor), run)
 
 
-def gone_of(held: Sequence[Held]) -> int:
+def _gone_of(held: Sequence[_Held]) -> int:
     """Bytes of what is no longer in memory, each storage once."""
     return sum({entry.storage.cdata: entry.size for entry in held if entry.storage.expired()}.values())
+
+
+class Alive:
+    """Follows that memory through one forward and its backward, and notes what the chain's terms need in `facts`.
+
+    Variables of a caller, hooks and outputs may hold what stages returned for longer than the next stage needs it.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        self._returned: list[_Held] = []  # by stages, and still in memory
+        self._named: list[_Held] = []  # of that, and of the stage's input, when the open piece of code began
+        self._run = 0  # the first stage of the present run
+        self._run_input: StorageWeakRef | None = None
+        self._code_input: StorageWeakRef | None = None
+        # Of what the stages of a run returned: what was there when a stage of it, or the code behind it, began.
+        self._besides: dict[int, list[_Held]] = {}
+        self._given: dict[int, _Held] = {}  # to stages by code outside; `run` is the first that was given it
+
+    def run_begins(self, index: int, activation: torch.Tensor) -> None:
+        """Stage `index` is the first of a run; code outside computed its activation."""
+        self._run, self._run_input = index, StorageWeakRef(activation.untyped_storage())
+
+    def follows(self, index: int, activation: torch.Tensor) -> None:
+        """Stage `index` begins, which works on the activation of the one before it."""
+        self._besides[index] = self._of_this_run(self._still_returned(activation))
+        if index - 1 == self._run and self._run_input is not None and self._run_input.expired():
+            self._facts[index - 1].drops_input = True
+
+    def returned(self, output: Any) -> None:
+        """A call of a stage has returned."""
+        self._returned += [_held_by(tensor, self._run) for tensor in tensors(output)]
+
+    def given(self, passed: Sequence[torch.Tensor]) -> None:
+        """What a stage is passed."""
+        of_stages = {held.storage.cdata for held in self._returned}
+        for tensor in passed:
+            held = _held_by(tensor, self._run)
+            if held.storage.cdata not in of_stages:
+                self._given.setdefault(held.storage.cdata, held)
+
+    def code_begins(self, index: int, activation: torch.Tensor | None, before: torch.Tensor) -> None:
+        """A piece of code outside begins with the activation of the stage before it, which worked on `before`."""
+        self._code_input = None if activation is None else StorageWeakRef(activation.untyped_storage())
+        self._named = [*self._still_returned(activation), _held_by(before, self._run)]
+        self._besides[index] = self._of_this_run(self._named)
+
+    def code_ended(self, index: int) -> None:
+        """A piece of code outside has ended."""
+        self._facts[index].kept_input = self._code_input is None or not self._code_input.expired()
+        self._facts[index].rebound = _gone_of(self._named)
+
+    def forward_ended(self) -> None:
+        """The model has returned, and nothing of the pass holds what its stages returned."""
+        for index, held in self._besides.items():
+            self._facts[index].passing = _gone_of(held)
+
+    def lasting(self) -> list[_Held]:
+        """Of what was there when a later stage of its run began, what still is."""
+        return [each for held in self._besides.values() for each in held if not each.storage.expired()]
+
+    def backward_ended(self, lasting: Sequence[_Held], in_output: set[int]) -> None:
+        """All backwards are over, and the output is gone, which held the storages `in_output`."""
+        facts = self._facts
+        facts.in_output = _gone_of(lasting)
+        for each in self._given.values():
+            if each.storage.cdata in in_output and not each.storage.expired():
+                piece = each.run - 1
+                facts.given_and_in_output[piece] = facts.given_and_in_output.get(piece, 0) + each.size
+
+    def _still_returned(self, but: torch.Tensor | None) -> list[_Held]:
+        """What stages returned and is still in memory, except the activation passed to the next stage."""
+        self._returned = [held for held in self._returned if not held.storage.expired()]
+        now = None if but is None else _held_by(but).storage.cdata
+        return [held for held in self._returned if held.storage.cdata != now]
+
+    def _of_this_run(self, among: Sequence[_Held]) -> list[_Held]:
+        return [held for held in among if held.run == self._run]
+
+
+def storages_of(value: Any) -> set[int]:
+    """Which storages the tensors in a value lie in, while they live."""
+    return {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in tensors(value)}

@@ -171,20 +171,25 @@ class Source(torch.autograd.Function):
     """Hands an input on unchanged and drops its gradient, as if an earlier stage had taken it.
 
     A leaf would keep the gradient, or copy it; between stages of a real backward neither happens. Nor is what comes out
-    a view, since code may change it in place, and its graph does not hold on to the inputs. Who wants to know of the
-    gradients sets `on_gradient`, a function of them, on the node. `cut_off` calls it.
+    a view, since code may change it in place, and its graph does not hold on to the input. `cut_off` calls it.
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> Any:
-        return tuple(tensor.data for tensor in tensors)
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor,
+        on_gradient: Callable[[torch.Tensor], None] | None,
+        label: Any,
+        tensor: torch.Tensor,
+    ) -> Any:
+        ctx.on_gradient, ctx.label = on_gradient, label
+        return tensor.data
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        on_gradient = getattr(ctx, "on_gradient", None)
-        if on_gradient is not None:
-            on_gradient(*gradients)
-        return (None,) * (1 + len(gradients))
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if ctx.on_gradient is not None:
+            ctx.on_gradient(gradient)
+        return None, None, None, None
 
 
 # What makes the outputs of `Source` part of a graph, and by which it can be seen whose: where code outside of stages is
@@ -192,14 +197,29 @@ class Source(torch.autograd.Function):
 OUTSIDE, INSIDE = (torch.empty((), requires_grad=True) for _ in range(2))
 
 
-def cut_off(*tensors: torch.Tensor, anchor: torch.Tensor = INSIDE) -> tuple[torch.Tensor, ...]:
-    """The same data as if an earlier stage had computed it: each in a graph that ends here, at `anchor`."""
-    return Source.apply(anchor, *(tensor.detach() for tensor in tensors))
+def cut_off(
+    tensor: torch.Tensor,
+    anchor: torch.Tensor = INSIDE,
+    on_gradient: Callable[[torch.Tensor], None] | None = None,
+    label: Any = None,
+) -> torch.Tensor:
+    """The same data as if an earlier stage had computed it: in a graph that ends here, at `anchor`.
+
+    Args:
+        on_gradient: called with the gradient that comes back.
+        label: what `label_of` says of the node of this graph.
+    """
+    return Source.apply(anchor, on_gradient, label, tensor.detach())
+
+
+def label_of(node: Any) -> Any:
+    """The label of a graph that was cut off here; None for any other node."""
+    return node.label if drops_gradients(node) else None
 
 
 def with_graph_of_its_own(value: Any) -> Any:
     """The value with tensors that others have computed, and may still run backward through, cut off from that."""
-    return map_tensors(lambda tensor: tensor if tensor.grad_fn is None else cut_off(tensor)[0], value)
+    return map_tensors(lambda tensor: tensor if tensor.grad_fn is None else cut_off(tensor), value)
 
 
 def drops_gradients(node: Any) -> bool:

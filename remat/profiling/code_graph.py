@@ -1,0 +1,141 @@
+"""The graph of the code outside of the stages: where each piece of it ends, and its backward, piece by piece."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from remat.profiling.cuts import made_of
+from remat.profiling.facts import Facts
+from remat.profiling.preserving import OUTSIDE, ForeignGradients, drops_gradients
+
+
+class _Reached(NamedTuple):
+    """Nodes and leaves that a backward goes to, and whether it would go on into the graph of a stage."""
+
+    nodes: set[Any]
+    leaves: set[torch.Tensor]
+    of_stages: bool
+
+
+class CodeGraph:
+    """What code outside of the stages built in one forward.
+
+    Attributes:
+        piece: whose backward runs.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        self.piece = 0
+        self._ends: dict[int, list[torch.Tensor]] = {}  # where the backward of each piece begins
+        self._made_in: dict[int, int] = {}  # by identity, which piece or stage made a tensor that stages are passed
+        self._of_stages: list[range] = []  # sequence numbers of the graphs of stages, which are not run again
+
+    @contextmanager
+    def of_a_stage(self) -> Iterator[None]:
+        """Inside, the graph of a stage is built, which the backward of code outside must not enter.
+
+        It would where the stage hands out more than it returns, as by a hook that collects what routers computed.
+        """
+        first = torch._C._autograd._get_sequence_nr()
+        try:
+            yield
+        finally:
+            self._of_stages.append(range(first, torch._C._autograd._get_sequence_nr()))
+
+    def ends(self, index: int, ends: Sequence[torch.Tensor]) -> None:
+        """Piece `index` ends with these tensors, from which its backward begins."""
+        found = [tensor for tensor in ends if tensor.grad_fn is not None]
+        for tensor in found:
+            self._made_in[id(tensor)] = index
+        if found:
+            self._ends[index] = found
+
+    def is_known(self, tensor: torch.Tensor) -> bool:
+        """Whether a piece or a stage is known to have made the tensor, which the caller keeps."""
+        return id(tensor) in self._made_in
+
+    def late(self, index: int, made: Sequence[torch.Tensor]) -> None:
+        """What code made between stage `index` and the one that it follows: counted with the last piece."""
+        piece = max((known for known in self._ends if known < index), default=0)
+        for tensor in made:
+            self._made_in[id(tensor)] = piece
+
+    def producer(self, index: int, side: torch.Tensor) -> int:
+        """Which stage or piece made a side input of stage `index`."""
+        made = made_of(side.grad_fn)
+        return self._made_in.setdefault(id(side), index - 1 if made is None else made.stage)
+
+    def backward(
+        self,
+        last: int,
+        foreign: ForeignGradients,
+        follows: Callable[[int, Sequence[torch.Tensor]], torch.Tensor],
+        measuring: Callable[[int], AbstractContextManager[None]],
+    ) -> None:
+        """Runs the backward of all code outside, from the last piece to the first.
+
+        Args:
+            last: the piece that ends with the model's output, whose end is a scalar already.
+            follows: makes the scalar that stands for all that follows a piece.
+            measuring: entered around the backward of a piece.
+        """
+        known: set[Any] = set()
+        shared: set[int] = set()  # pieces whose backward goes through an earlier one's graph, which must stay
+        scalars: dict[int, torch.Tensor] = {}
+        inputs: dict[int, list[torch.Tensor]] = {}  # what a backward goes to, where it must not go everywhere
+        for index in sorted(self._ends):
+            ends = self._ends[index]
+            scalar = scalars[index] = ends[0] if index == last else follows(index, ends)
+            reached = self.note_leaves(index, scalar, known)
+            nodes = reached.nodes
+            if reached.of_stages:
+                inputs[index] = [*reached.leaves, OUTSIDE]
+            del reached
+            if any(before in known for node in (*nodes, scalar.grad_fn) for before, _ in node.next_functions):
+                shared.add(index)
+            known |= nodes
+            foreign.keep(scalar)
+        self._ends.pop(last, None)
+        ends, nodes, known = [], set(), set()  # so that a backward frees what it is done with
+        for index in sorted(scalars, reverse=True):
+            scalar = scalars.pop(index)
+            self.piece = index
+            with measuring(index):
+                scalar.backward(retain_graph=index in shared, inputs=inputs.get(index))
+
+    def note_leaves(self, index: int, end: torch.Tensor, apart: set[Any]) -> _Reached:
+        """Notes which leaves a backward of a stage or piece reaches; its nodes are without those `apart`."""
+        nodes: set[Any] = set()
+        leaves: set[torch.Tensor] = set()
+        outside = index in self._ends
+        of_stages = False
+        todo = [end.grad_fn]
+        while todo:
+            node = todo.pop()
+            made = made_of(node)
+            if made is not None:
+                self._facts.used.setdefault(made, {}).setdefault(index, 0)
+            if node is None or node in nodes or node in apart:
+                continue
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                leaves.add(leaf)
+                continue
+            if outside and not drops_gradients(node) and self._is_of_a_stage(node):
+                of_stages = True
+                continue
+            nodes.add(node)
+            if not drops_gradients(node):
+                todo.extend(before for before, _ in node.next_functions)
+        self._facts[index].leaves |= leaves
+        return _Reached(nodes, leaves, of_stages)
+
+    def _is_of_a_stage(self, node: Any) -> bool:
+        position = bisect_right(self._of_stages, node._sequence_nr(), key=lambda run: run.start)
+        return position > 0 and node._sequence_nr() in self._of_stages[position - 1]
