@@ -69,6 +69,8 @@ class Chain:
         grad_bytes: L+2 sizes of the gradients of the activations, by default `act_bytes`; 0 where none flows.
         save_overhead_bytes: L+1 sizes of the scratch memory of F_all, by default `fwd_overhead_bytes`: what F_ck and
             F_none hold in passing F_all often saves, so it needs less beyond.
+        replay_seconds: L+1 durations of a recomputation by F_all right before the stage's backward: it ends with the
+            last tensor that it saves. By default `fwd_seconds`.
         reserve_bytes: what the executor may hold on top of the activations: buffer snapshots and RNG states.
         names: L+1 names of stages.
         draws_random: L+1 flags: the stage draws random numbers, so a recomputation restores their generator.
@@ -89,6 +91,7 @@ class Chain:
     bwd_seconds: tuple[float, ...] = field(metadata=_LARGEST)
     grad_bytes: tuple[int, ...] = field(default=(), kw_only=True, metadata=_LARGEST)
     save_overhead_bytes: tuple[int, ...] = field(default=(), kw_only=True, metadata=_LARGEST)
+    replay_seconds: tuple[float, ...] = field(default=(), kw_only=True, metadata=_LARGEST)
     reserve_bytes: int = field(default=0, kw_only=True, metadata=_LARGEST)
     names: tuple[str, ...] = field(default=(), kw_only=True, metadata=_SAME)
     draws_random: tuple[bool, ...] = field(default=(), kw_only=True, metadata=_LARGEST)
@@ -96,7 +99,7 @@ class Chain:
     fixed: tuple[bool, ...] = field(default=(), kw_only=True, metadata=_SAME)
     layout: Layout | None = field(default=None, kw_only=True, metadata=_OWN)
 
-    VERSION = 2
+    VERSION = 3
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # the way a frozen dataclass normalises its own fields
@@ -112,6 +115,13 @@ class Chain:
             set_field(self, name, _of_length(name, sizes, stages, "L+1"))
         for name in ("fwd_seconds", "bwd_seconds"):
             set_field(self, name, _of_length(name, _times(name, getattr(self, name)), stages, "L+1"))
+        replays = _times("replay_seconds", self.replay_seconds) or self.fwd_seconds
+        set_field(self, "replay_seconds", _of_length("replay_seconds", replays, stages, "L+1"))
+        for index, (replay, forward) in enumerate(zip(replays, self.fwd_seconds, strict=True)):
+            if replay > forward:
+                raise InvalidChain(
+                    f"replay_seconds[{index}] is {replay}, and fwd_seconds[{index}], of which it is a part, {forward}"
+                )
         grads = _sizes("grad_bytes", self.grad_bytes) or self.act_bytes
         set_field(self, "grad_bytes", _of_length("grad_bytes", grads, stages + 1, "L+2"))
         overheads = _sizes("save_overhead_bytes", self.save_overhead_bytes) or self.fwd_overhead_bytes
@@ -199,7 +209,7 @@ class Chain:
             InvalidFile: another kind of file, another version, or missing fields.
             InvalidChain: numbers that describe no chain.
         """
-        content = files.read(path, "Chain", cls.VERSION)
+        content = files.read(path, "Chain", cls.VERSION, oldest=2)  # which knows no `replay_seconds`
         try:
             return cls.from_fields(content)
         except (KeyError, TypeError) as error:

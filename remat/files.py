@@ -35,11 +35,14 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
         raise
 
 
-def read(path: str | os.PathLike[str], kind: str, version: int) -> dict[str, Any]:
+def read(path: str | os.PathLike[str], kind: str, version: int, *, oldest: int | None = None) -> dict[str, Any]:
     """The fields that `write` stored at `path`.
 
+    Args:
+        oldest: the oldest version that can be read; None: only `version` itself.
+
     Raises:
-        InvalidFile: the file is no JSON, holds another kind of object, or comes from a newer version of remat.
+        InvalidFile: not a JSON file, another kind of object, or of a version that cannot be read.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -49,7 +52,7 @@ def read(path: str | os.PathLike[str], kind: str, version: int) -> dict[str, Any
     if found != kind:
         raise InvalidFile(f"{path}: expected a {kind}, found {found or 'a file that remat did not write'}")
     found_version = content.pop("version", None)
-    if found_version != version:
+    if not isinstance(found_version, int) or not (oldest or version) <= found_version <= version:
         raise InvalidFile(
             f"{path}: {kind} of format version {found_version}, this release of remat reads version {version}"
         )

@@ -9,7 +9,7 @@ is what the executor keeps in reserve.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from remat.chain import Chain
 from remat.errors import InvalidSchedule
@@ -28,8 +28,9 @@ def simulate(chain: Chain, schedule: Schedule) -> Report:
     """
     timeline = []
     now = 0.0
-    for operation, peak, stored in _walk(chain, schedule.operations):
-        end = now + _seconds(chain, operation)
+    durations = _durations(chain, schedule.operations)
+    for (operation, peak, stored), duration in zip(_walk(chain, schedule.operations), durations, strict=True):
+        end = now + duration
         timeline.append(Moment(str(operation), now, end, peak, stored))
         now = end
     base = chain.store_all_seconds
@@ -57,15 +58,25 @@ def peak_and_makespan(chain: Chain, operations: Iterable[Operation]) -> tuple[in
     Raises:
         InvalidSchedule: as `simulate`.
     """
-    top, seconds = 0, 0.0
-    for operation, peak, _ in _walk(chain, operations):
-        top = max(top, peak)
-        seconds += _seconds(chain, operation)
-    return top, seconds
+    operations = tuple(operations)
+    top = max((peak for _, peak, _ in _walk(chain, operations)), default=0)
+    return top, sum(_durations(chain, operations))
 
 
-def _seconds(chain: Chain, operation: Operation) -> float:
-    return (chain.bwd_seconds if operation.kind == B else chain.fwd_seconds)[operation.stage - 1]
+def _durations(chain: Chain, operations: Sequence[Operation]) -> Iterator[float]:
+    """Seconds of each operation of a valid sequence.
+
+    A recomputation right before the backward of its stage is there for what it saves, and ends with the last of that.
+    """
+    run: set[int] = set()
+    for position, (kind, stage) in enumerate(operations):
+        if kind == B:
+            yield chain.bwd_seconds[stage - 1]
+            continue
+        again = stage in run
+        run.add(stage)
+        ends_early = again and kind == F_ALL and operations[position + 1 : position + 2] == ((B, stage),)
+        yield (chain.replay_seconds if ends_early else chain.fwd_seconds)[stage - 1]
 
 
 def _walk(chain: Chain, operations: Iterable[Operation]) -> Iterator[tuple[Operation, int, int]]:

@@ -76,8 +76,10 @@ def literal_persistent(chain: Chain, budget: int) -> float:
         extra = chain.bwd_overhead_bytes[s - 1]
         fits = m >= max(save, grad[s] + grad[s - 1] + saved[s - 1] + extra)
         best = math.inf
-        if fits:
-            best = f[s - 1] + b[s - 1] + (cost(s + 1, t, m - saved[s - 1]) if s < t else 0)
+        if fits and s < t:
+            best = f[s - 1] + b[s - 1] + cost(s + 1, t, m - saved[s - 1])
+        elif fits:
+            best = b[s - 1] + (f if s == chain.length else chain.replay_seconds)[s - 1]
         for split in range(s + 1, t + 1):
             runs = [act[j] + chain.fwd_overhead_bytes[j - 1] + (act[j - 1] if j > s else 0) for j in range(s, split)]
             if not any(chain.fixed[s - 1 : split - 1]) and m >= grad[t] + max(runs):
@@ -109,6 +111,7 @@ def test_persistent_equals_its_recurrence_written_down(
         ],
         grad_bytes=[4 * size for size in some("grad", chain.length + 1)],
         reserve_bytes=reserve,
+        replay_seconds=[*map(min, some("replay", chain.length), chain.fwd_seconds)],
     )
     budget = max(minimum_budget(chain) + above, 1)
     assert makespan(chain, budget, Persistent()) == literal_persistent(chain, budget)

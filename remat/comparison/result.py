@@ -130,7 +130,7 @@ class Comparison:
     notes: tuple[str, ...] = ()
     complete: bool = True
 
-    VERSION = 2
+    VERSION = 3
 
     # What was found --------------------------------------------------------------------------------------------------
 
@@ -398,7 +398,7 @@ class Comparison:
         Raises:
             InvalidFile: another kind of file, another version, or missing fields.
         """
-        content = files.read(path, "Comparison", cls.VERSION)
+        content = files.read(path, "Comparison", cls.VERSION, oldest=2)
         try:
             content["entries"] = tuple(Entry.from_fields(entry) for entry in content["entries"])
             content["chain"] = content["chain"] and Chain.from_fields(content["chain"])

@@ -99,6 +99,7 @@ def chain_of(
     grads = [stage.grad for stage in facts.stages]
     held_loss = carried_by_caller(grads, last + 1, facts[last + 1].act, measured=False)
     carrying = Carrying([*terms.carried, *carried_by_leaves(facts.leaves), *held_loss])
+    forward = [_median(times, "outside" if each else "full", stage) for stage, each in enumerate(fixed, start=1)]
     marks = [stage.marks for stage in facts.stages[1:]]
     recomputed = [index for index in range(last) if not fixed[index]]
     reserve = executor_reserve([marks[index] for index in recomputed], [sizes[index] for index in recomputed])
@@ -109,7 +110,8 @@ def chain_of(
         save_overhead_bytes=tuple(size.save_overhead for size in sizes),
         bwd_overhead_bytes=tuple(carrying.extras([size.bwd_extra for size in sizes])),
         reserve_bytes=reserve + terms.lasting + sizes[-1].lasting,
-        fwd_seconds=tuple(_median(times, "outside" if each else "full", stage) for stage, each in enumerate(fixed, 1)),
+        fwd_seconds=tuple(forward),
+        replay_seconds=tuple(_replay(times, facts, stage, whole) for stage, whole in enumerate(forward, start=1)),
         bwd_seconds=tuple(_median(times, "backward", stage) for stage in range(1, last + 2)),
         grad_bytes=carrying.gradients(grads),
         names=(*(stage.name for stage in stages), "loss"),
@@ -120,8 +122,14 @@ def chain_of(
     )
 
 
-def _median(times: Sequence[Seconds], what: str, index: int) -> float:
-    return statistics.median(sweep.get(Span(what, index), 0.0) for sweep in times)
+def _replay(times: Sequence[Seconds], facts: Facts, index: int, forward: float) -> float:
+    """Of a recomputation that ends with the last tensor saved; where nothing is saved, it does not even begin."""
+    saves_nothing = facts[index].ends_early and not facts[index].saves
+    return 0.0 if saves_nothing else min(_median(times, "replay", index, forward), forward)
+
+
+def _median(times: Sequence[Seconds], what: str, index: int, otherwise: float = 0.0) -> float:
+    return statistics.median(sweep.get(Span(what, index), otherwise) for sweep in times)
 
 
 # An nn.Sequential ------------------------------------------------------------------------------------------------

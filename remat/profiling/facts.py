@@ -37,7 +37,9 @@ class StageFacts:
         act, grad: bytes of its activation, and of the gradients of that.
         forms: how the gradients that come back to its activation lie in memory.
         leaves: those that its backward reaches.
-        marks, boundary: of a stage that has been measured.
+        marks, boundary: of a stage whose memory has been measured.
+        saves: how many tensors autograd saves of a stage; None before that is known.
+        ends_early: recomputations of it may end with the last of these.
         kept_input: code outside holds what it was handed.
         rebound: bytes of what stages returned and variables still named, gone by the end of a piece of code outside.
         passing: the same, of what was there when this stage of a run, or the code behind it, began, and was gone when
@@ -52,6 +54,8 @@ class StageFacts:
     leaves: set[torch.Tensor] = field(default_factory=set)
     marks: Marks = NO_MARKS
     boundary: Boundary | None = None
+    saves: int | None = None
+    ends_early: bool = False
     kept_input: bool = True
     rebound: int = 0
     passing: int = 0

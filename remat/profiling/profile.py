@@ -225,7 +225,7 @@ def _measured(
     times = []
     for sweep in range(repeats):
         seconds = Seconds(device)
-        run(seconds, partial(in_time, sweep))
+        run(seconds, partial(in_time, sweep), known=memory.facts)
         times.append(seconds.seconds)
     tell("measuring time", repeats * (len(stages) + 1), repeats * (len(stages) + 1))
     ends: Any = {"has_loss": loss is not None, "output_held": protocol.output_held}

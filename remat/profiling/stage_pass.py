@@ -27,6 +27,7 @@ from remat.profiling.preserving import (
 )
 from remat.profiling.recording import no_backward
 from remat.profiling.stage_costs import Boundary, Marks, SavedStorages, gradient_bytes, storage_bytes
+from remat.runtime.calls.ending import Ending, Saving
 from remat.runtime.calls.environment import BufferWatch, RandomState, accelerators
 from remat.runtime.calls.stages import Stage, detached
 from remat.runtime.checks import Loss
@@ -107,10 +108,14 @@ class Pass(ABC):
             on_gradient: called with the position of a tensor in `given`, and the gradient that comes back to it.
         """
         self._each_stage(index)
+        known = self._known[index]
+        self.facts[index].saves, self.facts[index].ends_early = known.saves, known.ends_early
         given = detached(given)
         copies: object = None
         if self.gauge.of_memory:
             following, copies = self._forward_without_saving(index, run, given)
+        else:
+            self._recompute(index, run, given)
         source = cut(given, on_gradient)
         with self._graph_of_a_stage(), self.gauge.span("full", index):
             output = run(source)
@@ -167,6 +172,22 @@ class Pass(ABC):
             returned=storage_bytes(output),
         )
         return detached(output), copies
+
+    def _recompute(self, index: int, run: Callable[[Any], Any], given: Sequence[Any]) -> None:
+        """Measures a recomputation right before the backward, once it is known whether and where it may end."""
+        if index > len(self.stages):
+            return
+        facts, ending = self.facts[index], Ending(self.stages[index - 1])
+        source = cut(given)
+        if facts.saves is None:
+            saving = Saving()
+            with self._graph_of_a_stage(), saving:
+                run(source)
+            facts.saves = saving.count
+            facts.ends_early = ending.allowed is None and saving.saved.is_as_it_was
+        elif facts.saves and facts.ends_early:
+            with self._graph_of_a_stage(), self.gauge.span("replay", index), Saving(last=facts.saves):
+                run(source)
 
     def _end_of_stage(self, index: int, ends: Sequence[torch.Tensor]) -> torch.Tensor:
         """What stands for all that follows a stage. Where its backward is timed, the gradients are made before."""

@@ -17,7 +17,8 @@ Arguments with the same name are the same everywhere:
     sizes: int64 bytes (act[n+1], saved[n], fwd_overhead[n], bwd_overhead[n], grad[n+1], save_overhead[n]).
     slots: int64 (act[n+1], saved[n]) in slots; for the floating recurrence, what keeping activation s takes from what
         comes behind, and what storing all of stage s takes.
-    times: float64 (prefix sums of forward[n+1], both directions[n]).
+    times: float64 (prefix sums of forward[n+1], both directions[n], both where the backward comes right behind the
+        forward[n], which then ends with what it saves).
     save_all: bool (n,): whether stage s may be saved before the stages behind it have run.
     unit: bytes of a slot.
 """
@@ -139,8 +140,9 @@ def _begin_cell(flat, ranges, columns, s, t, sizes, slots, times, unit, save_all
         start = max(start, slots[1][s] + full[_row(s + 1, t)])
     start = min(start, columns) if s == t or save_all[s] else columns
     cost = np.float32(0)
-    for stage in range(s, t + 1):
+    for stage in range(s, t):
         cost += np.float32(times[1][stage])
+    cost += np.float32(times[2][t])
     flat[cell * columns : cell * columns + start] = np.inf
     flat[cell * columns + start : (cell + 1) * columns] = cost
     first[cell] = full[cell] = start
@@ -222,19 +224,20 @@ def _best_split(flat, columns, s, t, m, sizes, slots, times, unit, save_all):
     so the search ends where that is found, or where running forward alone would cost more.
     """
     act_slots, saved_slots = slots
-    prefix, both = times
+    prefix, both, adjacent = times
     grad = sizes[4]
     best, decision = np.inf, -1
     target = flat[_row(s, t) * columns + m]
     most = target * (1 + 1e-5)  # seconds left for running forward, and some for rounding
     for stage in range(s, t + 1):
-        most -= both[stage]
+        most -= adjacent[stage]
     if m * unit >= _need_save_all(s, t, sizes) and (s == t or save_all[s]):
-        rest = np.float32(0)
+        rest, cost = np.float32(0), np.float32(adjacent[s])
         if s < t:
             rest = flat[_row(s + 1, t) * columns + m - saved_slots[s]] if m >= saved_slots[s] else np.float32(np.inf)
+            cost = np.float32(both[s])
         if rest < np.inf:
-            best, decision = rest + np.float32(both[s]), s
+            best, decision = rest + cost, s
     sweep = _need_forward(s, s, sizes)
     for split in range(s + 1, t + 1):
         if best <= target or m * unit < grad[t + 1] + sweep or prefix[split] - prefix[s] > most:
@@ -274,7 +277,7 @@ def read_persistent(flat, columns, m, decisions, sizes, slots, times, unit, save
             kinds[count], stages[count] = 0, s + 1
             count += 1
             peak = max(peak, held + _need_save_all(s, t, sizes))
-            seconds += times[1][s]
+            seconds += times[1][s] if s < t else times[2][s]
             todo.append((s, -1, 0, 0))
             if s < t:
                 todo.append((s + 1, t, m - slots[1][s], held + sizes[1][s]))
@@ -296,7 +299,7 @@ def fill_least_persistent(sizes, times, save_all):
     Returns int64 (n, n) decisions, read as in `_best_split`.
     """
     act, saved, fwd_over, bwd_extra, grad, save_over = sizes
-    prefix, both = times
+    prefix, both, adjacent = times
     n = saved.size
     least = np.zeros((n, n), np.int64)
     seconds = np.zeros((n, n), np.float64)
@@ -306,10 +309,10 @@ def fill_least_persistent(sizes, times, save_all):
             top = np.iinfo(np.int64).max
             time, decision = np.inf, -1
             if s == t or save_all[s]:
-                top, time, decision = _need_save_all(s, t, sizes), both[s], s
+                top, time, decision = _need_save_all(s, t, sizes), adjacent[s], s
                 if s < t:
                     top = max(top, least[s + 1, t] + saved[s])
-                    time += seconds[s + 1, t]
+                    time = both[s] + seconds[s + 1, t]
             sweep = _need_forward(s, s, sizes)
             for split in range(s + 1, t + 1):
                 needed = max(grad[t + 1] + sweep, least[split, t] + act[split], least[s, split - 1])
@@ -338,11 +341,12 @@ def _need_step(s, l, sizes):
 def _begin_floating(flat, ranges, columns, s, t, l, n, sizes, slots, times, unit):
     """Sets cell (s, t, l) to "save all" (s = t) or "move on" (s < t), and to inf where that does not fit."""
     first, full = ranges
-    prefix, both = times
+    prefix, both, adjacent = times
     cell = _cell(s, t, l, n)
     if s == t:
         need = -(-(sizes[0][s] + _need_save_all(s, l, sizes)) // unit)
-        cost, shift, rest = np.float32(both[s]), slots[1][s], _cell(s + 1, s + 1, l, n)
+        cost = np.float32(both[s] if s < l else adjacent[s])
+        shift, rest = slots[1][s], _cell(s + 1, s + 1, l, n)
     else:
         need = -(-_need_step(s, l, sizes) // unit)
         cost, shift, rest = np.float32(prefix[s + 1] - prefix[s]), 0, _cell(s + 1, t, l, n)
@@ -398,7 +402,7 @@ def _best_floating(flat, columns, s, t, l, m, n, sizes, slots, times, unit):
     """The decision behind floating cell (s, t, l) at m slots: t itself for the way without keeping activation s on
     its own ("save all" if s = t, else "move on"), above t the backward until which it is kept; -1 if infeasible.
     """
-    prefix, both = times
+    prefix, both, adjacent = times
     best, decision = np.inf, -1
     need = sizes[0][s] + _need_save_all(s, l, sizes) if s == t else _need_step(s, l, sizes)
     shift = slots[1][s] if s == t else 0
@@ -408,7 +412,8 @@ def _best_floating(flat, columns, s, t, l, m, n, sizes, slots, times, unit):
             after = _cell(s + 1, max(t, s + 1), l, n)
             rest = flat[after * columns + min(m - shift, columns - 1)]
         if rest < np.inf:
-            best = rest + np.float32(both[s] if s == t else prefix[s + 1] - prefix[s])
+            save = both[s] if s < l else adjacent[s]
+            best = rest + np.float32(save if s == t else prefix[s + 1] - prefix[s])
             decision = t
     if m * unit >= _need_step(s, l, sizes) and m >= slots[0][s]:
         cost = np.float32(prefix[s + 1] - prefix[s])
@@ -447,7 +452,7 @@ def read_floating(flat, columns, m, decisions, sizes, slots, times, unit, kinds,
         if decision == t == s:
             kinds[count] = 0
             peak = max(peak, held + act[s] + _need_save_all(s, l, sizes))
-            seconds += times[1][s]
+            seconds += times[1][s] if s < l else times[2][s]
             todo.append((s, -1, 0, 0, 0))
             if s < l:
                 rest = min(m - slots[1][s], columns - 1)
@@ -472,7 +477,7 @@ def fill_least_floating(sizes, times):
     Returns int16 (cells,) decisions, read as in `_best_floating`.
     """
     act, saved = sizes[0], sizes[1]
-    prefix, both = times
+    prefix, both, adjacent = times
     n = saved.size
     cells = n * (n + 1) * (n + 2) // 6
     least, seconds = np.empty(cells, np.int64), np.empty(cells, np.float64)
@@ -483,7 +488,7 @@ def fill_least_floating(sizes, times):
             step = _need_step(s, l, sizes)
             for t in range(s, l + 1):
                 if s == t:
-                    top, time = act[s] + _need_save_all(s, l, sizes), both[s]
+                    top, time = act[s] + _need_save_all(s, l, sizes), both[s] if s < l else adjacent[s]
                     held = act[s] + saved[s] - act[s + 1]
                 else:
                     top, time, held = step, forward, np.int64(0)

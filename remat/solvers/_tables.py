@@ -263,10 +263,14 @@ def divisor_of(sizes: Iterable[np.ndarray]) -> int:
     return math.gcd(*(int(size) for array in sizes for size in array)) or 1
 
 
-def times_of(chain: Chain) -> tuple[np.ndarray, np.ndarray]:
-    """The chain's seconds as the kernels take them: prefix sums of the forwards, and both directions of each stage."""
-    fwd = np.array(chain.fwd_seconds, np.float64)
-    return np.concatenate(([0.0], np.cumsum(fwd))), fwd + np.array(chain.bwd_seconds, np.float64)
+def times_of(chain: Chain) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The chain's seconds as the kernels take them: prefix sums of the forwards, and both directions of each stage.
+
+    Those once more where the backward comes right behind the forward: a recomputation, but for the loss.
+    """
+    fwd, bwd = np.array(chain.fwd_seconds, np.float64), np.array(chain.bwd_seconds, np.float64)
+    adjacent = bwd + np.array((*chain.replay_seconds[:-1], chain.fwd_seconds[-1]), np.float64)
+    return np.concatenate(([0.0], np.cumsum(fwd))), fwd + bwd, adjacent
 
 
 def in_parallel(work: Callable[..., None], waves: Iterable[Sequence[tuple[int, ...]]], *, threads: bool) -> None:

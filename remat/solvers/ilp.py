@@ -114,10 +114,17 @@ class _Model:
         own, kept = self._states()
         self._rules(own, kept)
         self._memory(own, kept, top)
-        forward = pulp.lpSum(
-            self.chain.fwd_seconds[stage - 1] / self._seconds * run for (_, _, stage), run in self.runs.items()
-        )
+        forward = pulp.lpSum(self._share(phase, stage) * run for (_, phase, stage), run in self.runs.items())
         self.problem.setObjective(top if self.minimise_memory else forward)
+
+    def _share(self, phase: int, stage: int) -> float:
+        """What a forward run adds to the makespan, of that of storing everything.
+
+        Phase k ends with F_all k, if that is run again: right before its backward.
+        """
+        ends_early = phase == stage < self.chain.length
+        times = self.chain.replay_seconds if ends_early else self.chain.fwd_seconds
+        return times[stage - 1] / self._seconds
 
     def _run(self, phase: int, stage: int, *kinds: str) -> Any:
         """The sum of the variables of these kinds, of all three by default."""

@@ -44,6 +44,7 @@ def measured_chains(draw: st.DrawFn, max_stages: int) -> Chain:
         ],
         grad_bytes=some(chain.length + 1, 20),  # not as large as the activations: where skips join, say
         reserve_bytes=draw(st.integers(0, 3)),
+        replay_seconds=[draw(st.integers(0, int(seconds))) for seconds in chain.fwd_seconds],
     )
 
 

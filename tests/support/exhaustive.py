@@ -40,6 +40,12 @@ def _next(chain: Chain, own: frozenset, kept: frozenset, pending: int, stored: i
         extra = chain.bwd_overhead_bytes[pending - 1]
         after = (own - {pending - 1}, kept - {pending}, pending - 1)
         yield chain.bwd_seconds[pending - 1], stored + grad[pending - 1] + extra, after
+    elif pending < chain.length and not chain.fixed[pending - 1] and (pending - 1 in own or pending - 1 in kept):
+        # Saved right before its backward, a stage need not run to its end.
+        saving = stored + saved[pending - 1]
+        extra = max(chain.save_overhead_bytes[pending - 1], grad[pending - 1] + chain.bwd_overhead_bytes[pending - 1])
+        cost = chain.replay_seconds[pending - 1] + chain.bwd_seconds[pending - 1]
+        yield cost, saving + extra, (own - {pending - 1}, kept, pending - 1)
     for stage in range(1, pending + 1):
         before = stage - 1
         if before not in own and before not in kept:

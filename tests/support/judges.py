@@ -35,7 +35,8 @@ def judge(chain: Chain, operations: Iterable[Operation]) -> Verdict:
     moments: list[tuple[int, int]] = []
     seconds = 0.0
     backwards = list(range(last, 0, -1))
-    for kind, stage in operations:
+    operations = [*operations]
+    for number, (kind, stage) in enumerate(operations):
         before = sum(memory.values())
         at_hand = ("a", stage - 1) in memory or ("saved", stage - 1) in memory
         if stage > last or not at_hand or not backwards:
@@ -67,7 +68,10 @@ def judge(chain: Chain, operations: Iterable[Operation]) -> Verdict:
             memory[name] = size
             if kind == "F_none":
                 del memory["a", stage - 1]
-            seconds += chain.fwd_seconds[stage - 1]
+            first = all(other == "B" or ran != stage for other, ran in operations[:number])
+            next_is_its_backward = [*operations[number + 1 : number + 2]] == [("B", stage)]
+            to_the_end = first or kind != "F_all" or not next_is_its_backward
+            seconds += chain.fwd_seconds[stage - 1] if to_the_end else chain.replay_seconds[stage - 1]
         moments.append((peak, sum(memory.values())))
     return Verdict(not backwards, moments, seconds)
 

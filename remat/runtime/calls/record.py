@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from remat.errors import ReplayError
+from remat.runtime.calls.ending import Ended, Ending, Saved
 from remat.runtime.calls.environment import FirstRun
 from remat.runtime.calls.stages import Stage, attached
 from remat.runtime.sharding import unsharded
@@ -50,6 +52,7 @@ class Record:
     Args:
         index: of the stage, counted from 1.
         environment: what the run depended on besides its arguments; None where it will not be repeated.
+        ending: where recomputations of this stage may end, in all runs.
         again: makes the calls of the run once more, for an activation.
 
     Attributes:
@@ -57,9 +60,11 @@ class Record:
         filled: the slots have their tensors.
     """
 
-    def __init__(self, stage: Stage, index: int, environment: FirstRun | None, again: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, stage: Stage, index: int, environment: FirstRun | None, ending: Ending, again: Callable[[Any], Any]
+    ) -> None:
         self.stage, self.index = stage, index
-        self.environment, self.again = environment, again
+        self.environment, self.ending, self.again = environment, ending, again
         self.deferred = self.filled = False
         self._expected: list[_Expected] = []
 
@@ -68,24 +73,44 @@ class Record:
         self.deferred = True
         return saved_tensors_hooks(_Deferrer(self._expected, owner, self.index), _unpack)
 
-    def replay(self, value: Any, *, filling: bool) -> Any:
-        """Runs the stage again on `value`; `filling` the slots. Returns its activation.
+    def replay(self, value: Any, *, filling: bool, ends_early: bool = False) -> Any:
+        """Runs the stage again on `value`. Returns its activation.
+
+        Args:
+            filling: the slots get what autograd saves.
+            ends_early: the run ends with the last tensor that a slot waits for; then there is no activation.
 
         Raises:
             ReplayError: it saves other tensors than the first run, or what it depends on has changed.
         """
         assert self.environment is not None
-        filler = _Filler(self.stage.name, self._expected if filling else None)
+        last = saved = None
+        if ends_early and self.ending.allowed:
+            last = self._last()
+            if not last:
+                return None  # autograd waits for nothing
+        elif filling and self.ending.allowed is None:
+            saved = Saved()
+        filler = _Filler(self.stage.name, self._expected if filling else None, last, saved)
+        output = None
         with (
             unsharded(self.stage.modules),
             torch.enable_grad(),
             self.environment.again(),
             saved_tensors_hooks(filler, _unpack),
+            suppress(Ended),
         ):
             output = self.again(attached(value))
-        filler.finish()
+            filler.finish()
+        if saved is not None:
+            self.ending.learn(saved)
         self.filled = self.filled or filling
         return output
+
+    def _last(self) -> int:
+        """How many tensors are saved until the last slot that autograd still holds."""
+        held = [number for number, (slot, *_) in enumerate(self._expected, start=1) if slot() is not None]
+        return max(held, default=0)
 
     def never_again(self) -> None:
         """The stage will not run once more: frees the side inputs. What else it holds is counted for the whole step."""
@@ -114,10 +139,14 @@ class _Deferrer:
 class _Filler:
     """The pack hook of a recomputation: hands what autograd saves to the slots, in order, or to nobody."""
 
-    def __init__(self, name: str, expected: list[_Expected] | None) -> None:
+    def __init__(
+        self, name: str, expected: list[_Expected] | None, last: int | None = None, saved: Saved | None = None
+    ) -> None:
         self.name = name
         self.expected = expected
         self.count = 0
+        self._last = last  # the number of the tensor with which the run ends
+        self._saved = saved
 
     def __call__(self, tensor: torch.Tensor) -> None:
         if self.expected is None:
@@ -132,7 +161,11 @@ class _Filler:
             target = slot()
             if target is not None:
                 target.tensor = tensor.detach() if tensor.requires_grad else tensor
+                if self._saved is not None:
+                    self._saved.note(target.tensor)
         self.count += 1
+        if self.count == self._last:
+            raise Ended
 
     def finish(self) -> None:
         if self.expected is not None and self.count != len(self.expected):

@@ -10,7 +10,8 @@ Rules, to which the code points back:
 4. The backward of a stage begins when its output's node is about to run. Just before, the schedule is advanced: all
    that it places between the backward of the stage above and this one is run.
 5. A recomputation repeats the first run: same random numbers, autocast, flags, parameters, and buffers from before it
-   (`environment`). What autograd saves must come in the same number, shapes and dtypes, else it is an error.
+   (`environment`). What autograd saves must come in the same number, shapes and dtypes, else it is an error. Where
+   nobody needs its output, it ends with the last tensor that autograd saves (`ending`).
 6. State belongs to one forward. It hangs on that forward's graph and dies with it.
 7. What cannot be right raises: a second backward, `retain_graph`, `create_graph`, an input changed in place since.
 """
@@ -27,6 +28,7 @@ import torch
 from torch import nn
 
 from remat.errors import ReplayError, UnsupportedModel
+from remat.runtime.calls.ending import Ending
 from remat.runtime.calls.environment import BufferWatch, FirstRun
 from remat.runtime.calls.record import Record, Slot
 from remat.runtime.calls.stages import Stage, detached
@@ -63,6 +65,7 @@ class Executor(ABC):
         lock: held while the model runs forward and while stages are recomputed, which changes flags and buffers of its
             modules for a while; executors of one model share it.
         watches: which buffers each stage was seen to change, in all runs so far.
+        endings: where recomputations of each stage may end.
     """
 
     in_place: bool
@@ -77,6 +80,7 @@ class Executor(ABC):
         self.observer: Observer | None = None
         self.lock = Lock()
         self.watches = tuple(BufferWatch() for _ in stages)
+        self.endings = tuple(map(Ending, stages))
 
     @abstractmethod
     def run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]) -> Any:
@@ -151,7 +155,7 @@ class Run:
             )
         record = None
         if environment is not None or step.operation.kind != F_ALL:
-            record = self._records[index] = Record(stage, index, environment, again)
+            record = self._records[index] = Record(stage, index, environment, self.executor.endings[index - 1], again)
         return Open(step, value, versions, record)
 
     def saving(self, opened: Open) -> AbstractContextManager[Any]:
@@ -217,16 +221,16 @@ class Run:
         value = self._load(index - 1)
         if step.drop_input:
             del self._stored[index - 1]
-        output = self._replay(index, value, filling=step.operation.kind == F_ALL)
+        output = self._replay(index, value, filling=step.operation.kind == F_ALL, ends_early=step.ends_early)
         if step.store_output:
             self.store(index, output)
         if step.last:
             self._records[index].never_again()
 
-    def _replay(self, index: int, value: Any, *, filling: bool) -> Any:
+    def _replay(self, index: int, value: Any, *, filling: bool, ends_early: bool = False) -> Any:
         self.repeating = True
         try:
-            return self._records[index].replay(value, filling=filling)
+            return self._records[index].replay(value, filling=filling, ends_early=ends_early)
         finally:
             self.repeating = False
 

@@ -20,6 +20,7 @@ class Step(NamedTuple):
         first: the first run of this stage, which builds the graph; later ones are recomputations.
         last: the stage does not run again after this.
         store_output: a later recomputation reads the output before another one makes it anew.
+        ends_early: a recomputation right before the stage's backward, which is over with the last tensor that it saves.
         drop_input: no later recomputation reads the input before another one makes it anew.
     """
 
@@ -28,6 +29,7 @@ class Step(NamedTuple):
     last: bool
     store_output: bool
     drop_input: bool
+    ends_early: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,9 @@ def compile_schedule(schedule: Schedule, fixed: tuple[bool, ...] = ()) -> Progra
             phase = operation.stage - 1
         elif operation.stage < length:
             phases[phase].append(next(steps))
+    for phase, recomputed in enumerate(phases[:length]):
+        if recomputed and recomputed[-1].operation == (F_ALL, phase):
+            recomputed[-1] = recomputed[-1]._replace(ends_early=True)
     return Program(
         stages=length - 1,
         forward=tuple(phases[length]),

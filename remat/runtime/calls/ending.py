@@ -1,0 +1,103 @@
+"""Ending a recomputation where nobody needs what comes behind: with the last tensor that autograd saves of it.
+
+That is right only if what it saves is complete by then. Autograd saves the inputs of an operator before it runs, and
+some write to them (the noise of RReLU); other code writes to what has been saved. So the first recomputation of a stage
+runs to its end, and compares what it has saved with what that was when it was saved.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from remat.errors import ReplayError
+from remat.runtime.calls.stages import Stage
+from remat.runtime.patching import is_compiled, uncompiled
+from remat.runtime.sharding import is_sharded
+
+_WORD = 8  # bytes
+
+
+class Ended(BaseException):
+    """Ends a run from within: no `Exception`, so that no code of a model takes it for one of its own."""
+
+
+class Ending:
+    """Whether runs of a stage may end with the last tensor that they save.
+
+    Attributes:
+        allowed: None while that is not known.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        # FSDP's hooks behind a module's forward must run; a compiled block is run as a whole anyway.
+        self.allowed = False if any(is_sharded(part) or is_compiled(part) for part in stage.parts) else None
+
+    def learn(self, saved: Saved) -> None:
+        """From a run to the end, which has saved these tensors."""
+        self.allowed = saved.is_as_it_was
+
+
+class Saved:
+    """The memory that a run saves, and what it held when it did."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """A tensor that is being saved."""
+        if tensor.layout == torch.strided:
+            memory = tensor.untyped_storage()._cdata
+            if memory not in self._seen:
+                self._seen[memory] = (tensor, _sum_of(tensor))
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """Whether none of it was written to since."""
+        return all(_sum_of(tensor) == before for tensor, before in self._seen.values())
+
+
+def _sum_of(tensor: torch.Tensor) -> int:
+    """The memory that a tensor lies in, added up as integers; nothing is copied for that."""
+    storage = tensor.untyped_storage()
+    whole, rest = divmod(storage.nbytes(), _WORD)
+    with torch.no_grad():
+        words = torch.empty(0, dtype=torch.int64, device=tensor.device).set_(storage, 0, (whole,), (1,))
+        tail = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, whole * _WORD, (rest,), (1,))
+        return int(words.sum()) + int(tail.sum())
+
+
+class Saving:
+    """A context for a run whose backward does not come: counts what autograd saves.
+
+    Args:
+        last: end the run with the tensor of this number, and keep none; None: run to the end, and keep all in `saved`.
+    """
+
+    def __init__(self, last: int | None = None) -> None:
+        self.count, self._last = 0, last
+        self.saved = Saved()
+
+    def __enter__(self) -> Saving:
+        self._hooks: Any = saved_tensors_hooks(uncompiled(self._pack), _refuse)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
+        hooks, self._hooks = self._hooks, None  # which refer to this object, which holds what was saved
+        hooks.__exit__(kind, error, at)
+        return kind is Ended
+
+    def _pack(self, tensor: torch.Tensor) -> None:
+        self.count += 1
+        if self._last is None:
+            self.saved.note(tensor.detach())
+        elif self.count == self._last:
+            raise Ended
+
+
+def _refuse(_: Any) -> torch.Tensor:
+    raise ReplayError("a run that keeps nothing was run backward; this is a bug of remat, please report it")
