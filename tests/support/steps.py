@@ -44,7 +44,7 @@ def traces(model: nn.Module, sample: Any) -> list[torch.Tensor]:
     gradients = [parameter.grad for parameter in model.parameters()]
     inputs = [tensor.grad for tensor in tensors(sample)]
     missing = torch.tensor(float("-inf"))  # a gradient that is not there must be missing on both sides
-    found = [missing if gradient is None else gradient for gradient in (*gradients, *inputs)]
+    found = [missing if gradient is None else gradient.clone() for gradient in (*gradients, *inputs)]
     return [*found, *(buffer.clone() for buffer in model.buffers()), torch.get_rng_state()]
 
 

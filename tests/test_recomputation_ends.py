@@ -1,0 +1,122 @@
+"""A recomputation right before its backward ends with the last tensor that autograd saves, where that is right."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.chain import Chain
+from support.steps import assert_same, train_step
+
+CHECKPOINTED = "F_ck1 F_none2 F_all3 B3 F_ck1 F_all2 B2 F_all1 B1"
+
+
+class Counting(nn.Module):
+    """Its product is needed by nobody's backward; behind it runs are counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.runs = nn.Linear(8, 8), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x.tanh())
+        self.runs += 1
+        return x
+
+
+class Scribbling(nn.Module):
+    """Writes to what autograd has saved, unseen by its versions: plain PyTorch's backward reads what was written."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        y = x * x
+        x.data.mul_(0.5)
+        return y
+
+
+class Noisy(nn.Module):
+    """The noise of RReLU is saved before it is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(8, 8), nn.RReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.linear(x))
+
+
+def test_what_lies_behind_the_last_saved_tensor_runs_again_in_the_first_step_only() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Counting(), Counting())
+    plain, sample = copy.deepcopy(model), torch.randn(4, 8)
+    module = remat.apply(model, remat.Schedule.parse(CHECKPOINTED))
+    runs = []
+    for _ in range(3):
+        assert_same(train_step(plain, sample), train_step(module, sample))
+        runs.append([stage.runs for stage in model])
+    # Stage 1 passes its output on once a step, in F_ck1; F_all1 and F_all2 are there for what they save.
+    assert runs == [[3, 2], [5, 3], [7, 4]]
+
+
+@pytest.mark.parametrize("kind", [Scribbling, Noisy])
+def test_what_is_written_to_after_it_was_saved_is_recomputed_to_the_end(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), kind())
+    plain, sample = copy.deepcopy(model), torch.randn(4, 8)
+    module = remat.apply(model, remat.Schedule.parse(CHECKPOINTED))
+    for step in range(3):
+        assert_same(train_step(plain, sample, seed=step), train_step(module, sample, seed=step), f"step {step}")
+    chain = remat.profile(model, sample, small=0.0)
+    assert chain.replay_seconds[-2] == chain.fwd_seconds[-2]
+
+
+def test_a_stage_that_differs_is_an_error_also_where_its_recomputation_ends_early() -> None:
+    """In later steps as in the first one."""
+
+    class Fickle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.linear = 0, nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return self.linear(x.tanh() if self.calls < 4 else x[:2].tanh())
+
+    model = nn.Sequential(Fickle(), nn.Tanh())
+    module = remat.apply(model, remat.Schedule.parse("F_ck1 F_all2 F_all3 B3 B2 F_all1 B1"))
+    sample = torch.randn(4, 8)
+    train_step(module, sample)
+    with pytest.raises(remat.ReplayError, match="the first run"):
+        train_step(module, sample)
+
+
+def test_plans_count_where_a_recomputation_ends() -> None:
+    """Two plans of one duration otherwise: the one that recomputes what ends early is taken."""
+    times = {"fwd_seconds": (4.0, 4.0, 0.0), "bwd_seconds": (1.0, 1.0, 0.0)}
+    chain = Chain((4, 4, 4, 0), (8, 8, 0), (0, 0, 0), (0, 0, 0), **times, replay_seconds=(3.0, 1.0, 0.0))
+    schedule = remat.Schedule.parse("F_ck1 F_ck2 F_all3 B3 F_all2 B2 F_all1 B1")
+    assert remat.simulate(chain, schedule).seconds == 4 + 4 + 2 + 1 + 3
+    passed_on = remat.Schedule.parse(
+        "F_ck1 F_none2 F_all3 B3 F_all1 F_all2 B2 B1"
+    )  # stage 2 needs what stage 1 returns
+    assert remat.simulate(chain, passed_on).seconds == 4 + 4 + 2 + 4 + 1
+    with pytest.raises(remat.InvalidChain, match=r"replay_seconds\[0\] is 5.0"):
+        Chain((4, 4, 4, 0), (8, 8, 0), (0, 0, 0), (0, 0, 0), **times, replay_seconds=(5.0, 1.0, 0.0))
+
+
+def test_files_from_before_are_read(tmp_path: Path) -> None:
+    chain = Chain((4, 4, 0), (8, 0), (0, 0), (0, 0), (4, 0), (1, 0))
+    chain.save(tmp_path / "chain.json")
+    content = json.loads((tmp_path / "chain.json").read_text())
+    del content["replay_seconds"]
+    (tmp_path / "old.json").write_text(json.dumps({**content, "version": 2}))
+    assert Chain.load(tmp_path / "old.json") == chain
+    (tmp_path / "old.json").write_text(json.dumps({**content, "version": 1}))
+    with pytest.raises(remat.InvalidFile, match="version 1"):
+        Chain.load(tmp_path / "old.json")
