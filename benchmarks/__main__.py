@@ -13,6 +13,7 @@ from benchmarks.live import live
 from benchmarks.paper import dtr_paper, rotor_paper
 from benchmarks.peaks import peaks
 from benchmarks.planners import planners
+from benchmarks.rivals import rivals
 from benchmarks.speed import prediction, sequential, store_all
 
 BENCHMARKS = {
@@ -30,6 +31,7 @@ BENCHMARKS = {
     "any_model": any_model,
     "any_model_libraries": against_libraries,
     "any_model_compile": against_compile,
+    "rivals": rivals,
     "paper_rotor": lambda: rotor_paper(9),
     "paper_dtr": dtr_paper,
 }

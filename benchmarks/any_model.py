@@ -30,7 +30,12 @@ def _language(kind: str, batch: int, length: int, words: int, **options: Any) ->
     torch.manual_seed(0)
     tokens = torch.randint(2, words, (batch, length))
     config = getattr(transformers, f"{kind}Config")(vocab_size=words, **options)
-    name = {"GPT2": "GPT2LMHeadModel", "Llama": "LlamaForCausalLM", "Bert": "BertForMaskedLM"}.get(kind, kind)
+    name = {
+        "GPT2": "GPT2LMHeadModel",
+        "Llama": "LlamaForCausalLM",
+        "Mistral": "MistralForCausalLM",
+        "Bert": "BertForMaskedLM",
+    }.get(kind, kind)
     model = getattr(transformers, "T5ForConditionalGeneration" if kind == "T5" else name)(config)
     return model.train(), {"input_ids": tokens, "labels": tokens}
 
