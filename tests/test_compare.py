@@ -191,6 +191,10 @@ def test_it_becomes_a_data_frame(compared: Comparison) -> None:
     frame = compared.to_pandas()
     assert len(frame) == len(compared.entries)
     assert frame["measured_peak_bytes"].max() == max(row["measured_peak_bytes"] or 0 for row in compared.rows())
+    reports = [entry.report for entry in compared.entries]
+    assert list(frame["evictions"]) == [report.evictions for report in reports if report is not None]
+    assert list(frame["recomputations"]) == [report.recomputations for report in reports if report is not None]
+    assert frame["evictions"].max() > 0
 
 
 @pytest.mark.parametrize(

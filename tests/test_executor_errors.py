@@ -89,6 +89,27 @@ def test_the_input_changed_before_the_backward(sample: torch.Tensor) -> None:
     still_trains(module, copy.deepcopy(model), sample)
 
 
+class Holding(nn.Linear):
+    """Somebody else has its output, too."""
+
+    held: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.held = super().forward(x)
+        return self.held
+
+
+@pytest.mark.parametrize("changed", [1, 2])
+def test_an_activation_changed_before_the_backward(changed: int) -> None:
+    model = nn.Sequential(Holding(6, 6), Holding(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    schedule = "F_ck1 F_ck2 F_ck3 F_ck4 F_all5 B5 F_all4 B4 F_all3 B3 F_all2 B2 F_all1 B1"
+    loss = remat.apply(model, Schedule.parse(schedule))(torch.randn(4, 6)).sum()
+    with torch.no_grad():
+        model[changed - 1].held.add_(1)
+    with pytest.raises(ReplayError, match=f"the output of stage '{changed - 1}' was modified in place"):
+        loss.backward()
+
+
 def test_a_stage_in_place_on_its_input(sample: torch.Tensor) -> None:
     model = three(middle=nn.ReLU(inplace=True))
     module = remat.apply(model, RECOMPUTE)

@@ -456,6 +456,8 @@ def test_advice_names_budgets_that_work() -> None:
     assert advice.least_bytes < advice.cheap_bytes <= whole.report().peak_bytes
     assert block(advice.least_bytes).report().outcome == "pass"
     assert block(advice.cheap_bytes).report().overhead <= 1.1
+    assert advice.cheap_bytes < whole.report().peak_bytes
+    assert block(advice.cheap_bytes - 1024).report().overhead > 1.1
     with pytest.raises(remat.OutOfBudget):
         block(advice.least_bytes - 512)
     (name, cost), *_ = advice.costliest
