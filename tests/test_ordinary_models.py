@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import re
 import threading
 from typing import Any
 
@@ -16,7 +18,7 @@ from remat import rotor
 from remat.chain import Chain
 from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.simulation import peak_and_makespan
-from support.steps import assert_same, gradients_of
+from support.steps import assert_same, gradients_of, train_step
 from test_limits import Blocks, Residual
 
 
@@ -438,3 +440,58 @@ def test_other_wrong_arguments() -> None:
         remat.profile(model, x, repeats=0)
     with pytest.raises(remat.RematError, match="wrapped in a Checkpointable already"):
         remat.fit(rotor.Checkpointable(model), x)
+
+
+class Pairs(nn.Module):
+    """Every other block is too small for a stage of its own, so stages have two calls, and code between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for width in (128, 16) * 5)
+
+    def between(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            with self.between() if number % 2 else contextlib.nullcontext():
+                x = block(x)
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Dropout(0.3), nn.Linear(width, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+class Drawing(Pairs):
+    def between(self) -> contextlib.AbstractContextManager[None]:
+        torch.rand(())  # as code that drops layers does
+        return contextlib.nullcontext()
+
+
+class Precise(Pairs):
+    def between(self) -> contextlib.AbstractContextManager[None]:
+        return torch.autocast("cpu", enabled=False)
+
+
+@pytest.mark.parametrize("kind", [Drawing, Precise])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_code_between_the_calls_of_one_stage(kind: type[Pairs], autocast: bool) -> None:
+    torch.manual_seed(0)
+    model, sample = kind(), torch.randn(6, 10, 32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        chain = remat.profile(model, sample, small=0.5)
+    pairs = [name for name in chain.names if re.fullmatch(r"blocks\.(\d)\.\.blocks\.(?!\1)\d", name)]
+    assert len(pairs) > 1
+    for share in (0.0, 0.3):
+        least = remat.minimum_budget(chain)
+        schedule = remat.solve(chain, round(least + share * (chain.store_all_bytes - least)))
+        plain, trained = copy.deepcopy(model), remat.apply(copy.deepcopy(model), schedule)
+        for step in range(3):
+            expected = train_step(plain, sample, autocast=autocast, seed=step)
+            assert_same(expected, train_step(trained, sample, autocast=autocast, seed=step), f"{schedule}, step {step}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,7 @@ from remat.profiling.recording import saving_nothing
 from remat.profiling.stage_costs import gradient_bytes, storage_bytes
 from remat.profiling.stage_pass import Pass
 from remat.profiling.variables import Variables
+from remat.runtime.calls.environment import accelerators
 from remat.runtime.calls.places import Place, Places
 from remat.runtime.calls.route import Route
 from remat.runtime.calls.stage_calls import StageCalls
@@ -195,7 +197,9 @@ class ModelPass(Pass):
                 pass
             if index in self.places.follows:
                 self._alive.follows(index, value)
-        self._calls, self._value = StageCalls(value, place.name, with_graphs=True), value
+        generators = accelerators(self.places.stages[index - 1], value)
+        calls = StageCalls(value, place.name, with_graphs=True, several=not place.last, generators=generators)
+        self._calls, self._value = calls, value
         self._counted = self._route.counter.now()
 
     def _stage(self, index: int, calls: StageCalls, value: torch.Tensor) -> Any:
@@ -230,6 +234,8 @@ class ModelPass(Pass):
         counted = self._route.counter.now()
         output = self._measure(index, again, [value, *sides], on_gradient)
         self._route.counter.add(counted)
+        marks = self.facts[index].marks
+        self.facts[index].marks = replace(marks, changed_bytes=marks.changed_bytes + calls.state_bytes)
         output, _ = output  # what else the calls return, others have been given already
         following = cut(output, partial(self._came_back, index), OUTSIDE, made_by=index)
         if self.variables is not None:

@@ -161,7 +161,7 @@ class FirstRun:
         self._flags = tuple(part.training for part in stage.parts)
         self._versions = [(parameter, parameter._version) for parameter in stage.parameters()]
         self._rewritten: list[torch.Tensor] = []  # parameters that the forward itself wrote to
-        self._autocast = _autocast_states({tensor.device.type for tensor in tensors(value)} | {"cpu"})
+        self._autocast = autocast_states({tensor.device.type for tensor in tensors(value)} | {"cpu"})
         self._devices = accelerators(stage, value)
         self._random: RandomState | None = RandomState(self._devices) if preserve_random else None
         self._watch = watch
@@ -261,7 +261,7 @@ class FirstRun:
                 holder[name] = buffer
 
 
-def _autocast_states(device_types: set[str]) -> list[dict[str, Any]]:
+def autocast_states(device_types: set[str]) -> list[dict[str, Any]]:
     """Arguments of `torch.autocast` that bring back the present state; a backward usually runs outside of it."""
     return [
         {

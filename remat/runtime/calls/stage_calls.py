@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 
 from remat.errors import ReplayError
+from remat.runtime.calls.environment import RandomState, autocast_states, state_bytes
 from remat.runtime.calls.stages import attached
 from remat.runtime.pytree import Key, first_tensor, key_of, map_tensors, tensors
 
@@ -22,6 +24,21 @@ class Hole(NamedTuple):
 _INPUT = Hole(-1, 0)
 
 
+class _Made(NamedTuple):
+    """A call that was made.
+
+    Attributes:
+        passed: positional and keyword arguments, with holes.
+        autocast: its state, where the stage has several calls.
+        random: of generators, where code between this call and the one before has drawn from them.
+    """
+
+    forward: Callable[..., Any]
+    passed: Any
+    autocast: list[dict[str, Any]]
+    random: RandomState | None
+
+
 class StageCalls:
     """The calls of one run of a stage, as they are made; afterwards they can be made again with another input.
 
@@ -32,13 +49,26 @@ class StageCalls:
         name: of the stage, for messages.
         with_graphs: hold side inputs with their graphs; else apart from them, since a graph that these calls hang on
             would hold itself.
+        several: there will be more than one call, with code between them.
+        generators: devices, besides the CPU, whose random numbers that code may draw; None: calls that are made again
+            draw other numbers anyway.
     """
 
-    def __init__(self, activation: torch.Tensor, name: str, *, with_graphs: bool = False) -> None:
+    def __init__(
+        self,
+        activation: torch.Tensor,
+        name: str,
+        *,
+        with_graphs: bool = False,
+        several: bool = False,
+        generators: Iterable[torch.device] | None = None,
+    ) -> None:
         self._name = name
         self._with_graphs = with_graphs
+        self._several, self._generators = several, generators
+        self._random: RandomState | None = None  # when the last call had returned
         self._apart: dict[int, torch.Tensor] = {}
-        self._calls: list[tuple[Callable[..., Any], Any]] = []
+        self._calls: list[_Made] = []
         self._holes: dict[int, Hole] = {id(activation): _INPUT}
         # Hooks of a module (FSDP's) may pass on another tensor of the same data.
         self._alike: dict[Key, Hole] = {key_of(activation): _INPUT}
@@ -48,7 +78,14 @@ class StageCalls:
 
     def add(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call that is about to be made."""
-        self._calls.append((forward, map_tensors(self._punched, (args, kwargs))))
+        drawn = None
+        if self._random is not None and self._generators is not None:
+            now = RandomState(self._generators)
+            drawn, self._random = None if now == self._random else now, None
+        passed = map_tensors(self._punched, (args, kwargs))
+        kinds = {tensor.device.type for tensor in tensors((args, kwargs))} | {"cpu"}
+        autocast = autocast_states(kinds) if self._several else []
+        self._calls.append(_Made(forward, passed, autocast, drawn))
 
     def returned(self, output: Any) -> None:
         """What the call returned that was added last."""
@@ -57,9 +94,17 @@ class StageCalls:
             hole = Hole(len(self._calls) - 1, position)
             self._holes.setdefault(id(tensor), hole)
             self._alike.setdefault(key_of(tensor), hole)
+        if self._generators is not None:
+            self._random = RandomState(self._generators)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of generators that are held."""
+        return state_bytes() * sum(call.random is not None for call in self._calls)
 
     def complete(self) -> None:
         """All calls have been made: releases what they computed."""
+        self._random = None
         self._holes.clear()
         self._alike.clear()
         self._apart.clear()
@@ -67,7 +112,7 @@ class StageCalls:
 
     def side_inputs(self) -> list[torch.Tensor]:
         """Side inputs: tensors that were passed besides the input and what the calls hand to each other, each once."""
-        found = {id(tensor): tensor for _, arguments in self._calls for tensor in tensors(arguments)}
+        found = {id(tensor): tensor for call in self._calls for tensor in tensors(call.passed)}
         return list(found.values())
 
     def __call__(self, value: torch.Tensor) -> Any:
@@ -91,9 +136,15 @@ class StageCalls:
         `replaced`: other tensors for side inputs, by identity.
         """
         outputs: list[Any] = []
-        for forward, passed in self._calls:
-            args, kwargs = _filled(passed, value, outputs, replaced or {})
-            outputs.append(forward(*args, **kwargs))
+        for call in self._calls:
+            args, kwargs = _filled(call.passed, value, outputs, replaced or {})
+            if call.random is not None:
+                call.random.restore()
+            with ExitStack() as surroundings:
+                now = autocast_states({state["device_type"] for state in call.autocast})
+                for state in call.autocast if now != call.autocast else ():
+                    surroundings.enter_context(torch.autocast(**state))
+                outputs.append(call.forward(*args, **kwargs))
         return first_tensor(outputs[-1]), outputs
 
     def not_handed_on(self, outputs: Sequence[Any]) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from torch import nn
 
 from remat.errors import UnsupportedModel
 from remat.runtime.caches import caches_off, configs_with_caches
+from remat.runtime.calls.environment import accelerators
 from remat.runtime.calls.places import Place, Places
 from remat.runtime.calls.route import Route
 from remat.runtime.calls.stage_calls import StageCalls
@@ -155,7 +156,10 @@ class _Calls:
                 run.observe(step.operation)
                 run.settle(step, value)
         self._route.let_go()
-        self._calls = StageCalls(value, run.executor.stages[index - 1].name)
+        stage = run.executor.stages[index - 1]
+        several = not place.last
+        generators = accelerators(stage, value) if several and run.executor.preserve_random else None
+        self._calls = StageCalls(value, stage.name, several=several, generators=generators)
         self._open = run.begins(step, value, self._calls)
 
     def _close(self, opened: Open, calls: StageCalls, output: Any) -> None:
