@@ -60,7 +60,10 @@ MODELS: dict[str, Callable[[], Example]] = {
 }
 
 
-AT_MOST = {"resnet18": 1.005, "resnet50": 1.015}  # buffers of BatchNorm that are kept for a recomputation, or would be
+AT_MOST = {
+    **{"resnet18": 1.005, "resnet50": 1.015},  # buffers of BatchNorm that are kept for a recomputation, or would be
+    "gpt with a large last stage": 1.03,  # its output counts also where a recomputation ends before it is made
+}
 
 
 @pytest.mark.parametrize(
