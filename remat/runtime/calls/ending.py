@@ -46,18 +46,21 @@ class Saved:
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[torch.Tensor, int]] = {}
+        self._all_seen = True
 
     def note(self, tensor: torch.Tensor) -> None:
-        """A tensor that is being saved."""
-        if tensor.layout == torch.strided:
-            memory = tensor.untyped_storage()._cdata
-            if memory not in self._seen:
-                self._seen[memory] = (tensor, _sum_of(tensor))
+        """A tensor that is being saved, without its graph."""
+        if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:  # memory that cannot be looked at
+            self._all_seen = False
+            return
+        memory = tensor.untyped_storage()._cdata
+        if memory not in self._seen:
+            self._seen[memory] = (tensor, _sum_of(tensor))
 
     @property
     def is_as_it_was(self) -> bool:
-        """Whether none of it was written to since."""
-        return all(_sum_of(tensor) == before for tensor, before in self._seen.values())
+        """Whether none of it was written to since, as far as can be known."""
+        return self._all_seen and all(_sum_of(tensor) == before for tensor, before in self._seen.values())
 
 
 def _sum_of(tensor: torch.Tensor) -> int:

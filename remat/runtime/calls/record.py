@@ -162,7 +162,7 @@ class _Filler:
             if target is not None:
                 target.tensor = tensor.detach() if tensor.requires_grad else tensor
                 if self._saved is not None:
-                    self._saved.note(target.tensor)
+                    self._saved.note(target.tensor.detach())
         self.count += 1
         if self.count == self._last:
             raise Ended
