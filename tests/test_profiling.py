@@ -307,3 +307,26 @@ def test_progress_is_told() -> None:
         "measuring time",
     }
     assert all(0 <= done <= total for _, done, total in told) and told[-1][1] == told[-1][2]
+
+
+def test_what_is_garbage_is_not_freed_by_chance_while_memory_is_measured() -> None:
+    """What was measured at the time would seem smaller than it is."""
+
+    class Littering(nn.Linear):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if gc.isenabled() and self.calls % 2:
+                cycle: list[object] = [torch.empty(2**20)]
+                cycle.append(cycle)
+            elif gc.isenabled():
+                gc.collect()
+            return super().forward(x)
+
+    sample = torch.randn(4, 8)
+    expected = remat.profile(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), sample, repeats=1, small=0.0)
+    found = remat.profile(nn.Sequential(Littering(8, 8), nn.Linear(8, 8)), sample, repeats=1, small=0.0)
+    assert gc.isenabled()
+    for name in ("saved_bytes", "fwd_overhead_bytes", "save_overhead_bytes", "bwd_overhead_bytes", "reserve_bytes"):
+        assert getattr(found, name) == getattr(expected, name), name

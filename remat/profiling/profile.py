@@ -38,8 +38,8 @@ from remat.runtime.calls.environment import accelerators
 from remat.runtime.calls.places import Places
 from remat.runtime.calls.stages import Stage, call_of, check_device, flatten, group, is_sequential
 from remat.runtime.checks import Loss, check_count, check_model, check_sample, checked_loss
-from remat.runtime.executor import executing
-from remat.runtime.meter import MemoryMeter
+from remat.runtime.executor import BySchedule, executing
+from remat.runtime.meter import MemoryMeter, undisturbed
 from remat.runtime.pytree import Arguments, loss_in, tensors
 from remat.runtime.sharding import refuse_flat_shards, refuse_shards_of_others
 from remat.schedule import Schedule
@@ -192,7 +192,7 @@ def _measured(
         def measured() -> Measurement:
             gauge = Bytes(device)
             options: Any = {"output_held": protocol.output_held, "replaced": replaced}
-            with gauge.meter.session():
+            with undisturbed(), gauge.meter.session():
                 work = run(gauge, in_memory, known=known, contiguous=contiguous, **options)
             facts, odd_ends = work.facts, work.odd_ends
             del work
@@ -245,7 +245,10 @@ def _excess(
     Stages are measured one by one; what they share with code outside may cost more when they come together.
     """
     schedule = Schedule(Persistent().least_memory(chain), layout=chain.layout)
-    running = executing(model, schedule)
+    way = BySchedule(schedule)
+    running = executing(model, way)
+    assert way.executor is not None
+    way.executor.run_to_the_end()
 
     def step() -> None:
         output = running(*call.args, **call.kwargs)
@@ -263,7 +266,7 @@ def _excess(
     step()
     torch.clear_autocast_cache()  # the copies in it count
     meter = MemoryMeter(device)
-    with meter.session(), meter.region():
+    with undisturbed(), meter.session(), meter.region():
         step()
     (region,) = meter.regions
     measured = region.peak_bytes - region.start_bytes + chain.act_bytes[0]

@@ -15,6 +15,7 @@ from remat.report import Report
 from remat.runtime.execution import Execution
 from remat.runtime.live.context import DTR
 from remat.runtime.planned.binding import bound
+from remat.runtime.planned.forward_run import Executor
 from remat.runtime.planned.patched_forward import trained_by
 from remat.schedule import Schedule
 
@@ -79,9 +80,10 @@ class BySchedule(Execution):
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.name = schedule.strategy
+        self.executor: Executor | None = None  # once it is prepared
 
     def prepared(self, model: nn.Module) -> Callable[..., Any]:
-        executor = bound(model, self.schedule)
+        executor = self.executor = bound(model, self.schedule)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             with trained_by(model, executor):

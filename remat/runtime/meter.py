@@ -7,6 +7,7 @@ Memory and time are never taken in the same pass.
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -155,6 +156,18 @@ def elapsed(device: torch.device, function: Callable[[], object]) -> float:
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Inside, Python frees nothing by chance: garbage from before stays, so that levels of memory can be compared."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def free_bytes(device: torch.device) -> int:

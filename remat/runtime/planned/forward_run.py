@@ -82,6 +82,11 @@ class Executor(ABC):
         self.watches = tuple(BufferWatch() for _ in stages)
         self.endings = tuple(map(Ending, stages))
 
+    def run_to_the_end(self) -> None:
+        """From now on recomputations of all stages run to their end, as they do in a first step."""
+        for ending in self.endings:
+            ending.allowed = False
+
     @abstractmethod
     def run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]) -> Any:
         """What the model returns, with the graph for its backward.
