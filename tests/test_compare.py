@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import itertools
 import json
 import statistics
 import warnings
@@ -241,6 +242,11 @@ def test_the_memory_of_dtr_over_time_keeps_the_budget(compared: Comparison) -> N
     assert report.budget_bytes == compared.budgets[1]
     peaks = [moment.peak_bytes for moment in report.timeline]
     assert 0.9 * report.peak_bytes < max(peaks) <= report.budget_bytes
+    stored = [moment.stored_bytes for moment in report.timeline]
+    assert all(after <= peak for after, peak in zip(stored, peaks, strict=True))
+    assert max(stored) > 0.5 * max(peaks)
+    steps = [abs(after - before) for before, after in itertools.pairwise(stored)]
+    assert max(steps) < 0.5 * max(peaks)  # one operator makes, or frees, a part of it
     ends = [moment.end_seconds for moment in report.timeline]
     assert ends == sorted(ends)
     assert ends[-1] == pytest.approx(report.seconds, rel=1e-3)

@@ -25,6 +25,11 @@ def comparison(*entries: Entry) -> Comparison:
     return Comparison("model", 1, (100, 2000), (plain, *entries), least_bytes={"persistent": 70})
 
 
+def test_the_spread_is_how_far_the_times_lie_apart() -> None:
+    assert entry("revolve", 90, (1.0, 2.0, 3.5)).spread == (3.5 - 1.0) / 2.0
+    assert entry("revolve", 90, (1.0,)).spread is None
+
+
 def test_within_the_noise_the_simplest_is_recommended() -> None:
     """DTR at 0.78 x plain PyTorch is a disturbed measurement, not a discovery."""
     found = comparison(
