@@ -27,6 +27,8 @@ class Layout:
             between the others. None for an `nn.Sequential`.
         aside: calls of modules of stages that are no part of any.
         uncalled: modules that the sample's forward does not call; one that does is another path.
+        ends_early: for each stage but the loss, whether a recomputation may end with the last tensor that it saves;
+            empty: none may.
     """
 
     modules: tuple[int, ...]
@@ -34,11 +36,13 @@ class Layout:
     calls: tuple[tuple[str, ...], ...] | None = None
     aside: tuple[str, ...] = ()
     uncalled: tuple[str, ...] = ()
+    ends_early: tuple[bool, ...] = ()
 
     def to_fields(self) -> dict[str, Any]:
         calls = None if self.calls is None else [list(names) for names in self.calls]
         own = {"modules": list(self.modules), "inputs": list(self.inputs)}
-        return {**own, "calls": calls, "aside": list(self.aside), "uncalled": list(self.uncalled)}
+        others = {"aside": list(self.aside), "uncalled": list(self.uncalled), "ends_early": list(self.ends_early)}
+        return {**own, "calls": calls, **others}
 
     @classmethod
     def from_fields(cls, content: dict[str, Any] | None) -> Layout | None:
@@ -46,7 +50,7 @@ class Layout:
             return None
         calls = content.get("calls")
         named = None if calls is None else tuple(map(tuple, calls))
-        others = (tuple(content.get(name, ())) for name in ("aside", "uncalled"))
+        others = (tuple(content.get(name, ())) for name in ("aside", "uncalled", "ends_early"))
         return cls(tuple(content["modules"]), tuple(content["inputs"]), named, *others)
 
 

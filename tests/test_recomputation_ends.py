@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import remat
-from remat.chain import Chain
+from remat.chain import Chain, Layout
 from remat.runtime.calls.ending import Saved
 from support.steps import assert_same, train_step
 
@@ -52,12 +53,17 @@ class Noisy(nn.Module):
         return self.act(self.linear(x))
 
 
+def planned(model: nn.Sequential, text: str = CHECKPOINTED) -> nn.Module:
+    """The model under this schedule, as if a profile had found that all its stages may end early."""
+    layout = Layout((1,) * len(model), ("float32[4, 8] cpu",), ends_early=(True,) * len(model))
+    return remat.apply(model, replace(remat.Schedule.parse(text), layout=layout))
+
+
 def test_what_lies_behind_the_last_saved_tensor_runs_again_in_the_first_step_only() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Counting(), Counting())
     plain, sample = copy.deepcopy(model), torch.randn(4, 8)
-    module = remat.apply(model, remat.Schedule.parse(CHECKPOINTED))
-    runs = []
+    module, runs = planned(model), []
     for _ in range(3):
         assert_same(train_step(plain, sample), train_step(module, sample))
         runs.append([stage.runs for stage in model])
@@ -65,16 +71,46 @@ def test_what_lies_behind_the_last_saved_tensor_runs_again_in_the_first_step_onl
     assert runs == [[3, 2], [5, 3], [7, 4]]
 
 
-@pytest.mark.parametrize("kind", [Scribbling, Noisy])
-def test_what_is_written_to_after_it_was_saved_is_recomputed_to_the_end(kind: type[nn.Module]) -> None:
+def test_what_is_written_to_after_it_was_saved_is_recomputed_to_the_end() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), kind())
+    model = nn.Sequential(nn.Linear(8, 8), Scribbling())
     plain, sample = copy.deepcopy(model), torch.randn(4, 8)
-    module = remat.apply(model, remat.Schedule.parse(CHECKPOINTED))
+    module = planned(model)
     for step in range(3):
         assert_same(train_step(plain, sample, seed=step), train_step(module, sample, seed=step), f"step {step}")
+    chain = remat.profile(nn.Sequential(Scribbling()), sample.requires_grad_())
+    assert chain.layout is not None and chain.layout.ends_early == (False,)
+    assert chain.replay_seconds == chain.fwd_seconds
+
+
+def test_noise_that_is_drawn_after_it_was_saved() -> None:
+    torch.manual_seed(0)
+    model, sample = nn.Sequential(nn.Linear(8, 8), Noisy()), torch.randn(4, 8)
     chain = remat.profile(model, sample, small=0.0)
-    assert chain.replay_seconds[-2] == chain.fwd_seconds[-2]
+    assert chain.layout is not None and chain.layout.ends_early == (True, False)
+    plain, module = (
+        copy.deepcopy(model),
+        remat.apply(model, replace(remat.Schedule.parse(CHECKPOINTED), layout=chain.layout)),
+    )
+    for step in range(3):
+        assert_same(train_step(plain, sample, seed=step), train_step(module, sample, seed=step), f"step {step}")
+
+
+def test_memory_that_held_the_same_before_hides_nothing() -> None:
+    """Noise that is drawn again often comes to lie where it lay before, where it was freed."""
+    torch.manual_seed(0)
+    model, sample = nn.Sequential(nn.Linear(10, 10), nn.RReLU(), nn.Linear(10, 3)), torch.randn(6, 10)
+    for _ in range(20):
+        chain = remat.profile(model, sample, small=0.0)
+        assert chain.layout is not None and chain.layout.ends_early == (True, False, True)
+
+
+def test_a_schedule_by_hand_runs_recomputations_to_their_end() -> None:
+    model = nn.Sequential(Counting(), Counting())
+    module, sample = remat.apply(model, remat.Schedule.parse(CHECKPOINTED)), torch.randn(4, 8)
+    for _ in range(2):
+        train_step(module, sample)
+    assert [stage.runs for stage in model] == [6, 4]
 
 
 def test_a_stage_that_differs_is_an_error_also_where_its_recomputation_ends_early() -> None:
@@ -90,8 +126,8 @@ def test_a_stage_that_differs_is_an_error_also_where_its_recomputation_ends_earl
             return self.linear(x.tanh() if self.calls < 4 else x[:2].tanh())
 
     model = nn.Sequential(Fickle(), nn.Tanh())
-    module = remat.apply(model, remat.Schedule.parse("F_ck1 F_all2 F_all3 B3 B2 F_all1 B1"))
     sample = torch.randn(4, 8)
+    module = planned(model, "F_ck1 F_all2 F_all3 B3 B2 F_all1 B1")
     train_step(module, sample)
     with pytest.raises(remat.ReplayError, match="the first run"):
         train_step(module, sample)

@@ -118,7 +118,7 @@ def chain_of(
         draws_random=tuple(mark.draws_random for mark in marks),
         changes_buffers=tuple(mark.changes_buffers for mark in marks),
         fixed=fixed,
-        layout=layout,
+        layout=replace(layout, ends_early=tuple(stage.ends_early for stage in facts.stages[1 : last + 1])),
     )
 
 

@@ -1,16 +1,21 @@
 """Ending a recomputation where nobody needs what comes behind: with the last tensor that autograd saves of it.
 
 That is right only if what it saves is complete by then. Autograd saves the inputs of an operator before it runs, and
-some write to them (the noise of RReLU); other code writes to what has been saved. So the first recomputation of a stage
-runs to its end, and compares what it has saved with what that was when it was saved.
+some write to them (the noise of RReLU); other code writes to what has been saved. So a profile runs each stage once,
+with new memory filled, and compares what was saved with what it was at the time. Only plans of such a profile end
+recomputations early; their first recomputation of a stage runs to its end, and compares once more.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
 import torch
+import torch.utils.deterministic
 from torch.autograd.graph import saved_tensors_hooks
 
 from remat.errors import ReplayError
@@ -32,9 +37,10 @@ class Ending:
         allowed: None while that is not known.
     """
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, *, found_right: bool = True) -> None:
         # FSDP's hooks behind a module's forward must run; a compiled block is run as a whole anyway.
-        self.allowed = False if any(is_sharded(part) or is_compiled(part) for part in stage.parts) else None
+        whole = any(is_sharded(part) or is_compiled(part) for part in stage.parts)
+        self.allowed = None if found_right and not whole else False
 
     def learn(self, saved: Saved) -> None:
         """From a run to the end, which has saved these tensors."""
@@ -77,14 +83,18 @@ class Saving:
     """A context for a run whose backward does not come: counts what autograd saves.
 
     Args:
-        last: end the run with the tensor of this number, and keep none; None: run to the end, and keep all in `saved`.
+        last: end the run with the tensor of this number, and keep none; None: run to the end, and keep all in `saved`,
+            with new memory filled, so that what is written later is seen even where the memory held the same before.
     """
 
     def __init__(self, last: int | None = None) -> None:
         self.count, self._last = 0, last
         self.saved = Saved()
+        self._inside = ExitStack()
 
     def __enter__(self) -> Saving:
+        if self._last is None:
+            self._inside.enter_context(_new_memory_filled())
         self._hooks: Any = saved_tensors_hooks(uncompiled(self._pack), _refuse)
         self._hooks.__enter__()
         return self
@@ -92,6 +102,7 @@ class Saving:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
         hooks, self._hooks = self._hooks, None  # which refer to this object, which holds what was saved
         hooks.__exit__(kind, error, at)
+        self._inside.close()
         return kind is Ended
 
     def _pack(self, tensor: torch.Tensor) -> None:
@@ -100,6 +111,23 @@ class Saving:
             self.saved.note(tensor.detach())
         elif self.count == self._last:
             raise Ended
+
+
+@contextmanager
+def _new_memory_filled() -> Iterator[None]:
+    """Inside, PyTorch fills memory that it allocates without a value, as it does for deterministic algorithms."""
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    switches: Any = torch.utils.deterministic
+    fills = switches.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of operators that have no deterministic algorithm, which does not matter here
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        switches.fill_uninitialized_memory = True
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before, warn_only=warns)
+            switches.fill_uninitialized_memory = fills
 
 
 def _refuse(_: Any) -> torch.Tensor:

@@ -41,7 +41,7 @@ class CallExecutor(Executor):
     def __init__(self, model: nn.Module, schedule: Schedule, *, preserve_random: bool = True) -> None:
         self.places = Places(model, schedule.layout)
         program = compile_schedule(schedule, self.places.fixed)
-        super().__init__(model, program, self.places.stages, preserve_random=preserve_random)
+        super().__init__(model, program, self.places.stages, schedule.layout, preserve_random=preserve_random)
         self._configs = configs_with_caches(model)
         self._switches = switches_of(model)
 

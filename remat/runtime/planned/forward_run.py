@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from remat.chain import Layout
 from remat.errors import ReplayError, UnsupportedModel
 from remat.runtime.calls.ending import Ending
 from remat.runtime.calls.environment import BufferWatch, FirstRun
@@ -71,7 +72,13 @@ class Executor(ABC):
     in_place: bool
 
     def __init__(
-        self, model: nn.Module, program: Program, stages: Sequence[Stage], *, preserve_random: bool = True
+        self,
+        model: nn.Module,
+        program: Program,
+        stages: Sequence[Stage],
+        layout: Layout | None,
+        *,
+        preserve_random: bool = True,
     ) -> None:
         self.model = model
         self.program = program
@@ -80,7 +87,8 @@ class Executor(ABC):
         self.observer: Observer | None = None
         self.lock = Lock()
         self.watches = tuple(BufferWatch() for _ in stages)
-        self.endings = tuple(map(Ending, stages))
+        right = layout.ends_early if layout is not None and layout.ends_early else (False,) * len(stages)
+        self.endings = tuple(Ending(stage, found_right=found) for stage, found in zip(stages, right, strict=True))
 
     def run_to_the_end(self) -> None:
         """From now on recomputations of all stages run to their end, as they do in a first step."""

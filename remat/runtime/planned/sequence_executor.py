@@ -27,7 +27,7 @@ class SequenceExecutor(Executor):
 
     def __init__(self, model: nn.Module, schedule: Schedule, *, preserve_random: bool = True) -> None:
         stages = group(model, schedule.layout, schedule.length)
-        super().__init__(model, compile_schedule(schedule), stages, preserve_random=preserve_random)
+        super().__init__(model, compile_schedule(schedule), stages, schedule.layout, preserve_random=preserve_random)
 
     def run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]) -> Any:
         value = input_of(Arguments(args, kwargs))
