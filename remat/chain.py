@@ -138,6 +138,8 @@ class Chain:
             set_field(self, name, _of_length(name, flags, stages, "L+1"))
         if self.layout is not None:
             _of_length("layout.modules", self.layout.modules, stages - 1, "L")
+            if self.layout.ends_early:
+                _of_length("layout.ends_early", self.layout.ends_early, stages - 1, "L")
 
     @property
     def length(self) -> int:

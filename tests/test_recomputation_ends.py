@@ -6,10 +6,12 @@ import copy
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils import deterministic
 
 import remat
 from remat.chain import Chain, Layout
@@ -167,6 +169,38 @@ def test_memory_that_cannot_be_looked_at_counts_as_written_to() -> None:
         assert saved.is_as_it_was
         saved.note(tensor)
         assert not saved.is_as_it_was
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_profile_leaves_the_switches_for_deterministic_algorithms_as_they_were(on: bool) -> None:
+    switches: Any = deterministic
+    try:
+        torch.use_deterministic_algorithms(on)
+        switches.fill_uninitialized_memory = not on
+        remat.profile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4))
+        assert torch.are_deterministic_algorithms_enabled() is on
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert switches.fill_uninitialized_memory is not on
+    finally:
+        torch.use_deterministic_algorithms(False)
+        switches.fill_uninitialized_memory = True
+
+
+def test_compiled_blocks_are_recomputed_to_the_end() -> None:
+    """Whichever of PyTorch's two ways compiled them."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).tanh()
+
+    plain, in_place, wrapped = Block(), Block(), torch.compile(Block(), backend="eager")
+    in_place.compile(backend="eager")
+    layout = remat.profile(nn.Sequential(plain, in_place, wrapped, Block()), torch.randn(4, 8), small=0.0).layout
+    assert layout is not None and layout.ends_early == (True, False, False, True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.complex128])

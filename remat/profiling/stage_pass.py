@@ -175,16 +175,16 @@ class Pass(ABC):
 
     def _recompute(self, index: int, run: Callable[[Any], Any], given: Sequence[Any]) -> None:
         """Measures a recomputation right before the backward, once it is known whether and where it may end."""
-        if index > len(self.stages):
+        if index > len(self.stages) or Ending(self.stages[index - 1]).allowed is False:
             return
-        facts, ending = self.facts[index], Ending(self.stages[index - 1])
+        facts = self.facts[index]
         source = cut(given)
         if facts.saves is None:
             saving = Saving()
             with self._graph_of_a_stage(), saving:
                 run(source)
             facts.saves = saving.count
-            facts.ends_early = ending.allowed is None and saving.saved.is_as_it_was
+            facts.ends_early = saving.saved.is_as_it_was
         elif facts.saves and facts.ends_early:
             with self._graph_of_a_stage(), self.gauge.span("replay", index), Saving(last=facts.saves):
                 run(source)

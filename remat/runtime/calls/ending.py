@@ -39,7 +39,7 @@ class Ending:
 
     def __init__(self, stage: Stage, *, found_right: bool = True) -> None:
         # FSDP's hooks behind a module's forward must run; a compiled block is run as a whole anyway.
-        whole = any(is_sharded(part) or is_compiled(part) for part in stage.parts)
+        whole = any(is_sharded(part) or is_compiled(part) or hasattr(part, "_orig_mod") for part in stage.parts)
         self.allowed = None if found_right and not whole else False
 
     def learn(self, saved: Saved) -> None:
@@ -116,17 +116,19 @@ class Saving:
 @contextmanager
 def _new_memory_filled() -> Iterator[None]:
     """Inside, PyTorch fills memory that it allocates without a value, as it does for deterministic algorithms."""
+    # Not `torch.use_deterministic_algorithms`, which loads the compiler and changes its settings too.
+    switch = torch._C._set_deterministic_algorithms
     before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     switches: Any = torch.utils.deterministic
     fills = switches.fill_uninitialized_memory
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of operators that have no deterministic algorithm, which does not matter here
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        switch(True, warn_only=True)
         switches.fill_uninitialized_memory = True
         try:
             yield
         finally:
-            torch.use_deterministic_algorithms(before, warn_only=warns)
+            switch(before, warn_only=warns)
             switches.fill_uninitialized_memory = fills
 
 

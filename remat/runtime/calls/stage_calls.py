@@ -83,8 +83,9 @@ class StageCalls:
             now = RandomState(self._generators)
             drawn, self._random = None if now == self._random else now, None
         passed = map_tensors(self._punched, (args, kwargs))
-        kinds = {tensor.device.type for tensor in tensors((args, kwargs))} | {"cpu"}
-        autocast = autocast_states(kinds) if self._several else []
+        autocast: list[dict[str, Any]] = []
+        if self._several:
+            autocast = autocast_states({tensor.device.type for tensor in tensors((args, kwargs))} | {"cpu"})
         self._calls.append(_Made(forward, passed, autocast, drawn))
 
     def returned(self, output: Any) -> None:
