@@ -6,7 +6,7 @@ import math
 import operator
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from html import escape
 from typing import Any
 
@@ -29,6 +29,8 @@ class Layout:
         uncalled: modules that the sample's forward does not call; one that does is another path.
         ends_early: for each stage but the loss, whether a recomputation may end with the last tensor that it saves;
             empty: none may.
+        dropped: for each stage but the loss, and each of its options, which of the tensors that autograd saves are not
+            kept, by their numbers in the order in which it saves them, from 0; empty: no stage has options.
     """
 
     modules: tuple[int, ...]
@@ -37,12 +39,14 @@ class Layout:
     aside: tuple[str, ...] = ()
     uncalled: tuple[str, ...] = ()
     ends_early: tuple[bool, ...] = ()
+    dropped: tuple[tuple[frozenset[int], ...], ...] = ()
 
     def to_fields(self) -> dict[str, Any]:
         calls = None if self.calls is None else [list(names) for names in self.calls]
         own = {"modules": list(self.modules), "inputs": list(self.inputs)}
         others = {"aside": list(self.aside), "uncalled": list(self.uncalled), "ends_early": list(self.ends_early)}
-        return {**own, "calls": calls, **others}
+        dropped = [[sorted(numbers) for numbers in options] for options in self.dropped]
+        return {**own, "calls": calls, **others, "dropped": dropped}
 
     @classmethod
     def from_fields(cls, content: dict[str, Any] | None) -> Layout | None:
@@ -50,8 +54,28 @@ class Layout:
             return None
         calls = content.get("calls")
         named = None if calls is None else tuple(map(tuple, calls))
-        others = (tuple(content.get(name, ())) for name in ("aside", "uncalled", "ends_early"))
-        return cls(tuple(content["modules"]), tuple(content["inputs"]), named, *others)
+        others = {name: tuple(content.get(name, ())) for name in ("aside", "uncalled", "ends_early")}
+        dropped = tuple(tuple(map(frozenset, options)) for options in content.get("dropped", ()))
+        return cls(tuple(content["modules"]), tuple(content["inputs"]), named, **others, dropped=dropped)
+
+
+@dataclass(frozen=True)
+class Option:
+    """A way for F_all to keep a part of what a stage saves; right before the stage's backward the rest is made again.
+
+    Attributes:
+        saved_bytes: of what is kept, the stage's output included, its input not.
+        save_overhead_bytes: scratch memory of this F_all beyond its input and what it keeps.
+        bwd_overhead_bytes: what the replay and the backward need beyond what is kept, a_{l-1}, grad_l and grad_{l-1}.
+        replay_seconds: how long the replay takes.
+        without: what is not kept, for readers: "native_layer_norm, gelu".
+    """
+
+    saved_bytes: int
+    save_overhead_bytes: int
+    bwd_overhead_bytes: int
+    replay_seconds: float
+    without: str = ""
 
 
 # How the chains that several processes measured become the one that they plan for, field by field: of each number, or
@@ -75,6 +99,8 @@ class Chain:
             F_none hold in passing F_all often saves, so it needs less beyond.
         replay_seconds: L+1 durations of a recomputation by F_all right before the stage's backward: it ends with the
             last tensor that it saves. By default `fwd_seconds`.
+        options: L+1 tuples of the `Option`s of each stage; number 0, to keep everything, is not among them. By default
+            no stage has any.
         reserve_bytes: what the executor may hold on top of the activations: buffer snapshots and RNG states.
         names: L+1 names of stages.
         draws_random: L+1 flags: the stage draws random numbers, so a recomputation restores their generator.
@@ -96,6 +122,7 @@ class Chain:
     grad_bytes: tuple[int, ...] = field(default=(), kw_only=True, metadata=_LARGEST)
     save_overhead_bytes: tuple[int, ...] = field(default=(), kw_only=True, metadata=_LARGEST)
     replay_seconds: tuple[float, ...] = field(default=(), kw_only=True, metadata=_LARGEST)
+    options: tuple[tuple[Option, ...], ...] = field(default=(), kw_only=True, metadata=_SAME)
     reserve_bytes: int = field(default=0, kw_only=True, metadata=_LARGEST)
     names: tuple[str, ...] = field(default=(), kw_only=True, metadata=_SAME)
     draws_random: tuple[bool, ...] = field(default=(), kw_only=True, metadata=_LARGEST)
@@ -103,7 +130,7 @@ class Chain:
     fixed: tuple[bool, ...] = field(default=(), kw_only=True, metadata=_SAME)
     layout: Layout | None = field(default=None, kw_only=True, metadata=_OWN)
 
-    VERSION = 3
+    VERSION = 4
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # the way a frozen dataclass normalises its own fields
@@ -136,7 +163,13 @@ class Chain:
         for name in ("draws_random", "changes_buffers", "fixed"):
             flags = tuple(map(bool, getattr(self, name))) or (False,) * stages
             set_field(self, name, _of_length(name, flags, stages, "L+1"))
+        set_field(self, "options", _of_length("options", _options(self.options) or ((),) * stages, stages, "L+1"))
+        for index, options in enumerate(self.options):
+            if options and (index == stages - 1 or self.fixed[index]):
+                raise InvalidChain(f"options[{index}] is of a stage that does not run again; it has none")
         if self.layout is not None:
+            if self.layout.dropped and [*map(len, self.layout.dropped)] != [*map(len, self.options[:-1])]:
+                raise InvalidChain("layout.dropped says of other options than options what they keep")
             _of_length("layout.modules", self.layout.modules, stages - 1, "L")
             if self.layout.ends_early:
                 _of_length("layout.ends_early", self.layout.ends_early, stages - 1, "L")
@@ -145,6 +178,14 @@ class Chain:
     def length(self) -> int:
         """Number of stages, the loss included: L+1."""
         return len(self.saved_bytes)
+
+    @property
+    def without_options(self) -> Chain:
+        """The same chain where F_all keeps everything, as in the paper."""
+        if not any(self.options):
+            return self
+        layout = None if self.layout is None else replace(self.layout, dropped=())
+        return replace(self, options=(), layout=layout)
 
     @property
     def store_all_seconds(self) -> float:
@@ -204,6 +245,7 @@ class Chain:
     def to_fields(self) -> dict[str, Any]:
         """What `save` writes."""
         content: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "layout"}
+        content["options"] = [[asdict(option) for option in options] for options in self.options]
         content["layout"] = None if self.layout is None else self.layout.to_fields()
         return content
 
@@ -215,7 +257,9 @@ class Chain:
             InvalidFile: another kind of file, another version, or missing fields.
             InvalidChain: numbers that describe no chain.
         """
-        content = files.read(path, "Chain", cls.VERSION, oldest=2)  # which knows no `replay_seconds`
+        content = files.read(
+            path, "Chain", cls.VERSION, oldest=2
+        )  # no `replay_seconds` before 3, no `options` before 4
         try:
             return cls.from_fields(content)
         except (KeyError, TypeError) as error:
@@ -228,7 +272,8 @@ class Chain:
         Raises:
             KeyError, TypeError, InvalidChain: they are not those of a chain.
         """
-        return cls(**{**content, "layout": Layout.from_fields(content["layout"])})
+        options = tuple(tuple(Option(**option) for option in each) for each in content.get("options", ()))
+        return cls(**{**content, "layout": Layout.from_fields(content["layout"]), "options": options})
 
 
 def _sizes(name: str, values: Iterable[Any], *, signed: bool = False) -> tuple[int, ...]:
@@ -246,6 +291,22 @@ def _sizes(name: str, values: Iterable[Any], *, signed: bool = False) -> tuple[i
             raise InvalidChain(f"{name}[{index}] is {size}; a size cannot be negative")
         sizes.append(size)
     return tuple(sizes)
+
+
+def _options(stages: Iterable[Iterable[Option]]) -> tuple[tuple[Option, ...], ...]:
+    found = []
+    for index, options in enumerate(stages):
+        checked = []
+        for number, option in enumerate(options, start=1):
+            if not isinstance(option, Option):
+                raise InvalidChain(f"options[{index}] holds {option!r}; it is a tuple of remat.Option")
+            name = f"options[{index}][{number - 1}]."
+            kept, save = _sizes(name, (option.saved_bytes, option.save_overhead_bytes))
+            (extra,) = _sizes(name, (option.bwd_overhead_bytes,), signed=True)
+            (seconds,) = _times(name, (option.replay_seconds,))
+            checked.append(Option(kept, save, extra, seconds, option.without))
+        found.append(tuple(checked))
+    return tuple(found)
 
 
 def _times(name: str, values: Iterable[Any]) -> tuple[float, ...]:

@@ -38,6 +38,7 @@ def largest(chains: Sequence[Chain]) -> Chain:
     Raises:
         PlanMismatch: their stages differ.
     """
+    chains = [chain.without_options for chain in chains]  # each has found options of its own
     first = chains[0]
     rules = {each.name: each.metadata["merged"] for each in fields(Chain)}
     same = [name for name, rule in rules.items() if rule == "same"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -40,6 +40,8 @@ def fit(
     other_path: str = "warn",
     group: ProcessGroup | None = None,
     output_held: bool = True,
+    options: bool = True,
+    keep: Collection[str] = (),
 ) -> nn.Module:
     """Makes the training steps of `model` stay within `memory`, by the fastest plan of all planners.
 
@@ -64,6 +66,7 @@ def fit(
         group: processes that train this model together, as for `rotor.Checkpointable`.
         output_held: count the output as held by the caller until the backward is over, as by
             `out = model(x); loss = criterion(out, y); loss.backward()`; False where the loop never names it.
+        options, keep: plan with ways to keep a part of what a stage saves, as for `rotor.Checkpointable`.
 
     Returns:
         The model itself, the same object of the same class, trained within the limit until `remat.remove(model)`.
@@ -87,6 +90,8 @@ def fit(
         other_path=other_path,
         group=group,
         output_held=output_held,
+        options=options,
+        keep=keep,
         in_place=False,
     )
     handle.measure(sample, progress=not quiet)
@@ -136,9 +141,10 @@ def _in_a_line(chain: Chain, schedule: Schedule) -> str:
     overhead = "" if report.overhead is None else f", {report.overhead:.2f} x the time of storing everything"
     planner, limit = schedule.note.removeprefix("by "), format_bytes(report.budget_bytes)
     most = format_bytes(store_all_peak(chain))
+    parts = f", {schedule.parts} stages kept in part" if schedule.parts else ""
     return (
         f"{planner} within {limit}: {format_bytes(report.peak_bytes)} of the {most} that storing everything takes"
-        f"{overhead}, {report.recomputations} recomputation{'s' * (report.recomputations != 1)} a step"
+        f"{overhead}, {report.recomputations} recomputation{'s' * (report.recomputations != 1)} a step{parts}"
     )
 
 

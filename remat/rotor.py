@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -107,6 +107,9 @@ class Checkpointable(Wrapper):
             all of them hold.
         output_held: count the output as held by the caller until the backward is over, as by
             `out = model(x); loss = criterion(out, y); loss.backward()`; False where the loop never names it.
+        options: also measure ways to keep a part of what a stage saves, and plan with them; False: stages keep all or
+            nothing. Of one process only.
+        keep: names of operators that no option runs again, as for `remat.profile`.
         in_place: whether the model itself trains by the plan at once, and not only this wrapper; None: where chains are
             found, which only work so, but not for an `nn.Sequential`. With False `take_place` does it later.
 
@@ -131,6 +134,8 @@ class Checkpointable(Wrapper):
         group: ProcessGroup | None = None,
         in_flight: int = 1,
         output_held: bool = True,
+        options: bool = True,
+        keep: Collection[str] = (),
         in_place: bool | None = None,
     ) -> None:
         check_model(model)
@@ -159,6 +164,7 @@ class Checkpointable(Wrapper):
         self._measured_state: Validity | None = None
         self.in_flight = in_flight
         self.output_held = output_held
+        self.options, self.keep = options, keep
         self.group = group
         self.__dict__["stages"] = stages  # modules among them must not become children
         self._lock = Lock()
@@ -205,7 +211,7 @@ class Checkpointable(Wrapper):
     def _profile(self, sample: Any, loss: Loss | None, tell: Progress | None = None) -> Chain:
         with unpatched(self.wrapped):
             options: dict[str, Any] = {"loss": loss, "stages": self.stages, "output_held": self.output_held}
-            options["progress"] = tell
+            options |= {"progress": tell, "options": self.options, "keep": self.keep}
             if self.group is None:
                 return profile(self.wrapped, sample, **options)
             return profile(self.wrapped, sample, agreed=partial(agree, group=self.group), **options)

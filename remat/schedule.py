@@ -15,7 +15,7 @@ from remat.formatting import card, format_bytes
 
 F_ALL, F_CK, F_NONE, B = KINDS = ("F_all", "F_ck", "F_none", "B")
 _COLOURS = {F_ALL: "#2b4b7e", F_CK: "#8c9bb5", F_NONE: "#dfe5ee"}
-_TOKEN = re.compile(r"(F_all|F_ck|F_none|B)(\d+)")
+_TOKEN = re.compile(r"(F_all|F_ck|F_none|B)(\d+)(?:/(\d+))?")
 
 
 class Operation(NamedTuple):
@@ -25,13 +25,19 @@ class Operation(NamedTuple):
     F_ck l    run stage l forward; keep its input and its output
     F_none l  run stage l forward; keep its output and drop its input
     B l       run stage l backward; free what it needed, leave the gradient of its input
+
+    With an option, F_all l/o keeps only a part of what the backward needs, and B l makes the rest again first.
+
+    Attributes:
+        option: which of the stage's ways to keep a part (`Chain.options`), counted from 1; 0: it keeps everything.
     """
 
     kind: str
     stage: int
+    option: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.stage}"
+        return f"{self.kind}{self.stage}/{self.option}" if self.option else f"{self.kind}{self.stage}"
 
 
 @dataclass(frozen=True)
@@ -61,10 +67,10 @@ class Schedule:
     note: str = field(default="", kw_only=True, compare=False)
     layout: Layout | None = field(default=None, kw_only=True)
 
-    VERSION = 1
+    VERSION = 2
 
     def __post_init__(self) -> None:
-        operations = tuple(Operation(kind, stage) for kind, stage in self.operations)
+        operations = tuple(Operation(*operation) for operation in self.operations)
         object.__setattr__(self, "operations", operations)
         if not operations:
             raise InvalidSchedule("it has no operations; the shortest one is 'F_all1 B1'")
@@ -73,6 +79,16 @@ class Schedule:
                 raise InvalidSchedule(f"kinds are {', '.join(KINDS)}", step=step, operation=operation)
             if not isinstance(operation.stage, int) or operation.stage < 1:
                 raise InvalidSchedule("stages are counted from 1", step=step, operation=operation)
+            if (
+                not isinstance(operation.option, int)
+                or operation.option < 0
+                or (operation.option and operation.kind != F_ALL)
+            ):
+                raise InvalidSchedule(
+                    "only F_all has options, 0 and up: F_all3/2 keeps a part of what stage 3 saves",
+                    step=step,
+                    operation=operation,
+                )
 
     @property
     def length(self) -> int:
@@ -84,6 +100,11 @@ class Schedule:
         """Forward runs beyond the first one of each stage."""
         forwards = [operation.stage for operation in self.operations if operation.kind != B]
         return len(forwards) - len(set(forwards))
+
+    @property
+    def parts(self) -> int:
+        """Stages of which a part is kept, and the rest made again before their backward."""
+        return sum(operation.option > 0 for operation in self.operations)
 
     def __str__(self) -> str:
         return " ".join(map(str, self.operations))
@@ -119,11 +140,12 @@ class Schedule:
             match = _TOKEN.fullmatch(word)
             if match is None:
                 raise InvalidSchedule(
-                    "not an operation; write F_all, F_ck, F_none or B and the stage's number, as in F_ck3",
+                    "not an operation; write F_all, F_ck, F_none or B and the stage's number, as in F_ck3 or, with an "
+                    "option, F_all3/2",
                     step=step,
                     operation=word,
                 )
-            operations.append(Operation(match[1], int(match[2])))
+            operations.append(Operation(match[1], int(match[2]), int(match[3] or 0)))
         return cls(tuple(operations))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -150,7 +172,7 @@ class Schedule:
             InvalidFile: another kind of file, another version, or missing fields.
             InvalidSchedule: the text is not a schedule.
         """
-        content = files.read(path, "Schedule", cls.VERSION)
+        content = files.read(path, "Schedule", cls.VERSION, oldest=1)  # which knows no options
         try:
             return cls.from_fields(content)
         except (KeyError, TypeError) as error:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from remat.chain import Chain
+from remat.chain import Chain, Option
 from remat.errors import InvalidSchedule
 from remat.report import Moment, Report
 from remat.schedule import F_ALL, F_NONE, B, Operation, Schedule
@@ -67,52 +67,70 @@ def _durations(chain: Chain, operations: Sequence[Operation]) -> Iterator[float]
     """Seconds of each operation of a valid sequence.
 
     A recomputation right before the backward of its stage is there for what it saves, and ends with the last of that.
+    What an option has not kept is made again as the backward begins.
     """
     run: set[int] = set()
-    for position, (kind, stage) in enumerate(operations):
+    partly: dict[int, Option] = {}
+    for position, (kind, stage, option) in enumerate(operations):
         if kind == B:
-            yield chain.bwd_seconds[stage - 1]
+            rest = partly.pop(stage, None)
+            yield chain.bwd_seconds[stage - 1] + (rest.replay_seconds if rest is not None else 0.0)
             continue
         again = stage in run
         run.add(stage)
-        ends_early = again and kind == F_ALL and operations[position + 1 : position + 2] == ((B, stage),)
+        if option:
+            partly[stage] = chain.options[stage - 1][option - 1]
+        ends_early = again and operations[position : position + 2] == (Operation(F_ALL, stage), Operation(B, stage))
         yield (chain.replay_seconds if ends_early else chain.fwd_seconds)[stage - 1]
+
+
+def everything(chain: Chain, stage: int) -> Option:
+    """What F_all without an option keeps."""
+    index = stage - 1
+    return Option(
+        chain.saved_bytes[index], chain.save_overhead_bytes[index], chain.bwd_overhead_bytes[index], replay_seconds=0.0
+    )
 
 
 def _walk(chain: Chain, operations: Iterable[Operation]) -> Iterator[tuple[Operation, int, int]]:
     """Yields each operation with the peak while it runs and what is stored after it, both in bytes."""
-    act, saved, grad = chain.act_bytes, chain.saved_bytes, chain.grad_bytes
+    act, grad = chain.act_bytes, chain.grad_bytes
     own = [False] * (chain.length + 1)  # a_l is stored on its own
-    kept = [False] * (chain.length + 1)  # saved_l is stored
+    kept: list[Option | None] = [None] * (chain.length + 1)  # saved_l is stored, or that part of it
     own[0] = True
     pending = chain.length  # the stage whose backward comes next; its gradient is stored
     stored = chain.reserve_bytes + act[0] + grad[pending]
     step = -1
 
     for step, operation in enumerate(operations):
-        kind, stage = operation
+        kind, stage, number = operation
         missing = _what_is_missing(operation, own, kept, pending, chain.length)
+        if not missing and number > len(chain.options[stage - 1]):
+            missing = f"stage {stage} has {len(chain.options[stage - 1])} options"
         if not missing and kind != B and chain.fixed[stage - 1] and (kind != F_ALL or pending < chain.length):
             missing = f"stage {stage} is fixed: it runs forward once, before any backward, as F_all{stage}"
         if missing:
             raise InvalidSchedule(missing, step=step, operation=operation)
         if kind == B:
             index = stage - 1
-            peak = stored + grad[index] + chain.bwd_overhead_bytes[index]
-            stored += grad[index] - grad[stage] - saved[index]
-            kept[stage] = False
+            option = kept[stage]
+            assert option is not None
+            peak = stored + grad[index] + option.bwd_overhead_bytes
+            stored += grad[index] - grad[stage] - option.saved_bytes
+            kept[stage] = None
             if own[index]:
                 own[index] = False
                 stored -= act[index]
             pending = index
         else:
-            leaves = saved[stage - 1] if kind == F_ALL else act[stage]
-            overheads = chain.save_overhead_bytes if kind == F_ALL else chain.fwd_overhead_bytes
-            peak = stored + leaves + overheads[stage - 1]
-            there = kept if kind == F_ALL else own
-            if not there[stage]:
-                there[stage] = True
-                stored += leaves
+            if kind == F_ALL:
+                kept[stage] = option = chain.options[stage - 1][number - 1] if number else everything(chain, stage)
+                peak = stored + option.saved_bytes + option.save_overhead_bytes
+                stored += option.saved_bytes
+            else:
+                peak = stored + act[stage] + chain.fwd_overhead_bytes[stage - 1]
+                stored += 0 if own[stage] else act[stage]
+                own[stage] = True
             if kind == F_NONE:
                 own[stage - 1] = False
                 stored -= act[stage - 1]
@@ -122,10 +140,10 @@ def _walk(chain: Chain, operations: Iterable[Operation]) -> Iterator[tuple[Opera
 
 
 def _what_is_missing(  # noqa: PLR0911  # a table of rules, one return each
-    operation: Operation, own: list[bool], kept: list[bool], pending: int, length: int
+    operation: Operation, own: list[bool], kept: list[Option | None], pending: int, length: int
 ) -> str:
     """Why `operation` cannot run now, or an empty string."""
-    kind, stage = operation
+    kind, stage, _ = operation
     if stage > length:
         return f"the chain has {length} stages, the loss included"
     if pending == 0:

@@ -53,7 +53,7 @@ def test_ilp_agrees_with_floating_on_larger_chains(chain: Chain, tenths: int) ->
 
 
 @settings(max_examples=60, deadline=None)
-@given(measured_chains(max_stages=4), st.integers(0, 10))
+@given(measured_chains(max_stages=4, with_options=True), st.integers(0, 10))
 def test_ilp_equals_exhaustive_search_with_all_terms_of_measured_chains(chain: Chain, tenths: int) -> None:
     least, most = minimum_budget(chain, "floating"), store_all_peak(chain)
     budget = max(least + (most - least) * tenths // 10, 1)

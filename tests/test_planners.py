@@ -39,7 +39,7 @@ def test_floating_equals_exhaustive_search_on_every_oracle_chain(oracle_chains: 
 
 
 @settings(max_examples=400, deadline=None)
-@given(measured_chains(max_stages=6), st.integers(0, 12))
+@given(measured_chains(max_stages=5, with_options=True), st.integers(0, 12))
 def test_floating_equals_exhaustive_search(chain: Chain, tenths: int) -> None:
     least, most = minimum_budget(chain, "floating"), store_all_peak(chain)
     budget = max(least + (most - least) * tenths // 10, 1)

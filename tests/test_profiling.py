@@ -305,6 +305,7 @@ def test_progress_is_told() -> None:
         "looking at gradients",
         "measuring memory",
         "measuring time",
+        "looking for what to keep",
     }
     assert all(0 <= done <= total for _, done, total in told) and told[-1][1] == told[-1][2]
 

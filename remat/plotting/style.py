@@ -44,6 +44,9 @@ _PLACES = (
     "h_rand",
     "h_e_star",
     "h_dtr_unopt",
+    "persistent, options",
+    "floating, options",
+    "ilp, options",
 )
 
 

@@ -93,7 +93,7 @@ def _in_memory(schedule: Schedule) -> np.ndarray:
     """For each step and stage what is stored of the stage afterwards: 2 all of it, 1 its output alone, 0 nothing."""
     state = np.zeros(schedule.length + 1, np.int8)  # entry 0 is the input
     after = []
-    for kind, stage in schedule.operations:
+    for kind, stage, _ in schedule.operations:
         if kind == B:
             state[stage] = 0
             if state[stage - 1] == 1:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from remat.chain import Chain, Layout
+from remat.chain import Chain, Layout, Option
 from remat.profiling.carried import (
     Carried,
     Carrying,
@@ -18,6 +18,7 @@ from remat.profiling.carried import (
 from remat.profiling.facts import Facts
 from remat.profiling.gauges import Span
 from remat.profiling.stage_costs import NOTHING, Sizes, as_executed, executor_reserve, sizes_of_stage
+from remat.profiling.units import Unit, measured_option
 from remat.profiling.variables import LetGo
 from remat.runtime.calls.places import Places
 from remat.runtime.calls.stages import Stage
@@ -62,10 +63,19 @@ class Measurement(NamedTuple):
         return boundary is not None and boundary.saves_output
 
 
+class Ways(NamedTuple):
+    """Of units, to keep a part: what was measured of their options, in bytes, and in seconds by each sweep."""
+
+    units: list[Unit]
+    regions: dict[Span, Region]
+    seconds: Sequence[Seconds]
+
+
 class _Terms(NamedTuple):
     """The terms of the stages and of the loss; what is carried through several of them, and what lasts for the step."""
 
     sizes: list[Sizes]
+    held: list[bool]  # whether something else than a stage's own backward keeps its input
     carried: list[Carried]
     lasting: int
 
@@ -77,6 +87,7 @@ def chain_of(
     memory: Measurement,
     let_go: Sequence[LetGo],
     times: Sequence[Seconds],
+    ways: Ways | None,
     *,
     has_loss: bool,
     output_held: bool,
@@ -87,6 +98,7 @@ def chain_of(
         places: where they lie in the model's own forward; None for an `nn.Sequential`, which has no code between them.
         let_go: what variables of that forward held.
         times: what each sweep measured.
+        ways: to keep a part of what stages save; None: they have no options.
     """
     facts, last = memory.facts, len(stages)
     if places is None:
@@ -103,12 +115,15 @@ def chain_of(
     marks = [stage.marks for stage in facts.stages[1:]]
     recomputed = [index for index in range(last) if not fixed[index]]
     reserve = executor_reserve([marks[index] for index in recomputed], [sizes[index] for index in recomputed])
+    extras = carrying.extras([size.bwd_extra for size in sizes])
+    options, dropped = _options(ways, terms, extras, facts, last)
     return Chain(
         act_bytes=tuple(stage.act for stage in facts.stages),
         saved_bytes=tuple(size.saved for size in sizes),
         fwd_overhead_bytes=tuple(size.fwd_overhead for size in sizes),
         save_overhead_bytes=tuple(size.save_overhead for size in sizes),
-        bwd_overhead_bytes=tuple(carrying.extras([size.bwd_extra for size in sizes])),
+        bwd_overhead_bytes=tuple(extras),
+        options=options,
         reserve_bytes=reserve + terms.lasting + sizes[-1].lasting,
         fwd_seconds=tuple(forward),
         replay_seconds=tuple(_replay(times, facts, stage, whole) for stage, whole in enumerate(forward, start=1)),
@@ -118,8 +133,31 @@ def chain_of(
         draws_random=tuple(mark.draws_random for mark in marks),
         changes_buffers=tuple(mark.changes_buffers for mark in marks),
         fixed=fixed,
-        layout=replace(layout, ends_early=tuple(stage.ends_early for stage in facts.stages[1 : last + 1])),
+        layout=replace(
+            layout, ends_early=tuple(stage.ends_early for stage in facts.stages[1 : last + 1]), dropped=dropped
+        ),
     )
+
+
+def _options(
+    ways: Ways | None, terms: _Terms, extras: Sequence[int], facts: Facts, last: int
+) -> tuple[tuple[tuple[Option, ...], ...], tuple[tuple[frozenset[int], ...], ...]]:
+    """The options of each stage and of the loss, and of the stages which saved tensors each option drops."""
+    if ways is None or not ways.units:
+        return (), ()
+    options: list[tuple[Option, ...]] = [()] * (last + 1)
+    dropped: list[tuple[frozenset[int], ...]] = [()] * last
+    for unit in ways.units:
+        for index in unit.stages:
+            size = replace(terms.sizes[index - 1], bwd_extra=extras[index - 1])
+            how: Any = {"held": terms.held[index - 1]}
+            measured = (ways.regions, ways.seconds, unit.stages[0])
+            options[index - 1] = tuple(
+                measured_option(number, choice, size, facts[index], *measured, **how)
+                for number, choice in enumerate(unit.choices, start=1)
+            )
+            dropped[index - 1] = tuple(choice.dropped for choice in unit.choices)
+    return tuple(options), tuple(dropped)
 
 
 def _replay(times: Sequence[Seconds], facts: Facts, index: int, forward: float) -> float:
@@ -138,8 +176,10 @@ def _median(times: Sequence[Seconds], what: str, index: int, otherwise: float = 
 def _in_a_row(stages: Sequence[Stage], memory: Measurement, *, has_loss: bool, output_held: bool) -> _Terms:
     facts, last = memory.facts, len(stages)
     sizes = []
+    helds = []
     held = True  # the sample
     for index, stage in enumerate(stages, start=1):
+        helds.append(held)
         size = memory.sizes(index, held)
         held = size.saves_output
         if output_held and index == last and not held:  # it is counted for the whole step
@@ -152,7 +192,7 @@ def _in_a_row(stages: Sequence[Stage], memory: Measurement, *, has_loss: bool, o
         sizes.append(NOTHING)
     else:  # a loss that costs nothing: by its backward the output is gone
         sizes.append(replace(NOTHING, bwd_extra=-sizes[-1].act))
-    return _Terms(sizes, [], sizes[last - 1].act if output_held else 0)
+    return _Terms(sizes, helds, [], sizes[last - 1].act if output_held else 0)
 
 
 # Any other model -------------------------------------------------------------------------------------------------
@@ -176,8 +216,10 @@ def _with_code_outside(places: Places, memory: Measurement, let_go: Sequence[Let
         ),
     ]
     alone: list[Sizes] = []
+    helds = []
     held = True
     for index, fixed in enumerate(places.fixed[:-1], start=1):
+        helds.append(held)
         if fixed:
             alone.append(_outside_sizes(index, memory, let_go, is_last=index == last and not has_loss))
             held = True
@@ -193,7 +235,7 @@ def _with_code_outside(places: Places, memory: Measurement, let_go: Sequence[Let
     ]
     sizes = _held_by_variables(sizes, let_go)
     sizes.append(memory.sizes(last + 1, True) if has_loss else NOTHING)
-    return _Terms(sizes, carried, lasting)
+    return _Terms(sizes, helds, carried, lasting)
 
 
 def _outside_sizes(index: int, memory: Measurement, let_go: Sequence[LetGo], *, is_last: bool) -> Sizes:

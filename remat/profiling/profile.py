@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from torch import nn
 from remat.chain import Chain, Layout
 from remat.errors import LeftChain, UnsupportedModel
 from remat.host.progress import Progress
-from remat.profiling.assembling import Measurement, chain_of
+from remat.profiling.assembling import Measurement, Ways, chain_of
 from remat.profiling.facts import Facts
 from remat.profiling.find import SMALL, locate
 from remat.profiling.fusing import in_a_row
@@ -32,8 +32,10 @@ from remat.profiling.recording import saving_nothing
 from remat.profiling.sequence_pass import SequencePass
 from remat.profiling.stage_costs import cast_bytes, own_autocast_cache, storage_bytes
 from remat.profiling.stage_pass import Pass
+from remat.profiling.units import Measuring, Recording, Visitor
 from remat.profiling.variables import Variables
 from remat.runtime.caches import caches_off, configs_with_caches
+from remat.runtime.calls.ending import Ending
 from remat.runtime.calls.environment import accelerators
 from remat.runtime.calls.places import Places
 from remat.runtime.calls.stages import Stage, call_of, check_device, flatten, group, is_sequential
@@ -45,6 +47,8 @@ from remat.runtime.sharding import refuse_flat_shards, refuse_shards_of_others
 from remat.schedule import Schedule
 from remat.simulation import peak_and_makespan
 from remat.solvers.persistent import Persistent
+
+_RECORDINGS = 2  # of each stage's operators; the second has no first times in it
 
 
 def profile(
@@ -58,6 +62,8 @@ def profile(
     progress: Progress | None = None,
     agreed: Callable[[Chain], Chain] | None = None,
     output_held: bool = True,
+    options: bool = True,
+    keep: Collection[str] = (),
 ) -> Chain:
     """Measures what every stage of `model` costs on `sample` (Beaumont et al., Section 5.1).
 
@@ -78,6 +84,11 @@ def profile(
         output_held: count the output as held by the caller until the backward is over, as by
             `out = model(x); loss = criterion(out, y); loss.backward()`. False where the loop drops it before, or never
             names it: `criterion(model(x), y).backward()`.
+        options: also measure ways to keep a part of what a stage saves, and to make the rest again before its backward
+            (`Chain.options`), which planners then choose from. One step of a stage for each of them, once for stages
+            that do the same.
+        keep: names of operators, or parts of them ("attention", "mm"), that no option runs again where that can be
+            helped. What routers of experts choose by is always kept.
         agreed: makes of the chain that was measured the one to plan for, as processes do that train together.
         progress: called with what is being done, how many steps of it are done, and how many there are.
 
@@ -118,7 +129,8 @@ def profile(
             layout = locate(model, call, stages=stages, small=small).layout(call)
             tell("finding chains", 1, 1)
         casts = cast_bytes(device, partial(_forward_only, model, call, protocol.loss))
-        chain = _measured(model, call, layout, device, foreign, protocol, replaced, repeats=repeats, tell=tell)
+        wanted = Wanted(options and agreed is None, keep)  # processes would find options of their own
+        chain = _measured(model, call, layout, device, foreign, protocol, replaced, wanted, repeats=repeats, tell=tell)
         set_up = storage_bytes(replaced.among(everything.parts))
         chain = replace(chain, reserve_bytes=chain.reserve_bytes + casts + set_up)
         if agreed is not None:  # before the check, whose stages have to run in the same order in all processes
@@ -144,6 +156,13 @@ class Protocol(NamedTuple):
     output_held: bool
 
 
+class Wanted(NamedTuple):
+    """Of the options of stages."""
+
+    any: bool
+    keep: Collection[str]
+
+
 def _forward_only(model: nn.Module, call: Arguments, loss: Loss | None) -> None:
     with saving_nothing():
         output = model(*call.args, **call.kwargs)
@@ -159,6 +178,7 @@ def _measured(
     foreign: ForeignGradients,
     protocol: Protocol,
     replaced: Replaced,
+    wanted: Wanted,
     *,
     repeats: int,
     tell: Progress,
@@ -228,8 +248,57 @@ def _measured(
         run(seconds, partial(in_time, sweep), known=memory.facts)
         times.append(seconds.seconds)
     tell("measuring time", repeats * (len(stages) + 1), repeats * (len(stages) + 1))
+    ways = None
+    if wanted.any:
+        again = [i for i, stage in enumerate(stages, start=1) if places is None or not places.fixed[i - 1]]
+        ways = _ways(run, stages, again, memory.facts, device, wanted.keep, repeats, tell)
     ends: Any = {"has_loss": loss is not None, "output_held": protocol.output_held}
-    return chain_of(layout, places, stages, memory, variables.let_go, times, **ends)
+    return chain_of(layout, places, stages, memory, variables.let_go, times, ways, **ends)
+
+
+def _ways(
+    run: Callable[..., Pass],
+    stages: Sequence[Stage],
+    recomputed: Sequence[int],
+    facts: Facts,
+    device: torch.device,
+    keep: Collection[str],
+    repeats: int,
+    tell: Progress,
+) -> Ways | None:
+    """What can be kept of the stages that may run again; None where they are all or nothing."""
+    what, passes, done = "looking for what to keep", _RECORDINGS + 1 + repeats, 0
+
+    def look(gauge: Gauge, visitor: Visitor) -> None:
+        nonlocal done
+        first = done * (len(stages) + 1)
+        run(
+            gauge,
+            lambda index: tell(what, first + index - 1, passes * (len(stages) + 1)),
+            known=facts,
+            visitor=visitor,
+        )
+        done += 1
+
+    recording = Recording([index for index in recomputed if Ending(stages[index - 1]).allowed is not False])
+    for _ in range(_RECORDINGS):
+        look(Seconds(device), recording)
+    units = recording.units(keep)
+    found = None
+    if units:
+        measuring = Measuring(stages, units, {index: facts[index].ends_early for index in recomputed})
+        gauge = measuring.gauge = Bytes(device)
+        with undisturbed(), gauge.meter.session():
+            look(gauge, measuring)
+        sweeps = []
+        for _ in range(repeats):
+            seconds = measuring.gauge = Seconds(device)
+            look(seconds, measuring)
+            sweeps.append(seconds.seconds)
+        units = [unit for unit in units if not measuring.failed(unit.stages[0])]
+        found = Ways(units, gauge.regions(), sweeps)
+    tell(what, passes * (len(stages) + 1), passes * (len(stages) + 1))
+    return found
 
 
 def _excess(

@@ -27,6 +27,7 @@ from remat.profiling.preserving import (
 )
 from remat.profiling.recording import no_backward
 from remat.profiling.stage_costs import Boundary, Marks, SavedStorages, gradient_bytes, storage_bytes
+from remat.profiling.units import Visitor
 from remat.runtime.calls.ending import Ending, Saving
 from remat.runtime.calls.environment import BufferWatch, RandomState, accelerators
 from remat.runtime.calls.stages import Stage, detached
@@ -44,6 +45,7 @@ class Pass(ABC):
         output_held: the output lives until all backwards are over.
         replaced: knows the buffers that were set up since the profile began.
         each_stage: called with the number of each stage before it is measured.
+        visitor: looks at stages in place of what is measured of them else.
 
     Attributes:
         facts: what this pass finds out.
@@ -61,13 +63,14 @@ class Pass(ABC):
         output_held: bool = False,
         replaced: Replaced | None = None,
         each_stage: Callable[[int], None] = lambda index: None,
+        visitor: Visitor | None = None,
     ) -> None:
         self.stages, self.gauge, self.foreign = stages, gauge, foreign
         self.facts, self._known = Facts(len(stages)), known or Facts(len(stages))
         self.odd_ends = False
         self._contiguous, self._output_held, self._replaced = contiguous, output_held, replaced
         self._begun_by = begun_by(self._known.leaves)
-        self._each_stage = each_stage
+        self._each_stage, self._visitor = each_stage, visitor
 
     @abstractmethod
     def run(self, model: nn.Module, call: Arguments, loss: Loss | None) -> None:
@@ -110,6 +113,9 @@ class Pass(ABC):
         self._each_stage(index)
         known = self._known[index]
         self.facts[index].saves, self.facts[index].ends_early = known.saves, known.ends_early
+        if self._visitor is not None and index <= len(self.stages):
+            with self._graph_of_a_stage():
+                return self._visitor.visit(index, run, given, self._end_to_visit)
         given = detached(given)
         copies: object = None
         if self.gauge.of_memory:
@@ -193,6 +199,11 @@ class Pass(ABC):
         """What stands for all that follows a stage. Where its backward is timed, the gradients are made before."""
         make: Callable[[], tuple[torch.Tensor, ...]] = RandomGradients(ends, self._forms_of(index, ends))
         return Sink.apply(make if self.gauge.of_memory else partial(tuple, make()), *ends)
+
+    def _end_to_visit(self, index: int, ends: Sequence[torch.Tensor]) -> torch.Tensor:
+        end = self._end_of_stage(index, ends)
+        self.foreign.keep(end)
+        return end
 
     def _forms_of(self, index: int, ends: Sequence[torch.Tensor]) -> Forms:
         """How gradients come back to what stage `index` returned."""

@@ -15,7 +15,8 @@ from remat.solvers import SOLVERS, make_solver
 from remat.solvers.base import Solver
 from remat.solvers.floating import Floating, is_quick
 
-DEFAULTS = ("store_all", "sequential", "chen", "revolve", "persistent", "floating", "dtr")
+OPTIONS = ", options"  # behind the name of a planner: with the options of stages, which are not in the papers
+DEFAULTS = ("store_all", "sequential", "chen", "revolve", "persistent", "floating", f"persistent{OPTIONS}", "dtr")
 THRASH_LIMIT = 5.0  # times the program's own time: what DTR takes above that is thrashing, whose extent is no news
 DTR_HEURISTIC = DEFAULT  # what "dtr" alone stands for
 
@@ -54,7 +55,7 @@ def make_strategies(wanted: Sequence[str | Solver | Execution | Callable] | None
     """The strategies of these names, or the default ones.
 
     Args:
-        wanted: names of planners, `Solver` objects, "dtr", names of heuristics, functions that are heuristics;
+        wanted: names of planners, "persistent, options" and "floating, options", `Solver` objects, "dtr", names of heuristics, functions that are heuristics;
             "gradient_checkpointing", which is the library's own; "torch.compile", several values of its
             `activation_memory_budget`, or "torch.compile@0.3", one; `Execution` objects.
         slots: memory units of the dynamic programs.
@@ -105,13 +106,23 @@ def family(name: str) -> str:
 
 
 def _make(item: str | Solver | Callable, slots: int) -> Strategy:
-    if isinstance(item, Solver) or (isinstance(item, str) and item in SOLVERS):
-        solver = make_solver(item, slots=slots)
-        return Static(solver.name, solver)
+    if isinstance(item, Solver):
+        return Static(item.name, item)
+    if isinstance(item, str) and item.removesuffix(OPTIONS) in SOLVERS:
+        base = item.removesuffix(OPTIONS)
+        solver = make_solver(base, slots=slots, options=item.endswith(OPTIONS) or base == "fastest")
+        return Static(item, solver)
     if isinstance(item, str):
         heuristic = DTR_HEURISTIC if item == "dtr" else item.removeprefix("dtr ")
         if heuristic not in HEURISTICS:
-            names = (*SOLVERS, "dtr", *HEURISTICS, CHECKPOINTING, COMPILE)
+            names = (
+                *SOLVERS,
+                *(f"{name}{OPTIONS}" for name in ("persistent", "floating", "ilp")),
+                "dtr",
+                *HEURISTICS,
+                CHECKPOINTING,
+                COMPILE,
+            )
             raise RematError(
                 f"unknown strategy {item!r}; choose from {', '.join(names)}, or pass a Solver, an Execution or a "
                 "heuristic function"

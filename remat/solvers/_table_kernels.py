@@ -19,6 +19,8 @@ Arguments with the same name are the same everywhere:
         comes behind, and what storing all of stage s takes.
     times: float64 (prefix sums of forward[n+1], both directions[n], both where the backward comes right behind the
         forward[n], which then ends with what it saves).
+    options: int64 bytes (n, K) that an option keeps, of its save_overhead and of its bwd_overhead; int64 (n, K) what
+        keeping it takes in slots; float64 (n, K) seconds of its replay; int64 (n,) how many options a stage has.
     save_all: bool (n,): whether stage s may be saved before the stages behind it have run.
     unit: bytes of a slot.
 """
@@ -39,6 +41,13 @@ def _need_save_all(s, t, sizes):
     """Bytes to run F_all s while grad of t is held, and later B s."""
     act, saved, fwd_over, bwd_extra, grad, save_over = sizes
     return max(grad[t + 1] + saved[s] + save_over[s], grad[s + 1] + grad[s] + saved[s] + bwd_extra[s])
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _need_option(s, t, option, sizes, options):
+    """The same as `_need_save_all` for an option, counted from 0."""
+    grad, kept = sizes[4], options[0][s, option]
+    return max(grad[t + 1] + kept + options[1][s, option], grad[s + 1] + grad[s] + kept + options[2][s, option])
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -128,7 +137,7 @@ def _slots_of_sweep(needs, row, sweep, t_low, t_high, grad, unit):
 
 
 @njit(cache=True, nogil=True)
-def _begin_cell(flat, ranges, columns, s, t, sizes, slots, times, unit, save_all):
+def _begin_cell(flat, ranges, columns, s, t, sizes, slots, times, unit, save_all, options):
     """Sets cell (s, t) to what it is without a choice: inf, and from where everything can be stored, that cost.
 
     Beyond the second entry of its range no split can be better, so only the slots between the two are worked on.
@@ -146,11 +155,17 @@ def _begin_cell(flat, ranges, columns, s, t, sizes, slots, times, unit, save_all
     flat[cell * columns : cell * columns + start] = np.inf
     flat[cell * columns + start : (cell + 1) * columns] = cost
     first[cell] = full[cell] = start
+    for option in range(options[5][s] if s == t and save_all[s] else 0):
+        begin = max(-(-_need_option(s, t, option, sizes, options) // unit), 0)
+        spent = np.float32(times[1][s] + options[4][s, option])
+        for m in range(begin, start):
+            flat[cell * columns + m] = min(spent, flat[cell * columns + m])
+        first[cell] = min(first[cell], begin)
 
 
 @njit(cache=True, nogil=True)
-def _save_all(flat, ranges, columns, s, t, sizes, slots, times, unit):
-    """Relaxes cell (s, t), s < t, with "save all of stage s, then solve s+1..t"."""
+def _save_all(flat, ranges, columns, s, t, sizes, slots, times, unit, options):
+    """Relaxes cell (s, t), s < t, with "save all of stage s, or a part of it, then solve s+1..t"."""
     first, full = ranges
     cell, rest, shift = _row(s, t), _row(s + 1, t), slots[1][s]
     start = max(-(-_need_save_all(s, t, sizes) // unit), shift + first[rest], 0)
@@ -159,11 +174,19 @@ def _save_all(flat, ranges, columns, s, t, sizes, slots, times, unit):
         candidate = flat[rest * columns + m - shift] + cost
         flat[cell * columns + m] = min(candidate, flat[cell * columns + m])
     first[cell] = min(first[cell], start)
+    for option in range(options[5][s]):
+        shift = options[3][s, option]
+        start = max(-(-_need_option(s, t, option, sizes, options) // unit), shift + first[rest], 0)
+        cost = np.float32(times[1][s] + options[4][s, option])
+        for m in range(start, full[cell]):
+            candidate = flat[rest * columns + m - shift] + cost
+            flat[cell * columns + m] = min(candidate, flat[cell * columns + m])
+        first[cell] = min(first[cell], start)
 
 
 @njit(cache=True, nogil=True)
 def fill_persistent(  # noqa: PLR0912  # one loop nest; functions in it would hide the order that matters
-    flat, ranges, columns, s_low, s_high, t_low, t_high, sizes, slots, times, unit, save_all
+    flat, ranges, columns, s_low, s_high, t_low, t_high, sizes, slots, times, unit, save_all, options
 ):
     """Fills the cells s_low <= s < s_high, t_low <= t < t_high of the persistent recurrence (Theorem 4.8).
 
@@ -178,7 +201,7 @@ def fill_persistent(  # noqa: PLR0912  # one loop nest; functions in it would hi
     needs = np.empty((2, s_high - s_low, t_high - t_low), np.int64)  # of the present split and of the next
     for s in range(s_high - 1, s_low - 1, -1):
         for t in range(max(s, t_low), t_high):
-            _begin_cell(flat, ranges, columns, s, t, sizes, slots, times, unit, save_all)
+            _begin_cell(flat, ranges, columns, s, t, sizes, slots, times, unit, save_all, options)
         for j in range(s, s_high):
             sweeps[s - s_low] = max(sweeps[s - s_low], _need_forward(s, j, sizes))
         for later in range(2):  # row by row: numba takes 4 s to compile the copy of one to the other
@@ -204,7 +227,7 @@ def fill_persistent(  # noqa: PLR0912  # one loop nest; functions in it would hi
                 sweeps[row] = after
     for s in range(s_high - 1, s_low - 1, -1):
         for t in range(max(s + 1, t_low), t_high if save_all[s] else t_low):
-            _save_all(flat, ranges, columns, s, t, sizes, slots, times, unit)
+            _save_all(flat, ranges, columns, s, t, sizes, slots, times, unit, options)
         sweep = np.int64(0)
         for split in range(s + 1, t_high):
             sweep = max(sweep, _need_forward(s, split - 1, sizes))
@@ -217,8 +240,9 @@ def fill_persistent(  # noqa: PLR0912  # one loop nest; functions in it would hi
 
 
 @njit(cache=True, nogil=True)
-def _best_split(flat, columns, s, t, m, sizes, slots, times, unit, save_all):
+def _best_split(flat, columns, s, t, m, sizes, slots, times, unit, save_all, options):
     """The decision behind cell (s, t) at m slots: s for "save all of s", else the split point; -1 if infeasible.
+    For the options of s, counted from 0: -2, -3, ...
 
     Decisions are not kept in the table: reading a schedule out visits few cells. The cell says what its decision costs,
     so the search ends where that is found, or where running forward alone would cost more.
@@ -238,6 +262,13 @@ def _best_split(flat, columns, s, t, m, sizes, slots, times, unit, save_all):
             cost = np.float32(both[s])
         if rest < np.inf:
             best, decision = rest + cost, s
+    for option in range(options[5][s] if save_all[s] else 0):
+        after = m - options[3][s, option] if s < t else 0
+        if after >= 0 and m * unit >= _need_option(s, t, option, sizes, options):
+            rest = flat[_row(s + 1, t) * columns + after] if s < t else np.float32(0)
+            candidate = rest + np.float32(both[s] + options[4][s, option])
+            if candidate < best:
+                best, decision = candidate, -2 - option
     sweep = _need_forward(s, s, sizes)
     for split in range(s + 1, t + 1):
         if best <= target or m * unit < grad[t + 1] + sweep or prefix[split] - prefix[s] > most:
@@ -252,11 +283,12 @@ def _best_split(flat, columns, s, t, m, sizes, slots, times, unit, save_all):
 
 
 @njit(cache=True, nogil=True)
-def read_persistent(flat, columns, m, decisions, sizes, slots, times, unit, save_all, kinds, stages):
+def read_persistent(flat, columns, m, decisions, sizes, slots, times, unit, save_all, options, kinds, stages, chosen):
     """Algorithm 4 (OptRecP) without recursion: writes the operations of the whole chain at m slots.
 
     decisions: int64 (n, n) to follow, read as in `_best_split`; of shape (0, 0) they are found from the table.
-    kinds, stages: int64, long enough; 0 F_all, 1 F_ck, 2 F_none, 3 B, and the stage, counted from 1.
+    kinds, stages, chosen: int64, long enough; 0 F_all, 1 F_ck, 2 F_none, 3 B, the stage, counted from 1, and its
+        option, counted from 1, or 0.
     Returns how many operations there are, the peak (bytes beyond activation 0, by the recurrence without rounding),
     and their seconds.
     """
@@ -265,6 +297,7 @@ def read_persistent(flat, columns, m, decisions, sizes, slots, times, unit, save
     count, peak, seconds = 0, 0, 0.0
     while todo:
         s, t, m, held = todo.pop()
+        chosen[count] = 0
         if t < 0:
             kinds[count], stages[count] = 3, s + 1
             count += 1
@@ -272,8 +305,17 @@ def read_persistent(flat, columns, m, decisions, sizes, slots, times, unit, save
         if decisions.size:
             decision = decisions[s, t]
         else:
-            decision = _best_split(flat, columns, s, t, m, sizes, slots, times, unit, save_all)
-        if decision == s:
+            decision = _best_split(flat, columns, s, t, m, sizes, slots, times, unit, save_all, options)
+        if decision < -1:
+            option = -2 - decision
+            kinds[count], stages[count], chosen[count] = 0, s + 1, option + 1
+            count += 1
+            peak = max(peak, held + _need_option(s, t, option, sizes, options))
+            seconds += times[1][s] + options[4][s, option]
+            todo.append((s, -1, 0, 0))
+            if s < t:
+                todo.append((s + 1, t, m - options[3][s, option], held + options[0][s, option]))
+        elif decision == s:
             kinds[count], stages[count] = 0, s + 1
             count += 1
             peak = max(peak, held + _need_save_all(s, t, sizes))
@@ -283,7 +325,7 @@ def read_persistent(flat, columns, m, decisions, sizes, slots, times, unit, save
                 todo.append((s + 1, t, m - slots[1][s], held + sizes[1][s]))
         else:
             for stage in range(s, decision):
-                kinds[count], stages[count] = 1 if stage == s else 2, stage + 1
+                kinds[count], stages[count], chosen[count] = 1 if stage == s else 2, stage + 1, 0
                 count += 1
                 peak = max(peak, held + sizes[4][t + 1] + _need_forward(s, stage, sizes))
             seconds += times[0][decision] - times[0][s]
@@ -293,7 +335,7 @@ def read_persistent(flat, columns, m, decisions, sizes, slots, times, unit, save
 
 
 @njit(cache=True, nogil=True)
-def fill_least_persistent(sizes, times, save_all):
+def fill_least_persistent(sizes, times, save_all, options):
     """Least memory of every cell, exact in bytes, by the same recurrence with max in place of sum; ties by time.
 
     Returns int64 (n, n) decisions, read as in `_best_split`.
@@ -313,6 +355,14 @@ def fill_least_persistent(sizes, times, save_all):
                 if s < t:
                     top = max(top, least[s + 1, t] + saved[s])
                     time = both[s] + seconds[s + 1, t]
+            for option in range(options[5][s] if save_all[s] else 0):
+                needed = _need_option(s, t, option, sizes, options)
+                spent = both[s] + options[4][s, option]
+                if s < t:
+                    needed = max(needed, least[s + 1, t] + options[0][s, option])
+                    spent += seconds[s + 1, t]
+                if needed < top or (needed == top and spent < time):
+                    top, time, decision = needed, spent, -2 - option
             sweep = _need_forward(s, s, sizes)
             for split in range(s + 1, t + 1):
                 needed = max(grad[t + 1] + sweep, least[split, t] + act[split], least[s, split - 1])
@@ -338,7 +388,7 @@ def _need_step(s, l, sizes):
 
 
 @njit(cache=True, nogil=True)
-def _begin_floating(flat, ranges, columns, s, t, l, n, sizes, slots, times, unit):
+def _begin_floating(flat, ranges, columns, s, t, l, n, sizes, slots, times, unit, options):
     """Sets cell (s, t, l) to "save all" (s = t) or "move on" (s < t), and to inf where that does not fit."""
     first, full = ranges
     prefix, both, adjacent = times
@@ -355,6 +405,12 @@ def _begin_floating(flat, ranges, columns, s, t, l, n, sizes, slots, times, unit
     if s == l:
         out[:need], out[need:] = np.inf, cost
         first[cell] = full[cell] = need
+        for option in range(options[5][s]):
+            begin = max(-(-(sizes[0][s] + _need_option(s, l, option, sizes, options)) // unit), 0)
+            spent = np.float32(both[s] + options[4][s, option])
+            for m in range(begin, need):
+                out[m] = min(out[m], spent)
+            first[cell] = min(first[cell], begin)
         return
     start = min(max(need, first[rest] + shift), columns)
     # A shift below zero reads beyond the row's end, where it no longer changes once nothing is recomputed.
@@ -366,10 +422,19 @@ def _begin_floating(flat, ranges, columns, s, t, l, n, sizes, slots, times, unit
         out[m] = flat[rest * columns + columns - 1] + cost
     first[cell] = start
     full[cell] = min(max(need, full[rest] + shift), columns) if full[rest] < columns else columns
+    for option in range(options[5][s] if s == t else 0):
+        shift = options[3][s, option]
+        need = -(-(sizes[0][s] + _need_option(s, l, option, sizes, options)) // unit)
+        start = max(need, first[rest] + shift, 0)
+        cost = np.float32(both[s] + options[4][s, option])
+        for m in range(start, full[cell]):
+            candidate = flat[rest * columns + min(m - shift, columns - 1)] + cost
+            out[m] = min(out[m], candidate)
+        first[cell] = min(first[cell], start)
 
 
 @njit(cache=True, nogil=True)
-def fill_floating(flat, ranges, columns, s, t_low, t_high, sizes, slots, times, unit):
+def fill_floating(flat, ranges, columns, s, t_low, t_high, sizes, slots, times, unit, options):
     """Fills the cells (s, t, l), t_low <= t < t_high, t <= l < n, of the floating recurrence; those of s+1 come first.
 
     For one s the cells of different t need nothing of each other. Those of a block share the rows (s+1, t', l), which
@@ -380,7 +445,7 @@ def fill_floating(flat, ranges, columns, s, t_low, t_high, sizes, slots, times, 
     for l in range(t_low, n):
         need = max(-(-_need_step(s, l, sizes) // unit), 0)
         for t in range(t_low, min(t_high, l + 1)):
-            _begin_floating(flat, ranges, columns, s, t, l, n, sizes, slots, times, unit)
+            _begin_floating(flat, ranges, columns, s, t, l, n, sizes, slots, times, unit, options)
             for other in range(t + 1, min(t_high, l + 1)):
                 rows = (_cell(s, t, l, n), _cell(s, t, other - 1, n), _cell(s + 1, other, l, n))
                 _split(flat, ranges, columns, rows[0], rows[1], rows[2], need, shift, cost)
@@ -398,9 +463,10 @@ def fill_floating(flat, ranges, columns, s, t_low, t_high, sizes, slots, times, 
 
 
 @njit(cache=True, nogil=True)
-def _best_floating(flat, columns, s, t, l, m, n, sizes, slots, times, unit):
+def _best_floating(flat, columns, s, t, l, m, n, sizes, slots, times, unit, options):
     """The decision behind floating cell (s, t, l) at m slots: t itself for the way without keeping activation s on
     its own ("save all" if s = t, else "move on"), above t the backward until which it is kept; -1 if infeasible.
+    For the options of s, counted from 0: -2, -3, ...
     """
     prefix, both, adjacent = times
     best, decision = np.inf, -1
@@ -415,6 +481,15 @@ def _best_floating(flat, columns, s, t, l, m, n, sizes, slots, times, unit):
             save = both[s] if s < l else adjacent[s]
             best = rest + np.float32(save if s == t else prefix[s + 1] - prefix[s])
             decision = t
+    for option in range(options[5][s] if s == t else 0):
+        shift = options[3][s, option] if s < l else 0
+        if m >= shift and m * unit >= sizes[0][s] + _need_option(s, l, option, sizes, options):
+            rest = np.float32(0)
+            if s < l:
+                rest = flat[_cell(s + 1, s + 1, l, n) * columns + min(m - shift, columns - 1)]
+            candidate = rest + np.float32(both[s] + options[4][s, option])
+            if candidate < best:
+                best, decision = candidate, -2 - option
     if m * unit >= _need_step(s, l, sizes) and m >= slots[0][s]:
         cost = np.float32(prefix[s + 1] - prefix[s])
         target = flat[_cell(s, t, l, n) * columns + m]
@@ -429,7 +504,7 @@ def _best_floating(flat, columns, s, t, l, m, n, sizes, slots, times, unit):
 
 
 @njit(cache=True, nogil=True)
-def read_floating(flat, columns, m, decisions, sizes, slots, times, unit, kinds, stages):
+def read_floating(flat, columns, m, decisions, sizes, slots, times, unit, options, kinds, stages, chosen):
     """Writes the operations of the floating solution of the whole chain at m slots; see `read_persistent`.
 
     decisions: int16 (cells,) to follow, read as in `_best_floating`; of shape (0,) they are found from the table.
@@ -440,6 +515,7 @@ def read_floating(flat, columns, m, decisions, sizes, slots, times, unit, kinds,
     count, peak, seconds = 0, 0, 0.0
     while todo:
         s, t, l, m, held = todo.pop()
+        chosen[count] = 0
         if t < 0:
             kinds[count], stages[count] = 3, s + 1
             count += 1
@@ -447,9 +523,18 @@ def read_floating(flat, columns, m, decisions, sizes, slots, times, unit, kinds,
         if decisions.size:
             decision = np.int64(decisions[_cell(s, t, l, n)])
         else:
-            decision = _best_floating(flat, columns, s, t, l, m, n, sizes, slots, times, unit)
+            decision = _best_floating(flat, columns, s, t, l, m, n, sizes, slots, times, unit, options)
         stages[count] = s + 1
-        if decision == t == s:
+        if decision < -1:
+            option = -2 - decision
+            kinds[count], chosen[count] = 0, option + 1
+            peak = max(peak, held + act[s] + _need_option(s, l, option, sizes, options))
+            seconds += times[1][s] + options[4][s, option]
+            todo.append((s, -1, 0, 0, 0))
+            if s < l:
+                rest, kept = min(m - options[3][s, option], columns - 1), options[0][s, option]
+                todo.append((s + 1, s + 1, l, rest, held + act[s] + kept - act[s + 1]))
+        elif decision == t == s:
             kinds[count] = 0
             peak = max(peak, held + act[s] + _need_save_all(s, l, sizes))
             seconds += times[1][s] if s < l else times[2][s]
@@ -471,7 +556,7 @@ def read_floating(flat, columns, m, decisions, sizes, slots, times, unit, kinds,
 
 
 @njit(cache=True, nogil=True)
-def fill_least_floating(sizes, times):
+def fill_least_floating(sizes, times, options):
     """Least memory of every floating cell, exact in bytes, by the same recurrence as a minimax; ties by time.
 
     Returns int16 (cells,) decisions, read as in `_best_floating`.
@@ -496,6 +581,15 @@ def fill_least_floating(sizes, times):
                     rest = _cell(s + 1, max(t, s + 1), l, n)
                     top, time = max(top, held + least[rest]), time + seconds[rest]
                 decision = t
+                for option in range(options[5][s] if s == t else 0):
+                    needed = act[s] + _need_option(s, l, option, sizes, options)
+                    spent = both[s] + options[4][s, option]
+                    if s < l:
+                        rest = _cell(s + 1, s + 1, l, n)
+                        needed = max(needed, act[s] + options[0][s, option] - act[s + 1] + least[rest])
+                        spent += seconds[rest]
+                    if needed < top or (needed == top and spent < time):
+                        top, time, decision = needed, spent, -2 - option
                 for other in range(t + 1, l + 1):
                     right, left = _cell(s + 1, other, l, n), _cell(s, t, other - 1, n)
                     needed = max(step, act[s] + least[right], least[left])

@@ -45,11 +45,11 @@ class Room:
 
     def __init__(self, stages: int) -> None:
         most = stages * (stages + 1) // 2 + 2 * stages  # as many as recomputing everything takes, and the backwards
-        self.kinds, self.stages = np.empty(most, np.int64), np.empty(most, np.int64)
+        self.columns = tuple(np.empty(most, np.int64) for _ in range(3))  # kind, stage, option
 
     def operations(self, count: int) -> Operations:
-        kinds, stages = self.kinds[:count].tolist(), self.stages[:count].tolist()
-        return tuple(Operation(_KINDS[kind], stage) for kind, stage in zip(kinds, stages, strict=True))
+        rows = zip(*(column[:count].tolist() for column in self.columns), strict=True)
+        return tuple(Operation(_KINDS[kind], stage, option) for kind, stage, option in rows)
 
 
 class Table(ABC):
@@ -77,17 +77,20 @@ class Table(ABC):
             raise RematError(f"slots={slots}: at least one is needed; 500 is the usual number")
         self.chain, self.budget = chain, budget
         self.sizes, self.times = sizes_of(chain), times_of(chain)
-        divisor = divisor_of(self.sizes)
+        parts = options_of(chain)
+        divisor = divisor_of((*self.sizes, *parts[:3]))
         room = max(budget - always(chain), 0)
         slots = self._slots_within(limit, slots, room // divisor, optimistic)
         # Units are a multiple of the sizes' common divisor, so that rounding loses nothing it need not.
         self.unit = divisor * max(1, math.ceil(room / (divisor * slots)))
         self.exact = self.unit == divisor
+        half = 0 if optimistic else self.unit // 2
+        self.slots = tuple((kept + half) // self.unit for kept in self._kept_bytes())
+        shifts = (self._kept_by(parts[0]) + half) // self.unit
+        self.options = (*parts[:3], shifts, *parts[3:])
         if optimistic:
-            self.slots = tuple(kept // self.unit for kept in self._kept_bytes())
             self.columns = -(-room // self.unit) + 1
         else:
-            self.slots = tuple((kept + self.unit // 2) // self.unit for kept in self._kept_bytes())
             self.columns = self._last_slot(room) + 1
         self._room = Room(chain.length)
         self._readings: dict[int, Reading] = {}
@@ -107,6 +110,10 @@ class Table(ABC):
     @abstractmethod
     def _kept_bytes(self) -> tuple[np.ndarray, np.ndarray]:
         """What keeping activation s, and what saving all of stage s, takes from the memory of what comes behind."""
+
+    @abstractmethod
+    def _kept_by(self, kept: np.ndarray) -> np.ndarray:
+        """What options that keep so many bytes of each stage (n, K) take from the memory of what comes behind."""
 
     @abstractmethod
     def _fill(self) -> None:
@@ -258,9 +265,22 @@ def sizes_of(chain: Chain) -> tuple[np.ndarray, ...]:
     return sizes
 
 
+def options_of(chain: Chain) -> tuple[np.ndarray, ...]:
+    """The options as the kernels take them, without their slots: bytes kept, overheads, seconds, and how many."""
+    counts = np.array([len(options) for options in chain.options], np.int64)
+    shape = (chain.length, int(counts.max(initial=0)))
+    kept, save, backward = (np.zeros(shape, np.int64) for _ in range(3))
+    seconds = np.zeros(shape, np.float64)
+    for stage, options in enumerate(chain.options):
+        for number, option in enumerate(options):
+            kept[stage, number], save[stage, number] = option.saved_bytes, option.save_overhead_bytes
+            backward[stage, number], seconds[stage, number] = option.bwd_overhead_bytes, option.replay_seconds
+    return kept, save, backward, seconds, counts
+
+
 def divisor_of(sizes: Iterable[np.ndarray]) -> int:
     """The greatest common divisor of all sizes, 1 where they are all zero."""
-    return math.gcd(*(int(size) for array in sizes for size in array)) or 1
+    return math.gcd(*(int(size) for array in sizes for size in array.flat)) or 1
 
 
 def times_of(chain: Chain) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -23,7 +23,8 @@ def lower_bound(
     slots and the budget rounded up: every schedule that fits the bytes fits the slots too. More slots bring it nearer
     to the optimum. Where a stage saves less than its output (saved_l < a_l, as those may whose output nobody's backward
     needs), saving all of it is the cheaper way to keep its output, which the recurrence does not know; there the output
-    counts as no larger than what is saved, which only makes more schedules fit.
+    counts as no larger than what is saved, which only makes more schedules fit. Where saving takes less scratch memory
+    than passing, which no measured stage does, passing counts as taking no more.
 
     Args:
         chain: what the stages cost.
@@ -53,6 +54,24 @@ def lower_bound(
 
 
 def _relaxed(chain: Chain) -> Chain:
-    """The chain with no activation larger than what its stage saves."""
-    smaller = map(min, chain.act_bytes[1:-1], chain.saved_bytes[:-1])
-    return replace(chain, act_bytes=(chain.act_bytes[0], *smaller, chain.act_bytes[-1]))
+    """The chain with no activation larger than what its stage may keep, and no stage dearer to pass than to save."""
+    kept = [
+        min([chain.saved_bytes[index], *(option.saved_bytes for option in options)])
+        for index, options in enumerate(chain.options)
+    ]
+    smaller = tuple(map(min, chain.act_bytes[1:-1], kept))
+    act = (chain.act_bytes[0], *smaller, chain.act_bytes[-1])
+    saving = [
+        min(
+            [
+                chain.saved_bytes[index] + chain.save_overhead_bytes[index],
+                *(o.saved_bytes + o.save_overhead_bytes for o in options),
+            ]
+        )
+        for index, options in enumerate(chain.options)
+    ]
+    passing = (
+        max(min(over, most - size), 0)
+        for over, most, size in zip(chain.fwd_overhead_bytes, saving, act[1:], strict=True)
+    )
+    return replace(chain, act_bytes=act, fwd_overhead_bytes=tuple(passing))

@@ -26,9 +26,11 @@ class Fastest(Solver):
 
     Attributes:
         slots: memory units of the dynamic programs.
+        options: as in `Persistent`.
     """
 
     slots: int = 500
+    options: bool = True
 
     name: ClassVar[str] = "fastest"
 
@@ -49,7 +51,7 @@ class Fastest(Solver):
 
     def _solvers(self, chain: Chain) -> list[Solver]:
         """`persistent` first, which is taken where others are no faster."""
-        solvers: list[Solver] = [Persistent(self.slots)]
+        solvers: list[Solver] = [Persistent(self.slots, self.options)]
         if is_quick(chain, self.slots):
-            solvers.append(Floating(self.slots))
+            solvers.append(Floating(self.slots, options=self.options))
         return [*solvers, StoreAll(), Sequential(), Chen(), Revolve(self.slots)]

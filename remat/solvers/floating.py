@@ -19,7 +19,7 @@ from remat.budgets import resolve_budget
 from remat.chain import Chain
 from remat.simulation import peak_and_makespan
 from remat.solvers import _table_kernels
-from remat.solvers._tables import Room, Table, in_parallel, plan_with_tables, sizes_of, times_of
+from remat.solvers._tables import Room, Table, in_parallel, options_of, plan_with_tables, sizes_of, times_of
 from remat.solvers.base import Operations, Plan, Solver
 from remat.solvers.persistent import Persistent, PersistentTable
 
@@ -36,29 +36,34 @@ class Floating(Solver):
         slots: into how many units the budget is divided; more are finer, slower and larger.
         table_limit: bytes that the table may take (an int or "2GiB"); fewer slots are used where it would take more.
             None: as many slots as asked for, and an error where the table would not fit the free memory.
+        options: as in `Persistent`.
     """
 
     slots: int = 500
     table_limit: int | str | None = None
+    options: bool = True
 
     name: ClassVar[str] = "floating"
 
     def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:
+        chain = chain if self.options else chain.without_options
         limit = None if self.table_limit is None else resolve_budget(self.table_limit)
 
         def table(budget: int) -> FloatingTable:
             return FloatingTable(chain, budget, self.slots, limit=limit)
 
         floating = plan_with_tables(chain, budgets, table, lambda: self.least_memory(chain))
-        persistent = Persistent(self.slots).plan(chain, budgets)
+        persistent = Persistent(self.slots, self.options).plan(chain, budgets)
         return [_faster(chain, plans) for plans in zip(floating, persistent, strict=True)]
 
     def least_memory(self, chain: Chain) -> Operations:
-        sizes, times = sizes_of(chain), times_of(chain)
-        decisions = _table_kernels.fill_least_floating(sizes, times)
+        chain = chain if self.options else chain.without_options
+        sizes, times, parts = sizes_of(chain), times_of(chain), options_of(chain)
+        parts = (*parts[:3], np.zeros_like(parts[0]), *parts[3:])
+        decisions = _table_kernels.fill_least_floating(sizes, times, parts)
         room = Room(chain.length)
         nothing, slots = np.empty(0, np.float32), (np.zeros_like(sizes[0]), np.zeros_like(sizes[1]))
-        options = (sizes, slots, times, 1, room.kinds, room.stages)
+        options = (sizes, slots, times, 1, parts, *room.columns)
         return room.operations(_table_kernels.read_floating(nothing, 1, 0, decisions, *options)[0])
 
 
@@ -90,13 +95,17 @@ class FloatingTable(Table):
         # A cell counts its input, which after "save all" lies in what was saved.
         return act, act[:-1] + saved - act[1:]
 
+    def _kept_by(self, kept: np.ndarray) -> np.ndarray:
+        act = self.sizes[0]
+        return (act[:-1] - act[1:])[:, np.newaxis] + kept
+
     def _fill(self) -> None:
         n = self.chain.length
         rows = self.rows(n)
         ranges = (np.empty(rows, np.int64), np.empty(rows, np.int64))
 
         def fill(s: int, t: int) -> None:
-            options = (self.sizes, self.slots, self.times, self.unit)
+            options = (self.sizes, self.slots, self.times, self.unit, self.options)
             _table_kernels.fill_floating(self.flat, ranges, self.columns, s, t, min(t + _BLOCK, n), *options)
 
         def waves() -> Iterator[list[tuple[int, int]]]:
@@ -107,7 +116,7 @@ class FloatingTable(Table):
 
     def _walk(self, slot: int) -> tuple[int, int, float]:
         none, room = np.empty(0, np.int16), self._room
-        options = (self.sizes, self.slots, self.times, self.unit, room.kinds, room.stages)
+        options = (self.sizes, self.slots, self.times, self.unit, self.options, *room.columns)
         return _table_kernels.read_floating(self.flat, self.columns, slot, none, *options)
 
 

@@ -6,7 +6,8 @@ between two backwards (a phase) every stage runs forward at most once, in the or
 
 Phase k ends with B_k. Binary variables say for each phase k and stage j <= k whether F_all, F_ck or F_none of j runs
 there; own[k, j] and kept[k, j] say whether a_j is stored on its own and whether saved_j is, when phase k begins;
-used[k, j] is the memory that is stored before stage j's turn. Sizes are in units of the budget.
+used[k, j] is the memory that is stored before stage j's turn. Of F_all and of kept there is one for each option of the
+stage. Sizes are in units of the budget.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from remat.chain import Chain
+from remat.chain import Chain, Option
 from remat.errors import SolverStopped
 from remat.formatting import format_bytes
 from remat.host.packages import require
 from remat.schedule import F_ALL, F_CK, F_NONE, B, Operation
-from remat.simulation import peak_and_makespan
+from remat.simulation import everything, peak_and_makespan
 from remat.solvers._pulp import Answer, choose_backend, run
 from remat.solvers.base import Operations, Plan, Solver
 from remat.solvers.recompute_all import RecomputeAll
@@ -36,6 +37,7 @@ class Ilp(Solver):
     Attributes:
         time_limit: seconds that one budget may take. The best schedule found by then is returned, with its gap.
         gap: how far, as a share of the store-all makespan, from proven optimality a schedule may be.
+        options: F_all may keep a part of a stage, where the chain says how; without, as in the paper, all or nothing.
         backend: "highs" (`pip install remat[ilp]`), "cbc" (comes with PuLP), or None: HiGHS where it is installed.
 
     Raises:
@@ -45,15 +47,18 @@ class Ilp(Solver):
     time_limit: float = 60.0
     gap: float = 0.001
     backend: str | None = None
+    options: bool = True
 
     name: ClassVar[str] = "ilp"
 
     def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:
+        chain = chain if self.options else chain.without_options
         known = {budget: self._plan_one(chain, budget) for budget in sorted(set(budgets))}
         return [known[budget] for budget in budgets]
 
     def least_memory(self, chain: Chain) -> Operations:
         """The sequence of least peak: exact where the solver proves it within its time limit, else the best found."""
+        chain = chain if self.options else chain.without_options
         backend = choose_backend(self.backend)
         best = RecomputeAll().least_memory(chain)
         peak = peak_and_makespan(chain, best)[0]
@@ -101,7 +106,9 @@ class _Model:
     limit: int
     minimise_memory: bool = False
     problem: Any = field(init=False)
-    runs: dict[tuple[str, int, int], Any] = field(init=False, default_factory=dict)  # (kind, phase, stage)
+    runs: dict[tuple[str, int, int, int], Any] = field(init=False, default_factory=dict)  # kind, phase, stage, option
+
+    kept: dict[tuple[int, int, int], Any] = field(init=False, default_factory=dict)  # phase, stage, option
 
     def __post_init__(self) -> None:
         pulp = require("pulp", "integer programming")
@@ -111,17 +118,20 @@ class _Model:
         self._seconds = self.chain.store_all_seconds or 1.0
         top: Any = self.problem.add_variable("peak", 0, _SCALE) if self.minimise_memory else _SCALE
         self._declare_runs()
-        own, kept = self._states()
-        self._rules(own, kept)
-        self._memory(own, kept, top)
-        forward = pulp.lpSum(self._share(phase, stage) * run for (_, phase, stage), run in self.runs.items())
+        own = self._states()
+        self._rules(own)
+        self._memory(own, top)
+        forward = pulp.lpSum(self._share(*key[1:]) * run for key, run in self.runs.items())
         self.problem.setObjective(top if self.minimise_memory else forward)
 
-    def _share(self, phase: int, stage: int) -> float:
+    def _share(self, phase: int, stage: int, option: int) -> float:
         """What a forward run adds to the makespan, of that of storing everything.
 
-        Phase k ends with F_all k, if that is run again: right before its backward.
+        Phase k ends with F_all k, if that is run again: right before its backward. An option has a replay there.
         """
+        if option:
+            again = self.chain.options[stage - 1][option - 1].replay_seconds
+            return (self.chain.fwd_seconds[stage - 1] + again) / self._seconds
         ends_early = phase == stage < self.chain.length
         times = self.chain.replay_seconds if ends_early else self.chain.fwd_seconds
         return times[stage - 1] / self._seconds
@@ -130,8 +140,21 @@ class _Model:
         """The sum of the variables of these kinds, of all three by default."""
         pulp = require("pulp", "integer programming")
 
-        keys = [(kind, phase, stage) for kind in kinds or (F_ALL, F_CK, F_NONE)]
+        wanted = kinds or (F_ALL, F_CK, F_NONE)
+        keys = [(kind, phase, stage, option) for kind in wanted for option in self._options(stage)]
         return pulp.lpSum(self.runs[key] for key in keys if key in self.runs)
+
+    def _options(self, stage: int) -> range:
+        return range(len(self.chain.options[stage - 1]) + 1)
+
+    def _kept(self, phase: int, stage: int) -> Any:
+        """Whether saved_stage, or a part of it, is stored when the phase begins."""
+        pulp = require("pulp", "integer programming")
+
+        return pulp.lpSum(self.kept[phase, stage, option] for option in self._options(stage))
+
+    def _part(self, stage: int, option: int) -> Option:
+        return self.chain.options[stage - 1][option - 1] if option else everything(self.chain, stage)
 
     def _declare_runs(self) -> None:
         """A variable for each operation that may be of use and can fit.
@@ -144,82 +167,96 @@ class _Model:
         for phase in range(1, chain.length + 1):
             for stage in range(1, phase + 1):
                 before = floor + chain.grad_bytes[phase] + (chain.act_bytes[stage - 1] if stage > 1 else 0)
-                saving = chain.saved_bytes[stage - 1] + chain.save_overhead_bytes[stage - 1]
                 passing = chain.act_bytes[stage] + chain.fwd_overhead_bytes[stage - 1]
-                for kind, needed in ((F_ALL, saving), (F_CK, passing), (F_NONE, passing)):
+                parts = [self._part(stage, option) for option in self._options(stage)]
+                ways = [(F_ALL, o, part.saved_bytes + part.save_overhead_bytes) for o, part in enumerate(parts)]
+                for kind, option, needed in (*ways, (F_CK, 0, passing), (F_NONE, 0, passing)):
                     useful = kind == F_ALL or (stage < phase and (kind == F_CK or stage > 1))
                     if chain.fixed[stage - 1]:
                         useful = kind == F_ALL and phase == chain.length
                     if useful and before + needed <= self.limit:
-                        name = f"{kind}_{phase}_{stage}"
-                        self.runs[kind, phase, stage] = self.problem.add_variable(name, cat="Binary")
+                        name = f"{kind}_{phase}_{stage}_{option}"
+                        self.runs[kind, phase, stage, option] = self.problem.add_variable(name, cat="Binary")
 
-    def _states(self) -> tuple[dict[tuple[int, int], Any], dict[tuple[int, int], Any]]:
-        """What is stored when a phase begins, as a consequence of what ran: own[k, j] for j < k, kept[k, j], j <= k."""
+    def _states(self) -> dict[tuple[int, int], Any]:
+        """What is stored when a phase begins, as a consequence of what ran: own[k, j] for j < k, and `kept`, j <= k."""
 
         last = self.chain.length
         own: dict[tuple[int, int], Any] = {}
-        kept: dict[tuple[int, int], Any] = {}
         for phase in range(last, 0, -1):
             own[phase, 0] = 1
             for stage in range(1, phase + 1):
                 first = phase == last
-                kept[phase, stage] = 0 if first else self.problem.add_variable(f"kept_{phase}_{stage}", 0, 1)
+                for option in self._options(stage):
+                    name = f"kept_{phase}_{stage}_{option}"
+                    self.kept[phase, stage, option] = 0 if first else self.problem.add_variable(name, 0, 1)
                 if stage < phase:
                     own[phase, stage] = 0 if first else self.problem.add_variable(f"own_{phase}_{stage}", 0, 1)
                 if not first:
                     before = phase + 1
-                    self.problem += kept[phase, stage] == kept[before, stage] + self._run(before, stage, F_ALL)
+                    for option in self._options(stage):
+                        ran = self.runs.get((F_ALL, before, stage, option), 0)
+                        self.problem += self.kept[phase, stage, option] == self.kept[before, stage, option] + ran
                     if stage < phase:
                         self.problem += own[phase, stage] == self._own_after(own, before, stage)
-        return own, kept
+        return own
 
     def _own_after(self, own: dict[tuple[int, int], Any], phase: int, stage: int) -> Any:
         """Whether a_stage is stored on its own when the forwards of `phase` have run."""
         passed = self._run(phase, stage, F_CK, F_NONE)
         return own[phase, stage] + passed - self._run(phase, stage + 1, F_NONE)
 
-    def _rules(self, own: dict[tuple[int, int], Any], kept: dict[tuple[int, int], Any]) -> None:
+    def _rules(self, own: dict[tuple[int, int], Any]) -> None:
         """What each operation needs (Table 1 of Beaumont et al.)."""
         for phase in range(1, self.chain.length + 1):
             # saved_k is there when B_k runs, and is made once: nothing but B_k frees it.
-            self.problem += kept[phase, phase] + self._run(phase, phase, F_ALL) == 1
+            self.problem += self._kept(phase, phase) + self._run(phase, phase, F_ALL) == 1
             for stage in range(1, phase + 1):
                 run = self._run(phase, stage)
-                self.problem += run + kept[phase, stage] <= 1
+                self.problem += run + self._kept(phase, stage) <= 1
                 if stage < phase:  # running a stage whose output is there anyway is of no use
                     self.problem += own[phase, stage] + self._run(phase, stage, F_CK, F_NONE) <= 1
                 if stage == 1:
                     continue
                 before = stage - 1
                 passed = own[phase, before] + self._run(phase, before, F_CK, F_NONE)
-                self.problem += run <= passed + kept[phase, before] + self._run(phase, before, F_ALL)
+                self.problem += run <= passed + self._kept(phase, before) + self._run(phase, before, F_ALL)
                 self.problem += self._run(phase, stage, F_NONE) <= passed
             if phase > 1:
-                at_hand = kept[phase, phase - 1] + self._run(phase, phase - 1, F_ALL)
+                at_hand = self._kept(phase, phase - 1) + self._run(phase, phase - 1, F_ALL)
                 self.problem += self._own_after(own, phase, phase - 1) + at_hand >= 1
 
-    def _memory(self, own: dict[tuple[int, int], Any], kept: dict[tuple[int, int], Any], top: Any) -> None:
+    def _memory(self, own: dict[tuple[int, int], Any], top: Any) -> None:
         """The memory while each operation runs, which is what is stored before it and what it adds."""
         pulp = require("pulp", "integer programming")
 
         chain, scale = self.chain, self._scale
-        act, saved = chain.act_bytes, chain.saved_bytes
+        act = chain.act_bytes
         for phase in range(1, chain.length + 1):
             stored = scale * (chain.reserve_bytes + act[0] + chain.grad_bytes[phase])
             stored += pulp.lpSum(scale * act[stage] * own[phase, stage] for stage in range(1, phase))
-            stored += pulp.lpSum(scale * saved[stage - 1] * kept[phase, stage] for stage in range(1, phase + 1))
+            stored += pulp.lpSum(
+                scale * self._part(stage, option).saved_bytes * self.kept[phase, stage, option]
+                for stage in range(1, phase + 1)
+                for option in self._options(stage)
+            )
             for stage in range(1, phase + 1):
                 used = self.problem.add_variable(f"used_{phase}_{stage}", 0, _SCALE)
                 self.problem += used == stored
-                saves = self._run(phase, stage, F_ALL)
                 passes = self._run(phase, stage, F_CK, F_NONE)
-                saving = saved[stage - 1] + chain.save_overhead_bytes[stage - 1]
+                saved, saving = pulp.lpSum(()), pulp.lpSum(())
+                for option in self._options(stage):
+                    part, run = self._part(stage, option), self.runs.get((F_ALL, phase, stage, option), 0)
+                    saved += scale * part.saved_bytes * run
+                    saving += scale * (part.saved_bytes + part.save_overhead_bytes) * run
                 passing = act[stage] + chain.fwd_overhead_bytes[stage - 1]
-                self.problem += used + scale * saving * saves + scale * passing * passes <= top
-                stored = used + scale * saved[stage - 1] * saves + scale * act[stage] * passes
+                self.problem += used + saving + scale * passing * passes <= top
+                stored = used + saved + scale * act[stage] * passes
                 stored = stored - scale * act[stage - 1] * self._run(phase, stage, F_NONE)
-            self.problem += stored + scale * (chain.grad_bytes[phase - 1] + chain.bwd_overhead_bytes[phase - 1]) <= top
+            for option in self._options(phase):
+                there = self.kept[phase, phase, option] + self.runs.get((F_ALL, phase, phase, option), 0)
+                stored += scale * self._part(phase, option).bwd_overhead_bytes * there
+            self.problem += stored + scale * chain.grad_bytes[phase - 1] <= top
 
     def bound_seconds(self, answer: Answer) -> float | None:
         """The makespan that no schedule can beat, from the bound on the objective, which has no backwards."""
@@ -241,8 +278,9 @@ class _Model:
         for phase in range(self.chain.length, 0, -1):
             for stage in range(1, phase + 1):
                 for kind in (F_ALL, F_CK, F_NONE):
-                    run = self.runs.get((kind, phase, stage))
-                    if run is not None and round(run.varValue or 0):
-                        found.append(Operation(kind, stage))
+                    for option in self._options(stage):
+                        run = self.runs.get((kind, phase, stage, option))
+                        if run is not None and round(run.varValue or 0):
+                            found.append(Operation(kind, stage, option))
             found.append(Operation(B, phase))
         return tuple(found)

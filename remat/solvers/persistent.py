@@ -16,7 +16,7 @@ import numpy as np
 from remat.chain import Chain
 from remat.host.compilation import say_that_it_compiles
 from remat.solvers import _table_kernels
-from remat.solvers._tables import Room, Table, in_parallel, plan_with_tables, sizes_of, times_of
+from remat.solvers._tables import Room, Table, in_parallel, options_of, plan_with_tables, sizes_of, times_of
 from remat.solvers.base import Operations, Plan, Solver
 
 _TILE = 16  # cells of a tile's side: one row is reused for this many ends from cache
@@ -29,13 +29,16 @@ class Persistent(Solver):
 
     Attributes:
         slots: into how many units the budget is divided; more are finer, slower and larger.
+        options: F_all may keep a part of a stage, where the chain says how; without, as in the paper, all or nothing.
     """
 
     slots: int = 500
+    options: bool = True
 
     name: ClassVar[str] = "persistent"
 
     def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:
+        chain = chain if self.options else chain.without_options
         say_that_it_compiles(_table_kernels.fill_persistent, "the planner", seconds="some seconds")
 
         def table(budget: int) -> PersistentTable:
@@ -44,7 +47,7 @@ class Persistent(Solver):
         return plan_with_tables(chain, budgets, table, lambda: self.least_memory(chain))
 
     def least_memory(self, chain: Chain) -> Operations:
-        return least_persistent_operations(chain, save_all=True)
+        return least_persistent_operations(chain if self.options else chain.without_options, save_all=True)
 
 
 class PersistentTable(Table):
@@ -70,6 +73,9 @@ class PersistentTable(Table):
     def _kept_bytes(self) -> tuple[np.ndarray, np.ndarray]:
         return self.sizes[0], self.sizes[1]
 
+    def _kept_by(self, kept: np.ndarray) -> np.ndarray:
+        return kept
+
     def _fill(self) -> None:
         n = self.chain.length
         rows = self.rows(n)
@@ -79,7 +85,7 @@ class PersistentTable(Table):
 
         def fill(i: int, j: int) -> None:
             tile = (*blocks[i], *blocks[j])
-            options = (self.sizes, self.slots, self.times, self.unit, saved_early)
+            options = (self.sizes, self.slots, self.times, self.unit, saved_early, self.options)
             _table_kernels.fill_persistent(self.flat, ranges, self.columns, *tile, *options)
 
         # A tile needs those below it in its column and left of it in its row: tiles of one diagonal are independent.
@@ -87,21 +93,22 @@ class PersistentTable(Table):
         in_parallel(fill, diagonals, threads=n >= _THREADED_FROM)
 
     def _walk(self, slot: int) -> tuple[int, int, float]:
-        options = (self.sizes, self.slots, self.times, self.unit, _saved_early(self.chain, save_all=self.save_all))
+        saved_early = _saved_early(self.chain, save_all=self.save_all)
+        options = (self.sizes, self.slots, self.times, self.unit, saved_early, self.options)
         none = np.empty((0, 0), np.int64)
-        room = self._room
-        return _table_kernels.read_persistent(self.flat, self.columns, slot, none, *options, room.kinds, room.stages)
+        return _table_kernels.read_persistent(self.flat, self.columns, slot, none, *options, *self._room.columns)
 
 
 def least_persistent_operations(chain: Chain, *, save_all: bool) -> Operations:
     """The memory-persistent schedule of least peak, exact in bytes: the recurrence as a minimax, O(n^3), no slots."""
-    sizes, times = sizes_of(chain), times_of(chain)
+    sizes, times, parts = sizes_of(chain), times_of(chain), options_of(chain)
+    parts = (*parts[:3], np.zeros_like(parts[0]), *parts[3:])
     saved_early = _saved_early(chain, save_all=save_all)
-    decisions = _table_kernels.fill_least_persistent(sizes, times, saved_early)
+    decisions = _table_kernels.fill_least_persistent(sizes, times, saved_early, parts)
     room = Room(chain.length)
     nothing, slots = np.empty(0, np.float32), (np.zeros_like(sizes[0]), np.zeros_like(sizes[1]))
-    options = (sizes, slots, times, 1, saved_early)
-    count, *_ = _table_kernels.read_persistent(nothing, 1, 0, decisions, *options, room.kinds, room.stages)
+    options = (sizes, slots, times, 1, saved_early, parts)
+    count, *_ = _table_kernels.read_persistent(nothing, 1, 0, decisions, *options, *room.columns)
     return room.operations(count)
 
 

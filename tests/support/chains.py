@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from remat.chain import Chain
+from remat.chain import Chain, Option
 from remat.schedule import F_ALL, F_CK, F_NONE, B, Operation, Schedule
 
 
@@ -26,18 +26,42 @@ def chains(draw: st.DrawFn, max_stages: int = 7, largest: int = 12) -> Chain:
 
 
 @st.composite
-def measured_chains(draw: st.DrawFn, max_stages: int) -> Chain:
+def measured_chains(draw: st.DrawFn, max_stages: int, *, with_options: bool = False) -> Chain:
     """Chains with the terms that only measured ones have."""
     chain = draw(chains(max_stages=max_stages, largest=9))
 
     def some(count: int, most: int = 4) -> list[int]:
         return draw(st.lists(st.integers(0, most), min_size=count, max_size=count))
 
+    def parts(stage: int) -> tuple[Option, ...]:
+        """Ways to keep a part of it, or nothing of use."""
+        if not with_options or stage == chain.length - 1 or chain.fixed[stage]:
+            return ()
+        sizes = st.integers(0, 12)
+        seconds = st.integers(0, 6)
+        act = chain.act_bytes[stage + 1]
+        return tuple(
+            Option(act + draw(sizes), draw(sizes), draw(sizes) - draw(sizes) // 2, draw(seconds))
+            for _ in range(draw(st.integers(0, 3)))
+        )
+
     forward = draw(st.sampled_from([1, 1, 5]))  # now and then what decides is what runs forward
+    options = [parts(stage) for stage in range(chain.length)]
+    saving = some(chain.length)
+    # A stage that saves has in memory all that it has without, so passing needs no more.
+    least = [
+        min([a + b, *(o.saved_bytes + o.save_overhead_bytes for o in each)])
+        for a, b, each in zip(chain.saved_bytes, saving, options, strict=True)
+    ]
+    passing = [
+        min(forward * size, most - act)
+        for size, most, act in zip(chain.fwd_overhead_bytes, least, chain.act_bytes[1:], strict=True)
+    ]
     return replace(
         chain,
-        fwd_overhead_bytes=[forward * size for size in chain.fwd_overhead_bytes],
-        save_overhead_bytes=some(chain.length),
+        fwd_overhead_bytes=passing,
+        save_overhead_bytes=saving,
+        options=options,
         bwd_overhead_bytes=[
             extra - min(freed, saved)
             for extra, freed, saved in zip(chain.bwd_overhead_bytes, some(chain.length), chain.saved_bytes, strict=True)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from remat.chain import Chain
+from remat.chain import Chain, Option
 from remat.schedule import Operation, Schedule
 
 
@@ -28,15 +28,16 @@ class Verdict(NamedTuple):
         return max(peak for peak, _ in self.moments)
 
 
-def judge(chain: Chain, operations: Iterable[Operation]) -> Verdict:
+def judge(chain: Chain, operations: Iterable[Operation]) -> Verdict:  # noqa: PLR0911, PLR0912  # a table of rules
     """Table 1, with a dictionary of all that is in memory in place of counters."""
     last = chain.length
     memory = {("reserve", 0): chain.reserve_bytes, ("a", 0): chain.act_bytes[0], ("grad", last): chain.grad_bytes[last]}
     moments: list[tuple[int, int]] = []
     seconds = 0.0
+    part: dict[int, Option] = {}  # of stages of which F_all has kept a part
     backwards = list(range(last, 0, -1))
     operations = [*operations]
-    for number, (kind, stage) in enumerate(operations):
+    for number, (kind, stage, option) in enumerate(operations):
         before = sum(memory.values())
         at_hand = ("a", stage - 1) in memory or ("saved", stage - 1) in memory
         if stage > last or not at_hand or not backwards:
@@ -45,7 +46,10 @@ def judge(chain: Chain, operations: Iterable[Operation]) -> Verdict:
             if backwards[0] != stage or ("saved", stage) not in memory:
                 return Verdict(False, moments, seconds)
             backwards.pop(0)
-            peak = before + chain.grad_bytes[stage - 1] + chain.bwd_overhead_bytes[stage - 1]
+            rest = part.pop(stage, None)
+            extra = chain.bwd_overhead_bytes[stage - 1] if rest is None else rest.bwd_overhead_bytes
+            peak = before + chain.grad_bytes[stage - 1] + extra
+            seconds += 0.0 if rest is None else rest.replay_seconds
             for gone in (("saved", stage), ("grad", stage), ("a", stage - 1)):
                 memory.pop(gone, None)
             memory["grad", stage - 1] = chain.grad_bytes[stage - 1]
@@ -59,6 +63,11 @@ def judge(chain: Chain, operations: Iterable[Operation]) -> Verdict:
                     return Verdict(False, moments, seconds)
                 name, size = ("saved", stage), chain.saved_bytes[stage - 1]
                 scratch = chain.save_overhead_bytes[stage - 1]
+                if option > len(chain.options[stage - 1]):
+                    return Verdict(False, moments, seconds)
+                if option:
+                    part[stage] = chain.options[stage - 1][option - 1]
+                    size, scratch = part[stage].saved_bytes, part[stage].save_overhead_bytes
             else:
                 name, size = ("a", stage), chain.act_bytes[stage]
                 scratch = chain.fwd_overhead_bytes[stage - 1]
@@ -68,9 +77,10 @@ def judge(chain: Chain, operations: Iterable[Operation]) -> Verdict:
             memory[name] = size
             if kind == "F_none":
                 del memory["a", stage - 1]
-            first = all(other == "B" or ran != stage for other, ran in operations[:number])
-            next_is_its_backward = [*operations[number + 1 : number + 2]] == [("B", stage)]
-            to_the_end = first or kind != "F_all" or not next_is_its_backward
+            first = all(other == "B" or ran != stage for other, ran, _ in operations[:number])
+            part_only = kind == "F_all" and option > 0
+            next_is_its_backward = [*operations[number + 1 : number + 2]] == [Operation("B", stage)]
+            to_the_end = first or kind != "F_all" or not next_is_its_backward or part_only
             seconds += chain.fwd_seconds[stage - 1] if to_the_end else chain.replay_seconds[stage - 1]
         moments.append((peak, sum(memory.values())))
     return Verdict(not backwards, moments, seconds)
@@ -117,7 +127,7 @@ def train_naively(
             output = result.detach()
         return result
 
-    for kind, stage in schedule.operations:
+    for kind, stage, _ in schedule.operations:
         if kind == "B":
             leaf, result = graphs.pop(stage)
             if result.requires_grad:

@@ -5,7 +5,7 @@ Random number generators, autocast, train/eval flags, buffers that the stage its
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
@@ -162,11 +162,18 @@ class FirstRun:
         self._versions = [(parameter, parameter._version) for parameter in stage.parameters()]
         self._rewritten: list[torch.Tensor] = []  # parameters that the forward itself wrote to
         self._autocast = autocast_states({tensor.device.type for tensor in tensors(value)} | {"cpu"})
+        self._shapes = tuple(map(_look, tensors(value)))
         self._devices = accelerators(stage, value)
         self._random: RandomState | None = RandomState(self._devices) if preserve_random else None
         self._watch = watch
         self._before = watch.before(stage, self._flags)
         self._changed: dict[_Key, _Before] = {}
+
+    @property
+    def situation(self) -> Hashable:
+        """What runs of the stage have in common that do the same: shapes, flags of modules, autocast."""
+        autocast = tuple((state["device_type"], state["enabled"], state["dtype"]) for state in self._autocast)
+        return self._shapes, self._flags, autocast
 
     def ended(self) -> None:
         """To be called when the first run is over: keeps only what it really drew on and changed."""
@@ -259,6 +266,11 @@ class FirstRun:
         finally:
             for holder, name, buffer in originals:
                 holder[name] = buffer
+
+
+def _look(tensor: torch.Tensor) -> Hashable:
+    stride = tensor.stride() if tensor.layout == torch.strided else None
+    return tensor.shape, stride, tensor.dtype, tensor.requires_grad
 
 
 def autocast_states(device_types: set[str]) -> list[dict[str, Any]]:

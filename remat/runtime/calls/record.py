@@ -1,14 +1,15 @@
 """The record of a stage's first run: what is needed to run it again, and what of it waits for that.
 
 Its activation comes from whoever replays it. What else it depends on is here: the arguments of its calls and their side
-inputs (`again`), its environment, and the slots in the graph that the tensors go to which autograd saved.
+inputs (`again`), its environment, and the slots in the graph that the tensors go to which autograd saved. Some of these
+may be kept from the first run on; then the others are made by a replay in part (`partial`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,7 +18,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from remat.errors import ReplayError
 from remat.runtime.calls.ending import Ended, Ending, Saved
 from remat.runtime.calls.environment import FirstRun
+from remat.runtime.calls.partial import Differs, Replaying
 from remat.runtime.calls.stages import Stage, attached
+from remat.runtime.calls.tape import Recorder
+from remat.runtime.calls.tapes import Tapes
 from remat.runtime.sharding import unsharded
 
 
@@ -46,6 +50,9 @@ class _Expected(NamedTuple):
     dtype: torch.dtype
 
 
+_NONE: frozenset[int] = frozenset()
+
+
 class Record:
     """One first run of a stage.
 
@@ -53,64 +60,144 @@ class Record:
         index: of the stage, counted from 1.
         environment: what the run depended on besides its arguments; None where it will not be repeated.
         ending: where recomputations of this stage may end, in all runs.
+        tapes: what runs of this stage consist of.
         again: makes the calls of the run once more, for an activation.
 
     Attributes:
-        deferred: nothing of what autograd saved was kept; slots wait for it.
+        deferred: not all of what autograd saved was kept; slots wait for it.
         filled: the slots have their tensors.
     """
 
     def __init__(
-        self, stage: Stage, index: int, environment: FirstRun | None, ending: Ending, again: Callable[[Any], Any]
+        self,
+        stage: Stage,
+        index: int,
+        environment: FirstRun | None,
+        ending: Ending,
+        tapes: Tapes,
+        again: Callable[[Any], Any],
     ) -> None:
         self.stage, self.index = stage, index
-        self.environment, self.ending, self.again = environment, ending, again
+        self.environment, self.ending, self.tapes, self.again = environment, ending, tapes, again
         self.deferred = self.filled = False
         self._expected: list[_Expected] = []
+        self._recorder: Recorder | None = None
 
-    def deferring(self, owner: Owner) -> saved_tensors_hooks:
-        """Inside, slots take the place of what autograd would save."""
+    def deferring(self, owner: Owner, dropped: frozenset[int] | None = None) -> AbstractContextManager[Any]:
+        """Inside, slots take the place of what autograd would save.
+
+        `dropped`: the numbers of the slots that stay empty, where the others are filled at once; None: all do.
+        """
         self.deferred = True
-        return saved_tensors_hooks(_Deferrer(self._expected, owner, self.index), _unpack)
+        if dropped is not None and self._recorder is None and self._is_unknown:
+            self._recorder = Recorder()
+        hooks = saved_tensors_hooks(_Deferrer(self._expected, owner, self.index, dropped, self._recorder), _unpack)
+        return hooks if self._recorder is None else _recorded(self._recorder, hooks)
 
-    def replay(self, value: Any, *, filling: bool, ends_early: bool = False) -> Any:
+    def ended(self, returned: Any) -> None:
+        """The first run is over, and returned this."""
+        if self.environment is not None:
+            self.environment.ended()
+        self._learn(returned)
+
+    def replay(self, value: Any, *, filling: bool, ends_early: bool = False, dropped: frozenset[int] = _NONE) -> Any:
         """Runs the stage again on `value`. Returns its activation.
 
         Args:
             filling: the slots get what autograd saves.
             ends_early: the run ends with the last tensor that a slot waits for; then there is no activation.
+            dropped: the numbers of the slots that stay empty all the same, for `complete`.
 
         Raises:
             ReplayError: it saves other tensors than the first run, or what it depends on has changed.
         """
+        if not filling:
+            return self._run(value, _Filler(self.stage.name, None))
+        if dropped:
+            recorder = Recorder() if self._is_unknown else None
+            filler = _Filler(self.stage.name, self._expected, dropped=dropped, recorder=recorder)
+            output = self._run(value, filler, recorder)
+            self._recorder = recorder
+            self._learn(output)
+            return output
+        last = self._last() if ends_early and self.ending.allowed else None
+        output = self._fill(value, last) if last != 0 else None
+        self.filled = True
+        return output
+
+    def complete(self, value: Any, dropped: frozenset[int]) -> None:
+        """Makes what the slots `dropped` wait for, and nothing else, where the tape of the run is known.
+
+        Raises:
+            ReplayError: as `replay`.
+        """
         assert self.environment is not None
-        last = saved = None
-        if ends_early and self.ending.allowed:
-            last = self._last()
-            if not last:
-                return None  # autograd waits for nothing
-        elif filling and self.ending.allowed is None:
-            saved = Saved()
-        filler = _Filler(self.stage.name, self._expected if filling else None, last, saved)
-        output = None
+        last = self._last() if self.ending.allowed else None
+        if last == 0:
+            return  # autograd waits for nothing
+        parts = self.tapes.parts(self.environment.situation, dropped, self._shapes)
+        self.filled = True
+        if parts is not None:
+            try:
+                self._fill(value, last, Replaying(parts, self._kept))
+            except (ReplayError, torch.OutOfMemoryError):
+                raise
+            except (Differs, Exception) as error:  # of code that met what was skipped
+                self.tapes.forget(self.environment.situation, str(error))
+            else:
+                return
+        self._fill(value, last)
+
+    def _fill(self, value: Any, last: int | None, replaying: Replaying | None = None) -> Any:
+        """Runs the stage again, up to the tensor `last`; the empty slots get what autograd saves."""
+        saved = Saved() if last is None and self.ending.allowed is None else None
+        output = self._run(value, _Filler(self.stage.name, self._expected, last, saved, replaying), replaying)
+        if saved is not None:
+            self.ending.learn(saved)
+        return output
+
+    def _run(self, value: Any, filler: _Filler, mode: Recorder | Replaying | None = None) -> Any:
+        assert self.environment is not None
         with (
             unsharded(self.stage.modules),
             torch.enable_grad(),
             self.environment.again(),
-            saved_tensors_hooks(filler, _unpack),
             suppress(Ended),
         ):
-            output = self.again(attached(value))
+            value = attached(value)
+            with saved_tensors_hooks(filler, _unpack), mode or nullcontext():
+                output = self.again(value)
             filler.finish()
-        if saved is not None:
-            self.ending.learn(saved)
-        self.filled = self.filled or filling
-        return output
+            return output
+        return None
+
+    @property
+    def _is_unknown(self) -> bool:
+        """Whether a tape of this run is wanted."""
+        return self.environment is not None and not self.tapes.knows(self.environment.situation)
+
+    def _learn(self, returned: Any) -> None:
+        if self._recorder is not None and self.environment is not None:
+            self._recorder.returned(returned)
+            self.tapes.learn(self.environment.situation, self._recorder.tape)
+        self._recorder = None
+
+    @property
+    def _shapes(self) -> list[tuple[torch.Size, torch.dtype]]:
+        return [(shape, dtype) for _, shape, dtype in self._expected]
+
+    def _kept(self, number: int) -> torch.Tensor | None:
+        """What autograd saved as `number`, where it was kept and is still there."""
+        slot = self._expected[number].slot()
+        return None if slot is None else slot.tensor
 
     def _last(self) -> int:
-        """How many tensors are saved until the last slot that autograd still holds."""
-        held = [number for number, (slot, *_) in enumerate(self._expected, start=1) if slot() is not None]
-        return max(held, default=0)
+        """How many tensors are saved until the last slot that autograd still holds and that is empty."""
+        for number in range(len(self._expected), 0, -1):
+            slot = self._expected[number - 1].slot()
+            if slot is not None and slot.tensor is None:
+                return number
+        return 0
 
     def never_again(self) -> None:
         """The stage will not run once more: frees the side inputs. What else it holds is counted for the whole step."""
@@ -125,28 +212,63 @@ class Record:
 
 
 class _Deferrer:
-    """The pack hook of a first run: keeps nothing, and remembers what there was to keep."""
+    """The pack hook of a first run: remembers what there was to keep, and keeps what is not `dropped` (None: nothing)."""
 
-    def __init__(self, expected: list[_Expected], owner: Owner, index: int) -> None:
+    def __init__(
+        self,
+        expected: list[_Expected],
+        owner: Owner,
+        index: int,
+        dropped: frozenset[int] | None,
+        recorder: Recorder | None,
+    ) -> None:
         self._expected, self._owner, self._index = expected, owner, index
+        self._dropped, self._recorder = dropped, recorder
 
     def __call__(self, tensor: torch.Tensor) -> Slot:
         slot = Slot(self._owner, self._index)
+        if self._dropped is not None and len(self._expected) not in self._dropped:
+            with torch._C._DisableTorchDispatch():  # a recorder must not see it
+                slot.tensor = tensor.detach()
+        if self._recorder is not None:
+            self._recorder.saves(tensor)
         self._expected.append(_Expected(weakref.ref(slot), tensor.shape, tensor.dtype))
         return slot
 
 
+@contextmanager
+def _recorded(recorder: Recorder, hooks: saved_tensors_hooks) -> Iterator[None]:
+    with hooks, recorder:
+        yield
+
+
 class _Filler:
-    """The pack hook of a recomputation: hands what autograd saves to the slots, in order, or to nobody."""
+    """The pack hook of a recomputation: hands what autograd saves to the slots, in order, or to nobody.
+
+    Args:
+        last: the number of the tensor with which the run ends.
+        saved: notes what is handed out.
+        replaying: knows which tensors of the run have memory.
+        dropped: the numbers of the slots that stay empty.
+        recorder: of the run.
+    """
 
     def __init__(
-        self, name: str, expected: list[_Expected] | None, last: int | None = None, saved: Saved | None = None
+        self,
+        name: str,
+        expected: list[_Expected] | None,
+        last: int | None = None,
+        saved: Saved | None = None,
+        replaying: Replaying | None = None,
+        *,
+        dropped: frozenset[int] = _NONE,
+        recorder: Recorder | None = None,
     ) -> None:
         self.name = name
         self.expected = expected
         self.count = 0
-        self._last = last  # the number of the tensor with which the run ends
-        self._saved = saved
+        self._last, self._saved, self._replaying = last, saved, replaying
+        self._dropped, self._recorder = dropped, recorder
 
     def __call__(self, tensor: torch.Tensor) -> None:
         if self.expected is None:
@@ -159,13 +281,21 @@ class _Filler:
                     f"number {self.count + 1}, the first run a {dtype} one of shape {tuple(shape)}. {_DETERMINISM}"
                 )
             target = slot()
-            if target is not None:
-                target.tensor = tensor.detach() if tensor.requires_grad else tensor
-                if self._saved is not None:
-                    self._saved.note(target.tensor.detach())
+            if target is not None and target.tensor is None and self.count not in self._dropped:
+                self._fill(target, tensor)
+        if self._recorder is not None:
+            self._recorder.saves(tensor)
         self.count += 1
         if self.count == self._last:
             raise Ended
+
+    def _fill(self, slot: Slot, tensor: torch.Tensor) -> None:
+        if self._replaying is not None and not self._replaying.is_there(tensor):
+            raise Differs("a tensor is saved that was skipped")
+        with torch._C._DisableTorchDispatch():  # modes of the run must not see it
+            slot.tensor = tensor.detach() if tensor.requires_grad else tensor
+            if self._saved is not None:
+                self._saved.note(slot.tensor.detach())
 
     def finish(self) -> None:
         if self.expected is not None and self.count != len(self.expected):

@@ -33,6 +33,7 @@ from remat.runtime.calls.ending import Ending
 from remat.runtime.calls.environment import BufferWatch, FirstRun
 from remat.runtime.calls.record import Record, Slot
 from remat.runtime.calls.stages import Stage, detached
+from remat.runtime.calls.tapes import Tapes
 from remat.runtime.patching import Forward
 from remat.runtime.planned.program import Program, Step
 from remat.runtime.pytree import tensors
@@ -67,6 +68,7 @@ class Executor(ABC):
             modules for a while; executors of one model share it.
         watches: which buffers each stage was seen to change, in all runs so far.
         endings: where recomputations of each stage may end.
+        tapes: what runs of each stage consist of, where they are made again in part.
     """
 
     in_place: bool
@@ -88,7 +90,15 @@ class Executor(ABC):
         self.lock = Lock()
         self.watches = tuple(BufferWatch() for _ in stages)
         right = layout.ends_early if layout is not None and layout.ends_early else (False,) * len(stages)
+        self.tapes = tuple(Tapes(stage.name) for stage in stages)
+        self._dropped = layout.dropped if layout is not None else ()
         self.endings = tuple(Ending(stage, found_right=found) for stage, found in zip(stages, right, strict=True))
+
+    def dropped(self, operation: Operation) -> frozenset[int]:
+        """The numbers of what a stage saves and this operation does not keep."""
+        if not operation.option:
+            return frozenset()
+        return self._dropped[operation.stage - 1][operation.option - 1]
 
     def run_to_the_end(self) -> None:
         """From now on recomputations of all stages run to their end, as they do in a first step."""
@@ -168,14 +178,17 @@ class Run:
             )
         record = None
         if environment is not None or step.operation.kind != F_ALL:
-            record = self._records[index] = Record(stage, index, environment, self.executor.endings[index - 1], again)
+            record = self._records[index] = Record(
+                stage, index, environment, self.executor.endings[index - 1], self.executor.tapes[index - 1], again
+            )
         return Open(step, value, versions, record)
 
     def saving(self, opened: Open) -> AbstractContextManager[Any]:
         """What a first run, or a part of it, runs in: nothing where all is stored (rule 2), else slots (rule 3)."""
-        if opened.step.operation.kind == F_ALL or opened.record is None:
+        operation, record = opened.step.operation, opened.record
+        if record is None or (operation.kind == F_ALL and not operation.option):
             return nullcontext()
-        return opened.record.deferring(self)
+        return record.deferring(self, self.executor.dropped(operation) if operation.kind == F_ALL else None)
 
     def ended(self, opened: Open, output: Any, returned: Any) -> None:
         """A first run is over: checks it, stores what is to be stored, and waits for the backward.
@@ -183,8 +196,8 @@ class Run:
         `output` is the activation; `returned` holds all tensors that the backward of the stage may begin from.
         """
         step, value, versions, record = opened
-        if record is not None and record.environment is not None:
-            record.environment.ended()
+        if record is not None:
+            record.ended(returned)
         index = step.operation.stage
         stage = self.executor.stages[index - 1]
         if not tensors(output):
@@ -206,7 +219,7 @@ class Run:
         """The forward leaves the program in the middle of a stage, whose calls so far are what can be recomputed."""
         index = opened.step.operation.stage
         if opened.record is not None and opened.record.environment is not None:
-            opened.record.environment.ended()
+            opened.record.ended(None)
             if index - 1 not in self._stored:
                 self.store(index - 1, opened.value)
 
@@ -230,20 +243,33 @@ class Run:
     def recompute(self, step: Step) -> None:
         """Runs a stage again from a stored input, as a step says."""
         index = step.operation.stage
-        self.observe(step.operation)
+        self.observe(Operation(B, index) if step.completes else step.operation)  # a replay of the rest belongs to B
         value = self._load(index - 1)
         if step.drop_input:
             del self._stored[index - 1]
-        output = self._replay(index, value, filling=step.operation.kind == F_ALL, ends_early=step.ends_early)
+        dropped = self.executor.dropped(step.operation)
+        if step.completes:
+            self._complete(index, value, dropped)
+            output = None
+        else:
+            filling = step.operation.kind == F_ALL
+            output = self._replay(index, value, filling=filling, ends_early=step.ends_early, dropped=dropped)
         if step.store_output:
             self.store(index, output)
         if step.last:
             self._records[index].never_again()
 
-    def _replay(self, index: int, value: Any, *, filling: bool, ends_early: bool = False) -> Any:
+    def _replay(self, index: int, value: Any, **how: Any) -> Any:
         self.repeating = True
         try:
-            return self._records[index].replay(value, filling=filling, ends_early=ends_early)
+            return self._records[index].replay(value, **how)
+        finally:
+            self.repeating = False
+
+    def _complete(self, index: int, value: Any, dropped: frozenset[int]) -> None:
+        self.repeating = True
+        try:
+            self._records[index].complete(value, dropped)
         finally:
             self.repeating = False
 
@@ -285,9 +311,11 @@ class Run:
             if self.left:
                 self._fill(self._pending)
             else:
-                for step in self.program.phases[self._pending]:
+                steps = self.program.phases[self._pending]
+                for step in steps:
                     self.recompute(step)
-                self.observe(Operation(B, self._pending))
+                if not any(step.completes for step in steps):
+                    self.observe(Operation(B, self._pending))
             self._pending -= 1
 
     def _fill(self, index: int) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from remat.chain import Chain
-from remat.errors import InvalidSchedule
+from remat.chain import Chain, Option
+from remat.errors import InvalidSchedule, PlanMismatch
 from remat.schedule import F_ALL, B, Operation, Schedule
 from remat.simulation import simulate
 
@@ -20,6 +20,7 @@ class Step(NamedTuple):
         first: the first run of this stage, which builds the graph; later ones are recomputations.
         last: the stage does not run again after this.
         store_output: a later recomputation reads the output before another one makes it anew.
+        completes: it makes what F_all has not kept of the stage, right before the stage's backward.
         ends_early: a recomputation right before the stage's backward, which is over with the last tensor that it saves.
         drop_input: no later recomputation reads the input before another one makes it anew.
     """
@@ -30,6 +31,7 @@ class Step(NamedTuple):
     store_output: bool
     drop_input: bool
     ends_early: bool = False
+    completes: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,22 @@ def compile_schedule(schedule: Schedule, fixed: tuple[bool, ...] = ()) -> Progra
     """The program of a valid schedule, on a chain with these `fixed` stages.
 
     Raises:
+        PlanMismatch: it names options, and its layout does not say what they keep.
         InvalidSchedule: it breaks the rules of its operations, or asks for the loss to run again.
     """
     length = schedule.length
     zeros = (0,) * length
-    simulate(Chain((0,) * (length + 1), zeros, zeros, zeros, zeros, zeros, fixed=fixed), schedule)
+    partly = [
+        max((op.option for op in schedule.operations if op.stage == stage), default=0) for stage in range(1, length)
+    ]
+    named = schedule.layout.dropped if schedule.layout is not None else ()
+    options = tuple((Option(0, 0, 0, 0.0),) * count for count in (*(map(len, named) if named else partly), 0))
+    simulate(Chain((0,) * (length + 1), zeros, zeros, zeros, zeros, zeros, fixed=fixed, options=options), schedule)
+    if any(partly) and not named:
+        raise PlanMismatch(
+            "the schedule names options of stages, and not what they keep, which only a profile knows: solve for the "
+            "chain that remat.profile measured on this model"
+        )
     for step, operation in enumerate(schedule.operations):
         if operation.stage == length and operation.kind not in (F_ALL, B):
             raise InvalidSchedule(
@@ -71,51 +84,66 @@ def compile_schedule(schedule: Schedule, fixed: tuple[bool, ...] = ()) -> Progra
                 operation=operation,
             )
 
-    forwards = [operation for operation in schedule.operations if operation.kind != B and operation.stage < length]
-    steps = iter(_annotate(forwards))
+    runs = _runs(schedule.operations, length)
+    steps = iter(_annotate([run for run in runs if run.operation.kind != B]))
     phases: list[list[Step]] = [[] for _ in range(length + 1)]
     phase = length
-    for operation in schedule.operations:
-        if operation.kind == B:
-            phase = operation.stage - 1
-        elif operation.stage < length:
+    for run in runs:
+        if run.operation.kind == B:
+            phase = run.operation.stage - 1
+        else:
             phases[phase].append(next(steps))
     for phase, recomputed in enumerate(phases[:length]):
-        if recomputed and recomputed[-1].operation == (F_ALL, phase):
+        if recomputed and recomputed[-1].operation == Operation(F_ALL, phase):
             recomputed[-1] = recomputed[-1]._replace(ends_early=True)
     return Program(
         stages=length - 1,
         forward=tuple(phases[length]),
         phases=tuple(map(tuple, phases[:length])),
-        stores_input=any(operation.stage == 1 for operation in _recomputations(forwards)),
+        stores_input=any(step.operation.stage == 1 and not step.first for steps in phases for step in steps),
     )
 
 
-def _recomputations(forwards: Sequence[Operation]) -> list[Operation]:
-    seen: set[int] = set()
-    again = []
-    for operation in forwards:
-        if operation.stage in seen:
-            again.append(operation)
-        seen.add(operation.stage)
-    return again
+class _Run(NamedTuple):
+    """An operation, or, where it `completes`, the replay before a backward of what F_all has not kept."""
+
+    operation: Operation
+    completes: bool = False
 
 
-def _annotate(forwards: Sequence[Operation]) -> list[Step]:
+def _runs(operations: Sequence[Operation], length: int) -> list[_Run]:
+    """The operations without the loss's, with the replays that options of F_all ask for."""
+    runs: list[_Run] = []
+    partly: dict[int, Operation] = {}
+    for operation in operations:
+        if operation.stage == length:
+            if operation.kind == B:
+                runs.append(_Run(operation))
+            continue
+        if operation.kind == B and operation.stage in partly:
+            runs.append(_Run(partly.pop(operation.stage), completes=True))
+        elif operation.option:
+            partly[operation.stage] = operation
+        runs.append(_Run(operation))
+    return runs
+
+
+def _annotate(runs: Sequence[_Run]) -> list[Step]:
     first_runs: dict[int, int] = {}
-    for position, operation in enumerate(forwards):
-        first_runs.setdefault(operation.stage, position)
+    for position, run in enumerate(runs):
+        first_runs.setdefault(run.operation.stage, position)
     steps: list[Step] = []
     run_later: set[int] = set()
     read_later: set[int] = set()  # activations a recomputation behind this point reads, and none in between makes
-    for position in range(len(forwards) - 1, -1, -1):
-        operation = forwards[position]
+    for position in range(len(runs) - 1, -1, -1):
+        operation, completes = runs[position]
         stage = operation.stage
         first = first_runs[stage] == position
         store_output = stage in read_later
         read_later.discard(stage)
         # A first run reads the output of the run before it; only recomputations read stored activations.
-        steps.append(Step(operation, first, stage not in run_later, store_output, stage - 1 not in read_later))
+        last, drop_input = stage not in run_later, stage - 1 not in read_later
+        steps.append(Step(operation, first, last, store_output, drop_input, completes=completes))
         run_later.add(stage)
         if not first:
             read_later.add(stage - 1)

@@ -1,0 +1,169 @@
+"""Which parts of what a stage saves are worth keeping: the lower hull of bytes kept against seconds to run again.
+
+For every price of a byte the best choice is a minimum cut (`_Network`). What lies on its sink's side is made again, and
+what crosses it is paid for: operators that run again by their seconds, memory that is kept by its bytes. The cuts of
+all prices are found by looking between two known ones, at the price at which these cost the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import networkx
+
+from remat.runtime.calls.partial import Structure, needs
+from remat.runtime.calls.tape import OUTSIDE, Operator, Tape
+
+MOST = 7  # options of a stage besides keeping everything
+_LEAST_GAIN = 0.01  # of what a stage saves, by which an option must keep less than the one before
+_KEPT = ("topk", "sort", "argsort")  # by which routers choose experts: small, and never to be chosen anew
+_DEAR = 1e6  # times its seconds, for what should not run again
+
+
+class Choice(NamedTuple):
+    """A way to keep a part of what a stage saves.
+
+    Attributes:
+        dropped: the numbers of the saved tensors that are not kept.
+        kept_bytes: of what the stage has made and is kept, without what it returns.
+        seconds: that operators take that run again.
+        without: the names of those, each once.
+    """
+
+    dropped: frozenset[int]
+    kept_bytes: int
+    seconds: float
+    without: tuple[str, ...]
+
+
+def choices(tape: Tape, seconds: Sequence[float], *, keep: Collection[str] = (), most: int = MOST) -> list[Choice]:
+    """The best ways to keep a part, from the one that keeps most; none where the stage is all or nothing.
+
+    Args:
+        seconds: of each operator of the tape.
+        keep: names of operators that are not to run again where that can be helped.
+    """
+    if tape.whole or not tape.saved:
+        return []
+    network = _Network(tape, seconds, (*keep, *_KEPT))
+    everything = network.choice(frozenset())
+    first, last = network.cut(float("inf")), network.cut(0.0)
+    found = {first.dropped: first, last.dropped: last}
+    todo = [(first, last)]
+    while todo:
+        more, less = todo.pop()
+        saved, spent = more.kept_bytes - less.kept_bytes, less.seconds - more.seconds
+        if saved <= 0 or spent <= 0:
+            continue
+        price = saved / spent  # bytes for a second: both cost the same
+        between = network.cut(price)
+        level = more.kept_bytes + price * more.seconds
+        if between.dropped not in found and between.kept_bytes + price * between.seconds < level * (1 - 1e-9):
+            found[between.dropped] = between
+            todo += [(more, between), (between, less)]
+    hull = sorted(found.values(), key=lambda choice: -choice.kept_bytes)
+    return _spread(everything, hull, most)
+
+
+def _spread(everything: Choice, hull: Sequence[Choice], most: int) -> list[Choice]:
+    """Of these, as many as asked for, each with noticeably less than the one before."""
+    chosen: list[Choice] = []
+    before = everything.kept_bytes
+    least = _LEAST_GAIN * everything.kept_bytes
+    for choice in hull:
+        if choice.dropped and before - choice.kept_bytes >= max(least, 1):
+            chosen.append(choice)
+            before = choice.kept_bytes
+    while len(chosen) > most:  # the one whose absence raises the hull least
+        points = [everything, *chosen]
+
+        def loss(at: int, points: Sequence[Choice] = tuple(points)) -> float:
+            left, here, right = points[at - 1 : at + 2]
+            width = left.kept_bytes - right.kept_bytes
+            share = (left.kept_bytes - here.kept_bytes) / width
+            return (left.seconds + share * (right.seconds - left.seconds) - here.seconds) * width
+
+        del chosen[min(range(1, len(points) - 1), key=loss) - 1]
+    return chosen
+
+
+class _Network:
+    """The network whose minimum cut says what to keep.
+
+    An edge of no limit from x to y says: where y is made again, so is x. Of each storage there are three nodes: that it
+    is made, that it is at hand for operators, and that it is at hand for the backward.
+    """
+
+    def __init__(self, tape: Tape, seconds: Sequence[float], keep: Collection[str]) -> None:
+        self._tape, self._structure = tape, Structure(tape)
+        self._seconds = [
+            0.0 if op.is_view else max(each, 1e-9) for op, each in zip(tape.operators, seconds, strict=True)
+        ]
+        self._dear = [_DEAR if _is_among(op, keep) else 1.0 for op in tape.operators]
+        self._graph: Any = networkx.DiGraph()
+        self._limits = [
+            storage.nbytes if number not in tape.returned else 0 for number, storage in enumerate(tape.storages)
+        ]
+        for at, operator in enumerate(tape.operators):
+            if operator.is_view:
+                continue
+            for storage in {*operator.reads} - {OUTSIDE}:
+                self._implies(("at hand", storage), ("run", at))
+            for storage in {*operator.writes} - {OUTSIDE}:
+                self._implies(("made", storage), ("run", at))
+            if operator.must_run:
+                self._implies(("run", at), "sink")
+        for storage, makers in enumerate(self._structure.makers):
+            for maker in makers:
+                self._implies(("run", maker), ("made", storage))
+            saved = storage in self._structure.saved
+            if saved:
+                self._graph.add_edge(("made", storage), ("saved", storage), capacity=self._limits[storage])
+                self._implies(("saved", storage), "sink")
+            if saved and self._structure.servable[storage]:
+                self._implies(("saved", storage), ("at hand", storage))
+            else:
+                self._implies(("made", storage), ("at hand", storage))
+        for before, after in zip(self._structure.draws, self._structure.draws[1:], strict=False):
+            self._implies(("run", before), ("run", after))
+
+    def _implies(self, first: Any, second: Any) -> None:
+        self._graph.add_edge(first, second)  # without a capacity: no limit
+
+    def cut(self, price: float) -> Choice:
+        """The best choice where a second costs as much as `price` bytes."""
+        scale = 1 << 20
+        total = sum(self._limits) * scale + 1
+        for at, spent in enumerate(self._seconds):
+            if ("run", at) in self._graph:
+                cost = total if price == float("inf") else min(round(price * spent * self._dear[at] * scale), total)
+                self._graph.add_edge("source", ("run", at), capacity=cost)
+        for storage, limit in enumerate(self._limits):
+            if storage in self._structure.saved:
+                self._graph["made", storage]["saved", storage]["capacity"] = limit * scale
+        if "sink" not in self._graph or "source" not in self._graph:
+            return self.choice(frozenset())
+        _, (source_side, _) = networkx.minimum_cut(
+            self._graph, "source", "sink", flow_func=networkx.algorithms.flow.boykov_kolmogorov
+        )
+        dropped = frozenset(
+            number
+            for storage, numbers in self._structure.saved.items()
+            if ("made", storage) not in source_side
+            for number in numbers
+        )
+        return self.choice(dropped)
+
+    def choice(self, dropped: frozenset[int]) -> Choice:
+        """What dropping these comes to."""
+        tape = self._tape
+        kept = {saved.value.storage for number, saved in enumerate(tape.saved) if number not in dropped} - {OUTSIDE}
+        runs = needs(tape, dropped, self._structure).runs if dropped else [False] * len(tape.operators)
+        again = [at for at, run in enumerate(runs) if run and not tape.operators[at].is_view]
+        names = dict.fromkeys(tape.operators[at].name for at in again)
+        return Choice(dropped, sum(self._limits[s] for s in kept), sum(self._seconds[at] for at in again), tuple(names))
+
+
+def _is_among(operator: Operator, names: Collection[str]) -> bool:
+    return any(name in operator.name for name in names)

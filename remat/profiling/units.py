@@ -1,0 +1,234 @@
+"""The units of a model: stages that do the same, whose operators are recorded and whose options are measured once."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from remat.chain import Option
+from remat.profiling.cuts import cut
+from remat.profiling.facts import StageFacts
+from remat.profiling.gauges import Gauge, Span
+from remat.profiling.options import Choice, choices
+from remat.profiling.stage_costs import Sizes
+from remat.runtime.calls.ending import Ending
+from remat.runtime.calls.environment import BufferWatch, FirstRun
+from remat.runtime.calls.record import Record, Slot
+from remat.runtime.calls.stages import Stage, detached
+from remat.runtime.calls.tape import Recorder, Tape
+from remat.runtime.calls.tapes import Tapes
+from remat.runtime.meter import Region
+from remat.runtime.pytree import tensors
+
+_ROOT = 8  # bytes of the gradient with which a backward begins, which is there while its first stage is replayed
+
+Run = Callable[[Any], Any]
+Ends = Callable[[int, Sequence[torch.Tensor]], torch.Tensor]
+
+
+class Visitor(Protocol):
+    """Looks at stages in a pass of its own, in which nothing else is measured."""
+
+    def visit(self, index: int, run: Run, given: Sequence[Any], end_of: Ends) -> Any:
+        """Stage `index`, a function of `given`. Returns what it returned, without its graph.
+
+        `end_of` makes the scalar that stands for all that follows the stage.
+        """
+
+
+class Unit(NamedTuple):
+    """Stages with the same tape.
+
+    Attributes:
+        stages: their indices; the first one is measured.
+        choices: what each option keeps.
+    """
+
+    stages: list[int]
+    tape: Tape
+    choices: list[Choice]
+
+
+class Recording:
+    """Records the operators of the stages that are `wanted`, and the least time that each takes of all passes."""
+
+    def __init__(self, wanted: Collection[int]) -> None:
+        self._wanted = wanted
+        self._tapes: dict[int, Tape] = {}
+        self._seconds: dict[int, list[float]] = {}
+
+    def visit(self, index: int, run: Run, given: Sequence[Any], end_of: Ends) -> Any:
+        if index not in self._wanted:
+            return _without_saving(run, given)
+        recorder = Recorder(timed=True)
+
+        def note(tensor: torch.Tensor) -> None:
+            recorder.saves(tensor)
+
+        source = cut(detached(given))
+        with saved_tensors_hooks(note, _refuse), recorder:
+            output = run(source)
+        recorder.returned(output)
+        tape = recorder.tape
+        found = [operator.seconds for operator in tape.operators]
+        known = self._tapes.get(index)
+        if known is not None and known.is_like(tape):
+            found = [*map(min, found, self._seconds[index])]
+        elif known is not None:
+            tape.whole = "it does something else each time"
+        self._tapes[index], self._seconds[index] = tape, found
+        return detached(output)
+
+    def units(self, keep: Collection[str] = ()) -> list[Unit]:
+        """The units that have options; the times of each operator are medians over their stages."""
+        groups: list[list[int]] = []
+        for index, tape in self._tapes.items():
+            for group in groups:
+                if self._tapes[group[0]].is_like(tape):
+                    group.append(index)
+                    break
+            else:
+                groups.append([index])
+        found = []
+        for group in groups:
+            tape = self._tapes[group[0]]
+            seconds = [statistics.median(each) for each in zip(*(self._seconds[index] for index in group), strict=True)]
+            chosen = choices(tape, seconds, keep=keep)
+            if chosen:
+                found.append(Unit(group, tape, chosen))
+        return found
+
+
+class Measuring:
+    """Measures the options of units, each on the unit's first stage.
+
+    Args:
+        ends_early: by stage, whether a recomputation may end with the last tensor that it saves.
+    """
+
+    def __init__(self, stages: Sequence[Stage], units: Sequence[Unit], ends_early: Mapping[int, bool]) -> None:
+        self._stages, self._ends_early = stages, ends_early
+        self._units = {unit.stages[0]: unit for unit in units}
+        self._tapes = {index: Tapes(stages[index - 1].name) for index in self._units}
+        self.gauge: Gauge | None = None
+
+    def visit(self, index: int, run: Run, given: Sequence[Any], end_of: Ends) -> Any:
+        output = _without_saving(run, given)
+        if index in self._units:
+            self._keep_all(index, run, given, end_of)
+            for number, choice in enumerate(self._units[index].choices, start=1):
+                self._option(index, number, choice, run, given, end_of)
+        return output
+
+    def _keep_all(self, index: int, run: Run, given: Sequence[Any], end_of: Ends) -> None:
+        """For comparison."""
+        assert self.gauge is not None
+        source = cut(detached(given))
+        with self.gauge.span("kept 0", index):
+            output = run(source)
+        del source
+        end = _end(index, output, end_of)
+        del output
+        with self.gauge.span("backward 0", index):
+            if end is not None:
+                end.backward()
+
+    def _option(self, index: int, number: int, choice: Choice, run: Run, given: Sequence[Any], end_of: Ends) -> None:
+        assert self.gauge is not None
+        stage = self._stages[index - 1]
+        given = detached(given)
+        ending = Ending(stage, found_right=self._ends_early[index])
+        ending.allowed = self._ends_early[index] and ending.allowed is None
+        environment = FirstRun(stage, given[0], BufferWatch(), preserve_random=True)
+        first, *others = cut(given)
+        tapes = self._tapes[index]
+        tapes.learn(environment.situation, self._units[index].tape)
+        record = Record(stage, index, environment, ending, tapes, lambda value: run([value, *others]))
+        with self.gauge.span(f"kept {number}", index), record.deferring(_Filled(), choice.dropped):
+            output = run([first, *others])
+        del first
+        record.ended(output)
+        with self.gauge.span(f"level {number}", index):
+            pass  # what the environment no longer holds is gone
+        end = _end(index, output, end_of)
+        del output
+        with self.gauge.span(f"rest {number}", index):
+            record.complete(given[0], choice.dropped)
+        with self.gauge.span(f"backward {number}", index):
+            if end is not None:
+                end.backward()
+
+    def failed(self, index: int) -> bool:
+        """Whether a unit could not be replayed in part."""
+        return self._tapes[index].failed
+
+
+class _Filled:
+    """The owner of slots that are filled before the backward."""
+
+    def value_of(self, slot: Slot) -> torch.Tensor:
+        assert slot.tensor is not None
+        return slot.tensor
+
+
+def _end(index: int, output: Any, end_of: Ends) -> torch.Tensor | None:
+    ends = [tensor for tensor in tensors(output) if tensor.requires_grad]
+    return end_of(index, ends) if ends else None
+
+
+def _without_saving(run: Run, given: Sequence[Any]) -> Any:
+    source = cut(detached(given))
+    with saved_tensors_hooks(lambda tensor: None, _refuse):
+        return detached(run(source))
+
+
+def _refuse(_: None) -> torch.Tensor:
+    raise AssertionError("a run that keeps nothing was run backward; this is a bug of remat, please report it")
+
+
+def measured_option(
+    number: int,
+    choice: Choice,
+    size: Sizes,
+    facts: StageFacts,
+    regions: Mapping[Span, Region],
+    seconds: Sequence[Mapping[Span, float]],
+    measured: int,
+    *,
+    held: bool,
+) -> Option:
+    """The terms of an option, from those of the stage and what was measured of the option on stage `measured`.
+
+    Args:
+        size: terms of the stage that keeps everything, to which the differences are added.
+        held: something else than the stage's own backward keeps its input alive until then.
+    """
+    boundary = facts.boundary
+    assert boundary is not None
+    gone = 0 if held or boundary.saves_input else boundary.act_before
+
+    def of(what: str, number: int = number) -> Region:
+        return regions[Span(f"{what} {number}", measured)]
+
+    def backward(number: int) -> int:
+        return of("backward", number).peak_bytes - gone
+
+    all_kept, kept = of("kept", 0), of("kept")
+    start, all_start = kept.start_bytes, all_kept.start_bytes
+    less = max(all_kept.end_bytes - all_start, boundary.act) - max(kept.end_bytes - start, boundary.act)
+    saved = max(size.saved - less, 0)
+    peak = size.saved + size.save_overhead + (kept.peak_bytes - start) - (all_kept.peak_bytes - all_start)
+    level = of("level").start_bytes - (kept.end_bytes - start)
+    most = max(of("rest").peak_bytes + boundary.grad + _ROOT, backward(number)) - level
+    again = size.saved + size.bwd_extra + most - (backward(0) - all_start)
+    return Option(
+        saved_bytes=saved,
+        save_overhead_bytes=max(peak - saved, 0),
+        bwd_overhead_bytes=again - saved,
+        replay_seconds=statistics.median(sweep[Span(f"rest {number}", measured)] for sweep in seconds),
+        without=", ".join(choice.without),
+    )

@@ -1,0 +1,236 @@
+"""What a stage's forward consists of: its operators, the memory they make, and what autograd saves between them.
+
+A tape is written once, in a run that a dispatch mode watches. It holds no tensors: only what each operator reads and
+makes, by the number of the storage, so that a later run can be made again in part (`partial`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from remat.runtime.pytree import tensors
+
+OUTSIDE = -1  # the number of all storages that the run has not made: parameters, buffers, its input
+_KINDS = (torch.Tensor, torch.nn.Parameter)
+_CHANGES_STORAGE = frozenset(("set_", "resize_", "resize_as_", "set_data", "record_stream"))
+_COLLECTIVE = ("c10d", "_c10d", "_dtensor")
+
+
+class Value(NamedTuple):
+    """Where a tensor lies: which storage, and how it looks at that."""
+
+    storage: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+class Operator(NamedTuple):
+    """One operator of a run.
+
+    Attributes:
+        reads, writes: storages of the tensors among its arguments, and of those that it changes.
+        values: of what it returned, in order; None for what is no tensor.
+        form: what it returned: `torch.Tensor`, `tuple` or `list`; None for anything else.
+        draws: it may draw random numbers.
+        seconds: that it took.
+    """
+
+    function: Any
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    values: tuple[Value | None, ...]
+    form: type | None
+    draws: bool
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        return self.function.overloadpacket.__name__
+
+    @property
+    def is_view(self) -> bool:
+        """It only looks in another way at what it was given."""
+        return (
+            not self.writes
+            and bool(self.values)
+            and all(v is not None and v.storage in self.reads for v in self.values)
+        )
+
+    @property
+    def must_run(self) -> bool:
+        """Nothing else can stand for it: it makes no tensors, or changes what the run has not made."""
+        if self.is_view:
+            return True
+        made = [value for value in self.values if value is not None]
+        handed_back = [at for at, value in enumerate(self.values) if value is not None and value.storage in self.writes]
+        if any(changed_argument(self.function, at) is None for at in handed_back):
+            return True
+        known = {OUTSIDE, *self.reads}.difference(self.writes)
+        return (
+            not made or len(made) < len(self.values) or OUTSIDE in self.writes or any(v.storage in known for v in made)
+        )
+
+
+class Storage(NamedTuple):
+    """Memory that a run has made."""
+
+    nbytes: int
+    device: torch.device
+
+
+class Saved(NamedTuple):
+    """A tensor that autograd saved: where it lies, and how many operators had run."""
+
+    value: Value
+    operators: int
+
+
+class Tape:
+    """A run of a stage.
+
+    Attributes:
+        operators: in order.
+        storages: that they made, by number.
+        saved: what autograd saved, in order.
+        returned: storages that lie in what the run returned.
+        whole: why the run can be made again as a whole only; empty where it can be made in part.
+    """
+
+    def __init__(self) -> None:
+        self.operators: list[Operator] = []
+        self.storages: list[Storage] = []
+        self.saved: list[Saved] = []
+        self.returned: frozenset[int] = frozenset()
+        self.whole = ""
+
+    def is_like(self, other: Tape) -> bool:
+        """Whether both are runs of the same operators on memory of the same sizes."""
+        if len(self.operators) != len(other.operators) or self.storages != other.storages or self.whole != other.whole:
+            return False
+        same = all(
+            a._replace(seconds=0.0) == b._replace(seconds=0.0)
+            for a, b in zip(self.operators, other.operators, strict=True)
+        )
+        return same and self.saved == other.saved and self.returned == other.returned
+
+
+class Recorder(TorchDispatchMode):
+    """Writes the tape of a run that it is entered around; several times, where the run has several calls."""
+
+    def __init__(self, *, timed: bool = False) -> None:
+        super().__init__()
+        self.tape = Tape()
+        self._timed = timed
+        self._numbers: dict[int, int] = {}
+        self._known: list[StorageWeakRef] = []  # so that no other storage gets an identity that has a number
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_cast_of_a_leaf(func, args):
+            return func(*args, **kwargs)
+        given = [*_tensors(args), *_tensors(kwargs.values())]
+        reads = tuple(dict.fromkeys(self.number(tensor) for tensor in given))
+        if not isinstance(func, torch._ops.OpOverload):
+            self.tape.whole = f"{func} is no ordinary operator"
+            return func(*args, **kwargs)
+        written = _written(func, args, kwargs)
+        writes = tuple(dict.fromkeys(self.number(tensor) for tensor in written))
+        namespace, _, label = func._schema.name.partition("::")
+        if namespace.startswith(_COLLECTIVE) or label in _CHANGES_STORAGE:
+            self.tape.whole = f"{func} must not run in part of a forward"
+        outside = {tensor.untyped_storage()._cdata for tensor in given} - self._numbers.keys()
+        start = time.perf_counter()
+        output = func(*args, **kwargs)
+        spent = time.perf_counter() - start
+        form: type | None = None
+        leaves: list[Any] = []
+        if isinstance(output, torch.Tensor):
+            form, leaves = torch.Tensor, [output]
+        elif isinstance(output, (tuple, list)):
+            form, leaves = (tuple if isinstance(output, tuple) else list), list(output)
+        values = tuple(self._made(leaf, outside) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+        draws = torch.Tag.nondeterministic_seeded in func.tags or namespace not in ("aten", "prims", "prim")
+        self.tape.operators.append(Operator(func, reads, writes, values, form, draws, spent if self._timed else 0.0))
+        return output
+
+    def saves(self, tensor: torch.Tensor) -> None:
+        """Autograd saves a tensor now."""
+        if tensor.is_conj() or tensor.is_neg():
+            self.tape.whole = "it saves a tensor that is conjugated when it is read"
+        number = self.number(tensor)
+        self.tape.saved.append(Saved(value_of(tensor, number), len(self.tape.operators)))
+
+    def returned(self, output: Any) -> None:
+        """What the run returned."""
+        numbers = {self.number(tensor) for tensor in tensors(output)} - {OUTSIDE}
+        self.tape.returned = self.tape.returned | numbers
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """Of the storage that a tensor lies in."""
+        if type(tensor) not in _KINDS or tensor.layout != torch.strided:
+            self.tape.whole = f"it works on tensors of {type(tensor).__name__}, {tensor.layout}"
+            return OUTSIDE
+        return self._numbers.get(tensor.untyped_storage()._cdata, OUTSIDE)
+
+    def _made(self, tensor: torch.Tensor, outside: Collection[int]) -> Value:
+        number = self.number(tensor)
+        if number == OUTSIDE and not self.tape.whole:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in outside:
+                number = self._numbers[storage._cdata] = len(self.tape.storages)
+                self._known.append(StorageWeakRef(storage))
+                self.tape.storages.append(Storage(storage.nbytes(), tensor.device))
+        return value_of(tensor, number)
+
+
+def value_of(tensor: torch.Tensor, storage: int) -> Value:
+    """How a tensor looks at the storage of this number."""
+    if tensor.layout != torch.strided:
+        return Value(storage, tuple(tensor.shape), (), 0, tensor.dtype)
+    return Value(storage, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+
+
+def is_cast_of_a_leaf(func: Any, args: Sequence[Any]) -> bool:
+    """Whether autocast may have cached what this makes: runs of one stage have it among their operators or not."""
+    return func is torch.ops.aten._to_copy.default and bool(args[0].requires_grad) and bool(args[0].is_leaf)
+
+
+def changed_argument(func: Any, position: int) -> tuple[int, str] | None:
+    """Which argument the operator hands out again as its result at `position`: where it stands, and its name."""
+    returned = func._schema.returns[position] if position < len(func._schema.returns) else None
+    if returned is None or returned.alias_info is None:
+        return None
+    for at, argument in enumerate(func._schema.arguments):
+        info = argument.alias_info
+        if info is not None and info.is_write and info.before_set & returned.alias_info.before_set:
+            return at, argument.name
+    return None
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among arguments of an operator, which may lie in lists."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(item for item in value if isinstance(item, torch.Tensor))
+    return found
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments that the operator changes, by its schema."""
+    changed = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            changed += _tensors([value])
+    return changed

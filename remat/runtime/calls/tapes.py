@@ -1,0 +1,71 @@
+"""What is known of the runs of one stage: their tapes, and how to make them again in part."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Sequence
+
+import torch
+
+from remat.runtime.calls.partial import Parts
+from remat.runtime.calls.tape import Tape
+
+_ATTEMPTS = 3  # replays in part that fail before no more are tried
+_SITUATIONS = 32  # whose tapes are held
+
+
+class Tapes:
+    """Tapes of a stage, by the situation that it ran in: shapes, flags, autocast.
+
+    Args:
+        name: of the stage, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tapes: dict[Hashable, Tape] = {}
+        self._parts: dict[tuple[Hashable, frozenset[int]], Parts] = {}
+        self._failed = 0
+
+    @property
+    def failed(self) -> bool:
+        """Whether a replay in part has ever failed."""
+        return self._failed > 0
+
+    def knows(self, situation: Hashable) -> bool:
+        """Whether no run needs to be recorded."""
+        return situation in self._tapes or self._failed >= _ATTEMPTS
+
+    def learn(self, situation: Hashable, tape: Tape) -> None:
+        """From a run that was recorded."""
+        if len(self._tapes) >= _SITUATIONS:
+            self._tapes.clear()
+            self._parts.clear()
+        self._tapes[situation] = tape
+
+    def parts(
+        self, situation: Hashable, dropped: frozenset[int], shapes: Sequence[tuple[torch.Size, torch.dtype]]
+    ) -> Parts | None:
+        """How to make what was dropped of a run that saved tensors of these shapes; None: by the whole run."""
+        tape = self._tapes.get(situation)
+        if tape is None or tape.whole or self._failed >= _ATTEMPTS:
+            return None
+        if [(saved.value.size, saved.value.dtype) for saved in tape.saved] != [*shapes]:
+            self.forget(situation, "it saves other tensors each time")
+            return None
+        if (situation, dropped) not in self._parts:
+            self._parts[situation, dropped] = Parts(tape, dropped)
+        return self._parts[situation, dropped]
+
+    def forget(self, situation: Hashable, why: str) -> None:
+        """A run was not what its tape says; the next one is recorded anew."""
+        self._tapes.pop(situation, None)
+        for known in [key for key in self._parts if key[0] == situation]:
+            del self._parts[known]
+        self._failed += 1
+        if self._failed == _ATTEMPTS:
+            warnings.warn(
+                f"stage {self._name!r} does something else each time it runs ({why}), so it is recomputed as a whole: "
+                "results are right, memory may exceed the budget. Plan with options=False",
+                stacklevel=2,
+            )
