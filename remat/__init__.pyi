@@ -6,6 +6,7 @@ from remat import rotor as rotor
 from remat import solvers as solvers
 from remat.chain import Chain as Chain
 from remat.chain import Layout as Layout
+from remat.chain import Option as Option
 from remat.comparison.compare import compare as compare
 from remat.comparison.explore import explore as explore
 from remat.comparison.result import Comparison as Comparison

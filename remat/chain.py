@@ -77,6 +77,12 @@ class Option:
     replay_seconds: float
     without: str = ""
 
+    def described(self, saved_bytes: int, fwd_seconds: float) -> str:
+        """What it comes to in a stage that saves so many bytes and takes so long: "without gelu: 48 % of ..."."""
+        kept = self.saved_bytes / saved_bytes if saved_bytes else 1.0
+        again = f", {self.replay_seconds / fwd_seconds:.0%} of the forward again" if fwd_seconds else ""
+        return f"without {self.without or 'a part'}: {kept:.0%} of the bytes{again}"
+
 
 # How the chains that several processes measured become the one that they plan for, field by field: of each number, or
 # flag, the largest; what must be the same in all; and what each has of its own.
@@ -235,8 +241,21 @@ class Chain:
             ("and", format_seconds(self.store_all_seconds)),
             ("least budget", format_bytes(self.minimum_budget())),
         ]
+        units: dict[tuple[Option, ...], list[int]] = {}
+        for index, options in enumerate(self.options):
+            if options:
+                units.setdefault(options, []).append(index)
+        parts = "".join(
+            f"<p>A part of {escape(_listed([self.names[index] for index in members]))} can be kept:<br>"
+            + "<br>".join(
+                escape(option.described(self.saved_bytes[members[0]], self.fwd_seconds[members[0]]))
+                for option in options
+            )
+            + "</p>"
+            for options, members in units.items()
+        )
         columns = ("stage", "forward", "backward", "output", "saved", "", "")
-        return card(f"Chain of {self.length - 1} stages and the loss", facts, table(columns, rows))
+        return card(f"Chain of {self.length - 1} stages and the loss", facts, table(columns, rows) + parts)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the chain to `path` as JSON."""
@@ -274,6 +293,11 @@ class Chain:
         """
         options = tuple(tuple(Option(**option) for option in each) for each in content.get("options", ()))
         return cls(**{**content, "layout": Layout.from_fields(content["layout"]), "options": options})
+
+
+def _listed(names: list[str]) -> str:
+    """Names of stages that are alike: the first and the last, and how many there are."""
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} stages)"
 
 
 def _sizes(name: str, values: Iterable[Any], *, signed: bool = False) -> tuple[int, ...]:

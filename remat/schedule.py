@@ -15,6 +15,7 @@ from remat.formatting import card, format_bytes
 
 F_ALL, F_CK, F_NONE, B = KINDS = ("F_all", "F_ck", "F_none", "B")
 _COLOURS = {F_ALL: "#2b4b7e", F_CK: "#8c9bb5", F_NONE: "#dfe5ee"}
+_PART = "#5f86c4"
 _TOKEN = re.compile(r"(F_all|F_ck|F_none|B)(\d+)(?:/(\d+))?")
 
 
@@ -35,6 +36,11 @@ class Operation(NamedTuple):
     kind: str
     stage: int
     option: int = 0
+
+    @property
+    def colour(self) -> str:
+        """Of a forward in pictures."""
+        return _PART if self.option else _COLOURS[self.kind]
 
     def __str__(self) -> str:
         return f"{self.kind}{self.stage}/{self.option}" if self.option else f"{self.kind}{self.stage}"
@@ -110,20 +116,20 @@ class Schedule:
         return " ".join(map(str, self.operations))
 
     def _repr_html_(self) -> str:
-        first: dict[int, str] = {}
+        first: dict[int, Operation] = {}
         runs: dict[int, int] = {}
         for operation in self.operations:
             if operation.kind != B:
-                first.setdefault(operation.stage, operation.kind)
+                first.setdefault(operation.stage, operation)
                 runs[operation.stage] = runs.get(operation.stage, 0) + 1
         cells = "".join(
-            f'<span title="stage {stage}: {first[stage]}, runs {runs[stage]} x" style="display:inline-block;'
-            f'width:0.7em;height:1.2em;margin-right:1px;background:{_COLOURS[first[stage]]}"></span>'
+            f'<span title="{first[stage]}, runs {runs[stage]} x" style="display:inline-block;'
+            f'width:0.7em;height:1.2em;margin-right:1px;background:{first[stage].colour}"></span>'
             for stage in sorted(first)
         )
         budget = "none" if self.budget_bytes is None else format_bytes(self.budget_bytes)
         facts = [("budget", budget), ("recomputations", str(self.recomputations))]
-        legend = "dark: everything is kept at first, grey: the input, light: nothing"
+        legend = "dark: everything is kept at first, blue: a part, grey: the input, light: nothing"
         return card(
             f"Schedule by {self.strategy or 'hand'} for {self.length} stages", facts, f"<p>{cells}<br>{legend}</p>"
         )

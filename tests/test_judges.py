@@ -42,10 +42,13 @@ def operations(draw: st.DrawFn, stages: int) -> list[Operation]:
 
 
 @settings(max_examples=400, deadline=None)
-@given(measured_chains(max_stages=6), st.data())
+@given(measured_chains(max_stages=6, with_options=True), st.data())
 def test_a_schedule_means_what_table_1_says(chain: Chain, data: st.DataObject) -> None:
     """Valid or not, every peak and level, and the seconds."""
-    found = data.draw(operations(chain.length - 1))
+    found = [
+        operation._replace(option=data.draw(st.integers(0, 3))) if operation.kind == "F_all" else operation
+        for operation in data.draw(operations(chain.length - 1))
+    ]
     verdict = judge(chain, found)
     try:
         report = remat.simulate(chain, Schedule(tuple(found)))
@@ -60,7 +63,7 @@ def test_a_schedule_means_what_table_1_says(chain: Chain, data: st.DataObject) -
 
 @pytest.mark.parametrize("name", sorted(SOLVERS))
 @settings(max_examples=25, deadline=None)
-@given(chain=measured_chains(max_stages=6), tenths=st.integers(0, 10))
+@given(chain=measured_chains(max_stages=6, with_options=True), tenths=st.integers(0, 10))
 def test_what_a_planner_promises_holds(name: str, chain: Chain, tenths: int) -> None:
     least, most = minimum_budget(chain, "floating"), store_all_peak(chain)
     budgets = sorted({max(least + (most - least) * share // 10, 1) for share in (tenths, 10)})

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from remat.chain import Chain
+from remat.chain import Chain, Option
 from remat.plotting.evictions import plot_evictions
 from remat.plotting.overview import plot_overview
 from remat.plotting.text import ASCII, draw_memory, draw_plan, symbols_for
@@ -18,6 +18,22 @@ def test_a_plan_is_drawn_stage_by_stage(table2: Chain) -> None:
     picture = draw_plan(table2, solve(table2, "90MiB")).splitlines()
     assert picture[0] == "3 of 7 stages run more than once, at most 3 times"
     assert picture[2:] == ["    1  ▒··████", "       332"]
+
+
+def test_parts_are_shown_with_what_they_leave_out() -> None:
+    option = Option(60, 0, 40, 0.25, "gelu, mul")
+    chain = Chain([10] * 5, [100] * 4, *([[0] * 4] * 2), *([[1.0] * 4] * 2), options=[(option,)] * 3 + [()])
+    schedule = Schedule.parse("F_all1/1 F_all2/1 F_ck3 F_all4 B4 F_all3 B3 B2 B1")
+    lines = draw_plan(chain, schedule).splitlines()
+    assert lines[1].startswith("kept at first: █ all, ▓ a part, ▒ input")
+    assert lines[2:] == [
+        "    1  ▓▓▒█",
+        "         2",
+        "▓ 1, 2: without gelu, mul: 60% of the bytes, 25% of the forward again",
+    ]
+    figure = plot_schedule(schedule)
+    assert "forward, a part kept" in [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert schedule._repr_html_().count('title="F_all1/1, runs 1 x"') == 1
 
 
 def test_long_chains_take_several_lines_and_many_runs_a_plus() -> None:

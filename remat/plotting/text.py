@@ -9,24 +9,25 @@ from typing import NamedTuple
 from remat.chain import Chain
 from remat.formatting import format_bytes, format_seconds
 from remat.report import Report
-from remat.schedule import F_ALL, F_CK, B, Schedule
+from remat.schedule import F_ALL, F_CK, B, Operation, Schedule
 
 _GUTTER = 7  # columns for the number of a line's first stage
 _AXIS = 11  # columns for an amount of memory
 
 
 class Symbols(NamedTuple):
-    """The marks of a picture: everything kept, the input kept, nothing kept; and bars from low to full."""
+    """The marks of a picture: everything kept, a part, the input, nothing; and bars from low to full."""
 
     saved: str
+    part: str
     checkpoint: str
     dropped: str
     bars: str
     limit: str
 
 
-UNICODE = Symbols("█", "▒", "·", " ▁▂▃▄▅▆▇█", "─")
-ASCII = Symbols("#", "+", ".", " .:#", "-")
+UNICODE = Symbols("█", "▓", "▒", "·", " ▁▂▃▄▅▆▇█", "─")
+ASCII = Symbols("#", "%", "+", ".", " .:#", "-")
 
 
 def symbols_for(encoding: str) -> Symbols:
@@ -41,23 +42,40 @@ def symbols_for(encoding: str) -> Symbols:
 def draw_plan(chain: Chain, schedule: Schedule, width: int = 80, symbols: Symbols = UNICODE) -> str:
     """Two lines for every `width` stages: what the first forward keeps of each, and how often each runs forward."""
     runs = Counter(operation.stage for operation in schedule.operations if operation.kind != B)
-    first = {operation.stage: operation.kind for operation in reversed(schedule.operations) if operation.kind != B}
-    marks = {F_ALL: symbols.saved, F_CK: symbols.checkpoint}
-    kept = "".join(marks.get(first[stage], symbols.dropped) for stage in range(1, chain.length + 1))
+    first = {operation.stage: operation for operation in reversed(schedule.operations) if operation.kind != B}
+    kept = "".join(_mark(first[stage], symbols) for stage in range(1, chain.length + 1))
     times = "".join(_digit(runs[stage]) for stage in range(1, chain.length + 1))
+    part = f"{symbols.part} a part, " if schedule.parts else ""
     again = sum(count > 1 for count in runs.values())
     lines = [
         f"{again} of {chain.length} stages run more than once, at most {max(runs.values())} times"
         if again
         else f"each of the {chain.length} stages runs once",
-        f"kept at first: {symbols.saved} all, {symbols.checkpoint} input, {symbols.dropped} nothing; "
+        f"kept at first: {symbols.saved} all, {part}{symbols.checkpoint} input, {symbols.dropped} nothing; "
         "below: how often it runs",
     ]
     step = max(width - _GUTTER, 10) // 10 * 10
     for start in range(0, chain.length, step):
         lines.append(f"{start + 1:>{_GUTTER - 2}}  {kept[start : start + step]}")
         lines.append(f"{'':{_GUTTER}}{times[start : start + step]}".rstrip())
-    return "\n".join(filter(None, lines))
+    return "\n".join(filter(None, [*lines, *_parts(chain, schedule, symbols)]))
+
+
+def _mark(operation: Operation, symbols: Symbols) -> str:
+    if operation.option:
+        return symbols.part
+    return {F_ALL: symbols.saved, F_CK: symbols.checkpoint}.get(operation.kind, symbols.dropped)
+
+
+def _parts(chain: Chain, schedule: Schedule, symbols: Symbols) -> list[str]:
+    """Which part is kept of which stages, a line for each."""
+    found: dict[str, list[int]] = {}
+    for _, stage, number in sorted(schedule.operations, key=lambda operation: operation.stage):
+        if number:
+            option = chain.options[stage - 1][number - 1]
+            said = option.described(chain.saved_bytes[stage - 1], chain.fwd_seconds[stage - 1])
+            found.setdefault(said, []).append(stage)
+    return [f"{symbols.part} {', '.join(map(str, stages))}: {said}" for said, stages in found.items()]
 
 
 def _digit(count: int) -> str:

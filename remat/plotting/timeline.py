@@ -8,16 +8,18 @@ import numpy as np
 
 from remat.plotting.style import COLOURS, new_figure
 from remat.report import Report
-from remat.schedule import F_ALL, F_CK, F_NONE, B, Schedule
+from remat.schedule import F_ALL, F_CK, F_NONE, B, Operation, Schedule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MIB = 2**20
+_PART = "part"  # F_all with an option
 # What an operation is drawn as: a colour, and how dark that is in grey. Forward runs from dark (all kept) to light.
 _KINDS = {
     F_ALL: ("forward, all kept", COLOURS[0], "s"),
+    _PART: ("forward, a part kept", COLOURS[3], "D"),
     F_CK: ("forward, input kept", COLOURS[5], "o"),
     F_NONE: ("forward, nothing kept", COLOURS[4], "."),
     B: ("backward", COLOURS[6], "x"),
@@ -52,7 +54,7 @@ def plot_memory(report: Report, ax: Axes | None = None) -> Figure:
 def plot_schedule(schedule: Schedule, ax: Axes | None = None) -> Figure:
     """The operations from left to right, each at its stage; behind them, in grey, what is in memory after each.
 
-    Dark grey: all that a stage's backward needs. Light grey: the stage's output alone.
+    Dark grey: all that a stage's backward needs. Lighter: a part of that. Light grey: the stage's output alone.
     """
     figure: Any = new_figure(6.4, 3.4) if ax is None else ax.figure
     from matplotlib.ticker import MaxNLocator
@@ -72,7 +74,7 @@ def plot_schedule(schedule: Schedule, ax: Axes | None = None) -> Figure:
     )
     size = min(max(220 / max(steps, 2 * stages), 1.5), 6)
     for kind, (label, colour, marker) in _KINDS.items():
-        points = [(step, op.stage) for step, op in enumerate(schedule.operations, start=1) if op.kind == kind]
+        points = [(step, op.stage) for step, op in enumerate(schedule.operations, start=1) if _kind(op) == kind]
         if points:
             ax.plot(*zip(*points, strict=True), marker, color=colour, markersize=size, label=label)
     again = schedule.recomputations
@@ -89,17 +91,25 @@ def plot_schedule(schedule: Schedule, ax: Axes | None = None) -> Figure:
     return figure
 
 
+def _kind(operation: Operation) -> str:
+    return _PART if operation.option else operation.kind
+
+
 def _in_memory(schedule: Schedule) -> np.ndarray:
-    """For each step and stage what is stored of the stage afterwards: 2 all of it, 1 its output alone, 0 nothing."""
-    state = np.zeros(schedule.length + 1, np.int8)  # entry 0 is the input
+    """For each step and stage what is stored of the stage afterwards.
+
+    2: all of it, 1.5: a part, 1: its output alone, 0: nothing.
+    """
+    state = np.zeros(schedule.length + 1)  # entry 0 is the input
     after = []
-    for kind, stage, _ in schedule.operations:
+    for kind, stage, option in schedule.operations:
         if kind == B:
             state[stage] = 0
             if state[stage - 1] == 1:
                 state[stage - 1] = 0
         else:
-            state[stage] = 2 if kind == F_ALL else max(state[stage], 1)
+            saved = 1.5 if option else 2.0
+            state[stage] = saved if kind == F_ALL else max(state[stage], 1)
             if kind == F_NONE and state[stage - 1] == 1:
                 state[stage - 1] = 0
         after.append(state[1:].copy())

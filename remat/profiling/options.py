@@ -18,7 +18,6 @@ from remat.runtime.calls.tape import OUTSIDE, Operator, Tape
 MOST = 7  # options of a stage besides keeping everything
 _LEAST_GAIN = 0.01  # of what a stage saves, by which an option must keep less than the one before
 _KEPT = ("topk", "sort", "argsort")  # by which routers choose experts: small, and never to be chosen anew
-_DEAR = 1e6  # times its seconds, for what should not run again
 
 
 class Choice(NamedTuple):
@@ -100,7 +99,7 @@ class _Network:
         self._seconds = [
             0.0 if op.is_view else max(each, 1e-9) for op, each in zip(tape.operators, seconds, strict=True)
         ]
-        self._dear = [_DEAR if _is_among(op, keep) else 1.0 for op in tape.operators]
+        self._dear = [_is_among(operator, keep) for operator in tape.operators]
         self._graph: Any = networkx.DiGraph()
         self._limits = [
             storage.nbytes if number not in tape.returned else 0 for number, storage in enumerate(tape.storages)
@@ -137,7 +136,8 @@ class _Network:
         total = sum(self._limits) * scale + 1
         for at, spent in enumerate(self._seconds):
             if ("run", at) in self._graph:
-                cost = total if price == float("inf") else min(round(price * spent * self._dear[at] * scale), total)
+                dear = self._dear[at] or price == float("inf")
+                cost = total if dear else min(round(price * spent * scale), total)
                 self._graph.add_edge("source", ("run", at), capacity=cost)
         for storage, limit in enumerate(self._limits):
             if storage in self._structure.saved:
@@ -158,8 +158,8 @@ class _Network:
     def choice(self, dropped: frozenset[int]) -> Choice:
         """What dropping these comes to."""
         tape = self._tape
-        kept = {saved.value.storage for number, saved in enumerate(tape.saved) if number not in dropped} - {OUTSIDE}
-        runs = needs(tape, dropped, self._structure).runs if dropped else [False] * len(tape.operators)
+        kept = {storage for storage, numbers in self._structure.saved.items() if not dropped.issuperset(numbers)}
+        runs = needs(tape, dropped, tape.freed, self._structure).runs if dropped else [False] * len(tape.operators)
         again = [at for at, run in enumerate(runs) if run and not tape.operators[at].is_view]
         names = dict.fromkeys(tape.operators[at].name for at in again)
         return Choice(dropped, sum(self._limits[s] for s in kept), sum(self._seconds[at] for at in again), tuple(names))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -66,14 +67,20 @@ class Recording:
             return _without_saving(run, given)
         recorder = Recorder(timed=True)
 
-        def note(tensor: torch.Tensor) -> None:
+        held: list[weakref.ref[_Held]] = []
+
+        def note(tensor: torch.Tensor) -> _Held:
             recorder.saves(tensor)
+            token = _Held()
+            held.append(weakref.ref(token))
+            return token
 
         source = cut(detached(given))
         with saved_tensors_hooks(note, _refuse), recorder:
             output = run(source)
         recorder.returned(output)
         tape = recorder.tape
+        tape.freed = frozenset(number for number, token in enumerate(held) if token() is None)
         found = [operator.seconds for operator in tape.operators]
         known = self._tapes.get(index)
         if known is not None and known.is_like(tape):
@@ -103,6 +110,12 @@ class Recording:
         return found
 
 
+class _Held:
+    """Stands in a graph for a saved tensor, and dies when autograd lets go of that."""
+
+    __slots__ = ("__weakref__",)
+
+
 class Measuring:
     """Measures the options of units, each on the unit's first stage.
 
@@ -117,9 +130,11 @@ class Measuring:
         self.gauge: Gauge | None = None
 
     def visit(self, index: int, run: Run, given: Sequence[Any], end_of: Ends) -> Any:
+        assert self.gauge is not None
         output = _without_saving(run, given)
         if index in self._units:
-            self._keep_all(index, run, given, end_of)
+            if self.gauge.of_memory:
+                self._keep_all(index, run, given, end_of)
             for number, choice in enumerate(self._units[index].choices, start=1):
                 self._option(index, number, choice, run, given, end_of)
         return output
@@ -154,10 +169,12 @@ class Measuring:
         record.ended(output)
         with self.gauge.span(f"level {number}", index):
             pass  # what the environment no longer holds is gone
-        end = _end(index, output, end_of)
-        del output
+        end = _end(index, output, end_of) if self.gauge.of_memory else None
         with self.gauge.span(f"rest {number}", index):
-            record.complete(given[0], choice.dropped)
+            record.complete(given[0])
+        if not self.gauge.of_memory:  # `output` holds the graph, and with it what waits for the replay
+            return
+        del output
         with self.gauge.span(f"backward {number}", index):
             if end is not None:
                 end.backward()
@@ -186,7 +203,7 @@ def _without_saving(run: Run, given: Sequence[Any]) -> Any:
         return detached(run(source))
 
 
-def _refuse(_: None) -> torch.Tensor:
+def _refuse(_: object) -> torch.Tensor:
     raise AssertionError("a run that keeps nothing was run backward; this is a bug of remat, please report it")
 
 

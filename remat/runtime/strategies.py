@@ -55,9 +55,9 @@ def make_strategies(wanted: Sequence[str | Solver | Execution | Callable] | None
     """The strategies of these names, or the default ones.
 
     Args:
-        wanted: names of planners, "persistent, options" and "floating, options", `Solver` objects, "dtr", names of heuristics, functions that are heuristics;
-            "gradient_checkpointing", which is the library's own; "torch.compile", several values of its
-            `activation_memory_budget`, or "torch.compile@0.3", one; `Execution` objects.
+        wanted: names of planners, also with ", options" behind them, `Solver` objects, "dtr", names of heuristics,
+            functions that are heuristics; "gradient_checkpointing", which is the library's own; "torch.compile",
+            several values of its `activation_memory_budget`, or "torch.compile@0.3", one; `Execution` objects.
         slots: memory units of the dynamic programs.
 
     Raises:

@@ -15,7 +15,7 @@ from remat.profiling.stage_costs import storage_bytes
 from remat.runtime.meter import MemoryMeter
 from remat.runtime.planned.wrapper import ScheduledModule, apply
 from remat.runtime.pytree import tensors
-from remat.schedule import B, Operation, Schedule
+from remat.schedule import F_ALL, B, Operation, Schedule, store_all_operations
 from remat.solvers.persistent import Persistent
 from remat.solvers.recompute_all import RecomputeAll
 from remat.solvers.revolve import Revolve
@@ -62,6 +62,19 @@ def schedules(chain: Chain) -> Iterator[Schedule]:
         solvers.insert(1, Sequential(2))
     for solver in solvers:
         yield Schedule(solver.least_memory(chain), strategy=solver.name, layout=chain.layout)
+    if any(chain.options):  # keeping most of each stage, and least
+        yield Schedule(in_parts(chain, 1), strategy="options 1", layout=chain.layout)
+        yield Schedule(in_parts(chain, 9), strategy="last options", layout=chain.layout)
+
+
+def in_parts(chain: Chain, option: int) -> tuple[Operation, ...]:
+    """Storing everything, but of each stage only what this option keeps, or the last one that it has."""
+    return tuple(
+        operation._replace(option=min(option, len(chain.options[operation.stage - 1])))
+        if operation.kind == F_ALL
+        else operation
+        for operation in store_all_operations(chain.length)
+    )
 
 
 def chain_of(model: nn.Module, sample: Any, **options: Any) -> Chain:

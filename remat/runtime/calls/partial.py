@@ -53,7 +53,7 @@ class Structure:
         self.draws = [at for at, operator in enumerate(tape.operators) if operator.draws]
         self.saved: dict[int, list[int]] = {}
         for number, saved in enumerate(tape.saved):
-            if saved.value.storage != OUTSIDE:
+            if saved.value.storage != OUTSIDE and number not in tape.freed:
                 self.saved.setdefault(saved.value.storage, []).append(number)
         made: set[int] = set()
         for at, operator in enumerate(tape.operators):
@@ -72,13 +72,15 @@ class Structure:
                     self.servable[storage] = False
 
 
-def needs(tape: Tape, dropped: Collection[int], structure: Structure | None = None) -> Needs:
-    """What to run again where the saved tensors of the numbers `dropped` are gone, and nothing else."""
+def needs(
+    tape: Tape, dropped: Collection[int], gone: Collection[int] = (), structure: Structure | None = None
+) -> Needs:
+    """What to run again where the saved tensors of the numbers `dropped` are to be made; those `gone` are not there."""
     structure = structure or Structure(tape)
     kept: dict[int, list[int]] = {}
     for number, saved in enumerate(tape.saved):
         storage = saved.value.storage
-        if storage != OUTSIDE and number not in dropped and structure.servable[storage]:
+        if storage != OUTSIDE and number not in dropped and number not in gone and structure.servable[storage]:
             kept.setdefault(storage, []).append(number)
     runs = [operator.is_view for operator in tape.operators]
     making = [storage in kept for storage in range(len(tape.storages))]  # there, or about to be made
@@ -137,11 +139,11 @@ class _Action(NamedTuple):
 
 
 class Parts:
-    """How to make the run of a tape again where the saved tensors of the numbers `dropped` are gone."""
+    """How to make the saved tensors of the numbers `dropped` of a tape's run, where those `gone` are not there."""
 
-    def __init__(self, tape: Tape, dropped: Collection[int]) -> None:
+    def __init__(self, tape: Tape, dropped: Collection[int], gone: Collection[int] = ()) -> None:
         self.tape = tape
-        runs, kept = needs(tape, dropped)
+        runs, kept = needs(tape, dropped, gone)
         self._nothing: dict[int, Any] = {}  # storages without memory, by number
         self._pages: list[Any] = []  # that these lie in
         self.without_memory: set[int] = set()  # their identities

@@ -125,8 +125,8 @@ class Record:
         self.filled = True
         return output
 
-    def complete(self, value: Any, dropped: frozenset[int]) -> None:
-        """Makes what the slots `dropped` wait for, and nothing else, where the tape of the run is known.
+    def complete(self, value: Any) -> None:
+        """Makes what the empty slots wait for, and nothing else, where the tape of the run is known.
 
         Raises:
             ReplayError: as `replay`.
@@ -135,7 +135,11 @@ class Record:
         last = self._last() if self.ending.allowed else None
         if last == 0:
             return  # autograd waits for nothing
-        parts = self.tapes.parts(self.environment.situation, dropped, self._shapes)
+        slots = [slot() for slot, *_ in self._expected]
+        empty = frozenset(number for number, slot in enumerate(slots) if slot is not None and slot.tensor is None)
+        gone = frozenset(number for number, slot in enumerate(slots) if slot is None)
+        del slots
+        parts = self.tapes.parts(self.environment.situation, self._shapes, empty, gone)
         self.filled = True
         if parts is not None:
             try:
@@ -212,7 +216,10 @@ class Record:
 
 
 class _Deferrer:
-    """The pack hook of a first run: remembers what there was to keep, and keeps what is not `dropped` (None: nothing)."""
+    """The pack hook of a first run: remembers what there was to keep, and keeps what is not `dropped`.
+
+    `dropped` is None where nothing is kept.
+    """
 
     def __init__(
         self,

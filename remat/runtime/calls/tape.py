@@ -101,6 +101,7 @@ class Tape:
         storages: that they made, by number.
         saved: what autograd saved, in order.
         returned: storages that lie in what the run returned.
+        freed: the numbers of saved tensors that were gone when the run was over, because nothing leads to them.
         whole: why the run can be made again as a whole only; empty where it can be made in part.
     """
 
@@ -109,6 +110,7 @@ class Tape:
         self.storages: list[Storage] = []
         self.saved: list[Saved] = []
         self.returned: frozenset[int] = frozenset()
+        self.freed: frozenset[int] = frozenset()
         self.whole = ""
 
     def is_like(self, other: Tape) -> bool:

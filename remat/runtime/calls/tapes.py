@@ -24,7 +24,7 @@ class Tapes:
     def __init__(self, name: str) -> None:
         self._name = name
         self._tapes: dict[Hashable, Tape] = {}
-        self._parts: dict[tuple[Hashable, frozenset[int]], Parts] = {}
+        self._parts: dict[tuple[Hashable, frozenset[int], frozenset[int]], Parts] = {}
         self._failed = 0
 
     @property
@@ -44,18 +44,28 @@ class Tapes:
         self._tapes[situation] = tape
 
     def parts(
-        self, situation: Hashable, dropped: frozenset[int], shapes: Sequence[tuple[torch.Size, torch.dtype]]
+        self,
+        situation: Hashable,
+        shapes: Sequence[tuple[torch.Size, torch.dtype]],
+        empty: frozenset[int],
+        gone: frozenset[int],
     ) -> Parts | None:
-        """How to make what was dropped of a run that saved tensors of these shapes; None: by the whole run."""
+        """How to make some of what a run saved, which is of these shapes; None: by the whole run.
+
+        Args:
+            empty: the numbers of what is to be made.
+            gone: of what is not there, and not to be made.
+        """
         tape = self._tapes.get(situation)
         if tape is None or tape.whole or self._failed >= _ATTEMPTS:
             return None
         if [(saved.value.size, saved.value.dtype) for saved in tape.saved] != [*shapes]:
             self.forget(situation, "it saves other tensors each time")
             return None
-        if (situation, dropped) not in self._parts:
-            self._parts[situation, dropped] = Parts(tape, dropped)
-        return self._parts[situation, dropped]
+        key = situation, empty, gone
+        if key not in self._parts:
+            self._parts[key] = Parts(tape, empty, gone)
+        return self._parts[key]
 
     def forget(self, situation: Hashable, why: str) -> None:
         """A run was not what its tape says; the next one is recorded anew."""

@@ -249,7 +249,7 @@ class Run:
             del self._stored[index - 1]
         dropped = self.executor.dropped(step.operation)
         if step.completes:
-            self._complete(index, value, dropped)
+            self._complete(index, value)
             output = None
         else:
             filling = step.operation.kind == F_ALL
@@ -266,10 +266,10 @@ class Run:
         finally:
             self.repeating = False
 
-    def _complete(self, index: int, value: Any, dropped: frozenset[int]) -> None:
+    def _complete(self, index: int, value: Any) -> None:
         self.repeating = True
         try:
-            self._records[index].complete(value, dropped)
+            self._records[index].complete(value)
         finally:
             self.repeating = False
 

@@ -1,0 +1,400 @@
+"""Parts of a stage: what a replay in part makes, which parts are offered, and what plans do with them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import remat
+from remat.chain import Chain, Layout, Option
+from remat.errors import InvalidChain, InvalidSchedule, PlanMismatch
+from remat.profiling.options import choices
+from remat.runtime.calls.partial import needs
+from remat.runtime.calls.tape import OUTSIDE, Operator, Recorder, Saved, Storage, Tape, Value
+from remat.runtime.calls.tapes import Tapes
+from remat.schedule import Operation, Schedule
+from support.library_models import EVERY
+from support.steps import assert_same, chain_of, in_parts, train_step
+from support.training import chain_of as chain_by_name
+from support.training import made, train
+
+MANY = 200  # more tensors than any stage saves
+
+
+@contextmanager
+def in_part_only() -> Iterator[None]:
+    """Inside, no replay in part may fall back to a whole one."""
+
+    def refuse(self: Tapes, situation: object, why: str) -> None:
+        raise AssertionError(why)
+
+    with mock.patch.object(Tapes, "forget", refuse):
+        yield
+
+
+def parted(chain: Chain, dropped: Sequence[frozenset[int]]) -> Schedule:
+    """Storing everything but the saved tensors of these numbers, stage by stage."""
+    assert chain.layout is not None
+    ways = tuple((numbers,) if not fixed else () for numbers, fixed in zip(dropped, chain.fixed[:-1], strict=True))
+    operations = tuple(
+        operation._replace(option=1)
+        if operation.kind == "F_all" and operation.stage < chain.length and ways[operation.stage - 1]
+        else operation
+        for operation in remat.solve(chain, 1.0, "store_all").operations
+    )
+    return Schedule(operations, layout=replace(chain.layout, dropped=ways))
+
+
+def subsets(stages: int) -> st.SearchStrategy[list[frozenset[int]]]:
+    """For each stage: nothing, everything, or each saved tensor by the toss of a coin."""
+    some = st.sets(st.integers(0, 60), max_size=40).map(frozenset)
+    return st.lists(st.one_of(st.just(frozenset(range(MANY))), some), min_size=stages, max_size=stages)
+
+
+# Replays in part -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EVERY)
+@settings(max_examples=3, deadline=None)
+@given(data=st.data())
+def test_any_part_of_any_model_gives_the_same_bits(name: str, data: st.DataObject) -> None:
+    model, sample = made(name)
+    chain = chain_by_name(name)
+    schedule = parted(chain, data.draw(subsets(chain.length - 1)))
+    plain, driven = copy.deepcopy(model), copy.deepcopy(model)
+    with in_part_only():
+        assert_same(train(plain, sample), train(remat.apply(driven, schedule), sample), name)
+
+
+class Busy(nn.Module):
+    """What makes a replay in part hard: dropout, views, in-place code, statistics, a choice, a number read back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wide, self.narrow = nn.BatchNorm1d(12), nn.Linear(12, 36), nn.Linear(12, 12)
+        self.noise = nn.RReLU()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.wide(self.norm(x)).chunk(3, dim=-1)
+        weights = nn.functional.dropout((q[:, None] * k[:, None].transpose(1, 2)).softmax(-1), 0.3)
+        y = (weights @ v[:, :, None]).squeeze(-1)
+        y = nn.functional.relu(y.clone().add_(1.0), inplace=True)
+        _, chosen = y.topk(6, dim=-1)
+        y = y.scatter(-1, chosen, 0.5) * (1.0 if y.sum().item() > 0 else 2.0)
+        self.seen.add_(1)
+        y = self.noise(self.narrow(y)) * self.seen.clone()
+        return x + nn.functional.dropout(y, 0.1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(dropped=subsets(3), autocast=st.booleans(), sample_needs=st.booleans())
+def test_any_part_of_hard_blocks(dropped: list[frozenset[int]], autocast: bool, sample_needs: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Busy(), Busy(), nn.Linear(12, 3))
+    sample = torch.randn(8, 12, requires_grad=sample_needs)
+    chain = Chain([1] * 5, [1] * 4, *([[0] * 4] * 4))
+    layout = Layout((1, 1, 1), remat.profile(model, sample, options=False).layout.inputs)
+    schedule = parted(replace(chain, layout=layout), dropped)
+    plain, own = copy.deepcopy(model), copy.deepcopy(model)
+    driven = remat.apply(own, replace(schedule, layout=replace(schedule.layout, inputs=_inputs(sample, autocast))))
+    with in_part_only():
+        for step in range(3):
+            a, b = (sample.detach().clone().requires_grad_(sample_needs) for _ in range(2))
+            expected = train_step(plain, a, autocast=autocast, seed=step)
+            assert_same(expected, train_step(driven, b, autocast=autocast, seed=step), f"step {step}")
+
+
+def _inputs(sample: torch.Tensor, autocast: bool) -> tuple[str, ...]:
+    from remat.runtime.calls.stages import describe_call
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        return describe_call(sample)
+
+
+def planned(model: nn.Sequential, dropped: Sequence[frozenset[int]], sample: torch.Tensor) -> nn.Module:
+    stages = len(model)
+    chain = Chain([1] * (stages + 2), [1] * (stages + 1), *([[0] * (stages + 1)] * 4))
+    layout = Layout((1,) * stages, _inputs(sample, False), ends_early=(True,) * stages)
+    return remat.apply(model, parted(replace(chain, layout=layout), dropped))
+
+
+def test_several_forwards_before_their_backwards() -> None:
+    torch.manual_seed(0)
+    model, sample = nn.Sequential(Busy(), Busy()), torch.randn(8, 12)
+    plain = copy.deepcopy(model)
+    everything = frozenset(range(MANY))
+    driven = planned(model, [everything, frozenset(range(0, MANY, 2))], sample)
+    for one in (plain, driven):
+        torch.manual_seed(3)
+        outputs = [one(sample) for _ in range(3)]
+        for output in (outputs[1], outputs[0], outputs[2]):
+            output.square().sum().backward()
+    with in_part_only():
+        assert_same([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
+        assert_same([*plain.buffers()], [*model.buffers()])
+
+
+class Moody(nn.Module):
+    """Does something else each time that it runs, to the same result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.runs = nn.Linear(8, 8), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        x = self.linear(x)
+        for _ in range(self.runs % 3):
+            x = x.detach().clone() if not x.requires_grad else x + 0
+        return (x * 2).tanh() * x
+
+
+def test_a_run_with_other_operators_is_replayed_as_a_whole() -> None:
+    torch.manual_seed(0)
+    model, sample = nn.Sequential(Moody(), nn.Linear(8, 3)), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    driven = planned(model, [frozenset({1, 2, 3}), frozenset()], sample)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for seed in range(5):
+            assert_same(train_step(plain, sample, seed=seed), train_step(driven, sample, seed=seed))
+    (message,) = [str(each.message) for each in said if "something else each time" in str(each.message)]
+    assert "options=False" in message and "'0'" in message
+
+
+class Peeking(nn.Module):
+    """Reads memory that no operator is known to read."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = (x * 2).tanh()
+        return y * float(y.detach().numpy().max())
+
+
+def test_code_that_reads_what_was_skipped_is_replayed_as_a_whole() -> None:
+    torch.manual_seed(0)
+    model, sample = nn.Sequential(nn.Linear(8, 8), Peeking(), nn.Linear(8, 3)), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    driven = planned(model, [frozenset(), frozenset({1}), frozenset()], sample)
+    for seed in range(2):
+        assert_same(train_step(plain, sample, seed=seed), train_step(driven, sample, seed=seed))
+
+
+def test_what_is_skipped_takes_no_memory_and_can_be_looked_at() -> None:
+    """By a debugger, say."""
+    recorder = Recorder()
+    x = torch.randn(64, 64, requires_grad=True)
+    with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.saves, lambda _: x):
+        recorder.returned((x * 2).tanh())
+    from remat.runtime.calls.partial import Parts
+
+    (skipped,) = Parts(recorder.tape, {MANY})._nothing.values()
+    assert skipped.nbytes() == 64 * 64 * 4
+
+
+def test_without_options_a_second_backward_is_refused_as_before() -> None:
+    torch.manual_seed(0)
+    model, sample = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)), torch.randn(4, 8)
+    driven = planned(model, [frozenset(), frozenset({0}), frozenset()], sample)
+    output = driven(sample).sum()
+    with pytest.raises(remat.ReplayError, match="retain_graph"):
+        output.backward(retain_graph=True)
+    driven(sample).sum().backward()
+
+
+# Which parts are offered ---------------------------------------------------------------------------------------------
+
+
+@st.composite
+def tapes(draw: st.DrawFn) -> tuple[Tape, list[float]]:
+    """Operators that read and make storages at random, some in place, some drawing random numbers."""
+    tape = Tape()
+    for _ in range(draw(st.integers(1, 7))):
+        known = list(range(len(tape.storages)))
+        reads = draw(st.lists(st.sampled_from([OUTSIDE, *known]), min_size=1, max_size=2, unique=True))
+        in_place = [at for at in reads if at != OUTSIDE] if draw(st.integers(0, 4)) == 0 else []
+        writes = tuple(in_place[:1])
+        if writes:
+            made, function = writes[0], torch.ops.aten.add_.Tensor
+        else:
+            made, function = len(tape.storages), torch.ops.aten.add.Tensor
+            tape.storages.append(Storage(draw(st.integers(0, 20)), torch.device("cpu")))
+        value = Value(made, (1,), (1,), 0, torch.float32)
+        draws = draw(st.integers(0, 4)) == 0
+        tape.operators.append(Operator(function, tuple(reads), writes, (value,), torch.Tensor, draws, 0.0))
+    for storage in range(len(tape.storages)):
+        if draw(st.booleans()):
+            tape.saved.append(Saved(Value(storage, (1,), (1,), 0, torch.float32), 0))
+    if draw(st.booleans()):
+        tape.returned = frozenset({len(tape.storages) - 1} - {-1})
+    return tape, [float(draw(st.integers(1, 9))) for _ in tape.operators]
+
+
+@settings(max_examples=300, deadline=None)
+@given(tapes())
+def test_the_cut_finds_every_corner_of_the_hull(made: tuple[Tape, list[float]]) -> None:
+    """At every price no choice of saved tensors is cheaper than the best of those that were found."""
+    tape, seconds = made
+    found = {(0, 0.0)} if not tape.saved else set()
+    everything = sum(_limit(tape, s) for s in {saved.value.storage for saved in tape.saved})
+    found |= {(choice.kept_bytes, choice.seconds) for choice in choices(tape, seconds, most=99)} | {(everything, 0.0)}
+    numbers = range(len(tape.saved))
+    every = [set(part) for count in range(len(tape.saved) + 1) for part in itertools.combinations(numbers, count)]
+    points = set()
+    for dropped in every:
+        runs = needs(tape, dropped).runs if dropped else [False] * len(seconds)
+        kept = {tape.saved[number].value.storage for number in numbers if number not in dropped}
+        if not dropped:
+            runs = [False] * len(seconds)
+        points.add((sum(_limit(tape, s) for s in kept), sum(t for t, run in zip(seconds, runs, strict=True) if run)))
+    for price in (0.1, 0.7, 1.3, 2.9, 6.1, 20.3):
+        best = min(size + price * spent for size, spent in points)
+        # Choices that keep hardly less than the one before are left out: one per cent of everything.
+        assert min(size + price * spent for size, spent in found) <= best + 0.02 * everything + 1e-6
+
+
+def _limit(tape: Tape, storage: int) -> int:
+    return 0 if storage in tape.returned else tape.storages[storage].nbytes
+
+
+def by_the_book(chain: Chain) -> Chain:
+    """The chain with times that do not depend on this machine: of a block one second, and of its replays some of it."""
+    blocks = [bool(options) for options in chain.options]
+    return replace(
+        chain,
+        fwd_seconds=[float(block) for block in blocks],
+        replay_seconds=[float(block) for block in blocks],
+        bwd_seconds=[2.0 * block for block in blocks],
+        options=[
+            tuple(replace(option, replay_seconds=0.05 * number) for number, option in enumerate(options, start=1))
+            for options in chain.options
+        ],
+    )
+
+
+def gpt2_chain() -> Chain:
+    return by_the_book(chain_by_name("gpt2"))
+
+
+def test_options_of_a_profile() -> None:
+    chain = gpt2_chain()
+    blocks = [
+        options for options, name in zip(chain.options, chain.names, strict=True) if name.startswith("transformer.h")
+    ]
+    assert len(blocks) == 3 and 2 <= len(blocks[0]) <= 7
+    assert all(options == blocks[0] for options in blocks)  # what does the same is measured once
+    kept = [option.saved_bytes for option in blocks[0]]
+    assert kept == sorted(kept, reverse=True) and kept[0] < chain.saved_bytes[1]
+    assert all(name in blocks[0][-1].without for name in ("native_layer_norm", "addmm", "tanh"))
+    for index, options in enumerate(chain.options):
+        for option in options:
+            assert option.saved_bytes >= chain.act_bytes[index + 1]
+    assert [*map(len, chain.layout.dropped)] == [*map(len, chain.options[:-1])]
+    assert "without" in chain._repr_html_()
+
+
+def test_keep_says_what_is_not_replayed() -> None:
+    model, sample = made("llama")
+    chain = remat.profile(model, sample, repeats=1, keep=["mm", "attention"])
+    options = [option for options in chain.options for option in options]
+    assert options and not any("mm" in option.without for option in options)
+    assert not any(remat.profile(model, sample, repeats=1, options=False).options)
+
+
+def test_peaks_and_bits_within_budgets_between_all_and_nothing() -> None:
+    for name in ("gpt2", "resnet50"):
+        model, sample = made(name)
+        chain = by_the_book(chain_by_name(name))
+        least, most = remat.minimum_budget(chain), chain.store_all_bytes
+        used = 0
+        for tenth in (1, 3, 5, 7, 9):
+            schedule = remat.solve(chain, least + (most - least) * tenth // 10)
+            used += schedule.parts
+            predicted = remat.simulate(chain, schedule).peak_bytes
+            measured = remat.run(model, sample, schedule, repeats=1).peak_bytes
+            assert 0.97 * predicted <= measured <= predicted, f"{name}, {tenth}"
+        assert used
+
+
+# Chains, schedules and plans -----------------------------------------------------------------------------------------
+
+
+def small() -> Chain:
+    option = Option(2, 1, 5, 0.5, "gelu")
+    return Chain([1] * 5, [6] * 4, *([[0] * 4] * 2), *([[1.0] * 4] * 2), options=[(), (option,), (option,), ()])
+
+
+def test_operations_name_their_option() -> None:
+    schedule = Schedule.parse("F_all1 F_all2/1 F_ck3 F_all4 B4 F_all3/1 B3 B2 B1")
+    assert schedule.operations[1] == Operation("F_all", 2, 1)
+    assert str(schedule) == "F_all1 F_all2/1 F_ck3 F_all4 B4 F_all3/1 B3 B2 B1" and schedule.parts == 2
+    for text in ("F_ck2/1", "B2/1", "F_all2/", "F_all2/x"):
+        with pytest.raises(InvalidSchedule):
+            Schedule.parse(text)
+    with pytest.raises(InvalidSchedule, match="stage 2 has 1 options"):
+        remat.simulate(small(), Schedule.parse("F_all1 F_all2/2 F_all3 F_all4 B4 B3 B2 B1"))
+    with pytest.raises(PlanMismatch, match=r"remat\.profile"):
+        remat.apply(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Tanh()), Schedule.parse(str(schedule)))
+
+
+def test_files_carry_options_and_older_ones_have_none(tmp_path: Path) -> None:
+    chain = gpt2_chain()
+    schedule = remat.solve(chain, 0.6)
+    assert schedule.parts
+    chain.save(tmp_path / "chain.json")
+    schedule.save(tmp_path / "schedule.json")
+    assert Chain.load(tmp_path / "chain.json") == chain
+    assert Schedule.load(tmp_path / "schedule.json") == schedule
+    for path, kind, version in (("chain.json", Chain, 3), ("schedule.json", Schedule, 1)):
+        content: dict[str, Any] = json.loads((tmp_path / path).read_text()) | {"version": version}
+        content.pop("options", None)
+        content["layout"].pop("dropped")
+        content["operations"] = "F_all1 B1"
+        if kind is Chain:
+            del content["operations"]
+        (tmp_path / path).write_text(json.dumps(content))
+        assert kind.load(tmp_path / path).layout.dropped == ()
+    assert Chain.load(tmp_path / "chain.json") == chain.without_options
+
+
+def test_impossible_options_are_refused() -> None:
+    option = Option(2, 1, 5, 0.5)
+    for options in ([(), (), (), (option,)], [(replace(option, saved_bytes=-1),), (), (), ()], [(3,), (), (), ()]):
+        with pytest.raises(InvalidChain, match="options"):
+            replace(small(), options=options)
+    with pytest.raises(InvalidChain, match="layout"):
+        replace(small(), layout=Layout((1, 1, 1), (), dropped=((), (), ())))
+
+
+def test_plans_without_options_are_those_of_the_papers() -> None:
+    chain = gpt2_chain()
+    budget = int(0.6 * chain.store_all_bytes)
+    for name in ("persistent", "floating", "fastest"):
+        whole = remat.solvers.make_solver(name, options=False).solve(chain, budget)
+        parts = remat.solvers.make_solver(name).solve(chain, budget)
+        assert not whole.parts and parts.parts
+        assert remat.simulate(chain, parts).seconds < remat.simulate(chain, whole).seconds
+
+
+def test_last_options_of_every_stage_train_within_what_is_predicted() -> None:
+    model = nn.Sequential(Busy(), Busy(), Busy(), nn.Linear(12, 3))
+    sample = torch.randn(64, 12)
+    chain = chain_of(model, sample)
+    for option in (1, 2, 9):
+        schedule = Schedule(in_parts(chain, option), layout=chain.layout)
+        measured = remat.run(model, sample, schedule, repeats=1)
+        assert measured.peak_bytes <= remat.simulate(chain, schedule).peak_bytes
