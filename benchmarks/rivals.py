@@ -22,7 +22,7 @@ from benchmarks.any_model import Made, _images, _language
 from benchmarks.pairing import write
 from remat.comparison.bench import Bench, TrainingStep
 
-ROUNDS = 21
+ROUNDS = 11
 _SAVED = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product", "convolution")
 
 

@@ -28,7 +28,7 @@ from remat.runtime.calls.tape import OUTSIDE, Operator, Recorder, Saved, Storage
 from remat.runtime.calls.tapes import Tapes
 from remat.schedule import Operation, Schedule
 from support.library_models import EVERY
-from support.steps import assert_same, chain_of, in_parts, train_step
+from support.steps import assert_same, chain_of, in_parts, peak_of_a_step, train_step
 from support.training import chain_of as chain_by_name
 from support.training import made, train
 
@@ -214,6 +214,34 @@ def test_without_options_a_second_backward_is_refused_as_before() -> None:
     with pytest.raises(remat.ReplayError, match="retain_graph"):
         output.backward(retain_graph=True)
     driven(sample).sum().backward()
+
+
+def test_copies_of_a_model_that_trains_in_part_train_too(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, sample = nn.Sequential(Busy(), nn.Linear(12, 3)), torch.randn(8, 12)
+    driven = planned(model, [frozenset(range(MANY)), frozenset()], sample)
+    train_step(driven, sample)
+    torch.save(driven, tmp_path / "model.pt")
+    for other in (copy.deepcopy(driven), torch.load(tmp_path / "model.pt", weights_only=False)):
+        plain = copy.deepcopy(model)
+        plain.zero_grad()
+        other.zero_grad()
+        assert_same(train_step(plain, sample), train_step(other, sample))
+
+
+def test_the_first_step_stays_within_its_limit_too() -> None:
+    model, sample = made("gpt2")
+    chain = gpt2_chain()
+    schedule = remat.solve(chain, 0.6)
+    assert schedule.parts
+    remat.apply(model, schedule)
+
+    def step() -> None:
+        model(**sample).loss.backward()
+
+    peak = peak_of_a_step(step, sample, warm_up=0)
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    assert peak - gradients <= remat.simulate(chain, schedule).peak_bytes
 
 
 # Which parts are offered ---------------------------------------------------------------------------------------------

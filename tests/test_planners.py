@@ -68,6 +68,29 @@ def test_lower_bound_holds_however_coarse(chain: Chain, tenths: int, slots: int)
     assert chain.store_all_seconds <= bound <= makespan(chain, budget, "floating")
 
 
+def test_lower_bound_holds_where_a_gradient_is_larger_than_all_that_its_backward_frees() -> None:
+    """a_3 must be there before B5 makes grad_4, and B6 leaves no room for it: no weakly persistent schedule does."""
+    chain = Chain(
+        *([0, 0, 1, 1, 0, 0, 0], [0, 1, 1, 0, 0, 3], [0, 0, 0, 0, 10, 0], [0, 0, 0, 0, 0, 4], [1] * 6, [1] * 6),
+        grad_bytes=[0, 0, 0, 0, 6, 0, 0],
+        save_overhead_bytes=[0] * 6,
+    )
+    assert minimum_budget(chain, "floating") == 8
+    assert lower_bound(chain, 7) <= optimum(chain, 7) == 17
+
+
+@settings(max_examples=200, deadline=None)
+@given(measured_chains(max_stages=5, with_options=True, ordinary=False), st.integers(0, 12))
+def test_lower_bound_holds_on_any_chain(chain: Chain, tenths: int) -> None:
+    least, most = minimum_budget(chain, "floating"), store_all_peak(chain)
+    budget = max(least - 2 + (most - least) * tenths // 10, 1)
+    best = optimum(chain, budget)
+    try:
+        assert lower_bound(chain, budget) <= best
+    except InfeasibleBudget:
+        assert best == math.inf
+
+
 @settings(max_examples=60, deadline=None)
 @given(chains(max_stages=9, largest=10**9))
 def test_no_budget_gets_a_slower_schedule_than_a_smaller_one(chain: Chain) -> None:

@@ -15,6 +15,8 @@ import networkx
 from remat.runtime.calls.partial import Structure, needs
 from remat.runtime.calls.tape import OUTSIDE, Operator, Tape
 
+_LONGEST = 2000  # operators of a stage, beyond which a cut takes seconds
+_CUTS = 3  # that are looked for, for each option that is wanted
 MOST = 7  # options of a stage besides keeping everything
 _LEAST_GAIN = 0.01  # of what a stage saves, by which an option must keep less than the one before
 _KEPT = ("topk", "sort", "argsort")  # by which routers choose experts: small, and never to be chosen anew
@@ -43,18 +45,21 @@ def choices(tape: Tape, seconds: Sequence[float], *, keep: Collection[str] = (),
         seconds: of each operator of the tape.
         keep: names of operators that are not to run again where that can be helped.
     """
-    if tape.whole or not tape.saved:
+    if tape.whole or not tape.saved or len(tape.operators) > _LONGEST:
         return []
     network = _Network(tape, seconds, (*keep, *_KEPT))
     everything = network.choice(frozenset())
     first, last = network.cut(float("inf")), network.cut(0.0)
     found = {first.dropped: first, last.dropped: last}
     todo = [(first, last)]
-    while todo:
-        more, less = todo.pop()
+    for _ in range(_CUTS * most):
+        todo = [
+            (more, less) for more, less in todo if more.kept_bytes > less.kept_bytes and less.seconds > more.seconds
+        ]
+        if not todo:
+            break
+        more, less = todo.pop(max(range(len(todo)), key=lambda at: _area(*todo[at])))
         saved, spent = more.kept_bytes - less.kept_bytes, less.seconds - more.seconds
-        if saved <= 0 or spent <= 0:
-            continue
         price = saved / spent  # bytes for a second: both cost the same
         between = network.cut(price)
         level = more.kept_bytes + price * more.seconds
@@ -63,6 +68,11 @@ def choices(tape: Tape, seconds: Sequence[float], *, keep: Collection[str] = (),
             todo += [(more, between), (between, less)]
     hull = sorted(found.values(), key=lambda choice: -choice.kept_bytes)
     return _spread(everything, hull, most)
+
+
+def _area(more: Choice, less: Choice) -> float:
+    """How much there may be to find between two choices."""
+    return (more.kept_bytes - less.kept_bytes) * (less.seconds - more.seconds)
 
 
 def _spread(everything: Choice, hull: Sequence[Choice], most: int) -> list[Choice]:

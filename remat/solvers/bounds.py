@@ -7,6 +7,7 @@ from dataclasses import replace
 from remat.budgets import resolve_budget
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget
+from remat.simulation import everything
 from remat.solvers._tables import always
 from remat.solvers.base import store_all_peak
 from remat.solvers.floating import Floating, FloatingTable
@@ -23,8 +24,8 @@ def lower_bound(
     slots and the budget rounded up: every schedule that fits the bytes fits the slots too. More slots bring it nearer
     to the optimum. Where a stage saves less than its output (saved_l < a_l, as those may whose output nobody's backward
     needs), saving all of it is the cheaper way to keep its output, which the recurrence does not know; there the output
-    counts as no larger than what is saved, which only makes more schedules fit. Where saving takes less scratch memory
-    than passing, which no measured stage does, passing counts as taking no more.
+    counts as no larger than what is saved, which only makes more schedules fit. So do a stage's scratch memory, where
+    passing takes more than saving, and a gradient that is larger than all that its backward frees.
 
     Args:
         chain: what the stages cost.
@@ -54,24 +55,20 @@ def lower_bound(
 
 
 def _relaxed(chain: Chain) -> Chain:
-    """The chain with no activation larger than what its stage may keep, and no stage dearer to pass than to save."""
-    kept = [
-        min([chain.saved_bytes[index], *(option.saved_bytes for option in options)])
-        for index, options in enumerate(chain.options)
+    """The chain with what the lemma takes for granted (`docs/planners.md`), and nothing larger than it is.
+
+    No activation is larger than what its stage may keep, no stage dearer to pass than to save, and no gradient larger
+    than what is freed when it is made.
+    """
+    ways = [(everything(chain, stage), *chain.options[stage - 1]) for stage in range(1, chain.length + 1)]
+    kept = [min(way.saved_bytes for way in each) for each in ways]
+    saving = [min(way.saved_bytes + way.save_overhead_bytes for way in each) for each in ways]
+    act = (chain.act_bytes[0], *map(min, chain.act_bytes[1:-1], kept), chain.act_bytes[-1])
+    passing = [
+        max(min(overhead, most - size), 0)
+        for overhead, most, size in zip(chain.fwd_overhead_bytes, saving, act[1:], strict=True)
     ]
-    smaller = tuple(map(min, chain.act_bytes[1:-1], kept))
-    act = (chain.act_bytes[0], *smaller, chain.act_bytes[-1])
-    saving = [
-        min(
-            [
-                chain.saved_bytes[index] + chain.save_overhead_bytes[index],
-                *(o.saved_bytes + o.save_overhead_bytes for o in options),
-            ]
-        )
-        for index, options in enumerate(chain.options)
-    ]
-    passing = (
-        max(min(over, most - size), 0)
-        for over, most, size in zip(chain.fwd_overhead_bytes, saving, act[1:], strict=True)
-    )
-    return replace(chain, act_bytes=act, fwd_overhead_bytes=tuple(passing))
+    grad = list(chain.grad_bytes)
+    for stage in range(chain.length, 0, -1):
+        grad[stage - 1] = min(grad[stage - 1], grad[stage] + kept[stage - 1])
+    return replace(chain, act_bytes=act, fwd_overhead_bytes=tuple(passing), grad_bytes=tuple(grad))

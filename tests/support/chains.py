@@ -26,8 +26,12 @@ def chains(draw: st.DrawFn, max_stages: int = 7, largest: int = 12) -> Chain:
 
 
 @st.composite
-def measured_chains(draw: st.DrawFn, max_stages: int, *, with_options: bool = False) -> Chain:
-    """Chains with the terms that only measured ones have."""
+def measured_chains(draw: st.DrawFn, max_stages: int, *, with_options: bool = False, ordinary: bool = True) -> Chain:
+    """Chains with the terms that only measured ones have.
+
+    `ordinary`: as the lemma takes for granted that makes weakly persistent schedules enough: a stage that saves has in
+    memory all that it has without, and no gradient is larger than what is freed when it is made.
+    """
     chain = draw(chains(max_stages=max_stages, largest=9))
 
     def some(count: int, most: int = 4) -> list[int]:
@@ -48,15 +52,15 @@ def measured_chains(draw: st.DrawFn, max_stages: int, *, with_options: bool = Fa
     forward = draw(st.sampled_from([1, 1, 5]))  # now and then what decides is what runs forward
     options = [parts(stage) for stage in range(chain.length)]
     saving = some(chain.length)
-    # A stage that saves has in memory all that it has without, so passing needs no more.
-    least = [
-        min([a + b, *(o.saved_bytes + o.save_overhead_bytes for o in each)])
-        for a, b, each in zip(chain.saved_bytes, saving, options, strict=True)
-    ]
-    passing = [
-        min(forward * size, most - act)
-        for size, most, act in zip(chain.fwd_overhead_bytes, least, chain.act_bytes[1:], strict=True)
-    ]
+    passing = [forward * size for size in chain.fwd_overhead_bytes]
+    grads = some(chain.length + 1, 20)  # not as large as the activations: where skips join, say
+    if ordinary:
+        for stage, each in enumerate(options):
+            ways = [(chain.saved_bytes[stage], saving[stage]), *((o.saved_bytes, o.save_overhead_bytes) for o in each)]
+            passing[stage] = min(passing[stage], min(map(sum, ways)) - chain.act_bytes[stage + 1])
+        for stage in range(chain.length - 1, -1, -1):
+            kept = min([chain.saved_bytes[stage], *(option.saved_bytes for option in options[stage])])
+            grads[stage] = min(grads[stage], grads[stage + 1] + kept)
     return replace(
         chain,
         fwd_overhead_bytes=passing,
@@ -66,7 +70,7 @@ def measured_chains(draw: st.DrawFn, max_stages: int, *, with_options: bool = Fa
             extra - min(freed, saved)
             for extra, freed, saved in zip(chain.bwd_overhead_bytes, some(chain.length), chain.saved_bytes, strict=True)
         ],
-        grad_bytes=some(chain.length + 1, 20),  # not as large as the activations: where skips join, say
+        grad_bytes=grads,
         reserve_bytes=draw(st.integers(0, 3)),
         replay_seconds=[draw(st.integers(0, int(seconds))) for seconds in chain.fwd_seconds],
     )

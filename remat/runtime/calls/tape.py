@@ -151,6 +151,8 @@ class Recorder(TorchDispatchMode):
         outside = {tensor.untyped_storage()._cdata for tensor in given} - self._numbers.keys()
         start = time.perf_counter()
         output = func(*args, **kwargs)
+        if self._timed:
+            _finish(output)
         spent = time.perf_counter() - start
         form: type | None = None
         leaves: list[Any] = []
@@ -215,6 +217,13 @@ def changed_argument(func: Any, position: int) -> tuple[int, str] | None:
         if info is not None and info.is_write and info.before_set & returned.alias_info.before_set:
             return at, argument.name
     return None
+
+
+def _finish(output: Any) -> None:
+    """Waits for an accelerator that works on this."""
+    for tensor in _tensors([output])[:1]:
+        if tensor.device.type not in ("cpu", "meta"):
+            torch.get_device_module(tensor.device).synchronize(tensor.device)
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:

@@ -27,6 +27,9 @@ class Tapes:
         self._parts: dict[tuple[Hashable, frozenset[int], frozenset[int]], Parts] = {}
         self._failed = 0
 
+    def __reduce__(self) -> tuple[type[Tapes], tuple[str]]:
+        return Tapes, (self._name,)  # a copy of the model runs anew
+
     @property
     def failed(self) -> bool:
         """Whether a replay in part has ever failed."""
