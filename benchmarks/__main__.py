@@ -10,6 +10,7 @@ from benchmarks.dtr import dtr, static
 from benchmarks.first_use import first_use
 from benchmarks.frontier import frontier
 from benchmarks.live import live
+from benchmarks.options import options
 from benchmarks.paper import dtr_paper, rotor_paper
 from benchmarks.peaks import peaks
 from benchmarks.planners import planners
@@ -32,6 +33,7 @@ BENCHMARKS = {
     "any_model_libraries": against_libraries,
     "any_model_compile": against_compile,
     "rivals": rivals,
+    "options": options,
     "paper_rotor": lambda: rotor_paper(9),
     "paper_dtr": dtr_paper,
 }

@@ -1,30 +1,27 @@
 """Parts of blocks against whole blocks: planned and measured overhead at shares of the memory of storing everything.
 
-CPU time of one thread, every plan and plain PyTorch in turn; and, for the figure, PyTorch's own ways at their own peaks:
-every block checkpointed, and selective checkpointing.
+CPU time of one thread, every plan and plain PyTorch in turn; and, for the figure, PyTorch's own ways at their own
+peaks: every block checkpointed, and selective checkpointing.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import remat
 from benchmarks.any_model import Made, _language
 from benchmarks.pairing import write
-from benchmarks.rivals import Blocks, _policy, _ratio, _times
+from benchmarks.rivals import in_turn, quartiles
 from remat.comparison.bench import Bench
 from remat.models import resnet50
+from remat.runtime.library import BlockCheckpointing
 
 SHARES = (0.9, 0.7, 0.5, 0.3)
-RESULTS = Path(__file__).parent / "results"
 
 
 def _gpt2() -> Made:
@@ -73,15 +70,15 @@ def _of(name: str, model: nn.Module, sample: Any) -> list[dict[str, object]]:
                 steps.append(bench.step(schedule))
         if hasattr(model, "config"):
             for way in (
-                Blocks("every block checkpointed"),
-                Blocks("selective", context_fn=partial(create_selective_checkpoint_contexts, _policy)),
+                BlockCheckpointing("every block checkpointed"),
+                BlockCheckpointing("selective", selective=True),
             ):
                 rows.append({"model": name, "way": way.name})
                 steps.append(bench.step(way))
         peaks = [bench.peak_bytes(step) for step in steps]
-        times = _times(steps)
+        times = in_turn(steps)
     for row, peak, spent_by in zip(rows, peaks[1:], times[1:], strict=True):
-        row |= {"peak_bytes": peak, "share_of_plain": peak / peaks[0], "measured": _ratio(spent_by, times[0])}
+        row |= {"peak_bytes": peak, "share_of_plain": peak / peaks[0], "measured": quartiles(spent_by, times[0])}
         print(row, flush=True)
     step_seconds = sorted(times[0])[len(times[0]) // 2]
     rows.append({"model": name, "way": "plain", "peak_bytes": peaks[0], "step_seconds": step_seconds, **spent})

@@ -8,22 +8,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import remat
 from benchmarks.any_model import Made, _images, _language
 from benchmarks.pairing import write
 from remat.comparison.bench import Bench, TrainingStep
+from remat.runtime.library import BlockCheckpointing
 
-ROUNDS = 11
-_SAVED = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product", "convolution")
+ROUNDS = 15
 
 
 def _gpt2() -> Made:
@@ -43,66 +38,40 @@ def _vit() -> Made:
 MODELS: dict[str, Callable[[], Made]] = {"GPT-2": _gpt2, "Mistral": _mistral, "ViT": _vit}
 
 
-class Blocks(remat.Execution):
-    """Every block of a model under `torch.utils.checkpoint`."""
-
-    def __init__(self, name: str, **options: Any) -> None:
-        self.name, self._options = name, options
-
-    @contextmanager
-    def around(self, model: nn.Module) -> Iterator[None]:
-        blocks = _blocks(model)
-        for block in blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **self._options)  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            for block in blocks:
-                del block.forward
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules of the longest list of modules of one class."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=len))
-
-
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    name = operator.name().removeprefix("aten::")
-    saved = name.split(".")[0] in _SAVED or name.startswith("_scaled_dot_product")
-    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def rivals() -> list[dict[str, object]]:
     """At the measured peak of each rival: remat's time over the rival's, and of both over plain PyTorch's."""
     torch.set_num_threads(1)
-    ways = {
-        "every block checkpointed": Blocks("every block checkpointed"),
-        "selective": Blocks("selective", context_fn=partial(create_selective_checkpoint_contexts, _policy)),
-    }
     rows: list[dict[str, object]] = []
     for name, make in MODELS.items():
         model, sample = make()
         chain = remat.profile(model, sample)
-        for rival, way in ways.items():
+        for way in (BlockCheckpointing("every block checkpointed"), BlockCheckpointing("selective", selective=True)):
             with Bench(model, sample) as bench:
                 plain, theirs = bench.step(None), bench.step(way)
                 peak = bench.peak_bytes(theirs)
                 schedule = remat.solve(chain, peak, "fastest")
                 ours = bench.step(schedule)
                 measured, most = bench.peak_bytes(ours), bench.peak_bytes(plain)
-                times = _times([plain, theirs, ours])
-            row: dict[str, object] = {"model": name, "rival": rival, "peak_bytes": peak, "remat_peak_bytes": measured}
+                times = in_turn([plain, theirs, ours])
+            row: dict[str, object] = {
+                "model": name,
+                "rival": way.name,
+                "peak_bytes": peak,
+                "remat_peak_bytes": measured,
+            }
             row |= {"store_all_bytes": most, "predicted": remat.simulate(chain, schedule).overhead}
-            row |= {"remat over rival": _ratio(times[2], times[1])}
-            row |= {"remat over plain": _ratio(times[2], times[0]), "rival over plain": _ratio(times[1], times[0])}
+            row |= {"remat over rival": quartiles(times[2], times[1])}
+            row |= {
+                "remat over plain": quartiles(times[2], times[0]),
+                "rival over plain": quartiles(times[1], times[0]),
+            }
             rows.append(row)
             print(row, flush=True)
     write("rivals", rows, "remat at the peak of PyTorch's checkpointing: CPU time of one thread, median and quartiles")
     return rows
 
 
-def _times(steps: Sequence[TrainingStep]) -> list[list[float]]:
+def in_turn(steps: Sequence[TrainingStep]) -> list[list[float]]:
     """CPU seconds of each step in each round, in which all take their turn."""
     times: list[list[float]] = [[] for _ in steps]
     for number in range(ROUNDS):
@@ -115,6 +84,6 @@ def _times(steps: Sequence[TrainingStep]) -> list[list[float]]:
     return times
 
 
-def _ratio(first: Sequence[float], second: Sequence[float]) -> list[float]:
+def quartiles(first: Sequence[float], second: Sequence[float]) -> list[float]:
     """Quartiles of the ratios of the rounds: lower, median, upper."""
     return [round(value, 4) for value in statistics.quantiles([a / b for a, b in zip(first, second, strict=True)], n=4)]

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -192,6 +193,40 @@ def test_code_that_reads_what_was_skipped_is_replayed_as_a_whole() -> None:
     driven = planned(model, [frozenset(), frozenset({1}), frozenset()], sample)
     for seed in range(2):
         assert_same(train_step(plain, sample, seed=seed), train_step(driven, sample, seed=seed))
+
+
+@pytest.mark.parametrize("when", ["before", "after the first step"])
+@pytest.mark.parametrize("how", ["itself", "detached", "reshaped", "copied"])
+def test_what_hooks_of_modules_hold_is_right(when: str, how: str) -> None:
+    """The last tensor that a hook has seen is that of the recomputation, as with whole stages."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU())
+    model, sample = nn.Sequential(Counted(block), nn.Linear(8, 3)), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    driven = planned(model, [frozenset({3, 4}), frozenset()], sample)
+    looks = {"itself": lambda y: y, "detached": torch.detach, "reshaped": lambda y: y.view(-1), "copied": torch.clone}
+    seen: dict[int, Any] = {}
+    for step in range(4):
+        if step == (0 if when == "before" else 1):
+            for key, one in enumerate((plain, model)):
+                for place, module in enumerate(one[0].block):
+                    module.register_forward_hook(partial(_remember, seen, key, place, looks[how]))
+        assert_same(train_step(plain, sample, seed=step), train_step(driven, sample, seed=step), f"step {step}")
+        for place in range(4 if seen else 0):
+            assert torch.equal(seen[0, place], seen[1, place])
+
+
+class Counted(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x)
+
+
+def _remember(seen: Any, key: int, place: int, look: Any, module: Any, args: Any, output: torch.Tensor) -> None:
+    seen[key, place] = look(output)
 
 
 def test_what_is_skipped_takes_no_memory_and_can_be_looked_at() -> None:

@@ -75,12 +75,13 @@ def compare(
             They cover what `remat.run` measures, the sample included. None: five, in equal ratios from the least that
             works to that peak.
         strategies: names of planners, `Solver` objects, "dtr", names or functions of DTR heuristics;
-            "gradient_checkpointing" for that of the model's library (transformers, timm), "torch.compile", with
-            several values of its `activation_memory_budget`, and ways of your own (`Execution` objects), none of
-            which has a budget in bytes. None: store_all,
-            sequential, chen, revolve, persistent, floating (unless it would take long), "persistent, options", which
-            may keep a part of a stage, dtr, and the library's
-            checkpointing where it has one.
+            "gradient_checkpointing" for that of the model's library (transformers, timm), "block_checkpointing" and
+            "selective_checkpointing" (products, convolutions and attention saved) for PyTorch's own of every block,
+            "torch.compile", with several values of its `activation_memory_budget`, and ways of your own (`Execution`
+            objects), none of which has a budget in bytes. Names of planners mean the papers' plans; with ", options"
+            behind them, plans that may keep a part of a stage. None: store_all, sequential, chen, revolve, persistent,
+            floating (unless it would take long), "persistent, options", dtr, and the library's checkpointing where it
+            has one.
         loss: a function of the output that returns a scalar; without one the output is backpropagated with a fixed
             random gradient.
         measure: False stops after the predictions, of DTR too: nothing larger than single stages is run.

@@ -47,6 +47,8 @@ _PLACES = (
     "persistent, options",
     "floating, options",
     "ilp, options",
+    "block_checkpointing",
+    "selective_checkpointing",
 )
 
 

@@ -134,6 +134,8 @@ class _Network:
                 self._implies(("saved", storage), ("at hand", storage))
             else:
                 self._implies(("made", storage), ("at hand", storage))
+        for storage in tape.escaping:
+            self._implies(("at hand", storage), "sink")
         for before, after in zip(self._structure.draws, self._structure.draws[1:], strict=False):
             self._implies(("run", before), ("run", after))
 

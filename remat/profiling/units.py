@@ -79,8 +79,12 @@ class Recording:
         with saved_tensors_hooks(note, _refuse), recorder:
             output = run(source)
         recorder.returned(output)
+        freed = frozenset(number for number, token in enumerate(held) if token() is None)
+        following = detached(output)
+        del output, source
+        recorder.ended()
         tape = recorder.tape
-        tape.freed = frozenset(number for number, token in enumerate(held) if token() is None)
+        tape.freed = freed
         found = [operator.seconds for operator in tape.operators]
         known = self._tapes.get(index)
         if known is not None and known.is_like(tape):
@@ -88,7 +92,7 @@ class Recording:
         elif known is not None:
             tape.whole = "it does something else each time"
         self._tapes[index], self._seconds[index] = tape, found
-        return detached(output)
+        return following
 
     def units(self, keep: Collection[str] = ()) -> list[Unit]:
         """The units that have options; the times of each operator are medians over their stages."""

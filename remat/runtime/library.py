@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from remat.errors import RematError
@@ -23,6 +24,61 @@ class Checkpointing(Execution):
 
     def around(self, model: nn.Module) -> AbstractContextManager[None]:
         return checkpointed(model)
+
+
+@dataclass(frozen=True)
+class BlockCheckpointing(Execution):
+    """Steps with every block under `torch.utils.checkpoint` (`use_reentrant=False`), as far as a model has blocks.
+
+    Attributes:
+        selective: it saves what matrix products, convolutions and attention compute, and recomputes the rest
+            (`create_selective_checkpoint_contexts`).
+    """
+
+    name: str = "block_checkpointing"
+    selective: bool = False
+
+    @contextmanager
+    def around(self, model: nn.Module) -> Iterator[None]:
+        """Raises RematError where the model has no blocks."""
+        from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+        options: dict[str, Any] = {"use_reentrant": False}
+        if self.selective:
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, _saves_products)
+        blocks = _blocks(model)
+        for block in blocks:
+            block.forward = partial(checkpoint, block.forward, **options)
+        try:
+            yield
+        finally:
+            for block in blocks:
+                del block.forward
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The members of the longest list or `nn.Sequential` of modules of one class."""
+    from torch import nn
+
+    lists: list[list[nn.Module]] = [
+        [*part] for part in model.modules() if isinstance(part, (nn.ModuleList, nn.Sequential))
+    ]
+    alike = [each for each in lists if len(each) > 1 and len({type(member) for member in each}) == 1]
+    if not alike:
+        raise RematError(f"{type(model).__name__} has no list of blocks that could be checkpointed one by one")
+    longest = max(len(each) for each in alike)
+    return list(dict.fromkeys(next(each for each in alike if len(each) == longest)))
+
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
+
+
+def _saves_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    name = operator.overloadpacket.__name__
+    saved = name in _PRODUCTS or name.startswith("_scaled_dot_product")
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @dataclass(frozen=True)

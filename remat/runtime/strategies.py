@@ -10,7 +10,7 @@ from remat.chain import Chain
 from remat.errors import RematError
 from remat.runtime.dtr.heuristics import DEFAULT, HEURISTICS, Heuristic, make_heuristic
 from remat.runtime.execution import Execution
-from remat.runtime.library import Checkpointing, Compiled
+from remat.runtime.library import BlockCheckpointing, Checkpointing, Compiled
 from remat.solvers import SOLVERS, make_solver
 from remat.solvers.base import Solver
 from remat.solvers.floating import Floating, is_quick
@@ -47,6 +47,7 @@ class Native:
 
 Strategy: TypeAlias = Static | Dynamic | Native
 CHECKPOINTING = "gradient_checkpointing"
+BLOCKS, SELECTIVE = "block_checkpointing", "selective_checkpointing"
 COMPILE = "torch.compile"
 _SHARES = (0.1, 0.3, 0.5, 0.75, 1.0)  # of activation_memory_budget, which says nothing of bytes: so a sweep
 
@@ -56,8 +57,9 @@ def make_strategies(wanted: Sequence[str | Solver | Execution | Callable] | None
 
     Args:
         wanted: names of planners, also with ", options" behind them, `Solver` objects, "dtr", names of heuristics,
-            functions that are heuristics; "gradient_checkpointing", which is the library's own; "torch.compile",
-            several values of its `activation_memory_budget`, or "torch.compile@0.3", one; `Execution` objects.
+            functions that are heuristics; "gradient_checkpointing", which is the library's own; "block_checkpointing"
+            and "selective_checkpointing", which are PyTorch's, of every block; "torch.compile", several values of its
+            `activation_memory_budget`, or "torch.compile@0.3", one; `Execution` objects.
         slots: memory units of the dynamic programs.
 
     Raises:
@@ -81,6 +83,8 @@ def make_strategies(wanted: Sequence[str | Solver | Execution | Callable] | None
 def _make_some(item: str | Solver | Execution | Callable, slots: int) -> list[Strategy]:
     if item == CHECKPOINTING:
         return [Native(CHECKPOINTING, Checkpointing())]
+    if item in (BLOCKS, SELECTIVE):
+        return [Native(str(item), BlockCheckpointing(str(item), selective=item == SELECTIVE))]
     if item == COMPILE:
         return [Native(way.name, way) for way in map(Compiled, _SHARES)]
     if isinstance(item, str) and item.startswith(f"{COMPILE}@"):
@@ -121,6 +125,8 @@ def _make(item: str | Solver | Callable, slots: int) -> Strategy:
                 "dtr",
                 *HEURISTICS,
                 CHECKPOINTING,
+                BLOCKS,
+                SELECTIVE,
                 COMPILE,
             )
             raise RematError(

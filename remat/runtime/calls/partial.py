@@ -8,6 +8,7 @@ results lie in kept memory is *served*: its results are made from that memory. O
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -95,6 +96,8 @@ def needs(
     for number in dropped:
         if number < len(tape.saved):
             make(tape.saved[number].value.storage)
+    for storage in tape.escaping:
+        make(storage)
     while todo:
         at = todo.pop()
         if runs[at]:
@@ -122,18 +125,27 @@ class _Served(NamedTuple):
     value: Value
 
 
+class _Skipped(NamedTuple):
+    """A result without memory: what is handed out, and the number of its storage."""
+
+    tensor: torch.Tensor
+    storage: int
+
+
 class _Action(NamedTuple):
     """What to do with an operator.
 
     Attributes:
         runs: it runs; results that were kept are put in the place of those that it makes.
-        results: else what it returns: a served result, the position of an argument that it would change, or a tensor
-            without memory. None: what it makes.
+        looks_at: of a view, the storage, where that has no memory.
+        results: else what it returns: a served result, the argument that it would change, or one without memory. None:
+            what it makes.
     """
 
     function: Any
     runs: bool
     is_view: bool
+    looks_at: int | None
     results: tuple[Any, ...] | None
     form: type | None
 
@@ -159,7 +171,10 @@ class Parts:
             results = tuple(served) if any(each is not None for each in served) else None
         elif not runs:
             results = tuple(self._result(at, operator, kept) for at in range(len(operator.values)))
-        return _Action(operator.function, runs, operator.is_view, results, operator.form)
+        looks_at = None
+        if operator.is_view and operator.values[0] is not None and operator.values[0].storage in self._nothing:
+            looks_at = operator.values[0].storage
+        return _Action(operator.function, runs, operator.is_view, looks_at, results, operator.form)
 
     def _served(self, value: Value, kept: dict[int, list[int]]) -> _Served | None:
         numbers = [n for n in kept.get(value.storage, ()) if self.tape.saved[n].value.dtype == value.dtype]
@@ -172,7 +187,7 @@ class Parts:
             return changed_argument(operator.function, position)
         return self._served(value, kept) or self._without_memory(value)
 
-    def _without_memory(self, value: Value) -> torch.Tensor:
+    def _without_memory(self, value: Value) -> _Skipped:
         """A tensor that looks like one of the run, and must not be read."""
         size, device = self.tape.storages[value.storage]
         storage = self._nothing.get(value.storage)
@@ -189,7 +204,7 @@ class Parts:
                 storage, value.offset, value.size, value.stride
             )
         torch._C._set_throw_on_mutable_data_ptr(tensor)
-        return tensor
+        return _Skipped(tensor, value.storage)
 
 
 class _Zeros:
@@ -225,6 +240,7 @@ class Replaying(TorchDispatchMode):
         super().__init__()
         self._parts, self._find = parts, find
         self._actions: Iterator[_Action] = iter(parts.actions)
+        self._handed_out: list[tuple[weakref.ref[torch.Tensor], int]] = []  # without memory, with their storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if is_cast_of_a_leaf(func, args):
@@ -238,13 +254,17 @@ class Replaying(TorchDispatchMode):
                 if kwargs:
                     self._check(kwargs.values())
             output = func(*args, **(kwargs or {}))
+            if action.looks_at is not None:
+                for view in [output] if isinstance(output, torch.Tensor) else output:
+                    self._handed_out.append((weakref.ref(view), action.looks_at))
             return output if action.results is None else self._replaced(action, output)
         assert action.results is not None
-        results = [
-            result.detach() if isinstance(result, torch.Tensor) else self._given(result, args, kwargs)
-            for result in action.results
-        ]
+        results = [self._result(result, args, kwargs) for result in action.results]
         return results[0] if action.form is torch.Tensor else action.form(results)  # type: ignore[misc]
+
+    def escaped(self) -> frozenset[int]:
+        """Storages without memory that somebody still holds a tensor of, when the run is over."""
+        return frozenset(storage for tensor, storage in self._handed_out if tensor() is not None)
 
     def is_there(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of the run has memory."""
@@ -267,7 +287,11 @@ class Replaying(TorchDispatchMode):
         ]
         return results[0] if action.form is torch.Tensor else action.form(results)  # type: ignore[misc]
 
-    def _given(self, result: Any, args: Sequence[Any], kwargs: Any) -> torch.Tensor:
+    def _result(self, result: Any, args: Sequence[Any], kwargs: Any) -> torch.Tensor:
+        if isinstance(result, _Skipped):
+            tensor = result.tensor.detach()
+            self._handed_out.append((weakref.ref(tensor), result.storage))
+            return tensor
         if isinstance(result, _Served):
             return self._serve(result)
         position, name = result  # of the tensor that would be changed

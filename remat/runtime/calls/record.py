@@ -142,13 +142,18 @@ class Record:
         parts = self.tapes.parts(self.environment.situation, self._shapes, empty, gone)
         self.filled = True
         if parts is not None:
+            replaying = Replaying(parts, self._kept)
             try:
-                self._fill(value, last, Replaying(parts, self._kept))
+                self._fill(value, last, replaying)
             except (ReplayError, torch.OutOfMemoryError):
                 raise
             except (Differs, Exception) as error:  # of code that met what was skipped
                 self.tapes.forget(self.environment.situation, str(error))
             else:
+                escaped = replaying.escaped()
+                if escaped:  # a hook of a module holds what was skipped, and shall hold what is right
+                    self.tapes.escape(self.environment.situation, escaped)
+                    self._run(value, _Filler(self.stage.name, self._expected))
                 return
         self._fill(value, last)
 
@@ -183,6 +188,7 @@ class Record:
     def _learn(self, returned: Any) -> None:
         if self._recorder is not None and self.environment is not None:
             self._recorder.returned(returned)
+            self._recorder.ended()
             self.tapes.learn(self.environment.situation, self._recorder.tape)
         self._recorder = None
 

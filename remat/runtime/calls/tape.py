@@ -7,6 +7,7 @@ makes, by the number of the storage, so that a later run can be made again in pa
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -101,6 +102,7 @@ class Tape:
         storages: that they made, by number.
         saved: what autograd saved, in order.
         returned: storages that lie in what the run returned.
+        escaping: storages of what somebody holds beyond the run, as hooks of modules do: that must be right, too.
         freed: the numbers of saved tensors that were gone when the run was over, because nothing leads to them.
         whole: why the run can be made again as a whole only; empty where it can be made in part.
     """
@@ -110,6 +112,7 @@ class Tape:
         self.storages: list[Storage] = []
         self.saved: list[Saved] = []
         self.returned: frozenset[int] = frozenset()
+        self.escaping: frozenset[int] = frozenset()
         self.freed: frozenset[int] = frozenset()
         self.whole = ""
 
@@ -121,7 +124,8 @@ class Tape:
             a._replace(seconds=0.0) == b._replace(seconds=0.0)
             for a, b in zip(self.operators, other.operators, strict=True)
         )
-        return same and self.saved == other.saved and self.returned == other.returned
+        same = same and self.saved == other.saved and self.returned == other.returned
+        return same and self.escaping == other.escaping and self.freed == other.freed
 
 
 class Recorder(TorchDispatchMode):
@@ -133,6 +137,7 @@ class Recorder(TorchDispatchMode):
         self._timed = timed
         self._numbers: dict[int, int] = {}
         self._known: list[StorageWeakRef] = []  # so that no other storage gets an identity that has a number
+        self._results: list[tuple[weakref.ref[torch.Tensor], int]] = []  # of all operators, with their storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -161,6 +166,9 @@ class Recorder(TorchDispatchMode):
         elif isinstance(output, (tuple, list)):
             form, leaves = (tuple if isinstance(output, tuple) else list), list(output)
         values = tuple(self._made(leaf, outside) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+        for leaf, value in zip(leaves, values, strict=True):
+            if value is not None and value.storage != OUTSIDE:
+                self._results.append((weakref.ref(leaf), value.storage))
         draws = torch.Tag.nondeterministic_seeded in func.tags or namespace not in ("aten", "prims", "prim")
         self.tape.operators.append(Operator(func, reads, writes, values, form, draws, spent if self._timed else 0.0))
         return output
@@ -176,6 +184,12 @@ class Recorder(TorchDispatchMode):
         """What the run returned."""
         numbers = {self.number(tensor) for tensor in tensors(output)} - {OUTSIDE}
         self.tape.returned = self.tape.returned | numbers
+
+    def ended(self) -> None:
+        """The run is over, and all that it needs is gone: what is still there of its results is held by others."""
+        held = {storage for result, storage in self._results if result() is not None}
+        self.tape.escaping = frozenset(held - self.tape.returned)
+        self._results.clear()
 
     def number(self, tensor: torch.Tensor) -> int:
         """Of the storage that a tensor lies in."""

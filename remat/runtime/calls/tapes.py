@@ -70,11 +70,19 @@ class Tapes:
             self._parts[key] = Parts(tape, empty, gone)
         return self._parts[key]
 
+    def escape(self, situation: Hashable, storages: frozenset[int]) -> None:
+        """Somebody holds these storages beyond a run: from now on they are made."""
+        self._tapes[situation].escaping |= storages
+        self._drop_parts(situation)
+
+    def _drop_parts(self, situation: Hashable) -> None:
+        for known in [key for key in self._parts if key[0] == situation]:
+            del self._parts[known]
+
     def forget(self, situation: Hashable, why: str) -> None:
         """A run was not what its tape says; the next one is recorded anew."""
         self._tapes.pop(situation, None)
-        for known in [key for key in self._parts if key[0] == situation]:
-            del self._parts[known]
+        self._drop_parts(situation)
         self._failed += 1
         if self._failed == _ATTEMPTS:
             warnings.warn(
