@@ -35,7 +35,7 @@ def _llama() -> Made:
 
 def _resnet50() -> Made:
     torch.manual_seed(0)
-    return resnet50().train(), torch.randn(4, 3, 128, 128)
+    return resnet50().train(), torch.randn(4, 3, 224, 224)
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {"GPT-2": _gpt2, "Llama": _llama, "ResNet-50": _resnet50}
