@@ -42,6 +42,7 @@ def fit(
     output_held: bool = True,
     options: bool = True,
     keep: Collection[str] = (),
+    recompute: Collection[str] = (),
 ) -> nn.Module:
     """Makes the training steps of `model` stay within `memory`, by the fastest plan of all planners.
 
@@ -66,7 +67,7 @@ def fit(
         group: processes that train this model together, as for `rotor.Checkpointable`.
         output_held: count the output as held by the caller until the backward is over, as by
             `out = model(x); loss = criterion(out, y); loss.backward()`; False where the loop never names it.
-        options, keep: plan with ways to keep a part of what a stage saves, as for `rotor.Checkpointable`.
+        options, keep, recompute: plan with ways to keep a part of what a stage saves, as for `rotor.Checkpointable`.
 
     Returns:
         The model itself, the same object of the same class, trained within the limit until `remat.remove(model)`.
@@ -92,6 +93,7 @@ def fit(
         output_held=output_held,
         options=options,
         keep=keep,
+        recompute=recompute,
         in_place=False,
     )
     handle.measure(sample, progress=not quiet)

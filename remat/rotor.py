@@ -109,7 +109,7 @@ class Checkpointable(Wrapper):
             `out = model(x); loss = criterion(out, y); loss.backward()`; False where the loop never names it.
         options: also measure ways to keep a part of what a stage saves, and plan with them; False: stages keep all or
             nothing. Of one process only.
-        keep: names of operators that no option runs again, as for `remat.profile`.
+        keep, recompute: names of what no option runs again, and of what it may, as for `remat.profile`.
         in_place: whether the model itself trains by the plan at once, and not only this wrapper; None: where chains are
             found, which only work so, but not for an `nn.Sequential`. With False `take_place` does it later.
 
@@ -136,6 +136,7 @@ class Checkpointable(Wrapper):
         output_held: bool = True,
         options: bool = True,
         keep: Collection[str] = (),
+        recompute: Collection[str] = (),
         in_place: bool | None = None,
     ) -> None:
         check_model(model)
@@ -164,7 +165,7 @@ class Checkpointable(Wrapper):
         self._measured_state: Validity | None = None
         self.in_flight = in_flight
         self.output_held = output_held
-        self.options, self.keep = options, keep
+        self.options, self.keep, self.recompute = options, keep, recompute
         self.group = group
         self.__dict__["stages"] = stages  # modules among them must not become children
         self._lock = Lock()
@@ -211,7 +212,8 @@ class Checkpointable(Wrapper):
     def _profile(self, sample: Any, loss: Loss | None, tell: Progress | None = None) -> Chain:
         with unpatched(self.wrapped):
             options: dict[str, Any] = {"loss": loss, "stages": self.stages, "output_held": self.output_held}
-            options |= {"progress": tell, "options": self.options, "keep": self.keep}
+            options |= {"progress": tell, "options": self.options}
+            options |= {"keep": self.keep, "recompute": self.recompute}
             if self.group is None:
                 return profile(self.wrapped, sample, **options)
             return profile(self.wrapped, sample, agreed=partial(agree, group=self.group), **options)

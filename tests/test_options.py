@@ -375,7 +375,19 @@ def test_keep_says_what_is_not_replayed() -> None:
     chain = remat.profile(model, sample, repeats=1, keep=["mm", "attention"])
     options = [option for options in chain.options for option in options]
     assert options and not any("mm" in option.without for option in options)
+    by_module = remat.profile(model, sample, repeats=1, keep=["rmsnorm", "Attention", "Linear"])
+    said = {word for options in by_module.options for option in options for word in option.without.split(", ")}
+    assert said and said <= {"mul", "silu", "add"}  # of the block itself and its MLP
     assert not any(remat.profile(model, sample, repeats=1, options=False).options)
+
+
+def test_what_chooses_experts_is_not_chosen_anew() -> None:
+    torch.manual_seed(0)
+    model, sample = nn.Sequential(Busy(), Busy(), nn.Linear(12, 3)), torch.randn(64, 12)
+    chosen = {word for options in chain_of(model, sample).options for o in options for word in o.without.split(", ")}
+    assert chosen and "topk" not in chosen
+    chain = chain_of(model, sample, recompute=["topk"])
+    assert "topk" in {word for options in chain.options for o in options for word in o.without.split(", ")}
 
 
 def test_peaks_and_bits_within_budgets_between_all_and_nothing() -> None:

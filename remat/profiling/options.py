@@ -19,7 +19,7 @@ _LONGEST = 2000  # operators of a stage, beyond which a cut takes seconds
 _CUTS = 3  # that are looked for, for each option that is wanted
 MOST = 7  # options of a stage besides keeping everything
 _LEAST_GAIN = 0.01  # of what a stage saves, by which an option must keep less than the one before
-_KEPT = ("topk", "sort", "argsort")  # by which routers choose experts: small, and never to be chosen anew
+_KEPT = ("topk", "sort", "argsort", "router")  # what chooses experts: small, and never to be chosen anew
 
 
 class Choice(NamedTuple):
@@ -38,16 +38,26 @@ class Choice(NamedTuple):
     without: tuple[str, ...]
 
 
-def choices(tape: Tape, seconds: Sequence[float], *, keep: Collection[str] = (), most: int = MOST) -> list[Choice]:
+def choices(
+    tape: Tape,
+    seconds: Sequence[float],
+    *,
+    keep: Collection[str] = (),
+    recompute: Collection[str] = (),
+    most: int = MOST,
+) -> list[Choice]:
     """The best ways to keep a part, from the one that keeps most; none where the stage is all or nothing.
 
     Args:
         seconds: of each operator of the tape.
-        keep: names of operators that are not to run again where that can be helped.
+        keep: names of operators, or of classes of modules, or parts of such, that are not to run again where that can
+            be helped.
+        recompute: names of those that may, although they are among the ones that are kept by themselves.
     """
     if tape.whole or not tape.saved or len(tape.operators) > _LONGEST:
         return []
-    network = _Network(tape, seconds, (*keep, *_KEPT))
+    by_itself = [name for name in _KEPT if name not in recompute]
+    network = _Network(tape, seconds, (*keep, *by_itself))
     everything = network.choice(frozenset())
     first, last = network.cut(float("inf")), network.cut(0.0)
     found = {first.dropped: first, last.dropped: last}
@@ -178,4 +188,5 @@ class _Network:
 
 
 def _is_among(operator: Operator, names: Collection[str]) -> bool:
-    return any(name in operator.name for name in names)
+    where = [operator.name.lower(), *map(str.lower, operator.modules)]
+    return any(name.lower() in each for name in names for each in where)

@@ -64,6 +64,7 @@ def profile(
     output_held: bool = True,
     options: bool = True,
     keep: Collection[str] = (),
+    recompute: Collection[str] = (),
 ) -> Chain:
     """Measures what every stage of `model` costs on `sample` (Beaumont et al., Section 5.1).
 
@@ -87,8 +88,10 @@ def profile(
         options: also measure ways to keep a part of what a stage saves, and to make the rest again before its backward
             (`Chain.options`), which planners then choose from. One step of a stage for each of them, once for stages
             that do the same.
-        keep: names of operators, or parts of them ("attention", "mm"), that no option runs again where that can be
-            helped. What routers of experts choose by is always kept.
+        keep: names of operators or of classes of modules, or parts of them ("attention", "mm", "LayerNorm"), that no
+            option runs again where that can be helped: where what they make is among what autograd saves.
+        recompute: names of those that options may run again although they are kept by themselves: "topk", "sort" and
+            "router", which choose experts.
         agreed: makes of the chain that was measured the one to plan for, as processes do that train together.
         progress: called with what is being done, how many steps of it are done, and how many there are.
 
@@ -129,7 +132,7 @@ def profile(
             layout = locate(model, call, stages=stages, small=small).layout(call)
             tell("finding chains", 1, 1)
         casts = cast_bytes(device, partial(_forward_only, model, call, protocol.loss))
-        wanted = Wanted(options and agreed is None, keep)  # processes would find options of their own
+        wanted = Wanted(options and agreed is None, keep, recompute)  # processes would find options of their own
         chain = _measured(model, call, layout, device, foreign, protocol, replaced, wanted, repeats=repeats, tell=tell)
         set_up = storage_bytes(replaced.among(everything.parts))
         chain = replace(chain, reserve_bytes=chain.reserve_bytes + casts + set_up)
@@ -161,6 +164,7 @@ class Wanted(NamedTuple):
 
     any: bool
     keep: Collection[str]
+    recompute: Collection[str]
 
 
 def _forward_only(model: nn.Module, call: Arguments, loss: Loss | None) -> None:
@@ -251,7 +255,7 @@ def _measured(
     ways = None
     if wanted.any:
         again = [i for i, stage in enumerate(stages, start=1) if places is None or not places.fixed[i - 1]]
-        ways = _ways(run, stages, again, memory.facts, device, wanted.keep, repeats, tell)
+        ways = _ways(run, stages, again, memory.facts, device, wanted, repeats, tell)
     ends: Any = {"has_loss": loss is not None, "output_held": protocol.output_held}
     return chain_of(layout, places, stages, memory, variables.let_go, times, ways, **ends)
 
@@ -262,7 +266,7 @@ def _ways(
     recomputed: Sequence[int],
     facts: Facts,
     device: torch.device,
-    keep: Collection[str],
+    wanted: Wanted,
     repeats: int,
     tell: Progress,
 ) -> Ways | None:
@@ -280,10 +284,11 @@ def _ways(
         )
         done += 1
 
-    recording = Recording([index for index in recomputed if Ending(stages[index - 1]).allowed is not False])
+    in_part = {index: stages[index - 1] for index in recomputed if Ending(stages[index - 1]).allowed is not False}
+    recording = Recording(in_part)
     for _ in range(_RECORDINGS):
         look(Seconds(device), recording)
-    units = recording.units(keep)
+    units = recording.units(wanted.keep, wanted.recompute)
     found = None
     if units:
         measuring = Measuring(stages, units, {index: facts[index].ends_early for index in recomputed})

@@ -57,7 +57,7 @@ class Unit(NamedTuple):
 class Recording:
     """Records the operators of the stages that are `wanted`, and the least time that each takes of all passes."""
 
-    def __init__(self, wanted: Collection[int]) -> None:
+    def __init__(self, wanted: Mapping[int, Stage]) -> None:
         self._wanted = wanted
         self._tapes: dict[int, Tape] = {}
         self._seconds: dict[int, list[float]] = {}
@@ -65,7 +65,8 @@ class Recording:
     def visit(self, index: int, run: Run, given: Sequence[Any], end_of: Ends) -> Any:
         if index not in self._wanted:
             return _without_saving(run, given)
-        recorder = Recorder(timed=True)
+        modules = self._wanted[index].modules
+        recorder = Recorder(timed=True, within=modules if len(modules) == 1 else ())
 
         held: list[weakref.ref[_Held]] = []
 
@@ -94,7 +95,7 @@ class Recording:
         self._tapes[index], self._seconds[index] = tape, found
         return following
 
-    def units(self, keep: Collection[str] = ()) -> list[Unit]:
+    def units(self, keep: Collection[str] = (), recompute: Collection[str] = ()) -> list[Unit]:
         """The units that have options; the times of each operator are medians over their stages."""
         groups: list[list[int]] = []
         for index, tape in self._tapes.items():
@@ -108,7 +109,7 @@ class Recording:
         for group in groups:
             tape = self._tapes[group[0]]
             seconds = [statistics.median(each) for each in zip(*(self._seconds[index] for index in group), strict=True)]
-            chosen = choices(tape, seconds, keep=keep)
+            chosen = choices(tape, seconds, keep=keep, recompute=recompute)
             if chosen:
                 found.append(Unit(group, tape, chosen))
         return found

@@ -42,6 +42,7 @@ class Operator(NamedTuple):
         form: what it returned: `torch.Tensor`, `tuple` or `list`; None for anything else.
         draws: it may draw random numbers.
         seconds: that it took.
+        modules: names of the classes of the modules that ran it, from the outermost; empty where nobody asked.
     """
 
     function: Any
@@ -51,6 +52,7 @@ class Operator(NamedTuple):
     form: type | None
     draws: bool
     seconds: float
+    modules: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -131,10 +133,13 @@ class Tape:
 class Recorder(TorchDispatchMode):
     """Writes the tape of a run that it is entered around; several times, where the run has several calls."""
 
-    def __init__(self, *, timed: bool = False) -> None:
+    def __init__(self, *, timed: bool = False, within: Sequence[torch.nn.Module] = ()) -> None:
+        """`timed`: also note how long operators take, and in which modules they run: in those `within`, at least."""
         super().__init__()
+        self._modules = [type(module).__name__ for module in within]
         self.tape = Tape()
         self._timed = timed
+        self._hooks: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._known: list[StorageWeakRef] = []  # so that no other storage gets an identity that has a number
         self._results: list[tuple[weakref.ref[torch.Tensor], int]] = []  # of all operators, with their storages
@@ -176,8 +181,28 @@ class Recorder(TorchDispatchMode):
             if value is not None and value.storage != OUTSIDE:
                 self._results.append((weakref.ref(leaf), value.storage))
         draws = torch.Tag.nondeterministic_seeded in func.tags or namespace not in ("aten", "prims", "prim")
-        self.tape.operators.append(Operator(func, reads, writes, values, form, draws, spent if self._timed else 0.0))
+        taken, modules = spent if self._timed else 0.0, tuple(self._modules)
+        self.tape.operators.append(Operator(func, reads, writes, values, form, draws, taken, modules))
         return output
+
+    def __enter__(self) -> Recorder:
+        if self._timed:
+            called = torch.nn.modules.module
+            self._hooks = [
+                called.register_module_forward_pre_hook(lambda module, _: self._modules.append(type(module).__name__)),
+                called.register_module_forward_hook(self._left, always_call=True),
+            ]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _left(self, *_: Any) -> None:
+        self._modules.pop()
 
     def saves(self, tensor: torch.Tensor) -> None:
         """Autograd saves a tensor now."""
