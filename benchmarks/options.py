@@ -7,7 +7,9 @@ peaks: every block checkpointed, and selective checkpointing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +18,18 @@ from torch import nn
 import remat
 from benchmarks.any_model import Made, _language
 from benchmarks.pairing import write
+from benchmarks.planners import random_chain
 from benchmarks.rivals import in_turn, quartiles
+from remat.chain import Option
 from remat.comparison.bench import Bench
 from remat.models import resnet50
+from remat.plotting.style import new_figure, style_at
 from remat.runtime.library import BlockCheckpointing
+from remat.solvers.floating import Floating
+from remat.solvers.persistent import Persistent
 
+FIGURES = Path(__file__).parents[1] / "docs" / "figures"
+_NOTE = "overhead over plain PyTorch: CPU time of one thread, median and quartiles"
 SHARES = (0.9, 0.7, 0.5, 0.3)
 
 
@@ -47,8 +56,61 @@ def options(names: str = "") -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for name in names.split(",") if names else MODELS:
         rows += _of(name, *MODELS[name]())
-        write("options", rows, "overhead over plain PyTorch: CPU time of one thread, median and quartiles")
+        write("options", rows, _NOTE)
+    rows += planning()
+    write("options", rows, _NOTE)
+    figure(rows).savefig(FIGURES / "options.png", dpi=150)
     return rows
+
+
+def planning(rounds: int = 9) -> list[dict[str, object]]:
+    """What options cost planners: a chain of 100 stages with 6 options each, 500 slots."""
+    plain = random_chain(99, seed=0)
+    parts = [
+        tuple(
+            Option(act + (saved - act) * (6 - number) // 7, act // 5, saved * (number + 1) // 7, spent * number**2 / 60)
+            for number in range(6)
+        )
+        for act, saved, spent in zip(plain.act_bytes[1:], plain.saved_bytes, plain.fwd_seconds, strict=True)
+    ]
+    chain = replace(plain, options=[*parts[:-1], ()])
+    rows: list[dict[str, object]] = []
+    for solver in (Persistent(), Floating()):
+        times: list[list[float]] = [[], []]
+        for _ in range(rounds + 1):
+            for spent, each in zip(times, (plain, chain), strict=True):
+                start = time.process_time()
+                solver.solve(each, 0.5)
+                spent.append(time.process_time() - start)
+        ratio = quartiles(times[1][1:], times[0][1:])
+        rows.append({"planner": solver.name, "stages": 100, "options": 6, "slots": 500, "with over without": ratio})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def figure(rows: Sequence[dict[str, Any]]) -> Any:
+    """Overhead against memory, a panel for each model."""
+    drawn = new_figure(9.6, 3.4)
+    names = list(dict.fromkeys(row["model"] for row in rows if "model" in row))
+    for ax, name in zip(drawn.subplots(1, len(names), sharey=True), names, strict=True):
+        ways = dict.fromkeys(row["way"] for row in rows if row.get("model") == name and "measured" in row)
+        for place, way in enumerate(ways):
+            points = [row for row in rows if row.get("model") == name and row["way"] == way]
+            x = [row["share_of_plain"] for row in points]
+            y = [100 * (row["measured"][1] - 1) for row in points]
+            low, high = ([100 * (row["measured"][at] - 1) for row in points] for at in (0, 2))
+            spread = [
+                [max(b - a, 0) for a, b in zip(low, y, strict=True)],
+                [b - a for a, b in zip(y, high, strict=True)],
+            ]
+            ax.errorbar(
+                x, y, spread, **{**style_at(place), "linestyle": "-" if len(x) > 1 else ""}, label=way, capsize=2
+            )
+        ax.set(title=name, xlabel="peak, of plain PyTorch's", xlim=(0, 1), ylim=(-2, None))
+        ax.grid(alpha=0.3)
+    drawn.axes[0].set_ylabel("overhead (%)")
+    drawn.axes[0].legend(frameon=False, fontsize="small")
+    return drawn
 
 
 def _of(name: str, model: nn.Module, sample: Any) -> list[dict[str, object]]:
