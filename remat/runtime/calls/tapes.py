@@ -25,6 +25,7 @@ class Tapes:
         self._name = name
         self._tapes: dict[Hashable, Tape] = {}
         self._parts: dict[tuple[Hashable, frozenset[int], frozenset[int]], Parts] = {}
+        self._varied: set[Hashable] = set()
         self._failed = 0
 
     def __reduce__(self) -> tuple[type[Tapes], tuple[str]]:
@@ -37,7 +38,7 @@ class Tapes:
 
     def knows(self, situation: Hashable) -> bool:
         """Whether no run needs to be recorded."""
-        return situation in self._tapes or self._failed >= _ATTEMPTS
+        return (situation in self._tapes and situation not in self._varied) or self._failed >= _ATTEMPTS
 
     def learn(self, situation: Hashable, tape: Tape) -> None:
         """From a run that was recorded."""
@@ -45,6 +46,7 @@ class Tapes:
             self._tapes.clear()
             self._parts.clear()
         self._tapes[situation] = tape
+        self._drop_parts(situation)
 
     def parts(
         self,
@@ -63,7 +65,7 @@ class Tapes:
         if tape is None or tape.whole or self._failed >= _ATTEMPTS:
             return None
         if [(saved.value.size, saved.value.dtype) for saved in tape.saved] != [*shapes]:
-            self.forget(situation, "it saves other tensors each time")
+            self._varied.add(situation)  # with something else that it is passed: from now on each run is recorded
             return None
         key = situation, empty, gone
         if key not in self._parts:
