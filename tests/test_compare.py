@@ -26,6 +26,7 @@ from remat.schedule import Operation
 from remat.solvers import make_solver
 from remat.solvers.base import Plan, Solver
 from remat.solvers.persistent import Persistent
+from support.library_models import blocks
 from support.live_models import make
 from support.steps import small_gpt
 
@@ -478,3 +479,18 @@ def test_a_loss_with_buffers_is_left_as_found() -> None:
     found = remat.compare(model, torch.randn(4, 8), [1.0], ["persistent", "dtr"], loss, progress=False)
     assert {entry.gradients for entry in found.entries[1:]} == {"equal"}
     assert torch.equal(loss.centre, torch.zeros(8))
+
+
+def test_checkpointing_of_pytorch_itself_stands_beside() -> None:
+    torch.manual_seed(0)
+    model, sample = blocks()
+    found = remat.compare(model, sample, [1.0], ["block_checkpointing", "selective_checkpointing"], progress=False)
+    plain, every, selective = found.entries[:3]
+    assert plain.measured and every.measured and selective.measured
+    assert (every.strategy, selective.strategy) == ("block_checkpointing", "selective_checkpointing")
+    assert every.budget_bytes is None and every.gradients == selective.gradients == "equal"
+    assert every.measured.peak_bytes < selective.measured.peak_bytes < plain.measured.peak_bytes
+    assert not any("forward" in vars(block) for block in model.modules())
+    lonely = remat.compare(nn.Linear(8, 8), torch.randn(2, 8), [1.0], ["dtr", "block_checkpointing"], progress=False)
+    (entry,) = [each for each in lonely.entries if each.strategy == "block_checkpointing"]
+    assert entry.outcome == "error" and entry.measured and "no list of blocks" in entry.measured.note
