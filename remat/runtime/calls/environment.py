@@ -218,8 +218,9 @@ class FirstRun:
             if self._random is not None:
                 stack.callback(RandomState(self._devices).restore)
                 self._random.restore()
-            for state in self._autocast:
-                stack.enter_context(torch.autocast(**state))
+            if autocast_states({state["device_type"] for state in self._autocast}) != self._autocast:
+                for state in self._autocast:
+                    stack.enter_context(torch.autocast(**state))
             yield
             for weight, was in written:
                 if not torch.equal(weight, was):
@@ -235,13 +236,14 @@ class FirstRun:
 
     @contextmanager
     def _flags_again(self) -> Iterator[None]:
-        now = tuple(part.training for part in self._stage.parts)
-        for part, flag in zip(self._stage.parts, self._flags, strict=True):
+        now = [(part, part.training) for part in self._stage.parts]
+        other = [(part, flag) for (part, is_now), flag in zip(now, self._flags, strict=True) if is_now != flag]
+        for part, flag in other:
             part.training = flag
         try:
             yield
         finally:
-            for part, flag in zip(self._stage.parts, now, strict=True):
+            for part, flag in now if other else ():
                 part.training = flag
 
     @contextmanager
