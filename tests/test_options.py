@@ -134,6 +134,33 @@ def planned(model: nn.Sequential, dropped: Sequence[frozenset[int]], sample: tor
     return remat.apply(model, parted(replace(chain, layout=layout), dropped))
 
 
+class Rotating(nn.Module):
+    """Rotary embeddings as the first Llama had them: pairs of numbers as complex ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 12)
+        angles = torch.outer(torch.arange(8.0), torch.arange(6.0))
+        self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex((self.linear(x) * 2).unflatten(-1, (6, 2)))
+        turned = pairs * (self.turns * pairs.abs().square())
+        return torch.view_as_real(turned).flatten(1).tanh() + x
+
+
+@settings(max_examples=25, deadline=None)
+@given(dropped=subsets(3))
+def test_any_part_of_blocks_with_complex_numbers(dropped: list[frozenset[int]]) -> None:
+    torch.manual_seed(0)
+    model, sample = nn.Sequential(Rotating(), Rotating(), nn.Linear(12, 3)), torch.randn(8, 12)
+    plain = copy.deepcopy(model)
+    driven = planned(model, dropped, sample)
+    with in_part_only():
+        for step in range(2):
+            assert_same(train_step(plain, sample), train_step(driven, sample), f"step {step}")
+
+
 def test_several_forwards_before_their_backwards() -> None:
     torch.manual_seed(0)
     model, sample = nn.Sequential(Busy(), Busy()), torch.randn(8, 12)

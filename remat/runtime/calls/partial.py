@@ -177,8 +177,7 @@ class Parts:
         return _Action(operator.function, runs, operator.is_view, looks_at, results, operator.form)
 
     def _served(self, value: Value, kept: dict[int, list[int]]) -> _Served | None:
-        numbers = [n for n in kept.get(value.storage, ()) if self.tape.saved[n].value.dtype == value.dtype]
-        return _Served(tuple(numbers), value) if numbers else None
+        return _Served(tuple(kept[value.storage]), value) if value.storage in kept else None
 
     def _result(self, position: int, operator: Operator, kept: dict[int, list[int]]) -> Any:
         value = operator.values[position]
@@ -304,9 +303,12 @@ class Replaying(TorchDispatchMode):
         return args[position] if position < len(args) else kwargs[name]
 
     def _serve(self, served: _Served) -> torch.Tensor:
-        _, size, stride, offset, _ = served.value
+        _, size, stride, offset, dtype = served.value
         for number in served.saved:
             tensor = self._find(number)
-            if tensor is not None:
+            if tensor is not None and tensor.dtype == dtype:
                 return tensor.as_strided(size, stride, offset)
+            if tensor is not None:  # the same memory as numbers of another kind
+                other = torch.empty((), dtype=dtype, device=tensor.device)
+                return other.set_(tensor.untyped_storage(), offset, size, stride)
         raise Differs("what was kept has been freed")
