@@ -146,10 +146,10 @@ def _comparison(
         markup=False,
     )
     table = columns_table("", "planner", "least\nbudget", *headings, "planned\nin")
-    chosen = {solver.name: solver for solver in (*asked, planner)}
+    chosen = {_named(solver, chain): solver for solver in (*asked, planner)}
     answers: list[Schedule | InfeasibleBudget] = []
     for name in dict.fromkeys((*_COMPARED, *chosen)):
-        solver = chosen.get(name) or make_solver(name, slots=slots)
+        solver = chosen.get(name) or make_solver(name, slots=slots, options=False)
         if name == "floating" and name not in chosen and not is_quick(chain, slots):
             console.print("(floating is left out: it takes long here; `--also floating --slots 50` tries it)")
             continue
@@ -168,6 +168,13 @@ def _comparison(
         cells = ["-" if bound is None else f"{bound / chain.store_all_seconds:.3f}" for bound in bounds]
         table.add_row("lower bound", "", *cells, "")
     return table, [_bounded(answer, bound) for answer, bound in zip(answers, bounds, strict=True)]
+
+
+def _named(solver: Solver, chain: Chain) -> str:
+    """As in comparisons: "persistent" is the paper's, "persistent, options" may keep a part of a stage."""
+    from remat.runtime.strategies import OPTIONS
+
+    return f"{solver.name}{OPTIONS}" if getattr(solver, "options", False) and any(chain.options) else solver.name
 
 
 def _bounded(answer: Schedule | InfeasibleBudget, bound: float | None) -> Schedule | InfeasibleBudget:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from remat.chain import Chain
+from remat.chain import Chain, Option
 from remat.formatting import format_bytes, format_seconds
 from remat.report import Report
 from remat.schedule import F_ALL, F_CK, B, Operation, Schedule
@@ -69,13 +70,21 @@ def _mark(operation: Operation, symbols: Symbols) -> str:
 
 def _parts(chain: Chain, schedule: Schedule, symbols: Symbols) -> list[str]:
     """Which part is kept of which stages, a line for each."""
-    found: dict[str, list[int]] = {}
+    found: dict[str, list[tuple[int, Option]]] = {}
     for _, stage, number in sorted(schedule.operations, key=lambda operation: operation.stage):
         if number:
             option = chain.options[stage - 1][number - 1]
-            said = option.described(chain.saved_bytes[stage - 1], chain.fwd_seconds[stage - 1])
-            found.setdefault(said, []).append(stage)
-    return [f"{symbols.part} {', '.join(map(str, stages))}: {said}" for said, stages in found.items()]
+            bytes_only = option.described(chain.saved_bytes[stage - 1], 0.0)
+            found.setdefault(bytes_only, []).append((stage, option))
+    lines = []
+    for alike in found.values():
+        stages, (option, *_) = [stage for stage, _ in alike], [option for _, option in alike]
+        again = sum(each.replay_seconds for _, each in alike)
+        said = replace(option, replay_seconds=again).described(
+            chain.saved_bytes[stages[0] - 1], sum(chain.fwd_seconds[stage - 1] for stage in stages)
+        )
+        lines.append(f"{symbols.part} {', '.join(map(str, stages))}: {said}")
+    return lines
 
 
 def _digit(count: int) -> str:
