@@ -166,7 +166,8 @@ class Measuring:
         environment = FirstRun(stage, given[0], BufferWatch(), preserve_random=True)
         first, *others = cut(given)
         tapes = self._tapes[index]
-        tapes.learn(environment.situation, self._units[index].tape)
+        if not tapes.knows(environment.situation):  # else what has been worked out from it would be worked out again
+            tapes.learn(environment.situation, self._units[index].tape)
         record = Record(stage, index, environment, ending, tapes, lambda value: run([value, *others]))
         with self.gauge.span(f"kept {number}", index), record.deferring(_Filled(), choice.dropped):
             output = run([first, *others])

@@ -33,8 +33,8 @@ class Tapes:
 
     @property
     def failed(self) -> bool:
-        """Whether a replay in part has ever failed."""
-        return self._failed > 0
+        """Whether a run was ever not what its tape says."""
+        return self._failed > 0 or bool(self._varied)
 
     def knows(self, situation: Hashable) -> bool:
         """Whether no run needs to be recorded."""
