@@ -13,7 +13,7 @@ from remat.plotting.style import new_figure, styles
 from remat.plotting.timeline import plot_memory, plot_schedule
 from remat.runtime.dtr.simulator import Replay
 from remat.runtime.dtr.trace import Trace
-from remat.runtime.strategies import THRASH_LIMIT, Static, make_strategies, takes_long
+from remat.runtime.strategies import OPTIONS, THRASH_LIMIT, Static, make_strategies, takes_long
 from remat.schedule import Schedule
 from remat.simulation import simulate
 from remat.solvers.base import Solver, store_all_peak
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def plot_overview(
     chain: Chain,
     budget: int | str | float,
-    solver: str | Solver = "persistent",
+    solver: str | Solver | None = None,
     *,
     strategies: Sequence[str | Solver] | None = None,
     slots: int = 200,
@@ -37,15 +37,18 @@ def plot_overview(
     Args:
         chain: as `remat.profile` measures it, or made by hand.
         budget: int (bytes), string ("2GiB"), or float in (0, 1] of the store-all peak.
+        solver: a name, as for `remat.compare`, or a `Solver`; None: persistent, with options where the chain has some.
         strategies: as for `remat.compare`; DTR is simulated on the chain.
         slots: memory units of the dynamic programs; few keep a slider quick.
     """
     size = resolve_budget(budget, store_all_peak(chain))
+    if solver is None:
+        solver = f"persistent{OPTIONS}" if any(chain.options) else "persistent"
     (shown,) = make_strategies([solver], slots)
     assert isinstance(shown, Static)
     figure = new_figure(12.6, 3.9)
     memory, plan, bars = figure.subplots(1, 3, width_ratios=(1.2, 1.2, 0.9))
-    schedule, title = _plan(chain, size, shown.solver)
+    schedule, title = _plan(chain, size, shown)
     plot_memory(simulate(chain, schedule), memory)
     memory.set_title(title)
     plot_schedule(schedule, plan)
@@ -59,12 +62,12 @@ def plot_overview(
     return figure
 
 
-def _plan(chain: Chain, size: int, solver: Solver) -> tuple[Schedule, str]:
+def _plan(chain: Chain, size: int, shown: Static) -> tuple[Schedule, str]:
     try:
-        return solver.solve(chain, size), f"{solver.name} within {format_bytes(size)}"
+        return shown.solver.solve(chain, size), f"{shown.name} within {format_bytes(size)}"
     except InfeasibleBudget as error:
         least = format_bytes(error.minimum)
-        return solver.solve(chain, error.minimum), f"{format_bytes(size)} is too little; the least is {least}"
+        return shown.solver.solve(chain, error.minimum), f"{format_bytes(size)} is too little; the least is {least}"
 
 
 def _overhead(chain: Chain, size: int, strategy: Any) -> float | None:
