@@ -276,9 +276,8 @@ class Chain:
             InvalidFile: another kind of file, another version, or missing fields.
             InvalidChain: numbers that describe no chain.
         """
-        content = files.read(
-            path, "Chain", cls.VERSION, oldest=2
-        )  # no `replay_seconds` before 3, no `options` before 4
+        # Version 2 has no `replay_seconds`, and none before 4 has `options`.
+        content = files.read(path, "Chain", cls.VERSION, oldest=2)
         try:
             return cls.from_fields(content)
         except (KeyError, TypeError) as error:

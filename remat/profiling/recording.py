@@ -19,6 +19,8 @@ from torch.utils.flop_counter import flop_registry
 
 from remat.errors import UnsupportedModel
 from remat.runtime.checks import failing_on_the_sample
+from remat.runtime.operators import flat, statistics
+from remat.runtime.operators import written as written_by
 from remat.runtime.patching import Forward, blocks_as_written, intercepted, outside_of_compiled
 from remat.runtime.pytree import Arguments, Key, activation_of, first_tensor, key_of, tensors
 
@@ -227,14 +229,14 @@ class _Operators(TorchDispatchMode):
         now, call = recorder.clock, recorder.present
         if call is None:
             return operator(*args, **kwargs)
-        inputs = _flat((*args, *kwargs.values()))
+        inputs = flat((*args, *kwargs.values()))
         for tensor in inputs:
             recorder.storage(tensor).uses.append((now, call))
-        written = _written(operator, args, kwargs)
+        written = [*written_by(operator, args, kwargs), *statistics(operator, args, kwargs)]
         for tensor in written:
             recorder.storage(tensor).writes.append((now, call))
         output = operator(*args, **kwargs)
-        outputs = _flat((output,))
+        outputs = flat((output,))
         for tensor in outputs:
             recorder.storage(tensor, born=now)
         recorder.clock += 1
@@ -254,39 +256,10 @@ def _outwards(call: ModuleCall | None) -> Iterator[ModuleCall]:
         call = call.parent
 
 
-def _flat(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among the arguments or results of an operator, which nests them in lists at most."""
-    found = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += [item for item in value if isinstance(item, torch.Tensor)]
-    return found
-
-
 def _only_views(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
     """Whether an operator, which writes to nothing, only looks at its inputs in another way."""
     there = {tensor.untyped_storage()._cdata for tensor in inputs}
     return all(tensor.untyped_storage()._cdata in there for tensor in outputs)
-
-
-@functools.cache
-def _writes(operator: Any) -> tuple[tuple[int, str], ...]:
-    """Positions and names of the arguments that an operator writes to."""
-    return tuple(
-        (position, argument.name)
-        for position, argument in enumerate(operator._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-
-
-def _written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    values = [args[position] if position < len(args) else kwargs.get(name) for position, name in _writes(operator)]
-    found = _flat(values)
-    if operator._overloadpacket._qualified_op_name == "aten::native_batch_norm" and args[5]:
-        found += [tensor for tensor in args[3:5] if tensor is not None]  # which its schema does not tell
-    return found
 
 
 def _own_storages(module: nn.Module) -> frozenset[int]:

@@ -15,6 +15,7 @@ from remat.profiling.cuts import cut
 from remat.profiling.facts import StageFacts
 from remat.profiling.gauges import Gauge, Span
 from remat.profiling.options import Choice, choices
+from remat.profiling.recording import no_backward, saving_nothing
 from remat.profiling.stage_costs import Sizes
 from remat.runtime.calls.ending import Ending
 from remat.runtime.calls.environment import BufferWatch, FirstRun
@@ -77,7 +78,7 @@ class Recording:
             return token
 
         source = cut(detached(given))
-        with saved_tensors_hooks(note, _refuse), recorder:
+        with saved_tensors_hooks(note, no_backward), recorder:
             output = run(source)
         recorder.returned(output)
         freed = frozenset(number for number, token in enumerate(held) if token() is None)
@@ -205,12 +206,8 @@ def _end(index: int, output: Any, end_of: Ends) -> torch.Tensor | None:
 
 def _without_saving(run: Run, given: Sequence[Any]) -> Any:
     source = cut(detached(given))
-    with saved_tensors_hooks(lambda tensor: None, _refuse):
+    with saving_nothing():
         return detached(run(source))
-
-
-def _refuse(_: object) -> torch.Tensor:
-    raise AssertionError("a run that keeps nothing was run backward; this is a bug of remat, please report it")
 
 
 def measured_option(

@@ -54,8 +54,8 @@ class Structure:
         self.draws = [at for at, operator in enumerate(tape.operators) if operator.draws]
         self.saved: dict[int, list[int]] = {}
         for number, saved in enumerate(tape.saved):
-            if saved.value.storage != OUTSIDE and number not in tape.freed:
-                self.saved.setdefault(saved.value.storage, []).append(number)
+            if saved.storage != OUTSIDE and number not in tape.freed:
+                self.saved.setdefault(saved.storage, []).append(number)
         made: set[int] = set()
         for at, operator in enumerate(tape.operators):
             if operator.is_view:
@@ -80,7 +80,7 @@ def needs(
     structure = structure or Structure(tape)
     kept: dict[int, list[int]] = {}
     for number, saved in enumerate(tape.saved):
-        storage = saved.value.storage
+        storage = saved.storage
         if storage != OUTSIDE and number not in dropped and number not in gone and structure.servable[storage]:
             kept.setdefault(storage, []).append(number)
     runs = [operator.is_view for operator in tape.operators]
@@ -95,7 +95,7 @@ def needs(
 
     for number in dropped:
         if number < len(tape.saved):
-            make(tape.saved[number].value.storage)
+            make(tape.saved[number].storage)
     for storage in tape.escaping:
         make(storage)
     while todo:
@@ -243,9 +243,7 @@ class Replaying(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return (
-            False  # the guard that it puts around costs as much as all that is done here; nothing compiled is replayed
-        )
+        return False  # or each call would pass a wrapper that keeps the compiler out; nothing compiled is replayed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if is_cast_of_a_leaf(func, args):

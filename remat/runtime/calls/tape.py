@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from remat.runtime.operators import flat, statistics, written
 from remat.runtime.pytree import tensors
 
 OUTSIDE = -1  # the number of all storages that the run has not made: parameters, buffers, its input
@@ -89,13 +90,6 @@ class Storage(NamedTuple):
     device: torch.device
 
 
-class Saved(NamedTuple):
-    """A tensor that autograd saved: where it lies, and how many operators had run."""
-
-    value: Value
-    operators: int
-
-
 class Tape:
     """A run of a stage.
 
@@ -112,7 +106,7 @@ class Tape:
     def __init__(self) -> None:
         self.operators: list[Operator] = []
         self.storages: list[Storage] = []
-        self.saved: list[Saved] = []
+        self.saved: list[Value] = []
         self.returned: frozenset[int] = frozenset()
         self.escaping: frozenset[int] = frozenset()
         self.freed: frozenset[int] = frozenset()
@@ -141,26 +135,25 @@ class Recorder(TorchDispatchMode):
         self._timed = timed
         self._hooks: list[Any] = []
         self._numbers: dict[int, int] = {}
+        self._statistics: set[int] = set()  # identities of storages from outside that batch normalisation has changed
         self._known: list[StorageWeakRef] = []  # so that no other storage gets an identity that has a number
         self._results: list[tuple[weakref.ref[torch.Tensor], int]] = []  # of all operators, with their storages
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return (
-            False  # the guard that it puts around costs as much as all that is done here; nothing compiled is replayed
-        )
+        return False  # or each call would pass a wrapper that keeps the compiler out; nothing compiled is recorded
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if is_cast_of_a_leaf(func, args):
             return func(*args, **kwargs)
-        given = [*_tensors(args), *_tensors(kwargs.values())]
+        given = [*flat(args), *flat(kwargs.values())]
         reads = tuple(dict.fromkeys(self.number(tensor) for tensor in given))
         if not isinstance(func, torch._ops.OpOverload):
             self.tape.whole = f"{func} is no ordinary operator"
             return func(*args, **kwargs)
-        written = _written(func, args, kwargs)
-        writes = tuple(dict.fromkeys(self.number(tensor) for tensor in written))
+        changed = [*written(func, args, kwargs), *self._counted(given, statistics(func, args, kwargs))]
+        writes = tuple(dict.fromkeys(self.number(tensor) for tensor in changed))
         namespace, _, label = func._schema.name.partition("::")
         if namespace.startswith(_COLLECTIVE) or label in _CHANGES_STORAGE:
             self.tape.whole = f"{func} must not run in part of a forward"
@@ -184,6 +177,18 @@ class Recorder(TorchDispatchMode):
         taken, modules = spent if self._timed else 0.0, tuple(self._modules)
         self.tape.operators.append(Operator(func, reads, writes, values, form, draws, taken, modules))
         return output
+
+    def _counted(self, given: Sequence[torch.Tensor], changed: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of the statistics that batch normalisation changes those that count as written, being made in the run.
+
+        Others are put back after a replay anyway, unless the run goes on with them: then it is made again as a whole.
+        """
+        ours = {id(tensor) for tensor in changed}
+        if any(t.untyped_storage()._cdata in self._statistics for t in given if id(t) not in ours):
+            self.tape.whole = "it reads running statistics that it has changed"
+        outside = [tensor for tensor in changed if self.number(tensor) == OUTSIDE]
+        self._statistics.update(tensor.untyped_storage()._cdata for tensor in outside)
+        return [tensor for tensor in changed if self.number(tensor) != OUTSIDE]
 
     def __enter__(self) -> Recorder:
         if self._timed:
@@ -209,7 +214,7 @@ class Recorder(TorchDispatchMode):
         if tensor.is_conj() or tensor.is_neg():
             self.tape.whole = "it saves a tensor that is conjugated when it is read"
         number = self.number(tensor)
-        self.tape.saved.append(Saved(value_of(tensor, number), len(self.tape.operators)))
+        self.tape.saved.append(value_of(tensor, number))
 
     def returned(self, output: Any) -> None:
         """What the run returned."""
@@ -266,27 +271,6 @@ def changed_argument(func: Any, position: int) -> tuple[int, str] | None:
 
 def _finish(output: Any) -> None:
     """Waits for an accelerator that works on this."""
-    for tensor in _tensors([output])[:1]:
+    for tensor in flat([output])[:1]:
         if tensor.device.type not in ("cpu", "meta"):
             torch.get_device_module(tensor.device).synchronize(tensor.device)
-
-
-def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among arguments of an operator, which may lie in lists."""
-    found = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found.extend(item for item in value if isinstance(item, torch.Tensor))
-    return found
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors among the arguments that the operator changes, by its schema."""
-    changed = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            changed += _tensors([value])
-    return changed

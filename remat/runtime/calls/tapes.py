@@ -64,7 +64,7 @@ class Tapes:
         tape = self._tapes.get(situation)
         if tape is None or tape.whole or self._failed >= _ATTEMPTS:
             return None
-        if [(saved.value.size, saved.value.dtype) for saved in tape.saved] != [*shapes]:
+        if [(saved.size, saved.dtype) for saved in tape.saved] != [*shapes]:
             self._varied.add(situation)  # with something else that it is passed: from now on each run is recorded
             return None
         key = situation, empty, gone
