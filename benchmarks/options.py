@@ -6,14 +6,17 @@ peaks: every block checkpointed, and selective checkpointing.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import remat
 from benchmarks.any_model import Made, _language
@@ -24,6 +27,8 @@ from remat.chain import Option
 from remat.comparison.bench import Bench
 from remat.models import resnet50
 from remat.plotting.style import new_figure, style_at
+from remat.runtime.calls.partial import Parts, Replaying
+from remat.runtime.calls.tape import Recorder
 from remat.runtime.library import BlockCheckpointing
 from remat.solvers.floating import Floating
 from remat.solvers.persistent import Persistent
@@ -57,7 +62,7 @@ def options(names: str = "") -> list[dict[str, object]]:
     for name in names.split(",") if names else MODELS:
         rows += _of(name, *MODELS[name]())
         write("options", rows, _NOTE)
-    rows += planning()
+    rows += [*planning(), *replays()]
     write("options", rows, _NOTE)
     figure(rows).savefig(FIGURES / "options.png", dpi=150)
     return rows
@@ -86,6 +91,37 @@ def planning(rounds: int = 9) -> list[dict[str, object]]:
         rows.append({"planner": solver.name, "stages": 100, "options": 6, "slots": 500, "with over without": ratio})
         print(rows[-1], flush=True)
     return rows
+
+
+def replays(rounds: int = 60, layers: int = 100) -> list[dict[str, object]]:
+    """What a replay costs for each operator, of which it skips all but two, its kernels and Python code included."""
+    x = torch.randn(8, 8, requires_grad=True)
+
+    def forward() -> torch.Tensor:
+        y = x
+        for _ in range(layers):
+            y = torch.tanh(y) * 1.5
+        return y
+
+    recorder = Recorder()
+    with saved_tensors_hooks(recorder.saves, lambda _: x), recorder:
+        recorder.returned(forward())
+    recorder.ended()
+    kept = [torch.zeros(value.size) for value in recorder.tape.saved]
+    parts = Parts(recorder.tape, {len(kept) - 1})
+    seconds: dict[str, list[float]] = {"plain": [], "replay": []}
+    for _ in range(rounds):
+        for name, spent in seconds.items():
+            mode = Replaying(parts, lambda number: kept[number]) if name == "replay" else nullcontext()
+            start = time.process_time()
+            with saved_tensors_hooks(lambda _: None, lambda _: x), mode:
+                forward()
+            spent.append(time.process_time() - start)
+    count = len(recorder.tape.operators)
+    row: dict[str, object] = {"operators": count, "run again": sum(action.runs for action in parts.actions)}
+    row |= {f"{name}, us an operator": 1e6 * statistics.median(spent) / count for name, spent in seconds.items()}
+    print(row, flush=True)
+    return [row]
 
 
 def figure(rows: Sequence[dict[str, Any]]) -> Any:

@@ -560,6 +560,20 @@ def test_plans_without_options_are_those_of_the_papers() -> None:
         assert remat.simulate(chain, parts).seconds < remat.simulate(chain, whole).seconds
 
 
+def test_fit_plans_with_options_unless_told_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever times say: which options there are, and what no plan may do."""
+    for asked, any_option in (({}, True), ({"options": False}, False), ({"keep": [""]}, False)):
+        model, sample = made("llama")
+        handle = remat.rotor.Checkpointable(model, sample, mem_limit=0.6, **asked)
+        assert handle.chain is not None and handle.sequence is not None
+        assert any(handle.chain.options) == any_option
+        assert any_option or not handle.sequence.parts
+        remat.remove(model)
+        model, sample = made("llama")
+        remat.fit(model, sample, 0.6, **asked)
+        assert any_option or "in part" not in capsys.readouterr().err
+
+
 def test_last_options_of_every_stage_train_within_what_is_predicted() -> None:
     model = nn.Sequential(Busy(), Busy(), Busy(), nn.Linear(12, 3))
     sample = torch.randn(64, 12)
