@@ -455,6 +455,10 @@ def test_options_of_a_profile() -> None:
     ]
     assert len(blocks) == 3 and 2 <= len(blocks[0]) <= 7
     assert all(options == blocks[0] for options in blocks)  # what does the same is measured once
+    measured = chain_by_name("gpt2")
+    for seconds in (measured.fwd_seconds, measured.replay_seconds, measured.bwd_seconds):
+        alike = {each for each, options in zip(seconds, chain.options, strict=True) if options == blocks[0]}
+        assert len(alike) == 1  # and takes the same time
     kept = [option.saved_bytes for option in blocks[0]]
     assert kept == sorted(kept, reverse=True) and kept[0] < chain.saved_bytes[1]
     assert all(name in blocks[0][-1].without for name in ("native_layer_norm", "addmm", "tanh"))

@@ -108,10 +108,11 @@ def chain_of(
         terms = _with_code_outside(places, memory, let_go, has_loss=has_loss)
         fixed = places.fixed
     sizes = terms.sizes
+    measured = _Times(times, [unit.stages for unit in ways.units] if ways is not None else [])
     grads = [stage.grad for stage in facts.stages]
     held_loss = carried_by_caller(grads, last + 1, facts[last + 1].act, measured=False)
     carrying = Carrying([*terms.carried, *carried_by_leaves(facts.leaves), *held_loss])
-    forward = [_median(times, "outside" if each else "full", stage) for stage, each in enumerate(fixed, start=1)]
+    forward = [measured.median("outside" if each else "full", stage) for stage, each in enumerate(fixed, start=1)]
     marks = [stage.marks for stage in facts.stages[1:]]
     recomputed = [index for index in range(last) if not fixed[index]]
     reserve = executor_reserve([marks[index] for index in recomputed], [sizes[index] for index in recomputed])
@@ -126,8 +127,8 @@ def chain_of(
         options=options,
         reserve_bytes=reserve + terms.lasting + sizes[-1].lasting,
         fwd_seconds=tuple(forward),
-        replay_seconds=tuple(_replay(times, facts, stage, whole) for stage, whole in enumerate(forward, start=1)),
-        bwd_seconds=tuple(_median(times, "backward", stage) for stage in range(1, last + 2)),
+        replay_seconds=tuple(_replay(measured, facts, stage, whole) for stage, whole in enumerate(forward, start=1)),
+        bwd_seconds=tuple(measured.median("backward", stage) for stage in range(1, last + 2)),
         grad_bytes=carrying.gradients(grads),
         names=(*(stage.name for stage in stages), "loss"),
         draws_random=tuple(mark.draws_random for mark in marks),
@@ -160,14 +161,22 @@ def _options(
     return tuple(options), tuple(dropped)
 
 
-def _replay(times: Sequence[Seconds], facts: Facts, index: int, forward: float) -> float:
+class _Times:
+    """What sweeps measured; stages that do the same (`alike`) take the same time, the median over all of them."""
+
+    def __init__(self, sweeps: Sequence[Seconds], alike: Sequence[Sequence[int]]) -> None:
+        self._sweeps = sweeps
+        self._alike = {index: stages for stages in alike for index in stages}
+
+    def median(self, what: str, index: int, otherwise: float = 0.0) -> float:
+        stages = self._alike.get(index, (index,))
+        return statistics.median(sweep.get(Span(what, stage), otherwise) for sweep in self._sweeps for stage in stages)
+
+
+def _replay(times: _Times, facts: Facts, index: int, forward: float) -> float:
     """Of a recomputation that ends with the last tensor saved; where nothing is saved, it does not even begin."""
     saves_nothing = facts[index].ends_early and not facts[index].saves
-    return 0.0 if saves_nothing else min(_median(times, "replay", index, forward), forward)
-
-
-def _median(times: Sequence[Seconds], what: str, index: int, otherwise: float = 0.0) -> float:
-    return statistics.median(sweep.get(Span(what, index), otherwise) for sweep in times)
+    return 0.0 if saves_nothing else min(times.median("replay", index, forward), forward)
 
 
 # An nn.Sequential ------------------------------------------------------------------------------------------------
