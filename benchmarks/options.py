@@ -129,10 +129,12 @@ def figure(rows: Sequence[dict[str, Any]]) -> Any:
     """Overhead against memory, a panel for each model."""
     drawn = new_figure(9.6, 3.4)
     names = list(dict.fromkeys(row["model"] for row in rows if "model" in row))
+    ways = list(dict.fromkeys(row["way"] for row in rows if "measured" in row))
     for ax, name in zip(drawn.subplots(1, len(names), sharey=True), names, strict=True):
-        ways = dict.fromkeys(row["way"] for row in rows if row.get("model") == name and "measured" in row)
         for place, way in enumerate(ways):
             points = [row for row in rows if row.get("model") == name and row["way"] == way]
+            if not points:
+                continue
             x = [row["share_of_plain"] for row in points]
             y = [100 * (row["measured"][1] - 1) for row in points]
             low, high = ([100 * (row["measured"][at] - 1) for row in points] for at in (0, 2))
@@ -140,13 +142,12 @@ def figure(rows: Sequence[dict[str, Any]]) -> Any:
                 [max(b - a, 0) for a, b in zip(low, y, strict=True)],
                 [b - a for a, b in zip(y, high, strict=True)],
             ]
-            ax.errorbar(
-                x, y, spread, **{**style_at(place), "linestyle": "-" if len(x) > 1 else ""}, label=way, capsize=2
-            )
-        ax.set(title=name, xlabel="peak, of plain PyTorch's", xlim=(0, 1), ylim=(-2, None))
+            style = {**style_at(place), "linestyle": "-" if "limit" in points[0] else ""}
+            ax.errorbar(x, y, spread, **style, label=way, capsize=2)
+        ax.set(title=name, xlabel="peak, of plain PyTorch's", xlim=(0, None))
         ax.grid(alpha=0.3)
     drawn.axes[0].set_ylabel("overhead (%)")
-    drawn.axes[0].legend(frameon=False, fontsize="small")
+    drawn.axes[1].legend(frameon=False, fontsize="small", loc="upper center")
     return drawn
 
 

@@ -71,9 +71,13 @@ def _schedules(chain: remat.Chain, drawn: int) -> Iterator[remat.Schedule]:
     least, most = remat.minimum_budget(chain), store_all_peak(chain)
     seen = set()
     for _ in range(drawn):
-        forward = tuple(seconds * draw.uniform(0.3, 3) for seconds in chain.fwd_seconds)
+        factors = [draw.uniform(0.3, 3) for _ in chain.fwd_seconds]
+        forward, replay = (
+            tuple(seconds * factor for seconds, factor in zip(each, factors, strict=True))
+            for each in (chain.fwd_seconds, chain.replay_seconds)
+        )
         backward = tuple(seconds * draw.uniform(0.3, 3) for seconds in chain.bwd_seconds)
-        timed = replace(chain, fwd_seconds=forward, bwd_seconds=backward)
+        timed = replace(chain, fwd_seconds=forward, replay_seconds=replay, bwd_seconds=backward)
         for step in range(10):
             schedule = remat.solve(timed, least + (most - least) * step // 9)
             if schedule.operations not in seen:
