@@ -201,3 +201,25 @@ def test_peaks_stay_below_their_prediction(name: str) -> None:
         assert measured <= predicted
         if name == "activations that nobody saves":
             assert predicted <= 1.1 * measured
+
+
+def test_sparse_tensors_inside_of_stages() -> None:
+    """A stage that works on sparse tensors is measured, planned for, and replayed as a whole."""
+
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sparse.mm(torch.eye(16).to_sparse(), self.linear(x).relu()) + x
+
+    model, x = nn.Sequential(*(Sparse() for _ in range(6))), torch.randn(16, 16)
+    plain = copy.deepcopy(model)
+    plain(x).square().mean().backward()
+    remat.fit(model, x, 0.9, quiet=True)
+    for _ in range(2):
+        model.zero_grad()
+        model(x).square().mean().backward()
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)

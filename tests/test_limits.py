@@ -315,6 +315,54 @@ def test_what_blocks_returned_and_the_output_still_holds(every: int, after: int,
     check(_Collects(every, after, breaks), torch.randn(512, 64), loop)
 
 
+class _HoldsTheMiddle(nn.Module):
+    """Two runs of blocks; the output holds what the first one has handed on, which the second is passed, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(Residual(64) for _ in range(10))
+        self.first[1].inner = nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 64))  # where the peak is
+        self.second = nn.ModuleList(_Reads() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for block in self.first:
+            x = block(x)
+        y = x.detach().cos()
+        for block in self.second:
+            y = block(y, x)
+        return y.square().mean(), x
+
+
+class _Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Residual(64)
+
+    def forward(self, y: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
+        return self.inner(y) + side
+
+
+def test_what_a_run_has_handed_on_and_the_output_still_holds() -> None:
+    torch.manual_seed(0)
+
+    def loop(model: nn.Module, sample: Any) -> None:
+        loss, middle = model(sample)
+        loss.backward()
+        del middle
+
+    class Lets(_HoldsTheMiddle):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)[0]
+
+    sample = torch.randn(512, 64)
+    check(_HoldsTheMiddle(), sample, loop)
+    holds, lets = (
+        remat.minimum_budget(remat.profile(model, sample, repeats=1, options=False))
+        for model in (_HoldsTheMiddle(), Lets())
+    )
+    assert holds - lets == sample.nbytes
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("layers", [2, 4])
 def test_hidden_states_of_a_model_with_code_between_its_stages(layers: int, autocast: bool) -> None:

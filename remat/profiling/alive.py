@@ -45,6 +45,7 @@ class Alive:
         self._code_input: StorageWeakRef | None = None
         # Of what the stages of a run returned: what was there when a stage of it, or the code behind it, began.
         self._besides: dict[int, list[_Held]] = {}
+        self._handed_on: dict[int, _Held] = {}  # activations, by the code outside that begins with them
         self._given: dict[int, _Held] = {}  # to stages by code outside; `run` is the first that was given it
 
     def run_begins(self, index: int, activation: torch.Tensor) -> None:
@@ -72,6 +73,8 @@ class Alive:
     def code_begins(self, index: int, activation: torch.Tensor | None, before: torch.Tensor) -> None:
         """A piece of code outside begins with the activation of the stage before it, which worked on `before`."""
         self._code_input = None if activation is None else StorageWeakRef(activation.untyped_storage())
+        if activation is not None:
+            self._handed_on[index] = _held_by(activation, self._run)
         self._named = [*self._still_returned(activation), _held_by(before, self._run)]
         self._besides[index] = self._of_this_run(self._named)
 
@@ -97,6 +100,11 @@ class Alive:
             if each.storage.cdata in in_output and not each.storage.expired():
                 piece = each.run - 1
                 facts.given_and_in_output[piece] = facts.given_and_in_output.get(piece, 0) + each.size
+        counted = {each.storage.cdata for each in (*lasting, *self._given.values())}
+        for piece, each in self._handed_on.items():
+            if each.storage.cdata in in_output - counted and not each.storage.expired():
+                facts.given_and_in_output[piece] = facts.given_and_in_output.get(piece, 0) + each.size
+                counted.add(each.storage.cdata)
 
     def _still_returned(self, but: torch.Tensor | None) -> list[_Held]:
         """What stages returned and is still in memory, except the activation passed to the next stage."""

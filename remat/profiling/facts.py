@@ -71,8 +71,8 @@ class Facts:
         used: what stages returned, by which code outside; bytes of its gradient.
         in_output: bytes of what stages returned and was there when a later one of the same run began, and only the
             output still holds.
-        given_and_in_output: bytes of what stages were given by code outside and the output holds too: by the piece of
-            that code, or a later one.
+        given_and_in_output: bytes of what stages were given by code outside, or handed on to it, and the output holds
+            too: by the piece of that code, or a later one.
     """
 
     def __init__(self, last: int) -> None:

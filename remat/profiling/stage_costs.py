@@ -56,6 +56,8 @@ class SavedStorages:
         self.note = uncompiled(self._note)
 
     def _note(self, tensor: torch.Tensor) -> None:
+        if tensor.layout != torch.strided:  # of several storages; none of them is an activation's
+            return
         storage = StorageWeakRef(tensor.untyped_storage())
         self._storages.setdefault(storage.cdata, storage)
 
