@@ -188,6 +188,11 @@ class FirstRun:
         if self._random is not None and self._random == RandomState(self._devices):
             self._random = None
 
+    def kept(self) -> list[torch.Tensor]:
+        """Copies of what was there before the run, that lie in memory until it is gone."""
+        copies = [was.copy for was in self._changed.values() if was.copy is not None and was.copy is not was.buffer]
+        return copies if self._random is None else [*copies, self._random.cpu]
+
     @contextmanager
     def again(self) -> Iterator[None]:
         """The surroundings of the first run; afterwards everything is as before, buffers changed once included.

@@ -74,9 +74,16 @@ class Structure:
 
 
 def needs(
-    tape: Tape, dropped: Collection[int], gone: Collection[int] = (), structure: Structure | None = None
+    tape: Tape,
+    dropped: Collection[int],
+    gone: Collection[int] = (),
+    structure: Structure | None = None,
+    also: Collection[int] = (),
 ) -> Needs:
-    """What to run again where the saved tensors of the numbers `dropped` are to be made; those `gone` are not there."""
+    """What to run again where the saved tensors of the numbers `dropped` are to be made; those `gone` are not there.
+
+    `also`: storages that are to be made, whether autograd saves them or not.
+    """
     structure = structure or Structure(tape)
     kept: dict[int, list[int]] = {}
     for number, saved in enumerate(tape.saved):
@@ -96,7 +103,7 @@ def needs(
     for number in dropped:
         if number < len(tape.saved):
             make(tape.saved[number].storage)
-    for storage in tape.escaping:
+    for storage in (*tape.escaping, *also):
         make(storage)
     while todo:
         at = todo.pop()
@@ -151,11 +158,26 @@ class _Action(NamedTuple):
 
 
 class Parts:
-    """How to make the saved tensors of the numbers `dropped` of a tape's run, where those `gone` are not there."""
+    """How to make the saved tensors of the numbers `dropped` of a tape's run, where those `gone` are not there.
 
-    def __init__(self, tape: Tape, dropped: Collection[int], gone: Collection[int] = ()) -> None:
+    Attributes:
+        reads: which of the run's inputs are read for that, by number, where the tape knows.
+        ends_at: how many operators have run when all is made.
+    """
+
+    def __init__(
+        self, tape: Tape, dropped: Collection[int], gone: Collection[int] = (), also: Collection[int] = ()
+    ) -> None:
         self.tape = tape
-        runs, kept = needs(tape, dropped, gone)
+        runs, kept = needs(tape, dropped, gone, also=also)
+        self.reads = frozenset(
+            number
+            for operator, run in zip(tape.operators, runs, strict=True)
+            if run and not operator.is_view  # views only look
+            for number in operator.given
+        )
+        computed = [at for at, run in enumerate(runs, 1) if run and not tape.operators[at - 1].is_view]
+        self.ends_at = max(computed, default=0)
         self._nothing: dict[int, Any] = {}  # storages without memory, by number
         self._pages: list[Any] = []  # that these lie in
         self.without_memory: set[int] = set()  # their identities
@@ -191,19 +213,35 @@ class Parts:
         size, device = self.tape.storages[value.storage]
         storage = self._nothing.get(value.storage)
         if storage is None:
-            pages = _Zeros.of(size) if device.type == "cpu" else None
+            storage, pages = _without_memory(size, device)
+            self._nothing[value.storage] = storage
             self._pages.append(pages)
-            address = pages.address if pages is not None else 0
-            storage = self._nothing[value.storage] = torch._C._construct_storage_from_data_pointer(
-                address, device, size
-            )
             self.without_memory.add(storage._cdata)
-        with torch.no_grad():
-            tensor = torch.empty((), dtype=value.dtype, device=device).set_(
-                storage, value.offset, value.size, value.stride
-            )
-        torch._C._set_throw_on_mutable_data_ptr(tensor)
-        return _Skipped(tensor, value.storage)
+        return _Skipped(_look(storage, value), value.storage)
+
+
+def nothing(value: Value, size: int, device: torch.device) -> torch.Tensor:
+    """A tensor without memory that looks so; `size`: bytes of its storage."""
+    storage, pages = _without_memory(size, device)
+    tensor = _look(storage, value)
+    weakref.finalize(tensor, _Zeros.keep, pages)
+    return tensor
+
+
+def _without_memory(size: int, device: torch.device) -> tuple[torch.UntypedStorage, _Zeros | None]:
+    """A storage without memory, and the pages that it lies in."""
+    pages = _Zeros.of(size) if device.type == "cpu" else None
+    address = pages.address if pages is not None else 0
+    storage: Any = torch._C._construct_storage_from_data_pointer(address, device, size)
+    return storage, pages
+
+
+def _look(storage: torch.UntypedStorage, value: Value) -> torch.Tensor:
+    with torch.no_grad():
+        tensor = torch.empty((), dtype=value.dtype, device=storage.device)
+        tensor.set_(storage, value.offset, value.size, value.stride)
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    return tensor
 
 
 class _Zeros:
@@ -219,6 +257,10 @@ class _Zeros:
             kind = {"flags": private | mmap.MAP_ANONYMOUS, "prot": mmap.PROT_READ}
         self._pages = mmap.mmap(-1, size, **kind)
         self.address = np.frombuffer(self._pages, np.uint8).ctypes.data
+
+    @staticmethod
+    def keep(pages: _Zeros | None) -> None:
+        """Pages are there until this is called."""
 
     @classmethod
     def of(cls, size: int) -> _Zeros:
@@ -240,6 +282,7 @@ class Replaying(TorchDispatchMode):
         self._parts, self._find = parts, find
         self._actions: Iterator[_Action] = iter(parts.actions)
         self._handed_out: list[tuple[weakref.ref[torch.Tensor], int]] = []  # without memory, with their storages
+        self.done = 0  # operators
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -251,6 +294,7 @@ class Replaying(TorchDispatchMode):
         action = next(self._actions, None)
         if action is None or action.function is not func:
             raise Differs(f"{func} in place of {action.function if action is not None else 'an end'}")
+        self.done += 1
         if action.runs:
             if not action.is_view:
                 self._check(args)

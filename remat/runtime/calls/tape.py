@@ -44,6 +44,7 @@ class Operator(NamedTuple):
         draws: it may draw random numbers.
         seconds: that it took.
         modules: names of the classes of the modules that ran it, from the outermost; empty where nobody asked.
+        given: which of the run's inputs it reads, by number; empty where nobody asked.
     """
 
     function: Any
@@ -54,6 +55,7 @@ class Operator(NamedTuple):
     draws: bool
     seconds: float
     modules: tuple[str, ...] = ()
+    given: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -98,6 +100,7 @@ class Tape:
         storages: that they made, by number.
         saved: what autograd saved, in order.
         returned: storages that lie in what the run returned.
+        outputs: the tensors in what it returned, in order; of several calls, those of the last.
         escaping: storages of what somebody holds beyond the run, as hooks of modules do: that must be right, too.
         freed: the numbers of saved tensors that were gone when the run was over, because nothing leads to them.
         whole: why the run can be made again as a whole only; empty where it can be made in part.
@@ -108,6 +111,7 @@ class Tape:
         self.storages: list[Storage] = []
         self.saved: list[Value] = []
         self.returned: frozenset[int] = frozenset()
+        self.outputs: list[Value] = []
         self.escaping: frozenset[int] = frozenset()
         self.freed: frozenset[int] = frozenset()
         self.whole = ""
@@ -127,9 +131,21 @@ class Tape:
 class Recorder(TorchDispatchMode):
     """Writes the tape of a run that it is entered around; several times, where the run has several calls."""
 
-    def __init__(self, *, timed: bool = False, within: Sequence[torch.nn.Module] = ()) -> None:
-        """`timed`: also note how long operators take, and in which modules they run: in those `within`, at least."""
+    def __init__(
+        self,
+        *,
+        timed: bool = False,
+        within: Sequence[torch.nn.Module] = (),
+        given: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """`timed`: also note how long operators take, and in which modules they run: in those `within`, at least.
+
+        `given`: inputs of the run, of which it is noted who reads them.
+        """
         super().__init__()
+        self._given: dict[int, list[int]] = {}
+        for number, tensor in enumerate(given):
+            self._given.setdefault(_identity(tensor), []).append(number)
         self._modules = [type(module).__name__ for module in within]
         self.tape = Tape()
         self._timed = timed
@@ -157,7 +173,7 @@ class Recorder(TorchDispatchMode):
         namespace, _, label = func._schema.name.partition("::")
         if namespace.startswith(_COLLECTIVE) or label in _CHANGES_STORAGE:
             self.tape.whole = f"{func} must not run in part of a forward"
-        outside = {tensor.untyped_storage()._cdata for tensor in given} - self._numbers.keys()
+        outside = {_identity(tensor) for tensor in given} - self._numbers.keys()
         start = time.perf_counter()
         output = func(*args, **kwargs)
         if self._timed:
@@ -175,7 +191,11 @@ class Recorder(TorchDispatchMode):
                 self._results.append((weakref.ref(leaf), value.storage))
         draws = torch.Tag.nondeterministic_seeded in func.tags or namespace not in ("aten", "prims", "prim")
         taken, modules = spent if self._timed else 0.0, tuple(self._modules)
-        self.tape.operators.append(Operator(func, reads, writes, values, form, draws, taken, modules))
+        inputs: tuple[int, ...] = ()
+        if self._given:
+            found = [self._given.get(_identity(tensor), ()) for tensor in given]
+            inputs = tuple(dict.fromkeys(number for numbers in found for number in numbers))
+        self.tape.operators.append(Operator(func, reads, writes, values, form, draws, taken, modules, inputs))
         return output
 
     def _counted(self, given: Sequence[torch.Tensor], changed: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -184,10 +204,10 @@ class Recorder(TorchDispatchMode):
         Others are put back after a replay anyway, unless the run goes on with them: then it is made again as a whole.
         """
         ours = {id(tensor) for tensor in changed}
-        if any(t.untyped_storage()._cdata in self._statistics for t in given if id(t) not in ours):
+        if any(_identity(tensor) in self._statistics for tensor in given if id(tensor) not in ours):
             self.tape.whole = "it reads running statistics that it has changed"
         outside = [tensor for tensor in changed if self.number(tensor) == OUTSIDE]
-        self._statistics.update(tensor.untyped_storage()._cdata for tensor in outside)
+        self._statistics.update(map(_identity, outside))
         return [tensor for tensor in changed if self.number(tensor) != OUTSIDE]
 
     def __enter__(self) -> Recorder:
@@ -218,8 +238,10 @@ class Recorder(TorchDispatchMode):
 
     def returned(self, output: Any) -> None:
         """What the run returned."""
-        numbers = {self.number(tensor) for tensor in tensors(output)} - {OUTSIDE}
-        self.tape.returned = self.tape.returned | numbers
+        found = tensors(output)
+        numbers = [self.number(tensor) for tensor in found]
+        self.tape.returned = self.tape.returned | (frozenset(numbers) - {OUTSIDE})
+        self.tape.outputs = [value_of(tensor, number) for tensor, number in zip(found, numbers, strict=True)]
 
     def ended(self) -> None:
         """The run is over, and all that it needs is gone: what is still there of its results is held by others."""
@@ -243,6 +265,11 @@ class Recorder(TorchDispatchMode):
                 self._known.append(StorageWeakRef(storage))
                 self.tape.storages.append(Storage(storage.nbytes(), tensor.device))
         return value_of(tensor, number)
+
+
+def _identity(tensor: torch.Tensor) -> int:
+    """Of the storage that a tensor lies in; -1 for one that has no single one, as sparse ones are."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else -1
 
 
 def value_of(tensor: torch.Tensor, storage: int) -> Value:
