@@ -260,7 +260,7 @@ class _Work:
             self.tell("recording a step", 0, 1)
             try:
                 with self._bench() as bench:
-                    unlimited = UnderDTR(DTR(UNLIMITED), bench.sample_bytes)
+                    unlimited = UnderDTR(DTR(UNLIMITED, granularity="operator"), bench.sample_bytes)
                     step = bench.step(unlimited)
                     step()  # costs are the least of an operator's first three calls
                 return unlimited.dtr.trace, unlimited.dtr.trace_budget - UNLIMITED

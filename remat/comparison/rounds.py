@@ -137,7 +137,7 @@ def _start(bench: Bench, row: Row) -> bool:
         how = row.strategy.execution
     if isinstance(row.strategy, Dynamic):
         assert row.entry.budget_bytes is not None
-        how = DTR(row.entry.budget_bytes, row.strategy.heuristic, thrash_limit=THRASH_LIMIT)
+        how = DTR(row.entry.budget_bytes, row.strategy.heuristic, thrash_limit=THRASH_LIMIT, granularity="operator")
     with _failures(row):
         row.step = bench.step(how)
     return row.step is not None

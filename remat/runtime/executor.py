@@ -99,12 +99,12 @@ class UnderDTR(Execution):
         dtr: a copy of what is given, whose budget covers what is in memory before a step too.
     """
 
-    warm_up = 2  # the scratch memory of operators is known from the second step on
-
     def __init__(self, dtr: DTR, held_bytes: int = 0) -> None:
         self.dtr = copy.copy(dtr)  # its other blocks reserve nothing
         self.dtr.reserved_bytes = held_bytes
         self.name = f"dtr {dtr.name}"
+        # The scratch memory of operators is known from the second step on, what calls of modules do from the third.
+        self.warm_up = 3 if dtr.granularity == "calls" else 2
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -117,6 +117,10 @@ class Core:
             else:
                 return answer
 
+    def limit_memory(self, budget: int) -> None:
+        """From now on so many bytes are the budget."""
+        self._state.scalars[k.BUDGET] = budget
+
     def limit_recomputation(self, nanoseconds: int) -> None:
         """From now on so many more nanoseconds of it end `run` as thrashing."""
         self._state.scalars[k.AGAIN_LIMIT] = self._state.scalars[k.AGAIN_COST] + nanoseconds

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _len_torch_dispatch_stack, _pop_mode
 
 from remat.errors import OutOfBudget, OverBudgetWarning, RematError, Thrashing
@@ -19,15 +19,15 @@ from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.heuristics import Heuristic
 from remat.runtime.live.advice import Advice, advice_on
 from remat.runtime.live.choosing import Choice, choose, done_at, is_chosen, note_done
-from remat.runtime.live.dispatcher import NUMBER_BYTES, Dispatcher
+from remat.runtime.live.dispatcher import NUMBER_BYTES, NUMBERS, Dispatcher
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
 from remat.runtime.live.raw_access import Access, guard, unguard
 from remat.runtime.live.saved_tensors import Saving
 from remat.runtime.live.store import Store
+from remat.runtime.live.units.choosing import Observation, remember, ways_at
 from remat.runtime.live.versions import Version, storage_of
 
-_NUMBERS = 8  # of which PyTorch may make tensors before an operator is seen
 _OUTCOMES = {OutOfBudget: "oom", Thrashing: "thrash"}
 _running = threading.local()  # whether a block runs in this thread: they do not nest
 
@@ -41,6 +41,7 @@ class Block:
         options: of the policy core.
         place: where in the program it stands.
         chooses: whether the best heuristic is to be found for the next blocks there.
+        observes: whether units are to be found for them; root: of which module a call is under way.
     """
 
     def __init__(
@@ -54,14 +55,18 @@ class Block:
         options: dict[str, Any],
         place: Hashable = None,
         chooses: bool = False,
+        observes: bool = False,
+        root: nn.Module | None = None,
     ) -> None:
         self.budget = budget
-        reserved += _NUMBERS * NUMBER_BYTES
+        reserved += NUMBERS * NUMBER_BYTES
         self.ledger = Ledger(budget - reserved, heuristic, **options)
         self._limits = Limits(thrash_limit, reserved)
         self._store = Store(self.ledger, self._limits)
         self._mode = Dispatcher(self._store, by_model=by_model)
         self._saving = Saving(self._store)
+        self._observation = Observation(self.ledger, ways_at((place, budget))) if observes else None
+        self._root = root
         self._place, self._chooses, self._by_model = place, chooses, by_model
         self._limits.whole = done_at(place)
         self._choice: Choice | None = None
@@ -86,6 +91,8 @@ class Block:
             guard(self._expose)
             self._push_hooks()
             self._mode.__enter__()
+            if self._observation is not None:
+                self._observation.begin(self._root)
             self._began = time.perf_counter()
         except BaseException:
             self._materialised = True  # there is nothing yet
@@ -104,11 +111,17 @@ class Block:
             self._leave()  # what was interrupted, or could not be done within the budget
             raise
         self._choose()
+        if self._observation is not None and self.outcome in ("pass", "over"):
+            ways = self._observation.ways(self.ledger.budget)
+            if ways is not None:
+                remember((self._place, self.budget), ways)
         self._warn()
 
     def _leave(self) -> None:
         """Undoes what `enter` did. Each part may have been done already, or half of it."""
         try:
+            if self._observation is not None:
+                self._observation.end()
             self._pop_mode()
             self._pop_hooks()
             self._materialise()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -16,9 +17,12 @@ from remat.runtime.live.block import Block
 from remat.runtime.live.choosing import AUTO, FIRST, heuristic_at, place
 from remat.runtime.live.compiled import refuse_inside
 from remat.runtime.live.traced import trace_of
+from remat.runtime.live.units.block import UnitsBlock
+from remat.runtime.live.units.choosing import Ways, ways_at
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from torch import nn
 
 
 class DTR:
@@ -52,10 +56,13 @@ class DTR:
         sampling: look at sqrt(n) random storages when evicting; skip_small: at none under 1 % of the mean size
             (Appendix E.2).
         seed: of random choices.
+        granularity: "calls": from the second block on at a place of the program, calls of modules are replayed as far
+            as they are needed, which costs a hook for each tensor that autograd saves. "operator": every operator
+            passes a dispatcher and is repeated by itself, as in the paper.
 
     Raises:
         InvalidBudget: a budget in another form.
-        RematError: an unknown heuristic, deallocation or cost, or a block inside another.
+        RematError: an unknown heuristic, deallocation, cost or granularity, or a block inside another.
         OutOfBudget: in the block: an operator does not fit, whatever is evicted.
         Thrashing: in the block: see `thrash_limit`.
     """
@@ -71,12 +78,16 @@ class DTR:
         sampling: bool = False,
         skip_small: bool = False,
         seed: int = 0,
+        granularity: str = "calls",
     ) -> None:
         if deallocation != "eager":
             raise RematError(
                 f"deallocation={deallocation!r}: a running program has 'eager' only, since PyTorch frees what the "
                 "program drops; remat.simulate_dtr shows what the others would do"
             )
+        if granularity not in ("calls", "operator"):
+            raise RematError(f"unknown granularity {granularity!r}; choose 'calls' or 'operator'")
+        self.granularity = granularity
         if costs not in ("measured", "model"):
             raise RematError(f"unknown costs {costs!r}; choose 'measured' or 'model'")
         if thrash_limit is not None and not thrash_limit > 1:
@@ -98,7 +109,8 @@ class DTR:
         self.costs = costs
         self.reserved_bytes = 0  # of the budget, for what the block does not allocate itself
         self._options = {"sampling": sampling, "skip_small": skip_small, "seed": seed}
-        self._block: Block | None = None
+        self._block: Block | UnitsBlock | None = None
+        self._place: Hashable = None
 
     def __enter__(self) -> DTR:
         refuse_inside()
@@ -106,6 +118,16 @@ class DTR:
         if self.chooses:
             self._heuristic = self.name = heuristic_at((here, self.budget))
             self.heuristic = make_heuristic(self.name)
+        self._place = here
+        by_calls = self.granularity == "calls"
+        ways = ways_at((here, self.budget)) if by_calls else []
+        if any(each.modules for each in ways):
+            self._block = self._by_calls(ways)
+        else:
+            self._block = self._by_operators(observes=by_calls)
+        return self
+
+    def _by_operators(self, *, observes: bool, root: nn.Module | None = None) -> Block:
         block = Block(
             self.budget,
             self.heuristic,
@@ -113,12 +135,31 @@ class DTR:
             reserved=self.reserved_bytes,
             by_model=self.costs == "model",
             options=self._options,
-            place=here,
+            place=self._place,
             chooses=self.chooses,
+            observes=observes,
+            root=root,
         )
         block.enter()
-        self._block = block
-        return self
+        return block
+
+    def _by_calls(self, ways: Sequence[Ways]) -> UnitsBlock:
+        def other_model(root: nn.Module) -> None:
+            self._block = self._by_operators(observes=True, root=root)
+
+        block = UnitsBlock(
+            self.budget,
+            self.heuristic,
+            self.thrash_limit,
+            ways,
+            reserved=self.reserved_bytes,
+            options=self._options,
+            place=self._place,
+            by_model=self.costs == "model",
+            other_model=other_model,
+        )
+        block.enter()
+        return block
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -128,7 +169,7 @@ class DTR:
         block.exit(error)
 
     @property
-    def _last(self) -> Block:
+    def _last(self) -> Block | UnitsBlock:
         if self._block is None:
             raise RematError("this DTR has run no block yet; use it as `with remat.DTR(budget) as dtr:`")
         return self._block

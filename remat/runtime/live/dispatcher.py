@@ -41,6 +41,7 @@ _RANDOM_BYTES = 3 * STATE_BYTES  # before an operator that draws, after it to se
 # Copies of a tensor with its storage, as by `copy.deepcopy` and loading, end here.
 _ON_STORAGES = (torch.ops.aten.set_.source_Storage_storage_offset, torch.ops.aten.set_.source_Storage)
 _BOOLS = {True: "true", False: "false"}  # in keys, where they would equal 1 and 0
+NUMBERS = 8  # of which PyTorch may make tensors before an operator is seen
 NUMBER_BYTES = 16  # of the largest number, a complex one
 
 

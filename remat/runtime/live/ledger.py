@@ -131,6 +131,12 @@ class Ledger:
         self.peak = max(self.peak, self.core.scalar(k.PEAK))
         return answer
 
+    def accept(self) -> None:
+        """Tells the core what has happened although it does not fit."""
+        self.core.limit_memory(NO_LIMIT)
+        self.consult()
+        self.core.limit_memory(self.budget)
+
     def decided(self) -> list[tuple[int, int]]:
         """The evictions and recomputations since the last call: kind, and storage or tensor."""
         rows = self.core.logged(self._followed)

@@ -1,0 +1,1 @@
+"""DTR by calls: what is evicted is what calls of modules leave behind; making it again replays the call."""

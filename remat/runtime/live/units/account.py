@@ -1,0 +1,90 @@
+"""How much memory is in use: the storages that are counted, until they die."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from remat.runtime.live.units.call import Piece
+
+
+class Counted(weakref.ref):
+    """A storage that counts as long as it lives, whoever holds it.
+
+    The Python object of a storage lives as long as the storage itself.
+    """
+
+    __slots__ = ("key", "piece", "size")
+    key: int  # `id` of the storage
+    piece: Piece | None  # of a unit's call; None: code outside has made it
+    size: int
+
+
+class Account:
+    """Bytes in use.
+
+    Attributes:
+        pieces, others: bytes of what calls of units have made and of all else.
+        peak: the most that was ever in use, scratch memory included.
+        shift: bytes evicted less bytes made again since the present segment began.
+        top: the most that would have been in use in the present segment without that.
+        known: storages that are counted, by `id`.
+    """
+
+    def __init__(self) -> None:
+        self.pieces = self.others = self.peak = self.shift = self.top = 0
+        self.known: dict[int, Counted] = {}
+
+    @property
+    def memory(self) -> int:
+        return self.pieces + self.others
+
+    def begin_segment(self) -> None:
+        """From here on `top` is measured."""
+        self.shift, self.top = 0, self.pieces + self.others
+
+    def enter(self, storage: torch.UntypedStorage, piece: Piece | None = None) -> Counted:
+        """Counts a storage from now on."""
+        counted = Counted(storage, self._died)
+        counted.key, counted.piece, counted.size = id(storage), piece, storage.nbytes()
+        self.known[counted.key] = counted
+        if piece is None:
+            self.others += counted.size
+        else:
+            self.pieces += counted.size
+        self.reached(0)
+        return counted
+
+    def reached(self, more: int) -> None:
+        """So much more than what is counted was in use for a moment."""
+        memory = self.pieces + self.others + more
+        self.peak = max(self.peak, memory)
+        self.top = max(self.top, memory + self.shift)
+
+    def of(self, storage: torch.UntypedStorage) -> Counted | None:
+        """The entry of a storage."""
+        return self.known.get(id(storage))
+
+    def become_piece(self, counted: Counted, piece: Piece) -> None:
+        """What was taken for anybody's is a unit's."""
+        counted.piece = piece
+        self.others -= counted.size
+        self.pieces += counted.size
+
+    def _died(self, counted: Counted) -> None:
+        if self.known.get(counted.key) is not counted:
+            return  # the block has ended
+        del self.known[counted.key]
+        piece = counted.piece
+        if piece is None:
+            self.others -= counted.size
+        else:
+            self.pieces -= counted.size
+            piece.died(counted)
+
+    def close(self) -> None:
+        """Nothing counts any more."""
+        self.known = {}

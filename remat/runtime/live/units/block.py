@@ -1,0 +1,291 @@
+"""A DTR block that runs by calls: known calls of units under hooks, everything else under a dispatch mode."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from remat.errors import OutOfBudget, OverBudgetWarning, Thrashing
+from remat.formatting import format_bytes
+from remat.report import Report
+from remat.runtime.caches import caches_off, configs_with_caches
+from remat.runtime.calls.tape import Recorder
+from remat.runtime.dtr import _kernels as k
+from remat.runtime.dtr.heuristics import Heuristic
+from remat.runtime.live.advice import Advice, advice_on
+from remat.runtime.live.dispatcher import NUMBER_BYTES, NUMBERS
+from remat.runtime.live.ledger import Ledger
+from remat.runtime.live.limits import Limits
+from remat.runtime.live.units.call import UnitCall
+from remat.runtime.live.units.choosing import Ways
+from remat.runtime.live.units.counting import Counting, inner_peak
+from remat.runtime.live.units.course import Course, Kind, course_at, remember
+from remat.runtime.live.units.pool import Pool
+from remat.runtime.live.units.state import State
+from remat.runtime.live.units.unit import Odd, Unit, key_of_call
+from remat.runtime.patching import blocks_as_written, intercepted
+
+_OUTCOMES = {OutOfBudget: "oom", Thrashing: "thrash"}
+_known: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Unit]] = weakref.WeakKeyDictionary()
+
+
+class UnitsBlock:
+    """A block of a program that is kept within a budget, by calls.
+
+    Args:
+        budget: bytes.
+        ways: which modules' calls are units, for each model that ran there before.
+        reserved: bytes of the budget for what the block does not allocate itself.
+        options: of the policy core.
+        place: where in the program it stands.
+        other_model: called with the module when it turns out that another one is called, after which this block is
+            over.
+        by_model: whether times are those of a fixed model, so that decisions can be repeated.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        heuristic: Heuristic,
+        thrash_limit: float | None,
+        ways: Sequence[Ways],
+        *,
+        reserved: int,
+        options: dict[str, Any],
+        place: Hashable,
+        other_model: Callable[[nn.Module], None],
+        by_model: bool = False,
+    ) -> None:
+        self.budget, self._place, self._ways, self._other_model = budget, place, ways, other_model
+        self._modules = list(dict.fromkeys(module for each in ways for module in each.modules))
+        self._used: Ways | None = None  # once it is known which model runs
+        self._root: weakref.ref[nn.Module] | None = None
+        reserved += NUMBERS * NUMBER_BYTES
+        self._ledger = Ledger(budget - reserved, heuristic, **options)
+        self._limits = Limits(thrash_limit, reserved)
+        self._pool = Pool(self._ledger, self._limits, by_model=by_model)
+        self._pool.on_backward = self._backward
+        self._mode = Counting(self._pool)
+        self._course = Course(self._pool.account)
+        self._inside = ExitStack()
+        self._thread = threading.get_ident()
+        self._watching = self._in_call = False
+        self._recorded_calls = 0
+        self._parts = {module: tuple(module.modules()) for module in self._modules}
+        self.outcome = "pass"
+        self._peak = 0
+        self._began = self._seconds = 0.0
+
+    @property
+    def ledger(self) -> Ledger:
+        """With all that has happened so far."""
+        self._pool.tell_all()
+        self._ledger.peak = max(self._ledger.peak, self._peak)
+        return self._ledger
+
+    @property
+    def has_ended(self) -> bool:
+        return self._seconds > 0
+
+    def enter(self) -> None:
+        """Begins; leaves nothing behind where that fails."""
+        with ExitStack() as stack:
+            configs = [config for module in self._modules for config in configs_with_caches(module)]
+            stack.enter_context(caches_off(list({id(config): config for config in configs}.values())))
+            stack.enter_context(blocks_as_written())  # no dispatcher sees what compiled code allocates
+            stack.enter_context(intercepted(self._modules, self._called))
+            hook = torch.nn.modules.module.register_module_forward_pre_hook(self._first_called)
+            self._first = hook
+            stack.callback(hook.remove)
+            self._watch(True)
+            self._inside = stack.pop_all()
+        self._began = time.perf_counter()
+
+    def _first_called(self, module: nn.Module, _: Any) -> None:
+        """The first call of a module tells which model runs."""
+        if threading.get_ident() != self._thread:
+            return
+        self._first.remove()
+        self._used = next((each for each in self._ways if each.begins_with(module)), None)
+        if self._used is None or not self._used.modules:
+            self._leave()
+            self._other_model(module)
+            return
+        self._root = weakref.ref(module)
+        self._course.know(course_at((self._place, self._root)))
+
+    def _leave(self) -> None:
+        self._watch(False)
+        self._inside.close()
+        self._pool.close()
+        self._seconds = max(time.perf_counter() - self._began, 1e-9)
+
+    def exit(self, error: BaseException | None) -> None:
+        """Ends: what the program still holds is in memory, or made again when it is asked for."""
+        self._course.end()
+        self._leave()
+        if error is not None:
+            self.outcome = next((name for kind, name in _OUTCOMES.items() if isinstance(error, kind)), "error")
+        elif self._root is not None:
+            remember((self._place, self._root), self._course.segments)
+        self._peak = self._pool.account.peak
+        if self._peak > self._ledger.budget and self.outcome == "pass":
+            self.outcome = "over"
+        if self.outcome == "over" and (self._pool.too_large or not self._recorded_calls) and self._used:
+            self._used.finer()
+        over = self._limits.over
+        if over is not None and self.outcome in ("pass", "over"):
+            peak, budget = format_bytes(over.peak_bytes + self._limits.reserved_bytes), format_bytes(self.budget)
+            warnings.warn(f"DTR took {peak} within {budget}, at {over.where}", OverBudgetWarning, stacklevel=4)
+
+    def _watch(self, on: bool) -> None:
+        """Whether operators are counted from now on; where another mode is in the way, they still are."""
+        if on and not self._watching:
+            self._mode.__enter__()
+            self._watching = True
+        elif not on and self._watching and _get_current_dispatch_mode() is self._mode:
+            self._mode.__exit__(None, None, None)
+            self._watching = False
+
+    # Calls -----------------------------------------------------------------------------------------------------------
+
+    def _called(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        pool = self._pool
+        if self._in_call or pool.replaying or not torch.is_grad_enabled() or _others_are_at_work():
+            return forward(*args, **kwargs)
+        try:
+            key = key_of_call(self._parts[module], args, kwargs)
+        except Odd:
+            return forward(*args, **kwargs)
+        units = _known.setdefault(module, {})
+        unit = units.get(key)
+        if unit is None:
+            unit = units[key] = Unit(module)
+        known = unit.tape is not None
+        expected = self._course.expects(Kind.FORWARD, unit) if known else None
+        self._course.begin(Kind.FORWARD, unit, expected)
+        more = unit.forward_bytes if expected is None else expected.rise
+        pool.room(unit.stage.name, more + unit.working_bytes)
+        self._course.ready()
+        call = UnitCall(pool, unit, forward, args, kwargs)
+        for number in unit.writes:
+            given = call.given()[number]
+            call.inputs[number].seen = None  # it does not read it again
+            pool.changes(torch._C.TensorBase.untyped_storage(given))
+        self._in_call = True
+        try:
+            if known:
+                self._watch(False)
+                output = call.run(args, kwargs)
+            else:
+                output = self._recorded(call, args, kwargs)
+        finally:
+            self._in_call = False
+        found = call.returned(output)
+        pool.made(call)
+        self._hook(call, found)
+        after = self._course.expects(Kind.AFTER, unit) if expected is not None else None
+        self._course.begin(Kind.AFTER, unit, after)
+        if after is None:
+            self._watch(True)
+        elif after.rise:
+            pool.room("code after a call", after.rise)
+        self._course.ready()
+        return output
+
+    def _recorded(self, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that is seen for the first time."""
+        unit, account = call.unit, self._pool.account
+        self._watch(True)
+        self._recorded_calls += 1
+        recorder = Recorder(timed=True, given=call.given())
+        start, state = account.others, State([unit.stage.modules, args, kwargs])
+        self._mode.trail = []
+        try:
+            output = call.run(args, kwargs, recorder)
+        finally:
+            trail, self._mode.trail = self._mode.trail, None
+        recorder.returned(output)
+        recorder.ended()
+        unit.learn(recorder.tape)
+        unit.kept = unit.kept or state.changed()
+        call.recorded()
+        survivors = frozenset(id(counted) for _, made in trail for counted in made if counted.piece is not None)
+        unit.inner_bytes = inner_peak(trail, start, survivors) + unit.working_bytes
+        return output
+
+    def _hook(self, call: UnitCall, found: Sequence[torch.Tensor]) -> None:
+        """The backward of a call begins with a node of what it returned."""
+        begins = _Begins(weakref.ref(call))
+        for tensor in found:
+            node = tensor.grad_fn
+            if node is not None:
+                node.register_prehook(begins)
+
+    def _backward(self, call: UnitCall) -> None:
+        """The backward of a call is about to begin."""
+        pool, unit = self._pool, call.unit
+        if pool.closed:
+            return
+        expected = self._course.expects(Kind.BACKWARD, unit)
+        self._course.begin(Kind.BACKWARD, unit, expected)
+        more = unit.backward_bytes if expected is None else expected.rise
+        waiting = call.waiting() if pool.has_evicted or pool.account.memory + more > pool.budget else ()
+        spent = unit.model_backward_nanoseconds if pool.by_model else unit.backward_nanoseconds
+        pool.room(f"backward of {unit.stage.name}", more, waiting, spent)
+        self._course.ready()
+
+    # What it cost ----------------------------------------------------------------------------------------------------
+
+    def advice(self) -> Advice:
+        return advice_on(self.ledger, self._limits.reserved_bytes, self._seconds)
+
+    def report(self, strategy: str) -> Report:
+        """What it cost; see `DTR.report`."""
+        core = self.ledger.core
+        own, again = core.scalar(k.MODEL_COST), core.scalar(k.AGAIN_COST)
+        return Report(
+            strategy=strategy,
+            outcome="thrash" if self._limits.thrashes and self.outcome == "pass" else self.outcome,
+            measured=True,
+            budget_bytes=self.budget,
+            peak_bytes=self._peak + self._limits.reserved_bytes,
+            seconds=self._seconds,
+            overhead=(own + again) / own if own else None,
+            recomputations=core.scalar(k.RECOMPUTATIONS),
+            evictions=core.scalar(k.EVICTIONS),
+            accesses=core.scalar(k.ACCESSES),
+            note="",
+        )
+
+
+class _Begins:
+    """A hook on a node with which the backward of a call begins."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: weakref.ref[UnitCall]) -> None:
+        self._call = call
+
+    def __call__(self, _: Any) -> None:
+        call = self._call()
+        if call is not None and call.pool.backward_of is not call:
+            call.pool.begin_backward(call)
+
+
+def _others_are_at_work() -> bool:
+    """Whether torch.func is, whose tensors stand for others, or hooks of the program keep what autograd saves."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

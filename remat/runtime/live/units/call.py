@@ -1,0 +1,565 @@
+"""One call of a unit: what it leaves behind, what it depends on, and how that is made again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from contextlib import nullcontext, suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from remat.errors import ReplayError
+from remat.runtime.calls.ending import Ended
+from remat.runtime.calls.environment import FirstRun
+from remat.runtime.calls.partial import Differs, Parts, Replaying, nothing
+from remat.runtime.calls.stages import attached
+from remat.runtime.calls.tape import OUTSIDE, Recorder, Value, value_of
+from remat.runtime.live.units.account import Counted
+from remat.runtime.live.units.unit import Unit
+from remat.runtime.live.versions import storage_of
+from remat.runtime.pytree import map_tensors, tensors
+
+if TYPE_CHECKING:
+    from remat.runtime.live.units.pool import Pool
+
+_uses = torch._C._storage_Use_Count
+no_modes = torch._C._DisableTorchDispatch
+
+
+class Slot:
+    """Stands in the graph for a tensor that autograd saved.
+
+    Attributes:
+        call: that saved it.
+        piece: whose memory it is; None where that cannot be made again.
+        tensor: it itself; None while its memory is evicted.
+        version: of the tensor when autograd saved it, or it was made again.
+        value: how it looks at the piece.
+    """
+
+    __slots__ = ("__weakref__", "call", "piece", "tensor", "value", "version")
+    call: UnitCall
+    piece: Piece | None
+    tensor: torch.Tensor | None
+    value: Value
+    version: int
+
+
+class Row:
+    """What the policy core hears of a call. It holds nothing, so it may outlive that.
+
+    Attributes:
+        sizes: bytes of each piece, by number.
+        inputs: the rows and numbers of the pieces that were passed, None for other inputs.
+        tensors: of the pieces, in the core; empty as long as that has not heard of them.
+        call: a reference to the call.
+    """
+
+    __slots__ = ("call", "inputs", "sizes", "tensors", "unit")
+
+    def __init__(self, call: UnitCall) -> None:
+        self.unit = call.unit
+        self.call = call._reference
+        self.inputs = [None if each.piece is None else (each.piece.call.row, each.piece.number) for each in call.inputs]
+        self.sizes: dict[int, int] = {}
+        self.tensors: dict[int, int] = {}
+
+
+class Piece:
+    """Memory that a call has made and that outlives it.
+
+    Attributes:
+        number: of the storage on the tape.
+        counted: the storage; None while there is none.
+        held: that storage, where it was made again although autograd holds no slot of it.
+        slots: those that autograd holds of it; references to them, of which some may be dead.
+        evicted: its memory was freed, and may be waited for.
+        changes: how often it was changed since it was made; then no replay would make it as it is.
+        released: nobody held it any more, as the policy core knows.
+        pinned: its number in the core as something that cannot go, since somebody else holds it; -1: nobody does.
+    """
+
+    __slots__ = (
+        *("__weakref__", "call", "changes", "counted", "evicted", "held", "number"),
+        *("pinned", "released", "size", "slots"),
+    )
+
+    def __init__(self, call: UnitCall, number: int, size: int) -> None:
+        self.call, self.number, self.size = call, number, size
+        self.counted: Counted | None = None
+        self.held: torch.UntypedStorage | None = None
+        self.slots: list[weakref.ref[Slot]] = []
+        self.pinned = -1
+        self.evicted = self.released = False
+        self.changes = 0
+
+    @property
+    def tensor(self) -> int:
+        """Its number in the policy core; -1 as long as that has not heard of it."""
+        return self.call.row.tensors.get(self.number, -1)
+
+    def _filled(self) -> list[Slot]:
+        living = [slot for slot in (reference() for reference in self.slots) if slot is not None]
+        return [slot for slot in living if slot.tensor is not None]
+
+    def content(self) -> torch.UntypedStorage | None:
+        """Its memory, where that is there, whoever holds it."""
+        return None if self.counted is None else self.counted()
+
+    def evict(self) -> bool:
+        """Frees it, unless somebody else holds it, who would be left with it."""
+        filled = self._filled()
+        storage = None if self.counted is None else self.counted()
+        if self.changes:
+            return False
+        if storage is not None and _uses(storage._cdata) > len({id(slot.tensor) for slot in filled}) + 1:
+            return False  # more than our tensors and the storage's Python object
+        self.evicted = True
+        del storage
+        self.held = None
+        for slot in filled:
+            slot.tensor = None
+        return True
+
+    def put(self, storage: torch.UntypedStorage) -> None:
+        """It is there again."""
+        self.evicted = False
+        self.counted = self.call.pool.account.enter(storage, self)
+        filled = 0
+        for reference in self.slots:
+            slot = reference()
+            if slot is None:
+                continue
+            slot.tensor = _on(storage, slot.value)
+            slot.version = slot.tensor._version
+            filled += 1
+        if not filled:
+            self.held = storage
+
+    def died(self, counted: Counted) -> None:
+        """A storage of it is gone."""
+        if counted is self.counted:
+            self.counted = None
+            self.call.pool.died(self)
+
+
+class _Input:
+    """A tensor that was passed to a call: itself, or whose memory it is.
+
+    Attributes:
+        tensor: it itself, apart from its graph, where nobody can make it again.
+        seen: a reference to it else.
+    """
+
+    __slots__ = ("changes", "device", "needs_gradient", "piece", "seen", "tensor", "value", "version")
+
+    def __init__(self, tensor: torch.Tensor, piece: Piece | None) -> None:
+        self.piece, self.needs_gradient, self.device = piece, tensor.requires_grad, tensor.device
+        self.version = -1 if tensor.is_inference() else tensor._version
+        self.tensor: torch.Tensor | None = None
+        self.seen: weakref.ref[torch.Tensor] | None = None
+        if piece is None:
+            self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
+        else:
+            self.seen, self.changes = weakref.ref(tensor), piece.changes
+            self.value = value_of(tensor, piece.number)
+
+    def there(self) -> torch.Tensor | None:
+        """The tensor, where it is in memory.
+
+        Raises:
+            ReplayError: it was changed since.
+        """
+        tensor = self.tensor
+        if tensor is None and self.seen is not None:
+            assert self.piece is not None
+            tensor = self.seen()
+            if tensor is None:
+                storage = self.piece.content()
+                if storage is not None and self.piece.changes != self.changes:
+                    raise _changed(_on(storage, self.value))
+                return None if storage is None else _on(storage, self.value)
+        assert tensor is not None
+        if self.version >= 0 and tensor._version != self.version:
+            raise _changed(tensor)
+        return tensor.detach()
+
+
+def _on(storage: torch.UntypedStorage, value: Value) -> torch.Tensor:
+    _, size, stride, offset, dtype = value
+    with no_modes(), torch.no_grad():
+        return torch.empty((), dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+
+
+def _changed(tensor: torch.Tensor) -> ReplayError:
+    return ReplayError(
+        f"a tensor of shape {tuple(tensor.shape)} that a module was called with was modified in place since, and a "
+        "recomputation would read it changed; modify a copy, or use remat.DTR(..., granularity='operator')"
+    )
+
+
+class _Place:
+    """Stands for an input in the arguments of a call."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class UnitCall:
+    """A call of a unit, as long as its graph lives.
+
+    Attributes:
+        pool: of the block that it was made in.
+        pieces: what it has made, by number on the tape.
+    """
+
+    def __init__(
+        self, pool: Pool, unit: Unit, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.pool, self.unit, self._forward = pool, unit, forward
+        self._account = pool.account
+        self._reference = weakref.ref(self)
+        self.pieces: dict[int, weakref.ref[Piece]] = {}
+        self._others: list[weakref.ref[Piece]] = []  # of other calls, that autograd has saved in this one
+        self._recorded: list[weakref.ref[Slot]] = []
+        self._count = 0  # tensors that autograd has saved
+        self.inputs: list[_Input] = []
+        self._numbers: dict[int, int] = {}
+        self._passed = _punched(self._place, args, kwargs)
+        self._numbers = {}
+        self._saved = unit.saved
+        self._recorder: Recorder | None = None
+        self.varied = False  # it does something else than was recorded
+        self.row = Row(self)
+        self._environment: FirstRun | None = None
+        self._versions: list[int] | None = None
+
+    def _place(self, tensor: torch.Tensor) -> _Place:
+        number = self._numbers.get(id(tensor))
+        if number is None:
+            counted = self.pool.account.known.get(id(storage_of(tensor)))
+            number = self._numbers[id(tensor)] = len(self.inputs)
+            self.inputs.append(_Input(tensor, None if counted is None else counted.piece))
+            self.pool.readers.append((id(storage_of(tensor)), self._reference, number))
+        return _Place(number)
+
+    def reads(self, number: int, storage: torch.UntypedStorage) -> bool:
+        """Whether its input of this number lies in a storage, which is there."""
+        given = self.inputs[number]
+        if given.piece is not None:
+            return given.piece.content() is storage
+        return given.tensor is not None and storage_of(given.tensor) is storage
+
+    def given(self) -> list[torch.Tensor]:
+        """Its inputs, in the order of their numbers; right after it was made."""
+        found = [each.tensor if each.seen is None else each.seen() for each in self.inputs]
+        return [tensor for tensor in found if tensor is not None]
+
+    # The first run ---------------------------------------------------------------------------------------------------
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Recorder | None = None) -> Any:
+        """Makes the call, under hooks that keep what autograd saves."""
+        unit = self.unit
+        if unit.needs_environment or recorder is not None or torch._C._is_any_autocast_enabled():
+            given = [each.tensor for each in self.inputs if each.tensor is not None]
+            self._environment = FirstRun(unit.stage, given, unit.watch, preserve_random=unit.draws)
+        else:
+            self._versions = [parameter._version for parameter in unit.parameters]
+        self._recorder = recorder
+        with saved_tensors_hooks(self._pack if recorder is None else self._pack_recording, unpack):
+            if recorder is None:
+                output = self._forward(*args, **kwargs)
+            else:
+                with recorder:
+                    output = self._forward(*args, **kwargs)
+        if self._environment is not None:
+            self._environment.ended()
+            for kept in self._environment.kept():
+                self.pool.account.enter(storage_of(kept))
+        return output
+
+    def _pack(self, tensor: torch.Tensor) -> Slot | tuple[torch.Tensor, int]:
+        number = self._count
+        self._count = number + 1
+        kept = tensor if tensor.grad_fn is None else tensor.detach()
+        made, value = OUTSIDE, None
+        if not self.varied:
+            if number < len(self._saved):
+                shape, made, value = self._saved[number]
+                if tensor.shape != shape:
+                    self.varied, made = True, OUTSIDE
+            else:
+                self.varied = True
+        if made != OUTSIDE:
+            known = self.pieces.get(made)
+            piece = None if known is None else known()
+            if piece is None:
+                storage = storage_of(tensor)
+                piece = self.new_piece(made, storage.nbytes())
+                piece.counted = self._account.enter(storage, piece)
+        else:
+            counted = self._counted(tensor)
+            piece = None if counted is None else counted.piece
+            if piece is None:
+                return kept, tensor._version
+            value = value_of(tensor, piece.number)
+            self._others.append(weakref.ref(piece))
+        assert value is not None
+        return self._slot(piece, value, kept, tensor._version)
+
+    def _slot(self, piece: Piece, value: Value, kept: torch.Tensor, version: int) -> Slot:
+        slot = Slot()
+        slot.call, slot.piece, slot.value, slot.tensor, slot.version = self, piece, value, kept, version
+        piece.slots.append(weakref.ref(slot))
+        return slot
+
+    def _pack_recording(self, tensor: torch.Tensor) -> Slot:
+        slot = Slot()
+        slot.call = self
+        slot.piece = None
+        slot.version = tensor._version
+        with no_modes():
+            slot.tensor = tensor.detach()  # another object: what is held of the run's own counts as held by others
+        assert self._recorder is not None
+        self._recorder.saves(tensor)
+        slot.value = self._recorder.tape.saved[-1]
+        reference = weakref.ref(slot)
+        self._recorded.append(reference)
+        counted = self._counted(tensor)
+        if counted is not None and counted.piece is not None:
+            slot.piece, slot.value = counted.piece, value_of(tensor, counted.piece.number)
+            counted.piece.slots.append(reference)
+            self._others.append(weakref.ref(counted.piece))
+        return slot
+
+    def _counted(self, tensor: torch.Tensor) -> Counted | None:
+        """The entry of a tensor's memory, where it has one piece of it."""
+        return None if tensor.layout != torch.strided else self._account.known.get(id(storage_of(tensor)))
+
+    def new_piece(self, number: int, size: int) -> Piece:
+        """What it has made under this number on the tape."""
+        piece = Piece(self, number, size)
+        self.pieces[number] = weakref.ref(piece)
+        self.row.sizes[number] = piece.size
+        return piece
+
+    def recorded(self) -> None:
+        """The recorded run is over: what it has made are its pieces."""
+        account = self._account
+        for reference in self._recorded:
+            slot = reference()
+            if slot is None or slot.piece is not None or slot.value.storage == OUTSIDE or slot.tensor is None:
+                continue
+            counted = account.of(storage_of(slot.tensor))
+            if counted is None:
+                continue
+            piece = counted.piece
+            if piece is None:
+                piece = self.new_piece(slot.value.storage, counted.size)
+                piece.counted = counted
+                account.become_piece(counted, piece)
+            slot.piece = piece
+            piece.slots.append(reference)
+        self._recorded = []
+        self._recorder = None
+
+    def returned(self, output: Any) -> list[torch.Tensor]:
+        """Notes what it returned that it has made. Gives the tensors in it."""
+        found = tensors(output)
+        tape = self.unit.tape
+        if tape is None or self.varied or len(found) != len(tape.outputs):
+            self.varied = self.varied or tape is not None
+            return found
+        account = self.pool.account
+        for tensor, value in zip(found, tape.outputs, strict=True):
+            if value.storage == OUTSIDE or value.storage in self.row.sizes:
+                continue
+            storage = storage_of(tensor)
+            counted = account.of(storage)
+            if counted is None or counted.piece is None:
+                piece = self.new_piece(value.storage, storage.nbytes())
+                if counted is None:
+                    piece.counted = account.enter(storage, piece)
+                else:
+                    piece.counted = counted
+                    account.become_piece(counted, piece)
+        return found
+
+    # Making again ----------------------------------------------------------------------------------------------------
+
+    def piece(self, number: int) -> Piece | None:
+        """The piece of this number, where anybody may ask for it."""
+        reference = self.pieces.get(number)
+        return None if reference is None else reference()
+
+    def waiting(self) -> list[Piece]:
+        """What autograd holds slots of."""
+        found = [reference() for reference in (*self.pieces.values(), *self._others)]
+        pieces = dict.fromkeys(piece for piece in found if piece is not None)
+        return [piece for piece in pieces if any(reference() is not None for reference in piece.slots)]
+
+    def make(self, wanted: Collection[int]) -> None:
+        """Runs the call again as far as storages of these numbers need it, and puts them where they are waited for.
+
+        Raises:
+            ReplayError: what it depends on has changed, or its inputs are not there.
+        """
+        unit = self.unit
+        assert unit.tape is not None
+        tape = unit.tape
+        dropped, gone = [], []
+        for number, value in enumerate(tape.saved):
+            if value.storage == OUTSIDE:
+                continue
+            if value.storage in wanted:
+                dropped.append(number)  # whether its slot is still there or not
+            elif self._kept(number) is None:
+                gone.append(number)
+        unsaved = frozenset(wanted) - {tape.saved[number].storage for number in dropped}
+        parts = unit.parts(frozenset(dropped), frozenset(gone), unsaved)
+        made = None
+        self._have_inputs(range(len(self.inputs)) if parts is None else parts.reads)
+        if parts is not None:
+            replaying = Replaying(parts, self._kept)
+            try:
+                made = self._again(_Collector(tape.saved, dropped, parts.ends_at, replaying), unsaved, parts)
+            except (ReplayError, torch.OutOfMemoryError):
+                raise
+            except (Differs, Exception):  # of code that met what was skipped
+                unit.failed()
+        if made is None:
+            self._have_inputs(range(len(self.inputs)))
+            made = self._again(_Collector(tape.saved, dropped, None, None), unsaved, None)
+        for number in wanted:
+            if number not in made:
+                raise ReplayError(f"recomputing {unit.stage.name} has not made what its first run had")
+            piece = self.piece(number)
+            if piece is not None and piece.content() is None:
+                piece.put(made[number])
+
+    def _have_inputs(self, numbers: Iterable[int]) -> None:
+        """Makes inputs that are not there, whatever that takes: the core has not known that they are needed."""
+        for number in numbers:
+            piece = self.inputs[number].piece
+            if piece is not None and self.inputs[number].there() is None:
+                self.pool.revive(piece)
+
+    def _kept(self, number: int) -> torch.Tensor | None:
+        assert self.unit.tape is not None
+        value = self.unit.tape.saved[number]
+        piece = self.piece(value.storage)
+        storage = None if piece is None or piece.changes else piece.content()
+        return None if storage is None else _on(storage, value)
+
+    def _again(
+        self, collector: _Collector, unsaved: Collection[int], parts: Parts | None
+    ) -> dict[int, torch.UntypedStorage]:
+        unit = self.unit
+        assert unit.tape is not None
+        with torch.enable_grad(), self._surroundings(), suppress(Ended):
+            filled = [self._input(number, parts) for number in range(len(self.inputs))]
+            args, kwargs = map_tensors(lambda place: filled[place.number], self._passed, (_Place,))
+            collector.returns = bool(unsaved)
+            with saved_tensors_hooks(collector, _never):
+                if collector.replaying is not None:
+                    with collector.replaying:
+                        output = self._forward(*args, **kwargs)
+                else:
+                    output = self._forward(*args, **kwargs)
+            for tensor, value in zip(tensors(output), unit.tape.outputs, strict=False):
+                if value.storage in unsaved:
+                    collector.found[value.storage] = storage_of(tensor)
+        return collector.found
+
+    def _input(self, number: int, parts: Parts | None) -> torch.Tensor:
+        given = self.inputs[number]
+        tensor = given.there()
+        if tensor is None:
+            if parts is None or number in parts.reads:
+                raise ReplayError("an input of a module was to be read before it was there; please report this")
+            assert given.piece is not None
+            tensor = nothing(given.value, given.piece.size, given.device)
+        return attached(tensor.requires_grad_(given.needs_gradient)) if given.needs_gradient else tensor
+
+    def _surroundings(self) -> Any:
+        if self._environment is not None:
+            return self._environment.again()
+        for parameter, version in zip(self.unit.parameters, self._versions or (), strict=True):
+            if parameter._version != version:
+                raise ReplayError(
+                    f"a parameter of {self.unit.stage.name} with shape {tuple(parameter.shape)} was modified in place "
+                    "since the forward, so recomputing it would give another result; call optimizer.step() after "
+                    "backward()"
+                )
+        return nullcontext()
+
+    def __del__(self) -> None:
+        self.pool.gone(self)
+
+
+class _Collector:
+    """The pack hook of a replay: takes what is wanted, and ends the run when that is complete."""
+
+    def __init__(
+        self, saved: list[Value], wanted: Collection[int], ends_at: int | None, replaying: Replaying | None
+    ) -> None:
+        self._saved, self._wanted, self._ends_at, self.replaying = saved, frozenset(wanted), ends_at, replaying
+        self._last = max(self._wanted, default=-1)
+        self._count = 0
+        self.returns = False
+        self.found: dict[int, torch.UntypedStorage] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        number = self._count
+        self._count += 1
+        if number < len(self._saved):
+            value = self._saved[number]
+            if tensor.shape != value.size or tensor.dtype != value.dtype:
+                raise Differs("it saves other tensors")
+            if number in self._wanted:
+                if self.replaying is not None and not self.replaying.is_there(tensor):
+                    raise Differs("a tensor is saved that was skipped")
+                self.found[value.storage] = storage_of(tensor)
+        if (
+            number >= self._last
+            and not self.returns
+            and self.replaying is not None
+            and self._ends_at is not None
+            and self.replaying.done >= self._ends_at
+        ):
+            raise Ended
+
+
+def unpack(saved: Slot | tuple[torch.Tensor, int]) -> torch.Tensor:
+    """The tensor that autograd has saved so."""
+    if type(saved) is tuple:
+        tensor, version = saved
+    else:
+        assert isinstance(saved, Slot)
+        pool = saved.call.pool
+        if pool.backward_of is not saved.call:
+            pool.begin_backward(saved.call)
+        if saved.tensor is None:
+            pool.fill(saved)
+        assert saved.tensor is not None
+        tensor, version = saved.tensor, saved.version
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {list(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
+        )
+    return tensor
+
+
+def _never(_: Any) -> torch.Tensor:
+    raise ReplayError("a recomputed graph was run backward; this is a bug of remat, please report it")
+
+
+def _punched(place: Callable[[torch.Tensor], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not kwargs and all(isinstance(each, torch.Tensor) or each is None for each in args):
+        return tuple([place(each) if each is not None else None for each in args]), {}
+    return map_tensors(place, (args, kwargs))

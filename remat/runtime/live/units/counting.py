@@ -1,0 +1,145 @@
+"""A dispatch mode for code that is not known yet: counts what its operators make, and has room made for it before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from remat.runtime.live.costs import SHARED, Knowledge, observe
+from remat.runtime.live.operator_calls import device_among
+from remat.runtime.live.schemas import Traits, tensors_in, traits_of
+from remat.runtime.live.store import new_storages
+from remat.runtime.live.surroundings import KNOWN, surroundings_of
+from remat.runtime.live.units.account import Counted
+from remat.runtime.live.units.pool import Pool
+from remat.runtime.live.versions import storage_of
+
+
+class Counting(TorchDispatchMode):
+    """Entered around what is not known.
+
+    Attributes:
+        trail: while a call is recorded: for each operator the bytes of code outside at its peak, and what it has made.
+        first_calls: how many operators were called for the first time.
+    """
+
+    def __init__(self, pool: Pool, knowledge: Knowledge = SHARED) -> None:
+        super().__init__()
+        self._pool, self._knowledge = pool, knowledge
+        self.trail: list[tuple[int, list[Counted]]] | None = None
+        self.first_calls = 0
+        self._outside = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or each call would pass through a wrapper that keeps torch.compile out
+
+    def __torch_dispatch__(
+        self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        pool = self._pool
+        traits = traits_of(function)
+        if traits.is_view or pool.replaying:
+            return function(*args, **kwargs)
+        key, given, device = _key_of(traits, function, args, kwargs)
+        facts = self._knowledge.facts.get(key)
+        if facts is None:
+            facts = self._knowledge.learn(key, traits, function, args, kwargs)
+        more = facts.total_bytes + facts.scratch_bytes
+        if pool.account.memory + more > pool.budget:
+            with torch._C._ForceDispatchKeyGuard(*self._outside):  # calls that are made again build graphs
+                pool.room(traits.label, more)
+        for argument in traits.writes:
+            for changed in tensors_in([argument.of(args, kwargs)]):
+                if changed.layout == torch.strided:
+                    with torch._C._ForceDispatchKeyGuard(*self._outside):
+                        pool.changes(storage_of(changed))
+        account = pool.account
+        if facts.settled:
+            result, peak = function(*args, **kwargs), None
+        else:
+            result, peak = observe(facts, function, args, kwargs, device)
+        taken = {id(storage_of(tensor)) for tensor in given if tensor.layout == torch.strided}
+        new = [storage for storage in new_storages(result, taken) if account.of(storage) is None]
+        made = [account.enter(storage) for storage in new]
+        del new  # or they would outlive the call
+        sizes = [counted.size for counted in made]
+        if tuple(sizes) != facts.output_bytes:
+            facts.expect(sizes)
+        scratch = facts.scratch_bytes
+        if peak is not None:
+            self.first_calls += 1
+            scratch = facts.scratch_bytes = max(peak - facts.total_bytes, 0)
+            facts.measured = True
+            self._knowledge.learn_scratch(facts)
+            if account.memory + scratch > pool.budget:
+                pool.limits.went_over(
+                    f"the first call of {traits.label}, whose scratch memory was not known", account.memory + scratch
+                )
+        account.reached(scratch)
+        if self.trail is not None:
+            self.trail.append((account.others + scratch, made))
+        return result
+
+
+def _key_of(
+    traits: Traits, function: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Any, list[Tensor], torch.device]:
+    """As the operator-level dispatcher writes it, so that both know what either has measured."""
+    values = tuple([read() for read in traits.reads])
+    key: list[Any] = [function, KNOWN.get(values) or surroundings_of(values)]
+    floats: list[Any] = []
+    given: list[Tensor] = []
+    if traits.several:
+        key.append(torch.is_grad_enabled())
+    for position, value in enumerate(args):
+        _take(value, position in traits.scalars, key, floats, given)
+    for value in kwargs.values():
+        _take(value, False, key, floats, given)
+    if given:
+        device = given[0].device
+    else:
+        device = device_among(kwargs)
+        key += floats
+    return (device, *key), given, device
+
+
+def _take(value: Any, is_scalar: bool, key: list[Any], floats: list[Any], given: list[Tensor]) -> None:
+    """Adds what an argument says of a call (no inner function: that would be a cycle, and hold the tensors)."""
+    kind = type(value)
+    if isinstance(value, Tensor):
+        given.append(value)
+        key.extend((value.shape, value.stride() if value.layout == torch.strided else value.layout, value.dtype))
+    elif kind is list or kind is tuple:
+        if value and type(value[0]) is int:
+            key.append(tuple(value))
+            return
+        key.append(len(value))
+        for item in value:
+            _take(item, False, key, floats, given)
+    elif kind is float or kind is complex or (kind is int and is_scalar):
+        key.append(kind)
+        floats.append(value)
+    elif kind is bool:
+        key.append("true" if value else "false")
+    else:
+        key.append(value)
+
+
+def inner_peak(trail: Sequence[tuple[int, list[Counted]]], start: int, survivors: frozenset[int]) -> int:
+    """The most that a recorded call took besides what outlives it.
+
+    Args:
+        trail: as `Counting` wrote it; start: bytes of code outside when the call began.
+        survivors: `id`s of the entries of what outlives it.
+    """
+    kept, most = 0, 0
+    for level, made in trail:
+        kept += sum(counted.size for counted in made if id(counted) in survivors)
+        most = max(most, level - start - kept)
+    return most

@@ -1,0 +1,336 @@
+"""What calls have left behind, under the policy core: room is made by evicting it, and it is made again on access."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from remat.errors import ReplayError
+from remat.runtime.dtr import _kernels as k
+from remat.runtime.live.ledger import Ledger
+from remat.runtime.live.limits import Limits
+from remat.runtime.live.units.account import Account
+from remat.runtime.live.units.call import Piece, Row, Slot, UnitCall
+
+
+class Pool:
+    """Pieces of a block's calls, and what has happened to them, told to the policy core where that must decide.
+
+    Args:
+        by_model: whether times are those of a fixed model, so that decisions can be repeated.
+
+    Attributes:
+        backward_of: the call whose backward runs.
+        replaying: whether a call is made again.
+        has_evicted: whether anything was ever evicted.
+        too_large: whether the budget could not be kept, since calls leave too much behind at once.
+    """
+
+    def __init__(self, ledger: Ledger, limits: Limits, *, by_model: bool = False) -> None:
+        self.ledger, self.limits, self.budget = ledger, limits, ledger.budget
+        self.account = Account()
+        self.by_model = by_model
+        self.lock = threading.RLock()
+        self.backward_of: UnitCall | None = None
+        self.closed = False
+        self.replaying = False
+        self.limited = True
+        self.too_large = self.has_evicted = False
+        self.replays = 0
+        self.on_backward: Any = None
+        self.readers: list[
+            tuple[int, weakref.ref[UnitCall], int]
+        ] = []  # `id` of a storage, a call, which of its inputs
+        self._readers: dict[int, list[tuple[weakref.ref[UnitCall], int]]] = {}  # the same, by storage
+        self._events: list[tuple[Any, ...]] = []  # that the core has not heard of
+        self._by_tensor: dict[int, tuple[Row, int]] = {}
+        self._others = 0  # bytes of code outside as the core knows them
+        self._outside = -1  # the core's number for them
+
+    # What happens ----------------------------------------------------------------------------------------------------
+
+    def made(self, call: UnitCall) -> None:
+        """A call has ended; its pieces are there."""
+        self._events.append(("made", call.row))
+
+    def died(self, piece: Piece) -> None:
+        """The memory of a piece is gone."""
+        if piece.evicted:
+            self.account.shift += piece.size
+        elif not piece.released:
+            piece.released = True
+            self._events.append(("died", piece.call.row, piece.number, piece.pinned))
+            piece.pinned = -1
+
+    def gone(self, call: UnitCall) -> None:
+        """Nobody waits for anything of a call any more."""
+        if not self.closed:
+            self._events.append(("gone", call.row))
+
+    def begin_backward(self, call: UnitCall) -> None:
+        """The backward of a call begins: makes room, and what it waits for."""
+        if self.replaying:
+            return
+        with self.lock:
+            self.backward_of = call
+            if self.on_backward is not None:
+                self.on_backward(call)
+
+    def fill(self, slot: Slot) -> torch.Tensor:
+        """What a slot waits for, made now."""
+        piece = slot.piece
+        if slot.tensor is None and piece is not None:
+            with self.lock:
+                if self.limited:
+                    self.room("backward", 0, [piece])
+                if slot.tensor is None:
+                    self.revive(piece)
+        if slot.tensor is None:
+            raise ReplayError(
+                "a tensor that autograd saved cannot be made again; this is a bug of remat, please report"
+            )
+        return slot.tensor
+
+    def changes(self, storage: torch.UntypedStorage) -> None:
+        """A storage is about to be changed: what was made of it could not be made again."""
+        counted = self.account.of(storage)
+        if counted is not None and counted.piece is not None:
+            counted.piece.changes += 1
+            counted.piece.call.unit.kept = "what it makes is changed"
+        for key, reference, number in self.readers:
+            self._readers.setdefault(key, []).append((reference, number))
+        self.readers.clear()
+        for reference, number in self._readers.pop(id(storage), ()):
+            call = reference()
+            if call is None or not call.reads(number, storage):
+                continue
+            call.unit.kept = "its input is changed"
+            waiting = call.waiting()
+            self.room("in-place change", 0, waiting)
+            for piece in waiting:
+                if piece.content() is None:
+                    self.revive(piece)
+                piece.changes += 1
+
+    # Room ------------------------------------------------------------------------------------------------------------
+
+    def room(self, label: str, more: int, wanted: Sequence[Piece] = (), nanoseconds: int = 0) -> None:
+        """Has `wanted` in memory and room for `more` bytes besides.
+
+        Raises:
+            OutOfBudget: not everything fits.
+            Thrashing: hardly anything is done but recomputing.
+        """
+        account = self.account
+        if account.memory + more <= self.budget and not any(piece.content() is None for piece in wanted):
+            if nanoseconds:
+                self._events.append(("ran", label, nanoseconds))
+            account.reached(more)
+            return
+        if not self.limited:
+            for piece in wanted:
+                self.revive(piece)
+            return
+        kept = True
+        while kept:
+            self._tell()
+            if account.memory > self.budget:
+                self.ledger.accept()
+            inputs = [piece.tensor for piece in wanted if piece.pinned < 0]
+            locked = self._in_use(inputs)
+            for tensor in locked:
+                self.ledger.note(k.LOCK, tensor)
+            (number,) = self.ledger.add(label, nanoseconds, inputs, [], more)
+            nanoseconds = 0
+            answer = self.limits.ask(self.ledger)
+            kept = self._obey()
+            for tensor in locked:
+                self.ledger.note(k.UNLOCK, tensor)
+            if answer == k.OUT_OF_MEMORY:
+                self._go_over(label, wanted)
+                break
+            self.limits.judge(answer, self.ledger, label, ())
+            self.ledger.note(k.RELEASE, number)
+        account.reached(more)
+
+    def _go_over(self, label: str, wanted: Sequence[Piece]) -> None:
+        """Units are too large for the budget: everything that can go is gone, and it goes on all the same."""
+        core = self.ledger.core
+        self.limits.went_over(label, core.scalar(k.NEEDED))
+        core.abandon()
+        self.too_large = True
+        for piece in wanted:
+            self.revive(piece)
+
+    def _in_use(self, besides: Sequence[int]) -> list[int]:
+        """What the backward that runs still waits for and has in memory."""
+        call = self.backward_of
+        if call is None:
+            return []
+        found = [piece.tensor for piece in call.waiting() if piece.content() is not None and piece.pinned < 0]
+        return [tensor for tensor in found if tensor >= 0 and tensor not in besides]
+
+    def _tell(self) -> None:
+        """Tells the core what has happened since."""
+        ledger, others = self.ledger, self.account.others
+        events, self._events = self._events, []
+        for what, *rest in events:
+            if what == "made":
+                self._write_down(*rest)
+            elif what == "died":
+                row, number, pinned = rest
+                tensor = row.tensors.get(number, -1)
+                if pinned >= 0:
+                    ledger.note(k.UNLOCK, pinned)
+                    ledger.note(k.RELEASE, pinned)
+                elif tensor >= 0:
+                    ledger.note(k.RELEASE, tensor)
+            elif what == "gone":
+                for tensor in rest[0].tensors.values():
+                    ledger.note(k.FORGET, tensor)
+                    self._by_tensor.pop(tensor, None)
+            elif what == "ran":
+                label, nanoseconds = rest
+                (number,) = ledger.add(label, nanoseconds, [], [])
+                ledger.note(k.RELEASE, number)
+        if others != self._others:
+            if self._outside >= 0:
+                ledger.note(k.UNLOCK, self._outside)
+                ledger.note(k.RELEASE, self._outside)
+            (self._outside,) = ledger.add("code outside", 0, [], [others])
+            ledger.note(k.LOCK, self._outside)
+            self._others = others
+
+    def _write_down(self, row: Row) -> None:
+        unit = row.unit
+        inner = 0 if unit.kept else unit.inner_bytes
+        for making in unit.makings:
+            size = row.sizes.get(making.storage)
+            if size is None:
+                continue
+            arguments = [row.tensors[number] for number in making.storages if number in row.tensors]
+            for number in making.inputs:
+                given = row.inputs[number]
+                if given is not None and given[1] in given[0].tensors:
+                    arguments.append(given[0].tensors[given[1]])
+            nanoseconds = making.model_nanoseconds if self.by_model else making.nanoseconds
+            (tensor,) = self.ledger.add(unit.stage.name, nanoseconds, arguments, [size], inner, inner)
+            row.tensors[making.storage] = tensor
+            self._by_tensor[tensor] = (row, making.storage)
+            if unit.kept:
+                self.ledger.note(k.LOCK, tensor)
+
+    def _piece(self, tensor: int) -> Piece | None:
+        if tensor not in self._by_tensor:
+            return None
+        row, number = self._by_tensor[tensor]
+        call = row.call()
+        return None if call is None else call.piece(number)
+
+    def _obey(self) -> bool:
+        """Does what the core has decided; returns whether something could not be evicted."""
+        pending: UnitCall | None = None
+        wanted: set[int] = set()
+        passing: dict[int, Piece] = {}  # that nobody waits for, needed on the way to others
+        kept = False
+
+        def flush() -> None:
+            nonlocal pending
+            if pending is not None and wanted:
+                self.make(pending, wanted)
+            pending = None
+            wanted.clear()
+
+        try:
+            for kind, what in self.ledger.decided():
+                piece = self._piece(what)
+                if kind == k.EVICTED:
+                    passing.pop(what, None)
+                    if piece is None or piece.content() is None:
+                        continue
+                    if pending is not None:
+                        flush()
+                    self.has_evicted = True
+                    if not piece.evict():
+                        self._pin(piece)
+                        kept = True
+                    continue
+                if piece is None:
+                    piece = self._again(what)
+                    if piece is None:
+                        continue
+                    passing[what] = piece
+                if pending is not piece.call:
+                    flush()
+                    pending = piece.call
+                if piece.content() is None:
+                    wanted.add(piece.number)
+                    if piece.released:
+                        piece.released = False
+                        self.ledger.note(k.KEEP, what)
+            flush()
+        except BaseException:
+            self.limited = False  # what is in memory is no longer what the core believes
+            raise
+        for tensor in passing:
+            self.ledger.note(k.KEEP, tensor)
+            self.ledger.note(k.RELEASE, tensor)
+        return kept
+
+    def _again(self, tensor: int) -> Piece | None:
+        """A piece that nobody waited for any more."""
+        if tensor not in self._by_tensor:
+            return None
+        row, number = self._by_tensor[tensor]
+        call = row.call()
+        return None if call is None else call.new_piece(number, row.sizes[number])
+
+    def _pin(self, piece: Piece) -> None:
+        """Tells the core that a piece is still there, since somebody else holds it."""
+        (piece.pinned,) = self.ledger.add("held", 0, [], [piece.size])
+        self.ledger.note(k.LOCK, piece.pinned)
+
+    def make(self, call: UnitCall, wanted: set[int]) -> None:
+        """Runs a call again for some of its pieces."""
+        self.replaying, self.replays = True, self.replays + 1
+        try:
+            before = self.account.pieces
+            call.make(wanted)
+            self.account.shift -= self.account.pieces - before
+        finally:
+            self.replaying = False
+
+    def revive(self, piece: Piece) -> None:
+        """Makes a piece again, with all that it needs, without regard to the budget."""
+        todo = [piece]
+        while todo:
+            last = todo[-1]
+            if last.content() is not None:
+                todo.pop()
+                continue
+            missing = [
+                each.piece
+                for each in last.call.inputs
+                if each.piece is not None and each.there() is None and each.piece not in todo
+            ]
+            if missing:
+                todo.extend(missing)
+                continue
+            self.make(last.call, {last.number})
+            todo.pop()
+
+    def close(self) -> None:
+        """The block has ended: nothing is counted any more, and what is asked for is made again without a limit."""
+        self.limited, self.closed = False, True
+        self.backward_of = None
+        self.account.close()
+
+    def tell_all(self) -> None:
+        """Has the core know all that has happened, for accounts of it."""
+        if self._events:
+            self._tell()
+            self.ledger.consult()

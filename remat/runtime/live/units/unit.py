@@ -1,0 +1,190 @@
+"""What is known of the calls of a module that do the same: operators, times, what they leave behind, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from remat.runtime.calls.environment import BufferWatch, autocast_states, working_bytes
+from remat.runtime.calls.partial import Parts, Structure, needs
+from remat.runtime.calls.stages import Stage
+from remat.runtime.calls.tape import OUTSIDE, Operator, Tape, Value
+from remat.runtime.live.costs import RATES
+from remat.runtime.pytree import tensors
+
+_ATTEMPTS = 3  # replays in part that fail before no more are tried
+_BACKWARD = 2  # times what its forward takes: what a backward takes, about
+_MOST_PARTS = 256  # ways to make a part that are held
+_REPLAYING = 7_000  # nanoseconds that an operator of a replay takes besides its kernel
+
+
+class Making(NamedTuple):
+    """How a storage that outlives a call is made from others that do, and from the call's inputs.
+
+    Attributes:
+        storage: its number on the tape.
+        nanoseconds: of all operators on the way, as measured; model_nanoseconds: by a fixed model.
+        storages, inputs: what these read, by numbers.
+    """
+
+    storage: int
+    nanoseconds: int
+    model_nanoseconds: int
+    storages: tuple[int, ...]
+    inputs: tuple[int, ...]
+
+
+def makings(tape: Tape) -> list[Making]:
+    """Of each storage that outlives a call, in the order in which they are made."""
+    structure = Structure(tape)
+    outliving = {*structure.saved, *tape.returned}
+    found = []
+    for storage in sorted(outliving, key=lambda number: max(structure.makers[number], default=-1)):
+        runs, kept = needs(tape, structure.saved.get(storage, ()), (), structure, (storage,))
+        operators = [each for each, run in zip(tape.operators, runs, strict=True) if run]
+        computed = [operator for operator in operators if not operator.is_view]
+        read = {number for operator in computed for number in operator.reads}
+        nanoseconds = sum(int(1e9 * operator.seconds) + _REPLAYING for operator in computed)
+        found.append(
+            Making(
+                storage,
+                max(nanoseconds, 1),
+                sum(_model_nanoseconds(operator, tape) for operator in computed),
+                tuple(sorted(read & kept.keys())),
+                tuple(sorted({number for operator in computed for number in operator.given})),
+            )
+        )
+    return found
+
+
+def _model_nanoseconds(operator: Operator, tape: Tape) -> int:
+    """Time by a fixed cost model: a call, and the bytes that it makes."""
+    storages = {value.storage for value in operator.values if value is not None and value.storage != OUTSIDE}
+    made = 0 if operator.is_view else sum(tape.storages[storage].nbytes for storage in storages)
+    rates = RATES["cpu"]
+    return rates.call_nanoseconds + int(made / rates.bytes_each)
+
+
+class Unit:
+    """Calls of one module with one look of arguments and flags.
+
+    Attributes:
+        stage: the module.
+        tape: None until a call was recorded.
+        makings: of what outlives a call.
+        saved: of each tensor that autograd saves the shape, the number of the storage, and how it looks at that.
+        forward_bytes, backward_bytes: what its forward and its backward take at their peak, above what is in use when
+            they begin.
+        working_bytes: what keeping and bringing back the environment of a call takes while it runs.
+        inner_bytes: what a replay takes at most besides what outlives the call.
+        backward_nanoseconds, model_backward_nanoseconds: the time of its backward, about, and by a fixed model.
+        writes: which of its inputs it may change.
+        kept: why nothing of it may be evicted; empty where it may.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.stage = Stage([module], type(module).__name__)
+        self.parameters = list(self.stage.parameters())
+        self.watch = BufferWatch()
+        self._parts: dict[tuple[frozenset[int], ...], Parts] = {}
+        self._failed = 0
+        self.tape: Tape | None = None
+        self.makings: list[Making] = []
+        self.saved: list[tuple[torch.Size, int, Value]] = []
+        self.forward_bytes = self.backward_bytes = self.inner_bytes = 0
+        self.backward_nanoseconds = self.model_backward_nanoseconds = 1
+        self.kept = ""
+        self.draws = True
+        self.working_bytes = working_bytes(self.stage)
+        self.writes: tuple[int, ...] = ()
+        self.has_buffers = any(True for _ in self.stage.buffers())
+
+    @property
+    def needs_environment(self) -> bool:
+        """Whether calls depend on more than parameters, in general."""
+        return self.draws or self.has_buffers
+
+    def parts(self, dropped: frozenset[int], gone: frozenset[int], also: frozenset[int]) -> Parts | None:
+        """How to make saved tensors of these numbers, and storages, without those that are `gone`; None: as a whole."""
+        if self.tape is None or self.tape.whole or self._failed >= _ATTEMPTS:
+            return None
+        key = dropped, gone, also
+        if key not in self._parts:
+            if len(self._parts) >= _MOST_PARTS:
+                self._parts.clear()
+            self._parts[key] = Parts(self.tape, *key)
+        return self._parts[key]
+
+    def failed(self) -> None:
+        """A replay in part was not what the tape says."""
+        self._failed += 1
+        self._parts.clear()
+
+    def learn(self, tape: Tape) -> None:
+        """From a call that was recorded."""
+        self.tape = tape
+        self._parts.clear()
+        self.makings = makings(tape)
+        self.saved = [(torch.Size(value.size), value.storage, value) for value in tape.saved]
+        self.backward_nanoseconds = int(_BACKWARD * 1e9 * sum(operator.seconds for operator in tape.operators)) + 1
+        self.model_backward_nanoseconds = _BACKWARD * sum(_model_nanoseconds(each, tape) for each in tape.operators)
+        self.writes = tuple(
+            dict.fromkeys(
+                number
+                for operator in tape.operators
+                if OUTSIDE in operator.writes  # which of what it reads it is, the tape does not say
+                for number in operator.given
+            )
+        )
+        if self.writes:
+            self.kept = "it changes its input"
+        self.draws = any(operator.draws for operator in tape.operators)
+        if not self.needs_environment:
+            self.working_bytes = 0
+
+
+class Odd(Exception):
+    """A call whose arguments cannot be told apart by their look."""
+
+
+def key_of_call(parts: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """What calls of a module have in common that do the same.
+
+    Raises:
+        Odd: it is passed sparse tensors, or ones of other classes.
+    """
+    look: list[Any] = [torch.is_grad_enabled(), *[part.training for part in parts]]
+    for value in args:
+        _look(value, look)
+    for name, value in kwargs.items():
+        look.append(name)
+        _look(value, look)
+    if torch._C._is_any_autocast_enabled():
+        look.append(repr(autocast_states({"cpu", "cuda"})))
+    return tuple(look)
+
+
+def _look(value: Any, look: list[Any]) -> None:
+    """Adds what a value says of a call: how tensors look, the values of what decides, the kind of all else."""
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        if (kind is not torch.Tensor and kind is not nn.Parameter) or value.layout != torch.strided:
+            raise Odd
+        look += (value.shape, value.stride(), value.dtype, value.requires_grad, value.device)
+    elif value is None or kind is bool or kind is int or kind is str:
+        look += (kind, value)
+    elif kind is tuple or kind is list:
+        look += (kind, len(value))
+        for item in value:
+            _look(item, look)
+    elif kind is dict:
+        look += (kind, *value)
+        for item in value.values():
+            _look(item, look)
+    else:
+        look.append(kind)
+        for tensor in tensors(value) if kind is not float else ():
+            _look(tensor, look)
