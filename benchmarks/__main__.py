@@ -10,6 +10,7 @@ from benchmarks.dtr import dtr, static
 from benchmarks.first_use import first_use
 from benchmarks.frontier import frontier
 from benchmarks.live import live
+from benchmarks.live_units import live_units
 from benchmarks.options import options
 from benchmarks.paper import dtr_paper, rotor_paper
 from benchmarks.peaks import peaks
@@ -26,6 +27,7 @@ BENCHMARKS = {
     "prediction": lambda: prediction(6),
     "peaks": peaks,
     "live": lambda: live(7),
+    "live_units": live_units,
     "first_use": first_use,
     "frontier": lambda: frontier(6),
     "compare": comparing,

@@ -20,7 +20,7 @@ import time, torch, remat
 torch.set_num_threads(1)
 x = torch.randn(64, 64)
 start = time.perf_counter()
-with remat.DTR("1MiB"):
+with remat.DTR("1MiB", granularity="operator"):
     (x @ x).relu()
 print(time.perf_counter() - start)
 """
@@ -47,7 +47,7 @@ def median(block, *arguments):
     for turn in range(30):
         start = time.process_time()
         if block:
-            with remat.DTR("1GiB"):
+            with remat.DTR("1GiB", granularity="operator"):
                 step(*(of(turn) for of in arguments))
         else:
             step(*(of(turn) for of in arguments))
@@ -56,7 +56,7 @@ def median(block, *arguments):
 
 known, fresh = (lambda turn: 7), (lambda turn: 100 + turn)
 for _ in range(3):
-    with remat.DTR("1GiB"):
+    with remat.DTR("1GiB", granularity="operator"):
         step(7, 32)
 plain = median(False, known, lambda turn: 32)
 print(plain, median(True, known, lambda turn: 32), median(True, fresh, lambda turn: 32), median(True, known, fresh))

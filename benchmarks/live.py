@@ -60,7 +60,7 @@ def _without_eviction(pairs: int) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for make in (_resnet, _gpt2):
         workload = make()
-        limited = _step(workload, lambda: remat.DTR("20GiB"))
+        limited = _step(workload, lambda: remat.DTR("20GiB", granularity="operator"))
         for _ in range(3):  # until operators are known
             limited()
         ratio, mine, theirs = paired(limited, _step(workload), pairs)
@@ -84,7 +84,7 @@ def _addition(rounds: int) -> list[dict[str, object]]:
         extra = []
         for _ in range(rounds):
             plain = _microseconds(lambda: torch.add(a, b))
-            with remat.DTR("1GiB"):
+            with remat.DTR("1GiB", granularity="operator"):
                 x, y = (a * 1, b * 1) if "made" in what else (a, b)
                 _microseconds(lambda x=x, y=y: torch.add(x, y), 20)
                 extra.append(_microseconds(lambda x=x, y=y: torch.add(x, y)) - plain)
@@ -108,7 +108,7 @@ def _cold_addition(rounds: int) -> list[dict[str, object]]:
     extra = []
     for _ in range(rounds):
         plain = statistics.median(microseconds() for _ in range(50))
-        with remat.DTR("1GiB"):
+        with remat.DTR("1GiB", granularity="operator"):
             extra.append(statistics.median(microseconds() for _ in range(50)) - plain)
     result = median_with_interval(extra)
     print(f"addition after a copy of 16 MB: {result} us more", flush=True)
@@ -200,7 +200,7 @@ def _at_half(pairs: int) -> list[dict[str, object]]:
     sample = workload.sample.untyped_storage().nbytes()
     module = remat.apply(workload.model, schedule)
     static = _step(workload._replace(model=module))
-    dtr = remat.DTR(schedule.budget_bytes - sample, thrash_limit=None)
+    dtr = remat.DTR(schedule.budget_bytes - sample, thrash_limit=None, granularity="operator")
     limited = _step(workload, lambda: dtr)
     for _ in range(3):
         limited()
@@ -256,11 +256,11 @@ def _split(rounds: int) -> list[dict[str, object]]:
     for workload in small():
         plain = _step(workload)
         plain()
-        with remat.DTR("100GiB") as dtr:
+        with remat.DTR("100GiB", granularity="operator") as dtr:
             plain()
         most = dtr.report().peak_bytes
         for share in (1.0, 0.7, 0.5, 0.35):
-            dtr = remat.DTR(int(share * most), thrash_limit=None)
+            dtr = remat.DTR(int(share * most), thrash_limit=None, granularity="operator")
             limited = _step(workload, lambda dtr=dtr: dtr)
             for _ in range(2):
                 limited()

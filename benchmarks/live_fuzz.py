@@ -197,7 +197,7 @@ def judge(seed: int) -> tuple[list[str], str]:
 
     expected, _ = attempt(None)
     for _ in range(4):
-        _, dtr = attempt(remat.DTR("1GiB", "h_dtr_eq"))
+        _, dtr = attempt(remat.DTR("1GiB", "h_dtr_eq", granularity="operator"))
     assert dtr is not None
     whole = dtr.report().peak_bytes
     outcomes, seen = [], ""
@@ -214,7 +214,9 @@ def _within(  # noqa: PLR0911  # one for each outcome
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            attempt(remat.DTR(budget, "h_dtr_eq"))  # operators that meet other forms when something is evicted
+            attempt(
+                remat.DTR(budget, "h_dtr_eq", granularity="operator")
+            )  # operators that meet other forms when something is evicted
             modules_peak: list[int] = []
 
             class Metered(remat.DTR):
@@ -238,7 +240,7 @@ def _within(  # noqa: PLR0911  # one for each outcome
             if error.minimum is None:
                 return "said", ""
             try:
-                found, dtr = attempt(remat.DTR(error.minimum, "h_dtr_eq", thrash_limit=None))
+                found, dtr = attempt(remat.DTR(error.minimum, "h_dtr_eq", thrash_limit=None, granularity="operator"))
             except remat.OutOfBudget as again:
                 return "said", f"the least budget {error.minimum} that an error names gives {again.minimum}"
             return ("said", "") if _same(found, expected) else ("bits", "at the least budget")

@@ -323,12 +323,12 @@ def _dtr_fits(make: Callable[[int], Task], limit: int, size: int) -> bool:
     """Whether DTR trains within the limit and thrice the time: asked of the simulator first, and then measured."""
     task = make(size)
     with Bench(task.model, task.sample, task.loss) as bench:
-        unlimited = UnderDTR(remat.DTR(UNLIMITED), bench.sample_bytes)
+        unlimited = UnderDTR(remat.DTR(UNLIMITED, granularity="operator"), bench.sample_bytes)
         bench.step(unlimited)
         trace, extra = unlimited.dtr.trace, unlimited.dtr.trace_budget - UNLIMITED
     if remat.simulate_dtr(trace, limit + extra, "h_dtr", thrash_limit=3.0).outcome != "pass":
         return False
-    dtr = remat.DTR(limit, "h_dtr", thrash_limit=3.0)
+    dtr = remat.DTR(limit, "h_dtr", thrash_limit=3.0, granularity="operator")
     try:
         report = remat.run(_Whole(task.model), task.sample, dtr, loss=task.loss, repeats=1)
     except (remat.OutOfBudget, remat.Thrashing):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import remat
 from remat.chain import Chain
 
 DATA = Path(__file__).parent / "data"
@@ -26,6 +27,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 @pytest.fixture(autouse=True)
 def _repeatable() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _operator_by_operator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of live DTR are about its operators, but for those of units."""
+    name = request.path.stem
+    if name.startswith("test_live_") and name != "test_live_units":
+        defaults = {**(remat.DTR.__init__.__kwdefaults__ or {}), "granularity": "operator"}
+        monkeypatch.setattr(remat.DTR.__init__, "__kwdefaults__", defaults)
 
 
 @pytest.fixture(scope="session")

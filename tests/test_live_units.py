@@ -1,0 +1,540 @@
+"""DTR by calls: to the bit, within its budget, and what it does where a program does something else."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+import remat
+from remat.errors import OverBudgetWarning, RematError
+from remat.runtime.calls.partial import needs
+from remat.runtime.calls.tape import OUTSIDE, Recorder
+from remat.runtime.dtr.simulator import Replay
+from remat.runtime.live.units import choosing, course
+from remat.runtime.live.units.block import UnitsBlock
+from remat.runtime.live.units.unit import makings
+from remat.runtime.pytree import loss_in
+from support.live_models import CASES, allocate_gradients, make, metered, train
+from support.training import made
+
+Step = Callable[[], Any]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known() -> Iterator[None]:
+    """Places of programs are lines of code, which tests share."""
+    choosing._ways.clear()
+    course._courses.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OverBudgetWarning)  # of first calls of operators
+        yield
+
+
+def by_calls(dtr: remat.DTR) -> bool:
+    """Whether its last block ran by calls."""
+    return isinstance(dtr._block, UnitsBlock)
+
+
+def memory_of(step: Step) -> int:
+    """Bytes that a step takes without a limit."""
+    for _ in range(2):
+        with remat.DTR("100GiB", granularity="operator") as dtr:
+            step()
+    return dtr.report().peak_bytes
+
+
+def blocks(step: Step, budget: int, count: int = 4) -> list[remat.DTR]:
+    """The step in so many blocks, one after the other."""
+    done = []
+    for _ in range(count):
+        with remat.DTR(budget, thrash_limit=20) as dtr:
+            step()
+        done.append(dtr)
+    return done
+
+
+def left_by(model: nn.Module) -> list[torch.Tensor]:
+    """Gradients and buffers; gradients are zero from then on."""
+    found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+    return [*found, *(buffer.clone() for buffer in model.buffers())]
+
+
+class Model(nn.Module):
+    """Blocks in a row, with code between them."""
+
+    def __init__(self, *stages: nn.Module) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for stage in self.stages:
+            x = stage(x) + 0.5 * x
+        return x
+
+
+def mlp(width: int = 64, hidden: int = 256) -> nn.Module:
+    return nn.Sequential(
+        nn.LayerNorm(width), nn.Linear(width, hidden), nn.GELU(), nn.Dropout(0.1), nn.Linear(hidden, width)
+    )
+
+
+def mlps(count: int = 6) -> Model:
+    torch.manual_seed(3)
+    model = Model(*(mlp() for _ in range(count)))
+    allocate_gradients(model)
+    return model
+
+
+def step_of(model: nn.Module, x: torch.Tensor | None = None) -> Step:
+    sample = torch.randn(64, 64) if x is None else x
+
+    def step() -> None:
+        torch.manual_seed(7)
+        model(sample).square().mean().backward()
+
+    return step
+
+
+# Whole models --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [2.0, 0.7, 0.5])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "TreeLSTM on parse trees"])
+def test_three_steps(name: str, share: float) -> None:
+    """Losses, gradients, parameters, buffers and random numbers equal plain PyTorch's, whatever the granularity."""
+    case = make(name)
+    plain = train(case, nullcontext)
+    other = make(name).model
+    allocate_gradients(other)
+    budget = int(share * memory_of(lambda: case.loss(other, 0).backward()))
+    assert all(map(torch.equal, plain, train(case, lambda: remat.DTR(budget, thrash_limit=None))))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5", "vit", "resnet"])
+def test_models_of_libraries(name: str) -> None:
+    """Bits, and the allocator's peak from the second block by calls on."""
+    model, sample = made(name)
+    allocate_gradients(model)
+
+    def step() -> None:
+        torch.manual_seed(7)
+        output = model(**sample) if isinstance(sample, dict) else model(sample)
+        loss = loss_in(output)
+        (loss if loss is not None else output[0].square().mean()).backward()
+
+    state = copy.deepcopy(model.state_dict())
+    step()
+    plain = left_by(model)
+    most = memory_of(step)
+    for share in (1.5, 0.75):
+        budget = int(share * most)
+        for number in range(4):
+            model.load_state_dict(state)
+            left_by(model)
+
+            def limited(budget: int = budget) -> remat.DTR:
+                with remat.DTR(budget) as dtr:
+                    step()
+                return dtr
+
+            if number < 2:
+                dtr = limited()
+            else:
+                peak, dtr = metered(limited)
+                assert peak <= budget
+                assert by_calls(dtr)
+            assert all(map(torch.equal, plain, left_by(model)))
+
+
+def test_blocks_are_units_and_later_ones_only_follow() -> None:
+    model = mlps()
+    step = step_of(model)
+    step()
+    plain = left_by(model)
+    most = memory_of(step)
+    for share in (1.2, 0.6, 0.45):
+        budget = int(share * most)
+        done = blocks(step, budget)
+        left_by(model)
+        assert [by_calls(dtr) for dtr in done] == [False, True, True, True]
+        block = done[-1]._block
+        assert isinstance(block, UnitsBlock) and block._course.follows
+        peak, (dtr,) = metered(lambda budget=budget: blocks(step, budget, 1))
+        assert all(map(torch.equal, plain, left_by(model)))
+        assert peak <= budget
+        assert (dtr.report().evictions > 0) == (share < 1)
+        assert dtr.report().outcome == "pass"
+    assert {type(module) for module in block._modules} == {nn.Sequential}
+
+
+def test_the_simulator_repeats_a_block_by_calls() -> None:
+    step = step_of(mlps())
+    budget = memory_of(step) // 2
+    dtr = blocks(step, budget)[-1]
+    assert by_calls(dtr) and dtr.report().evictions
+    lines = list(dtr.trace.lines())
+    read = remat.Trace(tuple(remat.runtime.dtr.trace.read_instructions(lines)))
+    assert read == dtr.trace
+    report, core = Replay(read).run(dtr.trace_budget, dtr._heuristic, thrash_limit=1e6, log=True)
+    assert dtr.decisions == [(d.kind, d.what) for d in core.decisions() if d.kind in ("evict", "recompute")]
+    assert (report.evictions, report.recomputations) == (dtr.report().evictions, dtr.report().recomputations)
+
+
+# Programs that are not that regular ----------------------------------------------------------------------------------
+
+
+def test_loops_of_other_lengths() -> None:
+    """What a block has not done before is watched; a shorter or longer one than before keeps the budget, too."""
+    cell, inputs = nn.GRUCell(32, 32), torch.randn(40, 16, 32)
+    allocate_gradients(cell)
+
+    def step(length: int) -> None:
+        state = torch.zeros(16, 32)
+        for x in inputs[:length]:
+            state = cell(x, state)
+        state.square().sum().backward()
+
+    plain = {}
+    for length in (20, 33, 12, 40):
+        step(length)
+        plain[length] = left_by(cell)
+    budget = int(0.6 * memory_of(lambda: step(40)))
+    left_by(cell)
+    for length in (20, 20, 20, 33, 12, 40, 40, 20):
+
+        def limited(length: int = length) -> remat.DTR:
+            with remat.DTR(budget, thrash_limit=20) as dtr:
+                step(length)
+            return dtr
+
+        peak, dtr = metered(limited)
+        assert all(map(torch.equal, plain[length], left_by(cell)))
+        assert dtr.report().outcome == "pass"
+        assert peak <= budget + 512  # scratch memory of a first call
+
+
+def test_several_models_at_one_place() -> None:
+    """Which model runs is known when it is called: another one than before runs operator by operator first."""
+    models = [mlps(), mlps(3)]
+    steps = [step_of(model) for model in models]
+    plain = []
+    for model, step in zip(models, steps, strict=True):
+        step()
+        plain.append(left_by(model))
+    budget = int(0.6 * memory_of(steps[0]))
+    for model in models:
+        left_by(model)
+    kinds = []
+    for number in (0, 0, 1, 1, 0, 1):
+        (dtr,) = blocks(steps[number], budget, 1)
+        kinds.append(by_calls(dtr))
+        assert all(map(torch.equal, plain[number], left_by(models[number])))
+        assert dtr.report().outcome == "pass"
+    assert kinds == [False, True, False, True, True, True]
+
+
+def test_modules_that_change_what_others_have_made() -> None:
+    """ReLU in place on another module's output, and code that changes a module's input after the call."""
+
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.ModuleList([nn.Linear(64, 64) for _ in range(6)])
+            self.norm = nn.ModuleList([nn.LayerNorm(64) for _ in range(6)])
+            self.relu = nn.ReLU(inplace=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for norm, linear in zip(self.norm, self.linear, strict=True):
+                z = x * 1
+                x = self.relu(linear(norm(x))) + functional.dropout(z, 0.1)
+                z.detach().add_(1)
+            return x
+
+    model = Changing()
+    allocate_gradients(model)
+    step = step_of(model, torch.randn(64, 64))
+    step()
+    plain = left_by(model)
+    for share in (1.2, 0.8, 0.6):
+        budget = int(share * memory_of(step))
+        left_by(model)
+        for _ in range(4):
+            (dtr,) = blocks(step, budget, 1)
+            assert all(map(torch.equal, plain, left_by(model)))
+        assert dtr.report().outcome in ("pass", "thrash")
+
+
+def test_graphs_that_outlive_their_block() -> None:
+    """A backward outside of the block, or in the next one; and two backwards of one graph."""
+    model, x = mlps(), torch.randn(64, 64)
+    step = step_of(model, x)
+    step()
+    plain = left_by(model)
+    budget = int(0.5 * memory_of(step))
+    left_by(model)
+    blocks(step, budget)
+    left_by(model)
+
+    def forward() -> torch.Tensor:
+        torch.manual_seed(7)
+        return model(x).square().mean()
+
+    for _ in range(4):
+        with remat.DTR(budget) as dtr:
+            loss = forward()
+        loss.backward()
+        del loss
+        assert all(map(torch.equal, plain, left_by(model)))
+    assert by_calls(dtr)
+    budget *= 4  # whose second backward needs all of it again
+    for _ in range(4):
+        with remat.DTR(budget) as dtr:
+            loss = forward()
+        with remat.DTR(budget):
+            loss.backward(retain_graph=True)
+        loss.backward()
+        del loss
+        assert all(torch.equal(2 * a, b) for a, b in zip(plain, left_by(model), strict=False))
+    assert by_calls(dtr)
+
+
+def test_gradients_of_gradients() -> None:
+    model, x = mlps(3), torch.randn(64, 64)
+    model.eval()
+
+    def step() -> torch.Tensor:
+        parameters = list(model.parameters())
+        first = torch.autograd.grad(model(x).square().mean(), parameters, create_graph=True)
+        sum(gradient.square().sum() for gradient in first).backward()
+        return first[0].detach()
+
+    step()
+    plain = left_by(model)
+    most = memory_of(step)
+    left_by(model)
+    for share in (1.2, 0.8):
+        for _ in range(4):
+            with remat.DTR(int(share * most), thrash_limit=20) as dtr:
+                step()
+            assert all(map(torch.equal, plain, left_by(model)))
+    assert dtr.report().outcome == "pass"
+
+
+def test_an_exception_in_a_block_leaves_nothing_behind() -> None:
+    class Fails(nn.Module):
+        fails = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.fails:
+                raise ValueError("no")
+            return x * 1
+
+    model = mlps()
+    model.stages.append(Fails())
+    step = step_of(model)
+    step()
+    plain = left_by(model)
+    budget = int(0.6 * memory_of(step))
+    left_by(model)
+    blocks(step, budget)
+    left_by(model)
+    before = [dict(vars(module)) for module in model.modules()]
+    model.stages[-1].fails = True
+    with pytest.raises(ValueError, match="no"):
+        blocks(step, budget, 1)
+    model.stages[-1].fails = False
+    del model.stages[-1].__dict__["fails"]
+    assert [dict(vars(module)).keys() for module in model.modules()] == [each.keys() for each in before]
+    (dtr,) = blocks(step, budget, 1)
+    assert by_calls(dtr)
+    assert all(map(torch.equal, plain, left_by(model)))
+
+
+def test_memory_comes_back() -> None:
+    """Nothing of a block is left when its graph is gone, without the garbage collector's help."""
+    model = mlps()
+    step = step_of(model)
+    budget = int(0.5 * memory_of(step))
+    blocks(step, budget)
+    gc.collect()
+    gc.disable()
+    try:
+        meter = remat.runtime.meter.MemoryMeter(torch.device("cpu"))
+        with meter.session(), meter.region():
+            for _ in range(3):
+                blocks(step, budget, 1)
+        (region,) = meter.regions
+        assert region.end_bytes == region.start_bytes
+    finally:
+        gc.enable()
+
+
+def test_too_small_for_calls_runs_by_operators() -> None:
+    """One large module leaves all its memory behind at once."""
+    model = mlps(2)
+    step = step_of(model, torch.randn(512, 64))
+    step()
+    plain = left_by(model)
+    budget = int(0.62 * memory_of(step))
+    left_by(model)
+    for _ in range(5):
+        (dtr,) = blocks(step, budget, 1)
+        assert all(map(torch.equal, plain, left_by(model)))
+    assert dtr.report().outcome == "pass"
+    assert dtr.report().peak_bytes <= budget
+
+
+@pytest.mark.parametrize("kind", ["counts", "remembers", "draws", "draws with NumPy", "appends"])
+def test_modules_with_state_of_their_own_are_not_run_again(kind: str) -> None:
+    """Counters, lists, and random numbers that are not PyTorch's: made again they would be other ones."""
+
+    class Stateful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.count, self.seen, self.last = mlp(), 0, {"all": [0]}, None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            factor = 1.0
+            if kind == "counts":
+                self.count += 1
+                factor = 1 + 0.1 * self.count
+            elif kind == "remembers":
+                self.last = x.detach()
+            elif kind == "draws":
+                factor = random.random()
+            elif kind == "draws with NumPy":
+                factor = float(np.random.rand())  # noqa: NPY002  # models use it
+            else:
+                self.seen["all"].append(1)
+                factor = 1 + 0.1 * len(self.seen["all"])
+            return self.inner(x) * factor
+
+    def fresh() -> Model:
+        torch.manual_seed(3)
+        model = Model(*(Stateful() for _ in range(6)))
+        allocate_gradients(model)
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        return model
+
+    x = torch.randn(64, 64)
+    model = fresh()
+    budget = int(0.8 * memory_of(step_of(model, x)))
+    model = fresh()
+    step, plain = step_of(model, x), []
+    for _ in range(5):
+        step()
+        plain.append(left_by(model))
+    model = fresh()
+    step = step_of(model, x)
+    for expected in plain:
+        blocks(step, budget, 1)
+        assert all(map(torch.equal, expected, left_by(model)))
+
+
+@pytest.mark.parametrize(
+    "kind", ["checkpointed", "saved on the CPU", "sparse", "compiled", "autocast", "cleared grads"]
+)
+def test_what_others_do_in_a_block(kind: str) -> None:
+    """PyTorch's own checkpointing, hooks of the program, sparse tensors, compiled code, autocast."""
+    from torch.utils.checkpoint import checkpoint
+
+    class Sparse(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sparse.mm(torch.eye(64).to_sparse(), x.relu()) + x
+
+    class Asks(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    model = mlps()
+    if kind == "checkpointed":
+        model.stages = nn.ModuleList([Asks(stage) for stage in model.stages])
+    elif kind == "sparse":
+        model.stages.extend(Sparse() for _ in range(3))
+    elif kind == "compiled":
+        model.stages[2] = torch.compile(model.stages[2], backend="aot_eager")
+    x = torch.randn(64, 64)
+
+    def step() -> None:
+        torch.manual_seed(7)
+        if kind == "cleared grads":
+            for parameter in model.parameters():
+                parameter.grad = None
+        with (
+            torch.autograd.graph.save_on_cpu() if kind == "saved on the CPU" else nullcontext(),
+            torch.autocast("cpu", torch.bfloat16) if kind == "autocast" else nullcontext(),
+        ):
+            loss = model(x).square().mean()
+        loss.backward()
+
+    with torch.compiler.set_stance("force_eager"):
+        step()
+    plain = left_by(model)
+    most = memory_of(step)
+    left_by(model)
+    for share in (1.5, 1.1 if kind == "checkpointed" else 0.8):
+        for _ in range(4):
+            (dtr,) = blocks(step, int(share * most), 1)
+            assert all(map(torch.equal, plain, left_by(model)))
+        assert dtr.report().outcome in ("pass", "thrash")
+
+
+def test_a_wrong_granularity_is_refused() -> None:
+    with pytest.raises(RematError, match="choose 'calls' or 'operator'"):
+        remat.DTR("1GiB", granularity="modules")
+
+
+# How pieces are made -------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(["norm", "linear", "gelu", "dropout", "add", "tanh"]), min_size=1, max_size=12))
+def test_makings_are_what_replays_run(names: list[str]) -> None:
+    """What a replay runs for one storage, where all that it is said to be made of is there, costs what is said."""
+    weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+    operators = {
+        "norm": lambda y: functional.layer_norm(y, (8,)),
+        "linear": lambda y: y @ weight,
+        "gelu": functional.gelu,
+        "dropout": lambda y: functional.dropout(y, 0.5),
+        "add": lambda y: y + x,
+        "tanh": torch.tanh,
+    }
+    recorder, y = Recorder(timed=True, given=[x]), x
+    with torch.autograd.graph.saved_tensors_hooks(recorder.saves, lambda _: x), recorder:
+        for name in names:
+            y = operators[name](y)
+        recorder.returned(y)
+    del y
+    recorder.ended()
+    tape = recorder.tape
+    for making in makings(tape):
+        numbers = [n for n, saved in enumerate(tape.saved) if saved.storage == making.storage]
+        there = set(making.storages)
+        gone = {n for n, saved in enumerate(tape.saved) if saved.storage not in there | {OUTSIDE, making.storage}}
+        also = () if numbers else (making.storage,)
+        found = needs(tape, numbers, gone, also=also)
+        running = [op for op, runs in zip(tape.operators, found.runs, strict=True) if runs and not op.is_view]
+        assert {number for op in running for number in op.given} <= set(making.inputs)
+        assert sum(op.seconds for op in running) <= 1e-9 * making.nanoseconds
