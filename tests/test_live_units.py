@@ -6,6 +6,7 @@ import copy
 import gc
 import random
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -364,6 +365,57 @@ def test_an_exception_in_a_block_leaves_nothing_behind() -> None:
     (dtr,) = blocks(step, budget, 1)
     assert by_calls(dtr)
     assert all(map(torch.equal, plain, left_by(model)))
+
+
+def test_blocks_do_not_nest_and_models_are_not_kept() -> None:
+    model = mlps()
+    step = step_of(model)
+    budget = memory_of(step)
+
+    blocks(step, 2 * budget)
+    for _ in range(3):
+        with pytest.raises(RematError, match="inside another one"), remat.DTR(budget):
+            step()
+            with remat.DTR(budget):
+                step()
+    blocks(step, budget, 1)
+    gone = weakref.ref(model)
+    del model, step
+    gc.collect()
+    assert gone() is None
+
+
+def test_runs_that_vary_keep_what_they_have_saved() -> None:
+    """The same shapes, but other tensors are saved, or share memory, than when the unit was recorded."""
+
+    class Varies(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.way = mlp(), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(x)
+            z = y if self.way % 2 else y * 1
+            w = y.t().contiguous().t() if self.way % 3 else y.clone()
+            return y * z.sin() * w.cos()
+
+    torch.manual_seed(3)
+    model = Model(*(Varies() for _ in range(6)))
+    allocate_gradients(model)
+    step = step_of(model)
+    plain = []
+    for way in range(6):
+        for stage in model.stages:
+            stage.way = way
+        step()
+        plain.append(left_by(model))
+    budget = int(0.6 * memory_of(step))
+    left_by(model)
+    for way in (0, 0, 0, 1, 2, 3, 4, 5, 0, 1, 1, 4):
+        for stage in model.stages:
+            stage.way = way
+        blocks(step, budget, 1)
+        assert all(map(torch.equal, plain[way], left_by(model)))
 
 
 def test_memory_comes_back() -> None:

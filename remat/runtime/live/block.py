@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 from collections.abc import Callable, Hashable
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _len_torch_dispatch_stack, _pop_mode
 
-from remat.errors import OutOfBudget, OverBudgetWarning, RematError, Thrashing
+from remat.errors import OutOfBudget, OverBudgetWarning, Thrashing
 from remat.formatting import format_bytes
 from remat.report import Report
 from remat.runtime.dtr import _kernels as k
@@ -22,6 +21,7 @@ from remat.runtime.live.choosing import Choice, choose, done_at, is_chosen, note
 from remat.runtime.live.dispatcher import NUMBER_BYTES, NUMBERS, Dispatcher
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
+from remat.runtime.live.nesting import claim, refuse_nested, release
 from remat.runtime.live.raw_access import Access, guard, unguard
 from remat.runtime.live.saved_tensors import Saving
 from remat.runtime.live.store import Store
@@ -29,7 +29,6 @@ from remat.runtime.live.units.choosing import Observation, remember, ways_at
 from remat.runtime.live.versions import Version, storage_of
 
 _OUTCOMES = {OutOfBudget: "oom", Thrashing: "thrash"}
-_running = threading.local()  # whether a block runs in this thread: they do not nest
 
 
 class Block:
@@ -81,13 +80,10 @@ class Block:
 
     def enter(self) -> None:
         """Begins; leaves nothing behind where that fails or is interrupted."""
-        if getattr(_running, "block", None) is not None:
-            raise RematError(
-                "a DTR block inside another one: there is one budget for a thread; leave the outer block first"
-            )
+        refuse_nested()
         self._depth = _len_torch_dispatch_stack()
         try:
-            _running.block = self
+            claim()
             guard(self._expose)
             self._push_hooks()
             self._mode.__enter__()
@@ -135,7 +131,7 @@ class Block:
             finally:  # even where the device has no memory left for that, the next block can run
                 self._store.close()
                 unguard(self._expose)
-                _running.block = None
+                release()
                 if not self._seconds:
                     self._seconds = max(time.perf_counter() - self._began, 1e-9)
 

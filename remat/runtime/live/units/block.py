@@ -25,13 +25,14 @@ from remat.runtime.live.advice import Advice, advice_on
 from remat.runtime.live.dispatcher import NUMBER_BYTES, NUMBERS
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
+from remat.runtime.live.nesting import alone_in_its_thread
 from remat.runtime.live.units.call import UnitCall
 from remat.runtime.live.units.choosing import Ways
 from remat.runtime.live.units.counting import Counting, inner_peak
 from remat.runtime.live.units.course import Course, Kind, course_at, remember
 from remat.runtime.live.units.pool import Pool
 from remat.runtime.live.units.state import State
-from remat.runtime.live.units.unit import Odd, Unit, key_of_call
+from remat.runtime.live.units.unit import Code, Odd, Unit, key_of_call
 from remat.runtime.patching import blocks_as_written, intercepted
 
 _OUTCOMES = {OutOfBudget: "oom", Thrashing: "thrash"}
@@ -80,7 +81,7 @@ class UnitsBlock:
         self._thread = threading.get_ident()
         self._watching = self._in_call = False
         self._recorded_calls = 0
-        self._parts = {module: tuple(module.modules()) for module in self._modules}
+        self._code = {module: Code(module) for module in self._modules}
         self.outcome = "pass"
         self._peak = 0
         self._began = self._seconds = 0.0
@@ -99,6 +100,7 @@ class UnitsBlock:
     def enter(self) -> None:
         """Begins; leaves nothing behind where that fails."""
         with ExitStack() as stack:
+            stack.enter_context(alone_in_its_thread())
             configs = [config for module in self._modules for config in configs_with_caches(module)]
             stack.enter_context(caches_off(list({id(config): config for config in configs}.values())))
             stack.enter_context(blocks_as_written())  # no dispatcher sees what compiled code allocates
@@ -164,21 +166,22 @@ class UnitsBlock:
         pool = self._pool
         if self._in_call or pool.replaying or not torch.is_grad_enabled() or _others_are_at_work():
             return forward(*args, **kwargs)
+        code = self._code[module]
         try:
-            key = key_of_call(self._parts[module], args, kwargs)
+            key = key_of_call(code.stage.parts, args, kwargs)
         except Odd:
             return forward(*args, **kwargs)
         units = _known.setdefault(module, {})
         unit = units.get(key)
         if unit is None:
-            unit = units[key] = Unit(module)
+            unit = units[key] = Unit(code)
         known = unit.tape is not None
         expected = self._course.expects(Kind.FORWARD, unit) if known else None
         self._course.begin(Kind.FORWARD, unit, expected)
         more = unit.forward_bytes if expected is None else expected.rise
-        pool.room(unit.stage.name, more + unit.working_bytes)
+        pool.room(unit.name, more + unit.working_bytes)
         self._course.ready()
-        call = UnitCall(pool, unit, forward, args, kwargs)
+        call = UnitCall(pool, code, unit, forward, args, kwargs)
         for number in unit.writes:
             given = call.given()[number]
             call.inputs[number].seen = None  # it does not read it again
@@ -190,6 +193,9 @@ class UnitsBlock:
                 output = call.run(args, kwargs)
             else:
                 output = self._recorded(call, args, kwargs)
+        except BaseException:
+            self._watch(True)  # who catches it goes on with something else
+            raise
         finally:
             self._in_call = False
         found = call.returned(output)
@@ -210,7 +216,7 @@ class UnitsBlock:
         self._watch(True)
         self._recorded_calls += 1
         recorder = Recorder(timed=True, given=call.given())
-        start, state = account.others, State([unit.stage.modules, args, kwargs])
+        start, state = account.others, State([call.code.stage.modules, args, kwargs])
         self._mode.trail = []
         try:
             output = call.run(args, kwargs, recorder)
@@ -243,7 +249,7 @@ class UnitsBlock:
         more = unit.backward_bytes if expected is None else expected.rise
         waiting = call.waiting() if pool.has_evicted or pool.account.memory + more > pool.budget else ()
         spent = unit.model_backward_nanoseconds if pool.by_model else unit.backward_nanoseconds
-        pool.room(f"backward of {unit.stage.name}", more, waiting, spent)
+        pool.room(f"backward of {unit.name}", more, waiting, spent)
         self._course.ready()
 
     # What it cost ----------------------------------------------------------------------------------------------------

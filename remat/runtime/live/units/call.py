@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from remat.runtime.calls.partial import Differs, Parts, Replaying, nothing
 from remat.runtime.calls.stages import attached
 from remat.runtime.calls.tape import OUTSIDE, Recorder, Value, value_of
 from remat.runtime.live.units.account import Counted
-from remat.runtime.live.units.unit import Unit
+from remat.runtime.live.units.unit import Code, Unit
 from remat.runtime.live.versions import storage_of
 from remat.runtime.pytree import map_tensors, tensors
 
@@ -37,10 +37,12 @@ class Slot:
         tensor: it itself; None while its memory is evicted.
         version: of the tensor when autograd saved it, or it was made again.
         value: how it looks at the piece.
+        number: among what the call saves, where the call has made the piece; else -1.
     """
 
-    __slots__ = ("__weakref__", "call", "piece", "tensor", "value", "version")
+    __slots__ = ("__weakref__", "call", "number", "piece", "tensor", "value", "version")
     call: UnitCall
+    number: int
     piece: Piece | None
     tensor: torch.Tensor | None
     value: Value
@@ -112,7 +114,7 @@ class Piece:
         """Frees it, unless somebody else holds it, who would be left with it."""
         filled = self._filled()
         storage = None if self.counted is None else self.counted()
-        if self.changes:
+        if self.changes or self.call.varied:
             return False
         if storage is not None and _uses(storage._cdata) > len({id(slot.tensor) for slot in filled}) + 1:
             return False  # more than our tensors and the storage's Python object
@@ -123,8 +125,8 @@ class Piece:
             slot.tensor = None
         return True
 
-    def put(self, storage: torch.UntypedStorage) -> None:
-        """It is there again."""
+    def put(self, storage: torch.UntypedStorage, made: Mapping[int, torch.Tensor]) -> None:
+        """It is there again; `made`: what the call has saved again, by number."""
         self.evicted = False
         self.counted = self.call.pool.account.enter(storage, self)
         filled = 0
@@ -132,7 +134,8 @@ class Piece:
             slot = reference()
             if slot is None:
                 continue
-            slot.tensor = _on(storage, slot.value)
+            again = made.get(slot.number)
+            slot.tensor = _on(storage, slot.value) if again is None or slot.call is not self.call else again
             slot.version = slot.tensor._version
             filled += 1
         if not filled:
@@ -218,9 +221,15 @@ class UnitCall:
     """
 
     def __init__(
-        self, pool: Pool, unit: Unit, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        pool: Pool,
+        code: Code,
+        unit: Unit,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
-        self.pool, self.unit, self._forward = pool, unit, forward
+        self.pool, self.code, self.unit, self._forward = pool, code, unit, forward
         self._account = pool.account
         self._reference = weakref.ref(self)
         self.pieces: dict[int, weakref.ref[Piece]] = {}
@@ -266,9 +275,9 @@ class UnitCall:
         unit = self.unit
         if unit.needs_environment or recorder is not None or torch._C._is_any_autocast_enabled():
             given = [each.tensor for each in self.inputs if each.tensor is not None]
-            self._environment = FirstRun(unit.stage, given, unit.watch, preserve_random=unit.draws)
+            self._environment = FirstRun(self.code.stage, given, unit.watch, preserve_random=unit.draws)
         else:
-            self._versions = [parameter._version for parameter in unit.parameters]
+            self._versions = [parameter._version for parameter in self.code.parameters]
         self._recorder = recorder
         with saved_tensors_hooks(self._pack if recorder is None else self._pack_recording, unpack):
             if recorder is None:
@@ -297,10 +306,13 @@ class UnitCall:
         if made != OUTSIDE:
             known = self.pieces.get(made)
             piece = None if known is None else known()
+            storage = storage_of(tensor)
             if piece is None:
-                storage = storage_of(tensor)
                 piece = self.new_piece(made, storage.nbytes())
                 piece.counted = self._account.enter(storage, piece)
+            elif piece.counted is None or piece.counted() is not storage:
+                self.varied = True  # other tensors share memory than when it was recorded
+                return kept, tensor._version
         else:
             counted = self._counted(tensor)
             piece = None if counted is None else counted.piece
@@ -309,18 +321,21 @@ class UnitCall:
             value = value_of(tensor, piece.number)
             self._others.append(weakref.ref(piece))
         assert value is not None
-        return self._slot(piece, value, kept, tensor._version)
+        slot = self._slot(piece, value, kept, tensor._version)
+        if made != OUTSIDE:
+            slot.number = number
+        return slot
 
     def _slot(self, piece: Piece, value: Value, kept: torch.Tensor, version: int) -> Slot:
         slot = Slot()
         slot.call, slot.piece, slot.value, slot.tensor, slot.version = self, piece, value, kept, version
+        slot.number = -1
         piece.slots.append(weakref.ref(slot))
         return slot
 
     def _pack_recording(self, tensor: torch.Tensor) -> Slot:
         slot = Slot()
-        slot.call = self
-        slot.piece = None
+        slot.call, slot.piece, slot.number = self, None, len(self._recorded)
         slot.version = tensor._version
         with no_modes():
             slot.tensor = tensor.detach()  # another object: what is held of the run's own counts as held by others
@@ -331,7 +346,7 @@ class UnitCall:
         self._recorded.append(reference)
         counted = self._counted(tensor)
         if counted is not None and counted.piece is not None:
-            slot.piece, slot.value = counted.piece, value_of(tensor, counted.piece.number)
+            slot.piece, slot.value, slot.number = counted.piece, value_of(tensor, counted.piece.number), -1
             counted.piece.slots.append(reference)
             self._others.append(weakref.ref(counted.piece))
         return slot
@@ -436,10 +451,10 @@ class UnitCall:
             made = self._again(_Collector(tape.saved, dropped, None, None), unsaved, None)
         for number in wanted:
             if number not in made:
-                raise ReplayError(f"recomputing {unit.stage.name} has not made what its first run had")
+                raise ReplayError(f"recomputing {unit.name} has not made what its first run had")
             piece = self.piece(number)
             if piece is not None and piece.content() is None:
-                piece.put(made[number])
+                piece.put(*made[number])
 
     def _have_inputs(self, numbers: Iterable[int]) -> None:
         """Makes inputs that are not there, whatever that takes: the core has not known that they are needed."""
@@ -457,7 +472,7 @@ class UnitCall:
 
     def _again(
         self, collector: _Collector, unsaved: Collection[int], parts: Parts | None
-    ) -> dict[int, torch.UntypedStorage]:
+    ) -> dict[int, tuple[torch.UntypedStorage, dict[int, torch.Tensor]]]:
         unit = self.unit
         assert unit.tape is not None
         with torch.enable_grad(), self._surroundings(), suppress(Ended):
@@ -472,7 +487,7 @@ class UnitCall:
                     output = self._forward(*args, **kwargs)
             for tensor, value in zip(tensors(output), unit.tape.outputs, strict=False):
                 if value.storage in unsaved:
-                    collector.found[value.storage] = storage_of(tensor)
+                    collector.found[value.storage] = storage_of(tensor), {}
         return collector.found
 
     def _input(self, number: int, parts: Parts | None) -> torch.Tensor:
@@ -488,10 +503,10 @@ class UnitCall:
     def _surroundings(self) -> Any:
         if self._environment is not None:
             return self._environment.again()
-        for parameter, version in zip(self.unit.parameters, self._versions or (), strict=True):
+        for parameter, version in zip(self.code.parameters, self._versions or (), strict=True):
             if parameter._version != version:
                 raise ReplayError(
-                    f"a parameter of {self.unit.stage.name} with shape {tuple(parameter.shape)} was modified in place "
+                    f"a parameter of {self.unit.name} with shape {tuple(parameter.shape)} was modified in place "
                     "since the forward, so recomputing it would give another result; call optimizer.step() after "
                     "backward()"
                 )
@@ -511,7 +526,7 @@ class _Collector:
         self._last = max(self._wanted, default=-1)
         self._count = 0
         self.returns = False
-        self.found: dict[int, torch.UntypedStorage] = {}
+        self.found: dict[int, tuple[torch.UntypedStorage, dict[int, torch.Tensor]]] = {}  # by number on the tape
 
     def __call__(self, tensor: torch.Tensor) -> None:
         number = self._count
@@ -523,7 +538,12 @@ class _Collector:
             if number in self._wanted:
                 if self.replaying is not None and not self.replaying.is_there(tensor):
                     raise Differs("a tensor is saved that was skipped")
-                self.found[value.storage] = storage_of(tensor)
+                with no_modes():
+                    again = tensor.detach()
+                storage, tensors_of = self.found.setdefault(value.storage, (storage_of(again), {}))
+                if storage is not storage_of(again):
+                    raise Differs("other tensors share memory")
+                tensors_of[number] = again
         if (
             number >= self._last
             and not self.returns

@@ -218,7 +218,7 @@ class Pool:
                 if given is not None and given[1] in given[0].tensors:
                     arguments.append(given[0].tensors[given[1]])
             nanoseconds = making.model_nanoseconds if self.by_model else making.nanoseconds
-            (tensor,) = self.ledger.add(unit.stage.name, nanoseconds, arguments, [size], inner, inner)
+            (tensor,) = self.ledger.add(unit.name, nanoseconds, arguments, [size], inner, inner)
             row.tensors[making.storage] = tensor
             self._by_tensor[tensor] = (row, making.storage)
             if unit.kept:

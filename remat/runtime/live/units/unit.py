@@ -68,11 +68,19 @@ def _model_nanoseconds(operator: Operator, tape: Tape) -> int:
     return rates.call_nanoseconds + int(made / rates.bytes_each)
 
 
+class Code:
+    """A module whose calls are units, for the time of a block."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.stage = Stage([module], type(module).__name__)
+        self.parameters = list(self.stage.parameters())
+
+
 class Unit:
-    """Calls of one module with one look of arguments and flags.
+    """Calls of one module with one look of arguments and flags. It outlives blocks, and does not hold the module.
 
     Attributes:
-        stage: the module.
+        name: of the module's class.
         tape: None until a call was recorded.
         makings: of what outlives a call.
         saved: of each tensor that autograd saves the shape, the number of the storage, and how it looks at that.
@@ -85,9 +93,8 @@ class Unit:
         kept: why nothing of it may be evicted; empty where it may.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.stage = Stage([module], type(module).__name__)
-        self.parameters = list(self.stage.parameters())
+    def __init__(self, code: Code) -> None:
+        self.name = code.stage.name
         self.watch = BufferWatch()
         self._parts: dict[tuple[frozenset[int], ...], Parts] = {}
         self._failed = 0
@@ -98,9 +105,9 @@ class Unit:
         self.backward_nanoseconds = self.model_backward_nanoseconds = 1
         self.kept = ""
         self.draws = True
-        self.working_bytes = working_bytes(self.stage)
+        self.working_bytes = working_bytes(code.stage)
         self.writes: tuple[int, ...] = ()
-        self.has_buffers = any(True for _ in self.stage.buffers())
+        self.has_buffers = any(True for _ in code.stage.buffers())
 
     @property
     def needs_environment(self) -> bool:
