@@ -197,6 +197,21 @@ def test_the_simulator_repeats_a_block_by_calls() -> None:
     assert (report.evictions, report.recomputations) == (dtr.report().evictions, dtr.report().recomputations)
 
 
+def test_advice_on_blocks_by_calls() -> None:
+    """Of a block in which nothing was evicted: its peak, and what its units need at least."""
+    step = step_of(mlps())
+    most = memory_of(step)
+    roomy, tight = (blocks(step, int(share * most))[-1] for share in (2.0, 0.9))
+    assert by_calls(roomy) and not roomy.report().evictions
+    for dtr in (roomy, tight):
+        report = remat.simulate_dtr(dtr.trace, dtr.trace_budget)
+        assert 0 <= dtr.report().peak_bytes - report.peak_bytes <= 256  # numbers that PyTorch makes tensors of
+    assert roomy.advice().least_bytes == pytest.approx(roomy.report().peak_bytes, rel=0.01)  # one unit: all or nothing
+    least = tight.advice().least_bytes
+    assert least is not None and 0.25 * most < least < 0.7 * most
+    assert blocks(step, least + 2**16)[-1].report().outcome in ("pass", "thrash")
+
+
 # Programs that are not that regular ----------------------------------------------------------------------------------
 
 

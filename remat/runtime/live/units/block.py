@@ -249,7 +249,7 @@ class UnitsBlock:
         more = unit.backward_bytes if expected is None else expected.rise
         waiting = call.waiting() if pool.has_evicted or pool.account.memory + more > pool.budget else ()
         spent = unit.model_backward_nanoseconds if pool.by_model else unit.backward_nanoseconds
-        pool.room(f"backward of {unit.name}", more, waiting, spent)
+        pool.room(f"backward of {unit.name}", more, waiting, spent, call)
         self._course.ready()
 
     # What it cost ----------------------------------------------------------------------------------------------------

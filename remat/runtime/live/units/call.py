@@ -411,6 +411,11 @@ class UnitCall:
         reference = self.pieces.get(number)
         return None if reference is None else reference()
 
+    def there(self) -> tuple[int, ...]:
+        """The numbers of its pieces that are in memory."""
+        found = [(number, reference()) for number, reference in self.pieces.items()]
+        return tuple([number for number, piece in found if piece is not None and piece.counted is not None])
+
     def waiting(self) -> list[Piece]:
         """What autograd holds slots of."""
         found = [reference() for reference in (*self.pieces.values(), *self._others)]

@@ -48,7 +48,7 @@ class Pool:
         self._readers: dict[int, list[tuple[weakref.ref[UnitCall], int]]] = {}  # the same, by storage
         self._events: list[tuple[Any, ...]] = []  # that the core has not heard of
         self._by_tensor: dict[int, tuple[Row, int]] = {}
-        self._others = 0  # bytes of code outside as the core knows them
+        self._others = self._noted = 0  # bytes of code outside as the core knows them, and as was noted for it
         self._outside = -1  # the core's number for them
 
     # What happens ----------------------------------------------------------------------------------------------------
@@ -118,8 +118,18 @@ class Pool:
 
     # Room ------------------------------------------------------------------------------------------------------------
 
-    def room(self, label: str, more: int, wanted: Sequence[Piece] = (), nanoseconds: int = 0) -> None:
+    def room(
+        self,
+        label: str,
+        more: int,
+        wanted: Sequence[Piece] = (),
+        nanoseconds: int = 0,
+        backward_of: UnitCall | None = None,
+    ) -> None:
         """Has `wanted` in memory and room for `more` bytes besides.
+
+        Args:
+            backward_of: the call whose backward begins; where nothing was ever evicted, all of it is there.
 
         Raises:
             OutOfBudget: not everything fits.
@@ -127,8 +137,11 @@ class Pool:
         """
         account = self.account
         if account.memory + more <= self.budget and not any(piece.content() is None for piece in wanted):
-            if nanoseconds:
-                self._events.append(("ran", label, nanoseconds))
+            if account.others != self._noted:
+                self._noted = account.others
+                self._events.append(("others", account.others))
+            row, read = (None, ()) if backward_of is None else (backward_of.row, backward_of.there())
+            self._events.append(("ran", label, nanoseconds, more, row, read))
             account.reached(more)
             return
         if not self.limited:
@@ -193,17 +206,25 @@ class Pool:
                 for tensor in rest[0].tensors.values():
                     ledger.note(k.FORGET, tensor)
                     self._by_tensor.pop(tensor, None)
+            elif what == "others":
+                self._write_others(*rest)
             elif what == "ran":
-                label, nanoseconds = rest
-                (number,) = ledger.add(label, nanoseconds, [], [])
+                label, nanoseconds, more, row, read = rest
+                inputs = [] if row is None else [row.tensors[number] for number in read if number in row.tensors]
+                (number,) = ledger.add(label, nanoseconds, inputs, [], more)
                 ledger.note(k.RELEASE, number)
-        if others != self._others:
-            if self._outside >= 0:
-                ledger.note(k.UNLOCK, self._outside)
-                ledger.note(k.RELEASE, self._outside)
-            (self._outside,) = ledger.add("code outside", 0, [], [others])
-            ledger.note(k.LOCK, self._outside)
-            self._others = others
+        self._write_others(others)
+
+    def _write_others(self, others: int) -> None:
+        """Tells the core what code outside holds."""
+        if others == self._others:
+            return
+        if self._outside >= 0:
+            self.ledger.note(k.UNLOCK, self._outside)
+            self.ledger.note(k.RELEASE, self._outside)
+        (self._outside,) = self.ledger.add("code outside", 0, [], [others])
+        self.ledger.note(k.LOCK, self._outside)
+        self._others = self._noted = others
 
     def _write_down(self, row: Row) -> None:
         unit = row.unit
