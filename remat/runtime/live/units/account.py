@@ -75,10 +75,12 @@ class Account:
         self.pieces += counted.size
 
     def _died(self, counted: Counted) -> None:
-        if self.known.get(counted.key) is not counted:
-            return  # the block has ended
-        del self.known[counted.key]
         piece = counted.piece
+        if self.known.get(counted.key) is not counted:  # the block has ended
+            if piece is not None and piece.counted is counted:
+                piece.counted = None  # or the two would hold each other, and the call with what it was passed
+            return
+        del self.known[counted.key]
         if piece is None:
             self.others -= counted.size
         else:

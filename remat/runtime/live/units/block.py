@@ -242,8 +242,6 @@ class UnitsBlock:
     def _backward(self, call: UnitCall) -> None:
         """The backward of a call is about to begin."""
         pool, unit = self._pool, call.unit
-        if pool.closed:
-            return
         expected = self._course.expects(Kind.BACKWARD, unit)
         self._course.begin(Kind.BACKWARD, unit, expected)
         more = unit.backward_bytes if expected is None else expected.rise

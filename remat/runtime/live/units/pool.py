@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class Pool:
         self.limited = True
         self.too_large = self.has_evicted = False
         self.replays = 0
-        self.on_backward: Any = None
+        self.on_backward: Callable[[UnitCall], None] = lambda call: None
         self.readers: list[
             tuple[int, weakref.ref[UnitCall], int]
         ] = []  # `id` of a storage, a call, which of its inputs
@@ -73,12 +73,11 @@ class Pool:
 
     def begin_backward(self, call: UnitCall) -> None:
         """The backward of a call begins: makes room, and what it waits for."""
-        if self.replaying:
+        if self.replaying or self.closed:
             return
         with self.lock:
             self.backward_of = call
-            if self.on_backward is not None:
-                self.on_backward(call)
+            self.on_backward(call)
 
     def fill(self, slot: Slot) -> torch.Tensor:
         """What a slot waits for, made now."""
@@ -347,7 +346,8 @@ class Pool:
     def close(self) -> None:
         """The block has ended: nothing is counted any more, and what is asked for is made again without a limit."""
         self.limited, self.closed = False, True
-        self.backward_of = None
+        self.backward_of = None  # which refers back to the pool, as what is called does
+        self.on_backward = lambda call: None
         self.account.close()
 
     def tell_all(self) -> None:
