@@ -221,6 +221,17 @@ def _draw(text: str, chain: Chain, schedule: Schedule) -> None:
     console.print(draw_memory(report, width, symbols=symbols) + "\n", highlight=False, markup=False)
 
 
+def _strategies_in(text: str) -> list[str]:
+    """Names of strategies, of which some have a comma in them."""
+    names: list[str] = []
+    for part in text.split(","):
+        if names and part.strip() in ("options", "operators"):
+            names[-1] += f", {part.strip()}"
+        else:
+            names.append(part.strip())
+    return names
+
+
 @app.command()
 def compare(
     model: Model,
@@ -233,7 +244,9 @@ def compare(
     ] = None,
     strategies: Annotated[
         str | None,
-        typer.Option(help="Comma-separated planners, dtr, and heuristics of DTR; by default the usual ones and dtr."),
+        typer.Option(
+            help="Comma-separated planners, also as 'persistent, options'; dtr; 'dtr, operators'; heuristics of DTR."
+        ),
     ] = None,
     measure: Annotated[bool, typer.Option(help="Run every plan, or stop after the predictions.")] = True,
     repeats: Annotated[int, typer.Option(help="Steps that are timed for each.", min=1)] = 3,
@@ -250,7 +263,7 @@ def compare(
     from remat.models.examples import load_example
 
     sizes = None if budgets is None else [_budget(text) for text in budgets.split(",")]
-    names = None if strategies is None else [name.strip() for name in strategies.split(",")]
+    names = None if strategies is None else _strategies_in(strategies)
     for size in sizes or ():
         resolve_budget(size, store_all_bytes=sys.maxsize)  # its form, before anything is measured
     example = load_example(model, batch, device)

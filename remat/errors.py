@@ -134,6 +134,10 @@ class UnsupportedModel(RematError, TypeError):
     """remat cannot run the model as a chain: it is empty, has no chain, or has a stage that cannot be recomputed."""
 
 
+class NoChain(UnsupportedModel):
+    """No chain of module calls was found in the model."""
+
+
 class LeftChain(RematError, RuntimeError):
     """A forward took another path than the chain that was planned for, and the caller wants that to be an error."""
 

@@ -1,8 +1,10 @@
-"""`fit`: picks the planner whose plan is fastest within a memory limit, and makes the model train by it."""
+"""`fit`: makes a model train within a memory limit, by the fastest plan of all planners, or else under DTR."""
 
 from __future__ import annotations
 
 import sys
+import warnings
+import weakref
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +12,25 @@ from torch import nn
 
 from remat.budgets import resolve_budget
 from remat.chain import Chain
-from remat.errors import InfeasibleBudget, RematError
+from remat.comparison.bench import Bench
+from remat.errors import (
+    InfeasibleBudget,
+    NoChain,
+    OutOfBudget,
+    RematError,
+    Thrashing,
+    ThrashingWarning,
+    UnsupportedModel,
+)
 from remat.formatting import format_bytes
+from remat.report import Report
 from remat.rotor import Checkpointable
+from remat.runtime.calls.stages import is_sequential
 from remat.runtime.checks import Loss, check_count, check_model
+from remat.runtime.executor import UnderDTR
+from remat.runtime.live.context import DTR
+from remat.runtime.live.steps import Steps
+from remat.runtime.planned.patched_forward import PatchedForward, patched_forward_of
 from remat.runtime.planned.wrapper import Wrapper
 from remat.schedule import Schedule
 from remat.simulation import simulate
@@ -25,6 +42,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 _OVERHEADS = (0.05, 0.1, 0.2)  # whose limits the table shows
+_ATTEMPTS = 8  # to find the least memory of DTR
 _TRIED = 64  # limits between the least and storing everything
 
 
@@ -51,6 +69,10 @@ def fit(
     It can be called again, on the same model, for another limit or sample: the plan of before is replaced. Where
     anything fails, the model stays as it was, with the plan that it had.
 
+    Where no chain is found in the model, or too little of the memory lies in it for any plan to fit, it trains under
+    DTR by calls (`remat.DTR`) from the forward to the end of the backward, which is said on stderr. Some steps are run
+    before, to learn what calls of its modules take.
+
     Args:
         model: any module.
         sample: its input, as it will be in training: a tensor, a tuple of positional or a dict of keyword arguments.
@@ -76,7 +98,8 @@ def fit(
         InfeasibleBudget: nothing fits; `minimum` is the least memory that works.
         InvalidBudget: `memory` in another form.
         RematError: `model` is not a module, or is wrapped by remat already.
-        UnsupportedModel: no chain was found in the model; train it under `remat.DTR`.
+        UnsupportedModel: neither is possible, as where the model is compiled as a whole or checkpoints itself; of
+            several processes or with `stages`: no chain was found.
     """
     check_model(model)
     _refuse_wrapped(model)
@@ -96,20 +119,125 @@ def fit(
         recompute=recompute,
         in_place=False,
     )
-    handle.measure(sample, progress=not quiet)
+    by_calls_too = stages is None and group is None
+    limit = handle.automatic_limit() if memory == AUTO else memory
+    try:
+        handle.measure(sample, progress=not quiet)
+    except NoChain:
+        if not by_calls_too:
+            raise
+        _train_by_calls(model, sample, limit, loss, output_held, other_path, quiet, "no chain of blocks was found")
+        return model
     assert handle.chain is not None
     if memory == AUTO and not quiet:
         _write(_choices(handle.chain, slots))
     try:
-        handle.plan_with("fastest", handle.automatic_limit() if memory == AUTO else memory)
+        handle.plan_with("fastest", limit)
     except InfeasibleBudget as error:
         error.args = (f"{error}{_what_is_outside(handle.chain, error.minimum)}",)
-        raise
+        if not by_calls_too or is_sequential(model):
+            raise
+        why = f"no plan of the chains needs less than {format_bytes(error.minimum)}"
+        try:
+            _train_by_calls(model, sample, error.budget, loss, output_held, other_path, quiet, why, below=error.minimum)
+        except UnsupportedModel:
+            raise error from None
+        return model
     handle.take_place()
     assert handle.sequence is not None
     if not quiet:
         _write(f"remat.fit: {_in_a_line(handle.chain, handle.sequence)}")
     return model
+
+
+def _train_by_calls(
+    model: nn.Module,
+    sample: Any,
+    memory: int | str | float,
+    loss: Loss | None,
+    output_held: bool,
+    other_path: str,
+    quiet: bool,
+    why: str,
+    below: int | None = None,
+) -> None:
+    """Makes the model train under DTR by calls, after some steps in which it is learned what these take.
+
+    Args:
+        below: memory that works in another way.
+
+    Raises:
+        InfeasibleBudget: it does not fit; the least memory is found by trying, to about a tenth.
+        UnsupportedModel: no memory was found that is enough.
+    """
+    with Bench(model, sample, loss, output_held=output_held) as bench:
+        most = bench.peak_bytes(bench.step(None)) if isinstance(memory, float) else None
+        budget = resolve_budget(memory, most)
+        report, hint = _rehearsed(model, bench, budget)
+        if report is None:
+            least = _least_by_calls(model, bench, max(hint, budget + 1), below)
+            if least is None:
+                raise UnsupportedModel(
+                    f"{why} in this {type(model).__name__}, and no calls of its modules leave enough memory behind "
+                    f"to train within {format_bytes(budget)}; code between modules may be what takes it. Blocks of "
+                    "remat.DTR(budget, granularity='operator') recompute that, too"
+                )
+            raise InfeasibleBudget(budget, least, "dtr")
+    before = patched_forward_of(model)
+    if before is not None:
+        before.remove()
+    steps = Steps(model, _dtr_of(model, budget))
+    PatchedForward(
+        model, lambda args, kwargs: steps if model.training else None, other_path=other_path, ended=steps.end
+    )
+    if not quiet:
+        of = "" if most is None else f" of the {format_bytes(most)} that storing everything takes"
+        _write(
+            f"remat.fit: {why} in this {type(model).__name__}, so it trains under DTR by calls within "
+            f"{format_bytes(budget)}: {format_bytes(report.peak_bytes)}{of}, {report.overhead or 1.0:.2f} x the time, "
+            f"{report.recomputations} recomputation{'s' * (report.recomputations != 1)} a step"
+        )
+
+
+def _dtr_of(model: nn.Module, budget: int) -> DTR:
+    dtr = DTR(budget)
+    dtr.where = ("fit", weakref.ref(model))
+    return dtr
+
+
+def _rehearsed(model: nn.Module, bench: Bench, budget: int) -> tuple[Report | None, int]:
+    """What a step by calls takes within a budget; None where that is too small, with a guess of what would not be."""
+    way = UnderDTR(_dtr_of(model, budget), bench.sample_bytes)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ThrashingWarning)
+            bench.step(way)
+    except OutOfBudget as error:
+        return None, error.minimum or error.needed
+    except Thrashing as error:
+        return None, error.minimum or budget
+    report = way.report()
+    fits = way.dtr.runs_by_calls and report.outcome == "pass"
+    return (report, budget) if fits else (None, report.peak_bytes)
+
+
+def _least_by_calls(model: nn.Module, bench: Bench, first: int, below: int | None) -> int | None:
+    """A budget that is enough, about the least from `first` on; None where none was found."""
+    fails, works = 0, None
+    for attempt in range(_ATTEMPTS):
+        budget = first if not fails else fails * 5 // 4 if works is None else (fails + works) // 2
+        if below is not None and budget >= below:
+            return None
+        report, _ = _rehearsed(model, bench, budget)
+        if report is None:
+            fails = budget
+        elif not report.evictions:  # no more than plain PyTorch would do
+            return None
+        else:
+            works = budget
+        if works is not None and (not fails or attempt >= _ATTEMPTS - 2 or works * 10 <= fails * 11):
+            break
+    return works
 
 
 def _refuse_wrapped(model: object) -> None:
@@ -126,10 +254,10 @@ def _what_is_outside(chain: Chain, least: int) -> str:
     if 2 * outside < least:
         return ""
     return (
-        f" {format_bytes(outside)} of it are kept by code outside of the chains, which is not recomputed (print("
+        f" {format_bytes(outside)} of it are kept by code outside of the chains, which no plan recomputes (print("
         "remat.find_chain(model, sample)) lists it), as are the logits of a large vocabulary. A smaller batch, shorter "
         "sequences, a loss that works on parts of the logits, or output_held=False, if the loop does not hold the "
-        "output while backward runs, help; remat.DTR plans for all code"
+        "output while backward runs, help"
     )
 
 

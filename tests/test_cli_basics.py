@@ -53,3 +53,10 @@ def test_the_exit_status_says_whether_anything_fits(target: str) -> None:
     assert run(*compare, "1.0")[0] == 0
     code, output = run(*compare, "10")
     assert code == 1 and "nothing works" in output
+
+
+def test_names_of_strategies_may_have_commas(target: str) -> None:
+    names = "persistent, options,dtr, operators, chen"
+    code, output = run("compare", target, "--strategies", names, "--no-measure", "--budgets", "1.0")
+    assert code == 0
+    assert all(name in output for name in ("persistent, options", "dtr, operators", "chen"))

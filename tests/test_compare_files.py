@@ -125,7 +125,7 @@ def test_a_file_of_the_same_model_in_another_form_is_refused(tmp_path: Path) -> 
 def test_an_interruption_at_any_moment_loses_nothing(moment: str, tmp_path: Path) -> None:
     model, sample = small_gpt()
     file = tmp_path / "comparison.json"
-    options = {"strategies": ["sequential", "persistent", "dtr"], "file": file}
+    options = {"strategies": ["sequential", "persistent", "dtr", "dtr, operators"], "file": file}
 
     def stop(what: str, done: int, total: int) -> None:
         if what.startswith(moment):

@@ -146,7 +146,6 @@ def test_a_model_without_a_chain_is_offered_dtr() -> None:
 
     for refused in (
         remat.find_chain,
-        lambda model, x: remat.fit(model, x, "1MiB", quiet=True),
         lambda model, x: rotor.Checkpointable(model, x, "1MiB"),
     ):
         model = Formula()

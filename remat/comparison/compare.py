@@ -34,8 +34,8 @@ from remat.runtime.live.context import DTR
 from remat.runtime.pytree import tensors
 from remat.runtime.strategies import (
     CHECKPOINTING,
+    ByCalls,
     Dynamic,
-    Native,
     Static,
     Strategy,
     make_strategies,
@@ -74,14 +74,15 @@ def compare(
         budgets: one or several, each an int (bytes), a string ("2GiB"), or a float in (0, 1] of the store-all peak.
             They cover what `remat.run` measures, the sample included. None: five, in equal ratios from the least that
             works to that peak.
-        strategies: names of planners, `Solver` objects, "dtr", names or functions of DTR heuristics;
+        strategies: names of planners, `Solver` objects; "dtr", by calls, which is not predicted; "dtr, operators",
+            names or functions of heuristics, operator by operator;
             "gradient_checkpointing" for that of the model's library (transformers, timm), "block_checkpointing" and
             "selective_checkpointing" (products, convolutions and attention saved) for PyTorch's own of every block,
             "torch.compile", with several values of its `activation_memory_budget`, and ways of your own (`Execution`
             objects), none of which has a budget in bytes. Names of planners mean the papers' plans; with ", options"
             behind them, plans that may keep a part of a stage. None: store_all, sequential, chen, revolve, persistent,
-            floating (unless it would take long), "persistent, options", dtr, and the library's checkpointing where it
-            has one.
+            floating (unless it would take long), "persistent, options", "dtr", "dtr, operators", and the library's
+            checkpointing where it has one.
         loss: a function of the output that returns a scalar; without one the output is backpropagated with a fixed
             random gradient.
         measure: False stops after the predictions, of DTR too: nothing larger than single stages is run.
@@ -198,7 +199,8 @@ class _Work:
         plain = next(iter(predictions.values())).plain()  # the chain's word, where there is one
         for done, strategy in enumerate(chosen):
             self.tell(f"least budget: {strategy.name}", done, len(chosen))
-            least = None if isinstance(strategy, Native) else predictions[type(strategy)].least_bytes(strategy)
+            predicting = predictions.get(type(strategy))
+            least = None if predicting is None else predicting.least_bytes(strategy)
             if least is not None:
                 self.least[strategy.name] = least
         self.notes += [note for each in predictions.values() for note in each.notes]
@@ -208,11 +210,16 @@ class _Work:
         try:
             for done, strategy in enumerate(chosen):
                 self.tell(f"planning: {strategy.name}", done, len(chosen))
-                if not isinstance(strategy, Native):
+                if type(strategy) in predictions:
                     entries = predictions[type(strategy)].entries(strategy, self.budgets)
                     self.rows += [Row(entry, strategy) for entry in entries]
                 elif self.measure:
-                    self.rows.append(Row(Entry(strategy.name, None), strategy))
+                    sizes: list[int | None] = [*self.budgets] if isinstance(strategy, ByCalls) else [None]
+                    self.rows += [Row(Entry(strategy.name, size), strategy) for size in sizes]
+                elif isinstance(strategy, ByCalls):
+                    self.notes.append(
+                        f"{strategy.name} is left out: what it costs by calls is known by running it only"
+                    )
         finally:  # an interrupted one keeps what was measured before, too
             self._take_over()
         self.complete = not self.measure

@@ -22,7 +22,7 @@ from remat.report import Report
 from remat.runtime.dtr.heuristics import HEURISTICS
 from remat.runtime.dtr.simulator import Replay, timeline
 from remat.runtime.dtr.trace import Trace, read_instructions
-from remat.runtime.strategies import THRASH_LIMIT, make_strategies
+from remat.runtime.strategies import DTR_HEURISTIC, OPERATORS, THRASH_LIMIT, make_strategies
 from remat.schedule import Schedule
 from remat.simulation import simulate
 
@@ -263,10 +263,11 @@ class Comparison:
         if entry.predicted is None or entry.predicted.outcome not in ("pass", "over"):
             reason = "nothing was predicted" if entry.predicted is None else entry.predicted.note
             raise RematError(f"{entry.strategy} has no timeline at {budget!r}: {reason}")
-        if not entry.strategy.startswith("dtr "):
+        if not entry.strategy.startswith("dtr"):
             raise RematError(f"{entry.strategy} has no timeline; name one of {', '.join(self.strategies)}")
         assert entry.budget_bytes is not None
-        heuristic = self.heuristics.get(entry.strategy, entry.strategy.removeprefix("dtr "))
+        named = DTR_HEURISTIC if entry.strategy == OPERATORS else entry.strategy.removeprefix("dtr ")
+        heuristic = self.heuristics.get(entry.strategy, named)
         if isinstance(heuristic, str) and heuristic not in HEURISTICS:
             raise RematError(f"{entry.strategy} was a function, which a file does not hold; compare again to draw it")
         _, core = self._replay.run(

@@ -21,7 +21,7 @@ from remat.host.progress import Progress
 from remat.report import Report
 from remat.runtime.executor import How
 from remat.runtime.live.context import DTR
-from remat.runtime.strategies import THRASH_LIMIT, Dynamic, Native, Strategy
+from remat.runtime.strategies import THRASH_LIMIT, ByCalls, Dynamic, Native, Strategy
 from remat.schedule import Operation
 
 
@@ -50,7 +50,7 @@ class Row:
         """Whether there is anything to run."""
         if isinstance(self.strategy, Dynamic):
             return self.entry.outcome != "thrash"  # an oom may only be the simulation's, which a run tells quickly
-        return self.strategy is None or isinstance(self.strategy, Native) or self.entry.schedule is not None
+        return isinstance(self.strategy, ByCalls | Native | None) or self.entry.schedule is not None
 
     def rounds(self, repeats: int) -> int:
         """How often it is timed."""
@@ -138,6 +138,9 @@ def _start(bench: Bench, row: Row) -> bool:
     if isinstance(row.strategy, Dynamic):
         assert row.entry.budget_bytes is not None
         how = DTR(row.entry.budget_bytes, row.strategy.heuristic, thrash_limit=THRASH_LIMIT, granularity="operator")
+    if isinstance(row.strategy, ByCalls):
+        assert row.entry.budget_bytes is not None
+        how = DTR(row.entry.budget_bytes, thrash_limit=THRASH_LIMIT)
     with _failures(row):
         row.step = bench.step(how)
     return row.step is not None

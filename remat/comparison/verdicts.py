@@ -69,4 +69,4 @@ def _simplicity(entry: Entry) -> int:
         return _SIMPLE.index(entry.strategy)
     if entry.schedule is not None:
         return len(_SIMPLE)
-    return len(_SIMPLE) + (2 if entry.strategy.startswith("dtr ") else 1)
+    return len(_SIMPLE) + (2 if entry.strategy.startswith("dtr") else 1)

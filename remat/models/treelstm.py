@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +49,23 @@ def parse_tree(source: str, words: int = 128) -> Tree:
     return tree_of(ast.parse(source))
 
 
+class _Cell(nn.Module):
+    """From a node's word and what its children have returned: its hidden and its inner state, (rows, width) each."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gates = nn.Linear(2 * width, 3 * width)
+        self.forget = nn.Linear(2 * width, width)
+
+    def forward(self, value: Tensor, states: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        below = sum((hidden for hidden, _ in states), torch.zeros_like(value))
+        take, give, new = self.gates(torch.cat([value, below], dim=1)).chunk(3, dim=1)
+        cell = torch.sigmoid(take) * torch.tanh(new)
+        for hidden, inner in states:
+            cell = cell + torch.sigmoid(self.forget(torch.cat([value, hidden], dim=1))) * inner
+        return torch.sigmoid(give) * torch.tanh(cell), cell
+
+
 class TreeLSTM(nn.Module):
     """Reads a tree from its leaves up and predicts from the root: a `Tree` to (rows, classes).
 
@@ -61,8 +78,7 @@ class TreeLSTM(nn.Module):
     def __init__(self, words: int = 128, width: int = 64, rows: int = 1, classes: int = 2) -> None:
         super().__init__()
         self.words = nn.Embedding(words, rows * width)
-        self.gates = nn.Linear(2 * width, 3 * width)
-        self.forget = nn.Linear(2 * width, width)
+        self.cell = _Cell(width)
         self.head = nn.Linear(width, classes)
         self.rows, self.width = rows, width
 
@@ -74,10 +90,4 @@ class TreeLSTM(nn.Module):
 
     def _state(self, tree: Tree, values: Iterator[Tensor]) -> tuple[Tensor, Tensor]:
         value = next(values)
-        states = [self._state(child, values) for child in tree.children]
-        below = sum((hidden for hidden, _ in states), torch.zeros_like(value))
-        take, give, new = self.gates(torch.cat([value, below], dim=1)).chunk(3, dim=1)
-        cell = torch.sigmoid(take) * torch.tanh(new)
-        for hidden, inner in states:
-            cell = cell + torch.sigmoid(self.forget(torch.cat([value, hidden], dim=1))) * inner
-        return torch.sigmoid(give) * torch.tanh(cell), cell
+        return self.cell(value, [self._state(child, values) for child in tree.children])

@@ -24,7 +24,7 @@ DASHES = ("-", "--", "-.", ":")
 # Who has which place among the styles; those that are compared most often have the first, which differ in colour.
 _PLACES = (
     "persistent",
-    "h_dtr_eq",
+    "dtr",
     "floating",
     "revolve",
     "chen",
@@ -36,6 +36,8 @@ _PLACES = (
     "checkmate",
     "gradient_checkpointing",
     "torch.compile",
+    "dtr, operators",
+    "h_dtr_eq",
     "h_dtr",
     "h_dtr_local",
     "h_lru",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.errors import UnsupportedModel
+from remat.errors import NoChain, UnsupportedModel
 from remat.profiling.found import FoundChain, FoundStage
 from remat.profiling.preserving import preserved
 from remat.profiling.recording import ModuleCall, Recording, record, saving_nothing
@@ -52,7 +52,8 @@ def find_chain(
             are fused with their neighbour.
 
     Raises:
-        UnsupportedModel: there is no chain, or `stages` do not form one. The message says why.
+        NoChain: there is none. The message says why.
+        UnsupportedModel: `stages` do not form one.
     """
     check_model(model)
     check_sample(sample)
@@ -70,7 +71,7 @@ def locate(
     selector = Selector(written)
     units = selector.choose() if stages is None else _chosen(model, selector, stages)
     if not units:
-        raise UnsupportedModel(_no_chain(model, selector))
+        raise NoChain(_no_chain(model, selector))
     if stages is None:
         units = _fused(selector, _trimmed(selector, units, small), small)
     seconds, total = _timed(model, sample, units)

@@ -74,6 +74,13 @@ class ModelPass(Pass):
         self._kept: list[Any] = []  # what the executor would hold, and what must keep its identity
 
     def run(self, model: nn.Module, call: Arguments, loss: Loss | None) -> None:
+        try:
+            self._run(model, call, loss)
+        finally:  # graphs that are cut off refer back to this, in a way that no garbage collector sees
+            self._kept.clear()
+            self._code = CodeGraph(self.facts)
+
+    def _run(self, model: nn.Module, call: Arguments, loss: Loss | None) -> None:
         self.facts[0].act, self.facts[0].grad = storage_bytes(call), gradient_bytes(call)
         last = len(self.places.stages)
         self._open_outside(1)

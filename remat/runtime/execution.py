@@ -47,6 +47,10 @@ class Execution:
         """Entered around each step, from the beginning of its forward to the end of its backward."""
         return nullcontext()
 
+    def is_warm(self) -> bool:
+        """Whether `warm_up` steps were enough; asked after them, and after each of a few more."""
+        return True
+
     def report(self) -> Report | None:
         """What it says itself of the last step (outcome, evictions, recomputations); None: nothing."""
         return None

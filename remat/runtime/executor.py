@@ -113,5 +113,8 @@ class UnderDTR(Execution):
             with self.dtr:
                 yield
 
+    def is_warm(self) -> bool:
+        return self.dtr.is_routine
+
     def report(self) -> Report:
         return self.dtr.report()

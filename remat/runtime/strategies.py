@@ -16,9 +16,13 @@ from remat.solvers.base import Solver
 from remat.solvers.floating import Floating, is_quick
 
 OPTIONS = ", options"  # behind the name of a planner: with the options of stages, which are not in the papers
-DEFAULTS = ("store_all", "sequential", "chen", "revolve", "persistent", "floating", f"persistent{OPTIONS}", "dtr")
+DTR, OPERATORS = "dtr", "dtr, operators"  # by calls, as it chooses itself; operator by operator
+DEFAULTS = (
+    *("store_all", "sequential", "chen", "revolve", "persistent", "floating", f"persistent{OPTIONS}"),
+    *(DTR, OPERATORS),
+)
 THRASH_LIMIT = 5.0  # times the program's own time: what DTR takes above that is thrashing, whose extent is no news
-DTR_HEURISTIC = DEFAULT  # what "dtr" alone stands for
+DTR_HEURISTIC = DEFAULT  # of DTR operator by operator, where none is named
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,15 @@ class Static:
 
 
 @dataclass(frozen=True)
+class ByCalls:
+    """DTR by calls, which is known by running it only."""
+
+    name: str = DTR
+
+
+@dataclass(frozen=True)
 class Dynamic:
-    """DTR with a heuristic."""
+    """DTR operator by operator, with a heuristic."""
 
     name: str
     heuristic: str | Heuristic
@@ -45,7 +56,7 @@ class Native:
     execution: Execution
 
 
-Strategy: TypeAlias = Static | Dynamic | Native
+Strategy: TypeAlias = Static | ByCalls | Dynamic | Native
 CHECKPOINTING = "gradient_checkpointing"
 BLOCKS, SELECTIVE = "block_checkpointing", "selective_checkpointing"
 COMPILE = "torch.compile"
@@ -56,10 +67,10 @@ def make_strategies(wanted: Sequence[str | Solver | Execution | Callable] | None
     """The strategies of these names, or the default ones.
 
     Args:
-        wanted: names of planners, also with ", options" behind them, `Solver` objects, "dtr", names of heuristics,
-            functions that are heuristics; "gradient_checkpointing", which is the library's own; "block_checkpointing"
-            and "selective_checkpointing", which are PyTorch's, of every block; "torch.compile", several values of its
-            `activation_memory_budget`, or "torch.compile@0.3", one; `Execution` objects.
+        wanted: names of planners, also with ", options" behind them, `Solver` objects, "dtr", "dtr, operators", names
+            of heuristics, functions that are heuristics; "gradient_checkpointing", which is the library's own;
+            "block_checkpointing" and "selective_checkpointing", which are PyTorch's, of every block; "torch.compile",
+            several values of its `activation_memory_budget`, or "torch.compile@0.3", one; `Execution` objects.
         slots: memory units of the dynamic programs.
 
     Raises:
@@ -116,13 +127,18 @@ def _make(item: str | Solver | Callable, slots: int) -> Strategy:
         base = item.removesuffix(OPTIONS)
         solver = make_solver(base, slots=slots, options=item.endswith(OPTIONS) or base == "fastest")
         return Static(item, solver)
+    if item == DTR:
+        return ByCalls()
+    if item == OPERATORS:
+        return Dynamic(OPERATORS, DTR_HEURISTIC)
     if isinstance(item, str):
-        heuristic = DTR_HEURISTIC if item == "dtr" else item.removeprefix("dtr ")
+        heuristic = item.removeprefix("dtr ")
         if heuristic not in HEURISTICS:
             names = (
                 *SOLVERS,
                 *(f"{name}{OPTIONS}" for name in ("persistent", "floating", "ilp")),
-                "dtr",
+                DTR,
+                OPERATORS,
                 *HEURISTICS,
                 CHECKPOINTING,
                 BLOCKS,

@@ -109,7 +109,9 @@ class Block:
         self._choose()
         if self._observation is not None and self.outcome in ("pass", "over"):
             ways = self._observation.ways(self.ledger.budget)
-            if ways is not None:
+            if ways is not None and (
+                ways.modules or self._saving.was_asked
+            ):  # a forward alone does not tell there are none
                 remember((self._place, self.budget), ways)
         self._warn()
 

@@ -108,24 +108,54 @@ class DTR:
         self.thrash_limit = thrash_limit
         self.costs = costs
         self.reserved_bytes = 0  # of the budget, for what the block does not allocate itself
+        self.where: Hashable = None  # the key of what is learned, where it is not a place in the program
         self._options = {"sampling": sampling, "skip_small": skip_small, "seed": seed}
         self._block: Block | UnitsBlock | None = None
         self._place: Hashable = None
 
     def __enter__(self) -> DTR:
         refuse_inside()
-        here = place()
+        ways = self._begin_at(self.where or place())
+        if ways:
+            self._block = self._by_calls(ways)
+            self._block.enter()
+        else:
+            self._block = self._by_operators(observes=self.granularity == "calls")
+        return self
+
+    def _begin_at(self, here: Hashable) -> Sequence[Ways]:
+        """Takes the heuristic for blocks there; returns the units, where there are any."""
+        self._place = here
         if self.chooses:
             self._heuristic = self.name = heuristic_at((here, self.budget))
             self.heuristic = make_heuristic(self.name)
-        self._place = here
-        by_calls = self.granularity == "calls"
-        ways = ways_at((here, self.budget)) if by_calls else []
-        if any(each.modules for each in ways):
-            self._block = self._by_calls(ways)
-        else:
-            self._block = self._by_operators(observes=by_calls)
-        return self
+        ways = ways_at((here, self.budget)) if self.granularity == "calls" else []
+        return ways if any(each.modules for each in ways) else []
+
+    def block_for(self, root: nn.Module, reserved_bytes: int) -> UnitsBlock | None:
+        """A block by calls in which this model runs; whoever asks for it begins and ends it. None where it has no
+        units that fit."""
+        ways = [each for each in self._begin_at(self.where) if each.begins_with(root) and each.modules]
+        if not ways:
+            return None
+        self.reserved_bytes = reserved_bytes
+        self._block = block = self._by_calls(ways)
+        block.begin_with(root)
+        return block
+
+    @property
+    def runs_by_calls(self) -> bool:
+        """Whether the last block did."""
+        return isinstance(self._block, UnitsBlock)
+
+    @property
+    def is_routine(self) -> bool:
+        """Whether later blocks will not run in another way: the last one ran by calls that were all known, or there are
+        none that could be units."""
+        if isinstance(self._block, UnitsBlock):
+            return self._block.is_routine
+        known = ways_at((self._place, self.budget))
+        return self.granularity != "calls" or (bool(known) and not any(each.modules for each in known))
 
     def _by_operators(self, *, observes: bool, root: nn.Module | None = None) -> Block:
         block = Block(
@@ -147,7 +177,7 @@ class DTR:
         def other_model(root: nn.Module) -> None:
             self._block = self._by_operators(observes=True, root=root)
 
-        block = UnitsBlock(
+        return UnitsBlock(
             self.budget,
             self.heuristic,
             self.thrash_limit,
@@ -158,8 +188,6 @@ class DTR:
             by_model=self.costs == "model",
             other_model=other_model,
         )
-        block.enter()
-        return block
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

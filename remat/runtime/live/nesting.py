@@ -11,9 +11,14 @@ from remat.errors import RematError
 _running = threading.local()
 
 
+def is_running() -> bool:
+    """Whether a block runs in this thread."""
+    return getattr(_running, "block", False)
+
+
 def refuse_nested() -> None:
     """Raises RematError where a block runs in this thread."""
-    if getattr(_running, "block", False):
+    if is_running():
         raise RematError(
             "a DTR block inside another one: there is one budget for a thread; leave the outer block first"
         )

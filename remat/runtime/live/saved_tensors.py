@@ -15,6 +15,7 @@ class Saving:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self.was_asked = False  # for anything that was saved, as backwards do
 
     def pack(self, tensor: Tensor) -> Saved | SavedConstant:
         """What autograd is to keep for `tensor`."""
@@ -31,6 +32,7 @@ class Saving:
 
     def unpack(self, saved: Saved | SavedConstant) -> Tensor:
         """The tensor again."""
+        self.was_asked = True
         if isinstance(saved, SavedConstant):
             if saved.version is not None and saved.tensor._version != saved.version:
                 raise RuntimeError(

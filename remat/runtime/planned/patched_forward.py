@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from threading import get_ident
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -17,6 +17,17 @@ from remat.runtime.patching import Forward, beyond_compiler, intercepted
 from remat.runtime.planned.forward_run import Executor, Lock
 
 
+class Runs(Protocol):
+    """Runs forwards of a model: an executor, or steps under DTR.
+
+    Args:
+        forward: the model's own.
+        left: called with the reason where it runs as plain PyTorch.
+    """
+
+    def run(self, forward: Forward, args: Any, kwargs: Any, left: Callable[[str], None]) -> Any: ...
+
+
 class PatchedForward:
     """Stands in for the forward of a model, until `remove`; the model stays the same object of the same class.
 
@@ -24,18 +35,21 @@ class PatchedForward:
         choose: what runs a call with these arguments; None: the model's own forward.
         lock: the one of the executors that are chosen.
         other_path: "warn" once where a forward takes another path than the chain's, or "error".
+        ended: called when the model has its own forward again.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        choose: Callable[[tuple[Any, ...], dict[str, Any]], Executor | None],
+        choose: Callable[[tuple[Any, ...], dict[str, Any]], Runs | None],
         lock: Lock | None = None,
         *,
         other_path: str = "warn",
+        ended: Callable[[], None] = lambda: None,
     ) -> None:
         check_other_path(other_path)
         refuse_patched(model)
+        self.ended = ended
         self.model, self.choose, self.other_path = model, choose, other_path
         self._runs_in: int | None = None  # the thread in which the model's own forward runs
         self._lock = lock or Lock()
@@ -66,7 +80,8 @@ class PatchedForward:
             self.model.__dict__["forward"] = around
 
     def remove(self) -> None:
-        """Gives the model its own forward back."""
+        """Gives the model its own forward back, and calls `ended`."""
+        self.ended()
         self.standing_in = False  # also where something else has been put around this forward since
         if isinstance(self.model.__dict__.get("forward"), _Patch):
             if self._before is None:

@@ -6,13 +6,13 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack
 
 from remat.errors import OutOfBudget, OverBudgetWarning, Thrashing
 from remat.formatting import format_bytes
@@ -28,7 +28,7 @@ from remat.runtime.live.limits import Limits
 from remat.runtime.live.nesting import alone_in_its_thread
 from remat.runtime.live.units.call import UnitCall
 from remat.runtime.live.units.choosing import Ways
-from remat.runtime.live.units.counting import Counting, inner_peak
+from remat.runtime.live.units.counting import Counting, inner_peak, with_seconds
 from remat.runtime.live.units.course import Course, Kind, course_at, remember
 from remat.runtime.live.units.pool import Pool
 from remat.runtime.live.units.state import State
@@ -81,6 +81,9 @@ class UnitsBlock:
         self._thread = threading.get_ident()
         self._watching = self._in_call = False
         self._recorded_calls = 0
+        self._stays = False  # inside is less than the block
+        self._turn = 0  # how many times a part of the program was run inside
+        self._ahead: dict[int, weakref.ref[UnitCall]] = {}  # by turn, of those whose backward has not begun, a call
         self._code = {module: Code(module) for module in self._modules}
         self.outcome = "pass"
         self._peak = 0
@@ -100,17 +103,56 @@ class UnitsBlock:
     def enter(self) -> None:
         """Begins; leaves nothing behind where that fails."""
         with ExitStack() as stack:
+            stack.enter_context(self.inside())
+            hook = torch.nn.modules.module.register_module_forward_pre_hook(self._first_called)
+            self._first = hook
+            stack.callback(hook.remove)
+            self._inside = stack.pop_all()
+
+    def begin_with(self, root: nn.Module) -> None:
+        """Begins a block in which this model is called, and runs `inside`.
+
+        What is not known is watched until a backward is over, or until `exit`.
+        """
+        self._stays = True
+        self._used = next((each for each in self._ways if each.begins_with(root)), None)
+        self._root = weakref.ref(root)
+        self._course.know(course_at((self._place, self.budget, self._root)))
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Inside, calls of units are run as such, and code that is not known is watched."""
+        self._turn += 1
+        with ExitStack() as stack:
             stack.enter_context(alone_in_its_thread())
             configs = [config for module in self._modules for config in configs_with_caches(module)]
             stack.enter_context(caches_off(list({id(config): config for config in configs}.values())))
             stack.enter_context(blocks_as_written())  # no dispatcher sees what compiled code allocates
             stack.enter_context(intercepted(self._modules, self._called))
-            hook = torch.nn.modules.module.register_module_forward_pre_hook(self._first_called)
-            self._first = hook
-            stack.callback(hook.remove)
-            self._watch(True)
-            self._inside = stack.pop_all()
-        self._began = time.perf_counter()
+            self._mode.rests = False
+            self._watch(not self._course.follows)
+            self._began = self._began or time.perf_counter()
+            yield
+            if self._course.follows:
+                self._watch(False)
+
+    def _rest(self) -> None:
+        """A backward is over. The mode does nothing from now on; it can be left where it was entered only."""
+        self._mode.rests = True
+
+    def _sees(self) -> bool:
+        """Whether operators of this thread are counted now."""
+        return not self._mode.rests and self._mode in _get_current_dispatch_mode_stack()
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the backward of anything that was run inside is still to begin."""
+        return any(reference() is not None for reference in self._ahead.values())
+
+    @property
+    def is_routine(self) -> bool:
+        """Whether all of it was known, so that others like it will take no less memory or time."""
+        return self.has_ended and not self._recorded_calls and self._course.follows
 
     def _first_called(self, module: nn.Module, _: Any) -> None:
         """The first call of a module tells which model runs."""
@@ -123,22 +165,23 @@ class UnitsBlock:
             self._other_model(module)
             return
         self._root = weakref.ref(module)
-        self._course.know(course_at((self._place, self._root)))
+        self._course.know(course_at((self._place, self.budget, self._root)))
 
     def _leave(self) -> None:
         self._watch(False)
         self._inside.close()
         self._pool.close()
+        self._ahead.clear()
         self._seconds = max(time.perf_counter() - self._began, 1e-9)
 
     def exit(self, error: BaseException | None) -> None:
         """Ends: what the program still holds is in memory, or made again when it is asked for."""
-        self._course.end()
+        self._course.end(watched=self._sees() or self._mode.rests)
         self._leave()
         if error is not None:
             self.outcome = next((name for kind, name in _OUTCOMES.items() if isinstance(error, kind)), "error")
         elif self._root is not None:
-            remember((self._place, self._root), self._course.segments)
+            remember((self._place, self.budget, self._root), self._course)
         self._peak = self._pool.account.peak
         if self._peak > self._ledger.budget and self.outcome == "pass":
             self.outcome = "over"
@@ -177,11 +220,13 @@ class UnitsBlock:
             unit = units[key] = Unit(code)
         known = unit.tape is not None
         expected = self._course.expects(Kind.FORWARD, unit) if known else None
-        self._course.begin(Kind.FORWARD, unit, expected)
+        self._course.begin(Kind.FORWARD, unit, expected, watched=self._sees())
         more = unit.forward_bytes if expected is None else expected.rise
         pool.room(unit.name, more + unit.working_bytes)
         self._course.ready()
         call = UnitCall(pool, code, unit, forward, args, kwargs)
+        call.turn = self._turn
+        self._ahead[self._turn] = call.row.call
         for number in unit.writes:
             given = call.given()[number]
             call.inputs[number].seen = None  # it does not read it again
@@ -202,7 +247,7 @@ class UnitsBlock:
         pool.made(call)
         self._hook(call, found)
         after = self._course.expects(Kind.AFTER, unit) if expected is not None else None
-        self._course.begin(Kind.AFTER, unit, after)
+        self._course.begin(Kind.AFTER, unit, after, watched=self._sees())
         if after is None:
             self._watch(True)
         elif after.rise:
@@ -224,10 +269,11 @@ class UnitsBlock:
             trail, self._mode.trail = self._mode.trail, None
         recorder.returned(output)
         recorder.ended()
+        recorder.tape.operators[:] = with_seconds(recorder.tape.operators, trail)
         unit.learn(recorder.tape)
         unit.kept = unit.kept or state.changed()
         call.recorded()
-        survivors = frozenset(id(counted) for _, made in trail for counted in made if counted.piece is not None)
+        survivors = frozenset(id(counted) for seen in trail for counted in seen.made if counted.piece is not None)
         unit.inner_bytes = inner_peak(trail, start, survivors) + unit.working_bytes
         return output
 
@@ -242,8 +288,11 @@ class UnitsBlock:
     def _backward(self, call: UnitCall) -> None:
         """The backward of a call is about to begin."""
         pool, unit = self._pool, call.unit
+        self._ahead.pop(call.turn, None)
         expected = self._course.expects(Kind.BACKWARD, unit)
-        self._course.begin(Kind.BACKWARD, unit, expected)
+        self._course.begin(Kind.BACKWARD, unit, expected, watched=self._sees())
+        if self._stays and self._watching and not self._mode.rests:
+            torch.autograd.Variable._execution_engine.queue_callback(self._rest)
         more = unit.backward_bytes if expected is None else expected.rise
         waiting = call.waiting() if pool.has_evicted or pool.account.memory + more > pool.budget else ()
         spent = unit.model_backward_nanoseconds if pool.by_model else unit.backward_nanoseconds

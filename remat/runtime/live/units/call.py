@@ -217,6 +217,7 @@ class UnitCall:
 
     Attributes:
         pool: of the block that it was made in.
+        turn: of that block.
         pieces: what it has made, by number on the tape.
     """
 
@@ -242,6 +243,7 @@ class UnitCall:
         self._numbers = {}
         self._saved = unit.saved
         self._recorder: Recorder | None = None
+        self.turn = 0
         self.varied = False  # it does something else than was recorded
         self.row = Row(self)
         self._environment: FirstRun | None = None
@@ -437,7 +439,7 @@ class UnitCall:
                 continue
             if value.storage in wanted:
                 dropped.append(number)  # whether its slot is still there or not
-            elif self._kept(number) is None:
+            elif not self._is_kept(value.storage):
                 gone.append(number)
         unsaved = frozenset(wanted) - {tape.saved[number].storage for number in dropped}
         parts = unit.parts(frozenset(dropped), frozenset(gone), unsaved)
@@ -467,6 +469,10 @@ class UnitCall:
             piece = self.inputs[number].piece
             if piece is not None and self.inputs[number].there() is None:
                 self.pool.revive(piece)
+
+    def _is_kept(self, storage: int) -> bool:
+        piece = self.piece(storage)
+        return piece is not None and not piece.changes and piece.content() is not None
 
     def _kept(self, number: int) -> torch.Tensor | None:
         assert self.unit.tape is not None

@@ -81,15 +81,15 @@ class Observation:
     def ways(self, budget: int) -> Ways | None:
         """Modules whose calls may be units, in several ways: at first the largest that should fit into the budget.
 
-        None where no model was observed.
+        None where no model was observed, or none left anything behind, as where a forward has no backward.
         """
-        if not self._roots:
-            return None
         lives = _Lives(self._ledger)
         # Others are made for one call, as some losses are.
         lasting = {part for node in self._roots for part in node.module.modules()}
         for root in self._roots:
             lives.count(root)
+        if not any(root.kept for root in self._roots):
+            return None
         sizes = sorted({size for root in self._roots for size in _sizes(root)}, reverse=True)
         found: list[tuple[int, list[nn.Module]]] = []
         for largest in sizes[:: max(len(sizes) // _TRIED, 1)]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from remat.runtime.calls.tape import Operator
 from remat.runtime.live.costs import SHARED, Knowledge, observe
 from remat.runtime.live.operator_calls import device_among
 from remat.runtime.live.schemas import Traits, tensors_in, traits_of
@@ -18,20 +19,39 @@ from remat.runtime.live.units.account import Counted
 from remat.runtime.live.units.pool import Pool
 from remat.runtime.live.versions import storage_of
 
+_NEAR = 16  # operators of a trail that may be none of the tape
+
+
+class Seen(NamedTuple):
+    """An operator of a call that is recorded.
+
+    Attributes:
+        level: bytes of code outside at its peak.
+        made: entries of the storages that it has made.
+        nanoseconds: of its kernel, the least that operators of this look have taken.
+    """
+
+    function: Any
+    level: int
+    made: list[Counted]
+    nanoseconds: int
+
 
 class Counting(TorchDispatchMode):
     """Entered around what is not known.
 
     Attributes:
-        trail: while a call is recorded: for each operator the bytes of code outside at its peak, and what it has made.
+        trail: while a call is recorded, what was seen of it.
         first_calls: how many operators were called for the first time.
+        rests: it does nothing.
     """
 
     def __init__(self, pool: Pool, knowledge: Knowledge = SHARED) -> None:
         super().__init__()
         self._pool, self._knowledge = pool, knowledge
-        self.trail: list[tuple[int, list[Counted]]] | None = None
+        self.trail: list[Seen] | None = None
         self.first_calls = 0
+        self.rests = False
         self._outside = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
     @classmethod
@@ -44,7 +64,7 @@ class Counting(TorchDispatchMode):
         kwargs = kwargs or {}
         pool = self._pool
         traits = traits_of(function)
-        if traits.is_view or pool.replaying:
+        if traits.is_view or pool.replaying or self.rests:
             return function(*args, **kwargs)
         key, given, device = _key_of(traits, function, args, kwargs)
         facts = self._knowledge.facts.get(key)
@@ -83,7 +103,7 @@ class Counting(TorchDispatchMode):
                 )
         account.reached(scratch)
         if self.trail is not None:
-            self.trail.append((account.others + scratch, made))
+            self.trail.append(Seen(function, account.others + scratch, made, facts.nanoseconds))
         return result
 
 
@@ -131,7 +151,7 @@ def _take(value: Any, is_scalar: bool, key: list[Any], floats: list[Any], given:
         key.append(value)
 
 
-def inner_peak(trail: Sequence[tuple[int, list[Counted]]], start: int, survivors: frozenset[int]) -> int:
+def inner_peak(trail: Sequence[Seen], start: int, survivors: frozenset[int]) -> int:
     """The most that a recorded call took besides what outlives it.
 
     Args:
@@ -139,7 +159,23 @@ def inner_peak(trail: Sequence[tuple[int, list[Counted]]], start: int, survivors
         survivors: `id`s of the entries of what outlives it.
     """
     kept, most = 0, 0
-    for level, made in trail:
-        kept += sum(counted.size for counted in made if id(counted) in survivors)
-        most = max(most, level - start - kept)
+    for seen in trail:
+        kept += sum(counted.size for counted in seen.made if id(counted) in survivors)
+        most = max(most, seen.level - start - kept)
     return most
+
+
+def with_seconds(operators: Sequence[Operator], trail: Sequence[Seen]) -> list[Operator]:
+    """The operators of a tape with the time of their kernels, apart from what recording took.
+
+    Views, which the trail leaves out, take none. It also has what hooks and the copies of an environment have called.
+    """
+    found, rest = [], 0
+    for operator in operators:
+        seconds = 0.0 if operator.is_view else operator.seconds
+        near = range(rest, min(rest + _NEAR, len(trail)))
+        position = next((at for at in near if trail[at].function is operator.function), None)
+        if position is not None and not operator.is_view:
+            seconds, rest = min(seconds, 1e-9 * trail[position].nanoseconds), position + 1
+        found.append(operator._replace(seconds=seconds))
+    return found

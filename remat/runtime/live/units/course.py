@@ -38,12 +38,14 @@ class Course:
     Attributes:
         follows: whether so far all is as it was: then what code outside takes need not be watched.
         segments: of this block.
+        is_whole: whether all of it was either known or watched.
     """
 
     def __init__(self, account: Account) -> None:
         self._account = account
         self._known: list[Segment] | None = None
         self.follows = self._may_follow = False
+        self.is_whole = True
         self.segments: list[Segment] = [Segment(Kind.START, None)]
         self._start = account.memory
 
@@ -64,8 +66,8 @@ class Course:
         self._may_follow = False
         return None
 
-    def begin(self, kind: Kind, unit: Unit, expected: Segment | None) -> None:
-        """An event."""
+    def begin(self, kind: Kind, unit: Unit, expected: Segment | None, *, watched: bool) -> None:
+        """An event; `watched`: whether what came before it was."""
         account = self._account
         position = len(self.segments)
         last = self.segments[-1]
@@ -74,9 +76,14 @@ class Course:
             before = self._known[position - 1]
             account.others = before.others
             last.rise, last.others = before.rise, before.others
+            if expected is None and kind is Kind.BACKWARD:  # it is not watched, since its forward was known: a guess
+                account.others = max(segment.others for segment in self._known)
         else:
             last.rise, last.others = account.top - self._start, account.others
-            self._learn(last)
+            if watched or last.kind is Kind.FORWARD:  # of a call that is known, or was recorded
+                self._learn(last)
+            else:
+                self.is_whole = False
         self.follows = expected is not None
         self.segments.append(expected if expected is not None else Segment(kind, unit))
 
@@ -85,11 +92,12 @@ class Course:
         self._account.begin_segment()
         self._start = self._account.memory
 
-    def end(self) -> None:
-        """The block is over."""
+    def end(self, *, watched: bool) -> None:
+        """The block is over; `watched`: whether what came before was."""
         last = self.segments[-1]
         if not self.follows:
             last.rise, last.others = self._account.top - self._start, self._account.others
+            self.is_whole = self.is_whole and watched
 
     def _learn(self, segment: Segment) -> None:
         unit = segment.unit
@@ -110,9 +118,11 @@ def course_at(place: Hashable) -> list[Segment] | None:
     return _courses.get(place)
 
 
-def remember(place: Hashable, segments: list[Segment]) -> None:
-    """For later blocks at that place."""
+def remember(place: Hashable, course: Course) -> None:
+    """For later blocks at that place; where not all of it was watched, the next one begins to watch."""
     _courses.pop(place, None)
-    _courses[place] = segments
+    if not course.is_whole:
+        return
+    _courses[place] = course.segments
     while len(_courses) > _MOST:
         del _courses[next(iter(_courses))]

@@ -1,0 +1,268 @@
+"""`remat.fit` where no plan of chains is possible: steps of the model under DTR by calls, with no block around them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.errors import InfeasibleBudget, UnsupportedModel
+from remat.runtime.live.steps import Steps
+from remat.runtime.meter import MemoryMeter
+from remat.runtime.planned.patched_forward import patched_forward_of
+
+
+@pytest.fixture(autouse=True)
+def _no_mode_is_left() -> Iterator[None]:
+    """Steps that are not known are watched until the next one, or until the model is gone."""
+    yield
+    gc.collect()
+    assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
+
+
+class Dense(nn.Module):
+    """Every layer reads what all before it have made, so no chain has much of the memory."""
+
+    def __init__(self, width: int = 32, layers: int = 10) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear((n + 1) * width, 4 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * width, width)
+            )
+            for n in range(layers)
+        )
+
+    def forward(self, x: torch.Tensor, layers: int = 10) -> torch.Tensor:
+        made = [x]
+        for layer in self.layers[:layers]:
+            made.append(layer(torch.cat(made, 1)))
+        return torch.cat(made, 1).square().mean()
+
+
+def _peak(step: Any) -> int:
+    meter = MemoryMeter(torch.device("cpu"))
+    with meter.session(), meter.region():
+        step()
+    (region,) = meter.regions
+    return region.peak_bytes - region.start_bytes
+
+
+def _fitted(share: float = 0.6) -> tuple[Dense, Dense, torch.Tensor, int]:
+    """A model that trains by calls, one that does not, a sample, and what a plain step takes without gradients."""
+    torch.manual_seed(0)
+    model, x = Dense(), torch.randn(256, 32)
+    plain = copy.deepcopy(model)
+    for parameter in plain.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    most = _peak(lambda: plain(x).backward())
+    for parameter in plain.parameters():
+        parameter.grad = None
+    remat.fit(model, x, int(share * most), quiet=True)
+    assert isinstance(_steps_of(model), Steps)
+    return model, plain, x, int(share * most)
+
+
+def _steps_of(model: nn.Module) -> Any:
+    patch = patched_forward_of(model)
+    assert patch is not None
+    return patch.choose((), {})
+
+
+def _equal(model: nn.Module, plain: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def _same_gradients(model: nn.Module, plain: nn.Module) -> bool:
+    pairs = [(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True)]
+    return all((a is None and b is None) or torch.equal(a, b) for a, b in pairs)
+
+
+def test_it_trains_to_the_bit_within_the_limit() -> None:
+    model, plain, x, limit = _fitted()
+    optimisers = [torch.optim.Adam(each.parameters()) for each in (model, plain)]
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    evicted = 0
+    for number in range(6):
+        x = torch.randn_like(x)
+        for each, optimiser in zip((model, plain), optimisers, strict=True):
+            optimiser.zero_grad()  # gradients come anew, on top of the limit
+            torch.manual_seed(number)
+
+            def step(each: nn.Module = each, x: torch.Tensor = x) -> None:
+                each(x).backward()
+
+            taken = _peak(step)
+            optimiser.step()
+            if each is model:
+                assert taken + x.nbytes <= limit + gradients
+        assert _equal(model, plain)
+        evicted += _steps_of(model)._block.report("").evictions
+    assert evicted
+
+
+def test_it_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    model, x = Dense(), torch.randn(256, 32)
+    remat.fit(model, x, 0.6)
+    said = capsys.readouterr().err
+    assert "in this Dense, so it trains under DTR by calls within" in said
+    assert "of the" in said and "x the time" in said
+
+
+def test_other_lengths_and_inputs_are_learned_on_the_way() -> None:
+    model, plain, x, _ = _fitted(0.6)
+    for number, (rows, steps) in enumerate([(256, 10), (128, 7), (128, 7), (256, 5), (200, 10), (256, 10)]):
+        given = x[:rows].clone()
+        for each in (model, plain):
+            torch.manual_seed(number)
+            each(given, steps).backward()
+    assert _same_gradients(model, plain)
+
+
+def test_two_forwards_before_a_backward_share_a_limit() -> None:
+    model, plain, x, limit = _fitted(0.8)
+    for number in range(4):
+        for each in (model, plain):
+            torch.manual_seed(number)
+            (each(x, 5) + each(2 * x, 5)).backward()
+    block = _steps_of(model)._block
+    assert block._turn == 2
+    assert _same_gradients(model, plain)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def step() -> None:
+        (model(x, 5) + model(2 * x, 5)).backward()
+
+    for _ in range(3):
+        step()
+    assert _peak(step) <= limit
+
+
+def test_forwards_without_a_backward_exceptions_and_backwards_of_their_own() -> None:
+    model, plain, x, _ = _fitted()
+    kept = []
+    for number in range(5):
+        for each in (model, plain):
+            torch.manual_seed(number)
+            with torch.no_grad():
+                each(x)
+            kept.append(each(x))  # never run backward
+            with pytest.raises(RuntimeError):
+                each(torch.randn(4, 3))
+            out = each(x)
+            out.backward(retain_graph=True)
+            out.backward()
+            each.eval()
+            kept.append(each(x))
+            each.train()
+    del kept
+    assert _same_gradients(model, plain)
+
+
+def test_a_backward_that_fails_does_no_harm_to_later_steps() -> None:
+    model, plain, x, _ = _fitted()
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("on purpose")
+
+    for number, layers in enumerate((10, 7, 9)):
+        hook = model.layers[0][0].weight.register_hook(fail)
+        with pytest.raises(ValueError, match="on purpose"):
+            model(x, layers).backward()
+        hook.remove()
+        model.zero_grad()
+        plain.zero_grad()
+        for each in (model, plain):
+            torch.manual_seed(number)
+            each(x, layers).backward()
+        assert _same_gradients(model, plain)
+
+
+def test_what_is_known_is_not_watched() -> None:
+    model, _, x, _ = _fitted()
+    for layers in (10, 10, 6, 6, 6, 10, 10, 10):
+        model(x, layers).backward()
+    block = _steps_of(model)._block
+    assert block._course.follows
+    assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
+    model(x, 8).backward()  # its forward begins as the one before
+    model(x, 8).backward()  # is watched, until the next step, or
+    assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 1
+    remat.remove(model)
+    assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
+
+
+def test_it_can_be_removed_fitted_again_copied_and_let_go() -> None:
+    model, plain, x, limit = _fitted()
+    model(x).backward()
+    model.zero_grad()
+    remat.fit(model, x, 2 * limit, quiet=True)  # another way in its place
+    twin = copy.deepcopy(model)
+    assert patched_forward_of(twin) is None
+    torch.manual_seed(1)
+    twin(x).backward()
+    assert remat.remove(model) is model and "forward" not in model.__dict__
+    torch.manual_seed(1)
+    model(x).backward()
+    torch.manual_seed(1)
+    plain(x).backward()
+    for each in (twin, model):
+        assert _same_gradients(each, plain)
+    remat.fit(model, x, limit, quiet=True)
+    model(x).backward()
+    there = weakref.ref(model)
+    del model, each
+    gc.collect()
+    assert there() is None
+
+
+def test_inside_a_block_of_the_program_that_one_counts() -> None:
+    model, plain, x, limit = _fitted()
+    with remat.DTR(limit) as dtr:
+        torch.manual_seed(0)
+        model(x).backward()
+    assert dtr.report().outcome == "pass"
+    torch.manual_seed(0)
+    plain(x).backward()
+    assert _same_gradients(model, plain)
+
+
+def test_too_small_a_limit_names_one_that_works() -> None:
+    model, x = Dense(), torch.randn(256, 32)
+    with pytest.raises(InfeasibleBudget) as caught:
+        remat.fit(model, x, 0.2, quiet=True)
+    assert "forward" not in model.__dict__
+    assert all(parameter.grad is None for parameter in model.parameters())
+    remat.fit(model, x, caught.value.minimum, quiet=True)
+    model(x).backward()
+
+
+def test_code_between_modules_is_left_to_blocks() -> None:
+    class Formula(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(torch.randn(32, 32) / 6 for _ in range(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for weight in self.weights:
+                x = torch.tanh(x @ weight) + x
+            return x
+
+    with pytest.raises(UnsupportedModel, match=r"granularity='operator'"):
+        remat.fit(Formula(), torch.randn(64, 32), 0.5, quiet=True)
+
+
+def test_profiles_of_models_with_code_between_stages_let_go_of_them() -> None:
+    model, x = Dense(), torch.randn(256, 32)
+    remat.profile(model, x)
+    there = weakref.ref(model)
+    del model
+    gc.collect()
+    assert there() is None
