@@ -91,7 +91,7 @@ EVICTED, RELEASED, RECOMPUTED, BANISH, COMPUTED = range(5)
 ) = range(34)
 SCALARS = 34
 
-COMPUTE, KEEP, PIN, RELEASE, LOCK, UNLOCK, DROP, HOLD, FORGET = range(9)  # instructions
+COMPUTE, KEEP, PIN, RELEASE, LOCK, UNLOCK, DROP, HOLD, FORGET, EVICT = range(10)  # instructions
 EAGER, BANISHING, IGNORING = range(3)  # what a dropped reference does
 DONE, OUT_OF_MEMORY, THRASHING, CHOOSE, GROW, PAUSE = range(6)  # answers of `advance`
 PACE = 2000  # steps of materialisations between two pauses
@@ -886,6 +886,9 @@ def _materialise(state):
         while frames[frame, MISSING] < frames[frame, MISSING_END]:
             used = edges[missing[frames[frame, MISSING]], USED]
             if not tensors[used, DEFINED]:
+                if state.storages[tensors[used, STORAGE], BANISHED]:  # by FORGET: nothing can make it any more
+                    scalars[NEEDED] = scalars[MEMORY]
+                    return OUT_OF_MEMORY
                 _begin(used, 1, state)
                 waits = True
                 break
@@ -943,6 +946,10 @@ def advance(instructions, state):
             s[tensors[what, STORAGE], REFS] += 1
         elif kind == FORGET:
             _forget(tensors[what, STORAGE], state)
+        elif kind == EVICT:
+            if s[tensors[what, STORAGE], SLOT] >= 0:  # what is locked, or gone, stays as it is
+                scalars[EVICTIONS] += 1
+                _evict(tensors[what, STORAGE], EVICTED, state)
         elif kind == HOLD:
             s[tensors[what, STORAGE], FLAGS] |= HELD
         elif kind == DROP:

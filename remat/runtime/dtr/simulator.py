@@ -17,7 +17,8 @@ from remat.report import Moment, Report
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.core import DEALLOCATIONS, NO_LIMIT, Core
 from remat.runtime.dtr.graph import CompiledTrace, Graph, compile_trace
-from remat.runtime.dtr.heuristics import DEFAULT, Heuristic, make_heuristic
+from remat.runtime.dtr.heuristics import DEFAULT, HEURISTICS, Heuristic, make_heuristic
+from remat.runtime.dtr.learning import LEARNED, Learned, Lives, learn, with_evictions, without_evictions
 from remat.runtime.dtr.trace import REPLAY, Trace
 
 _OUTCOMES = {k.DONE: "pass", k.OUT_OF_MEMORY: "oom", k.THRASHING: "thrash"}
@@ -58,6 +59,10 @@ class Replay:
     @cached_property
     def baseline(self) -> Baseline:
         program = self.program("banish")
+        if program.held:  # of remat: references may come back to what was let go of, which banishing does not know
+            lives = Lives(program.graph, program.instructions)
+            bottleneck = program.graph.bottleneck_bytes()
+            return Baseline(max(lives.needs, default=0), program.constant_bytes, bottleneck, lives.nanoseconds)
         core = Core(program.graph, NO_LIMIT, make_heuristic("h_lru"), deallocation="banish")
         core.run(program.instructions)
         bottleneck = program.graph.bottleneck_bytes()
@@ -84,7 +89,14 @@ class Replay:
         size = resolve_budget(budget, self.baseline.peak_bytes)
         program = self.program(deallocation)
         most_again = min(int(self.baseline.nanoseconds * (thrash_limit - 1)), NO_LIMIT)
-        chosen = make_heuristic(heuristic)
+        instructions = program.instructions
+        chosen: Heuristic
+        if isinstance(heuristic, str) and heuristic == LEARNED:
+            learned = self.learned(size, most_again=most_again, deallocation=deallocation)
+            instructions = with_evictions(without_evictions(instructions), learned.evictions if learned else ())
+            chosen = HEURISTICS[learned.heuristic if learned else DEFAULT]
+        else:
+            chosen = make_heuristic(heuristic)
         core = Core(
             program.graph,
             size,
@@ -98,7 +110,7 @@ class Replay:
             held=program.held,
             stopped=stopped,
         )
-        outcome = _OUTCOMES[core.run(program.instructions)]
+        outcome = _OUTCOMES[core.run(instructions)]
         clock = core.scalar(k.CLOCK)
         report = Report(
             strategy=heuristic if isinstance(heuristic, str) else getattr(heuristic, "__name__", str(heuristic)),
@@ -113,6 +125,31 @@ class Replay:
             accesses=core.scalar(k.ACCESSES),
         )
         return report, core
+
+    def learned(self, budget: int, *, most_again: int = NO_LIMIT, deallocation: str = "eager") -> Learned | None:
+        """The best way to keep the trace within a budget that is known when all of the trace is: a plan, or the best
+        heuristic; None where none gets through.
+
+        Args:
+            budget: bytes.
+            most_again: nanoseconds of recomputation that are allowed.
+
+        Raises:
+            RematError: another deallocation than "eager", whose frees a plan reckons with.
+        """
+        if deallocation != "eager":
+            raise RematError(f"deallocation={deallocation!r}: {LEARNED!r} plans for 'eager' only")
+        key = budget, most_again
+        if key not in self._learned:
+            program = self.program("eager")
+            instructions = without_evictions(program.instructions)
+            found = learn(program.graph, instructions, budget, held=program.held, most_again=most_again)
+            self._learned[key] = found
+        return self._learned[key]
+
+    @cached_property
+    def _learned(self) -> dict[tuple[int, int], Learned | None]:
+        return {}
 
 
 def timeline(core: Core, graph: Graph) -> tuple[Moment, ...]:
@@ -159,7 +196,8 @@ def simulate_dtr(
         trace: what a program did; see `Trace.load` and `Trace.from_chain`.
         budget: int (bytes), string ("2GiB"), or float in (0, 1] of the peak when nothing is evicted. It covers all
             that the trace holds, constants included.
-        heuristic: a name of `remat.runtime.dtr.heuristics.HEURISTICS`, a `Ratio`, or a function of columns.
+        heuristic: a name of `remat.runtime.dtr.heuristics.HEURISTICS`, a `Ratio`, or a function of columns; "learned":
+            what is best when all of the trace is known, a plan of what to evict when or one of the heuristics.
         deallocation: what happens when the last reference to a storage is dropped: "eager" evicts it, "banish" frees
             it for good once nothing evicted needs it, "ignore" does nothing.
         thrash_limit: the run ends as "thrash" when its operators took this multiple of the trace's own time.

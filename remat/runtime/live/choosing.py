@@ -19,7 +19,7 @@ from remat.runtime.live.ledger import Instructions, Ledger
 AUTO = "auto"
 FIRST = DEFAULT  # the one that a program begins with, and that wins where nothing is better
 CANDIDATES = (FIRST, "h_dtr", "h_dtr_local", "h_lru")
-_MOST = 5.0  # times the program's own time, above which a replay is given up
+MOST = 5.0  # times the program's own time, above which a replay is given up
 _SECONDS = 3.0  # that one replay may take
 _NOTICEABLE = 0.98  # of the time of another heuristic: what is within that is as good
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -77,7 +77,7 @@ def choose(where: Hashable, ledger: Ledger, *, by_model: bool) -> Choice | None:
     best: tuple[float, Choice] | None = None
     for name in CANDIDATES:
         started = time.monotonic()
-        most_again = int((_MOST - 1) * own)
+        most_again = int((MOST - 1) * own)
         core = program.replayed(ledger.budget, HEURISTICS[name], most_again=most_again, until=started + _SECONDS)
         if core is None:
             continue
@@ -89,6 +89,11 @@ def choose(where: Hashable, ledger: Ledger, *, by_model: bool) -> Choice | None:
     choice = Choice(FIRST, None) if best is None else best[1]
     _keep(_chosen, where, choice.name)
     return choice
+
+
+def take(where: Hashable, name: str) -> None:
+    """The heuristic of later blocks there."""
+    _keep(_chosen, where, name)
 
 
 def _keep(known: dict[Hashable, _Value], where: Hashable, value: _Value) -> None:

@@ -187,6 +187,7 @@ class DTR:
             place=self._place,
             by_model=self.costs == "model",
             other_model=other_model,
+            chooses=self.name if self.chooses else "",
         )
 
     def __exit__(

@@ -148,8 +148,8 @@ class Ledger:
         self.core.limit_recomputation(nanoseconds)
 
     def program(self) -> Instructions:
-        """All that was written down so far, to be carried out on paper."""
-        return Instructions(self.graph, self.instructions)
+        """All that was written down so far, to be carried out on paper; without what a plan has evicted."""
+        return Instructions(self.graph, [row for row in self.instructions if row[0] != k.EVICT])
 
     def least_budget(
         self, whole: Instructions | None = None, *, below: int | None = None, overhead: float = _HOPELESS

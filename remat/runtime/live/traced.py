@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Generator
 
 from remat.runtime.dtr import _kernels as k
-from remat.runtime.dtr.trace import Annotate, Call, Constant, Instruction, Mutate, Release, Trace
+from remat.runtime.dtr.trace import Annotate, Call, Constant, Copy, Instruction, Mutate, Release, Trace
 from remat.runtime.live.ledger import Ledger
 
-_MARKS = {k.LOCK: "LOCK", k.UNLOCK: "UNLOCK", k.DROP: "DROP", k.HOLD: "HOLD", k.FORGET: "FORGET"}
+_MARKS = {
+    k.LOCK: "LOCK",
+    k.UNLOCK: "UNLOCK",
+    k.DROP: "DROP",
+    k.HOLD: "HOLD",
+    k.FORGET: "FORGET",
+    k.EVICT: "EVICT",
+}
 
 
 def trace_of(ledger: Ledger) -> Trace:
@@ -36,6 +43,8 @@ class _Recorder:
                 position += yield from self._operator(what, changed, following)
             elif kind == k.RELEASE:
                 yield Release(self._name_of[what])
+            elif kind == k.KEEP:
+                yield Copy(f"{self._name_of[what]}'", self._name_of[what])
             else:
                 yield Annotate(f"{_MARKS[kind]} {self._name_of[what]}")
 

@@ -22,6 +22,7 @@ from remat.runtime.calls.tape import Recorder
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.heuristics import Heuristic
 from remat.runtime.live.advice import Advice, advice_on
+from remat.runtime.live.choosing import take
 from remat.runtime.live.dispatcher import NUMBER_BYTES, NUMBERS
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
@@ -29,13 +30,15 @@ from remat.runtime.live.nesting import alone_in_its_thread
 from remat.runtime.live.units.call import UnitCall
 from remat.runtime.live.units.choosing import Ways
 from remat.runtime.live.units.counting import Counting, inner_peak, with_seconds
-from remat.runtime.live.units.course import Course, Kind, course_at, remember
-from remat.runtime.live.units.pool import Pool
+from remat.runtime.live.units.course import Course, Kind, Segment, course_at, remember
+from remat.runtime.live.units.plans import Trial, plans_for
+from remat.runtime.live.units.pool import Planned, Pool
 from remat.runtime.live.units.state import State
 from remat.runtime.live.units.unit import Code, Odd, Unit, key_of_call
 from remat.runtime.patching import blocks_as_written, intercepted
 
 _OUTCOMES = {OutOfBudget: "oom", Thrashing: "thrash"}
+_TRIES = 2  # to evict what was held when it was to go, as by the variable with which the next module was called
 _known: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Unit]] = weakref.WeakKeyDictionary()
 
 
@@ -51,6 +54,7 @@ class UnitsBlock:
         other_model: called with the module when it turns out that another one is called, after which this block is
             over.
         by_model: whether times are those of a fixed model, so that decisions can be repeated.
+        chooses: the name of the heuristic, where what is best is to be found for the next blocks there.
     """
 
     def __init__(
@@ -65,9 +69,12 @@ class UnitsBlock:
         place: Hashable,
         other_model: Callable[[nn.Module], None],
         by_model: bool = False,
+        chooses: str = "",
     ) -> None:
         self.budget, self._place, self._ways, self._other_model = budget, place, ways, other_model
         self._modules = list(dict.fromkeys(module for each in ways for module in each.modules))
+        self._chooses = bool(chooses)
+        self._heuristic = chooses
         self._used: Ways | None = None  # once it is known which model runs
         self._root: weakref.ref[nn.Module] | None = None
         reserved += NUMBERS * NUMBER_BYTES
@@ -82,6 +89,9 @@ class UnitsBlock:
         self._watching = self._in_call = False
         self._recorded_calls = 0
         self._stays = False  # inside is less than the block
+        self._calls: list[weakref.ref[UnitCall]] = []
+        self._held: list[Planned] = []  # that a plan evicts, and somebody else holds
+        self._next = ""  # what the next block here does
         self._turn = 0  # how many times a part of the program was run inside
         self._ahead: dict[int, weakref.ref[UnitCall]] = {}  # by turn, of those whose backward has not begun, a call
         self._code = {module: Code(module) for module in self._modules}
@@ -93,7 +103,7 @@ class UnitsBlock:
     def ledger(self) -> Ledger:
         """With all that has happened so far."""
         self._pool.tell_all()
-        self._ledger.peak = max(self._ledger.peak, self._peak)
+        self._ledger.peak = self._peak = max(self._ledger.peak, self._peak)  # of replays only the core knows
         return self._ledger
 
     @property
@@ -180,11 +190,11 @@ class UnitsBlock:
         self._leave()
         if error is not None:
             self.outcome = next((name for kind, name in _OUTCOMES.items() if isinstance(error, kind)), "error")
-        elif self._root is not None:
-            remember((self._place, self.budget, self._root), self._course)
         self._peak = self._pool.account.peak
         if self._peak > self._ledger.budget and self.outcome == "pass":
             self.outcome = "over"
+        if error is None and self._root is not None:
+            remember((self._place, self.budget, self._root), self._course, self._trial_for_the_next())
         if self.outcome == "over" and (self._pool.too_large or not self._recorded_calls) and self._used:
             self._used.finer()
         over = self._limits.over
@@ -221,11 +231,13 @@ class UnitsBlock:
         known = unit.tape is not None
         expected = self._course.expects(Kind.FORWARD, unit) if known else None
         self._course.begin(Kind.FORWARD, unit, expected, watched=self._sees())
+        self._begun(expected)
         more = unit.forward_bytes if expected is None else expected.rise
         pool.room(unit.name, more + unit.working_bytes)
         self._course.ready()
         call = UnitCall(pool, code, unit, forward, args, kwargs)
-        call.turn = self._turn
+        call.turn, call.row.index = self._turn, len(self._calls)
+        self._calls.append(call.row.call)
         self._ahead[self._turn] = call.row.call
         for number in unit.writes:
             given = call.given()[number]
@@ -248,6 +260,7 @@ class UnitsBlock:
         self._hook(call, found)
         after = self._course.expects(Kind.AFTER, unit) if expected is not None else None
         self._course.begin(Kind.AFTER, unit, after, watched=self._sees())
+        self._begun(after)
         if after is None:
             self._watch(True)
         elif after.rise:
@@ -291,13 +304,39 @@ class UnitsBlock:
         self._ahead.pop(call.turn, None)
         expected = self._course.expects(Kind.BACKWARD, unit)
         self._course.begin(Kind.BACKWARD, unit, expected, watched=self._sees())
+        spent = unit.model_backward_nanoseconds if pool.by_model else unit.backward_nanoseconds
+        self._begun(expected)
         if self._stays and self._watching and not self._mode.rests:
             torch.autograd.Variable._execution_engine.queue_callback(self._rest)
         more = unit.backward_bytes if expected is None else expected.rise
         waiting = call.waiting() if pool.has_evicted or pool.account.memory + more > pool.budget else ()
-        spent = unit.model_backward_nanoseconds if pool.by_model else unit.backward_nanoseconds
         pool.room(f"backward of {unit.name}", more, waiting, spent, call)
         self._course.ready()
+
+    def _begun(self, expected: Segment | None) -> None:
+        """A segment has begun: evicts what a plan says."""
+        number, plan = len(self._course.segments) - 1, self._course.plan
+        self._pool.segment = number
+        if plan is None or expected is None or not (self._held or number in plan.evictions):
+            return
+        wanted = [Planned(self._calls[index], piece) for index, piece in plan.evictions.get(number, ())]
+        held = self._pool.carry_out([*self._held, *wanted])
+        self._held = [each._replace(tries=each.tries + 1) for each in held if each.tries < _TRIES]
+
+    def _trial_for_the_next(self) -> Trial | None:
+        """What is to be tried in blocks that do as this one."""
+        course, trial = self._course, self._course.trial
+        if course.was_followed and trial is not None:
+            trial.took(self._pool.spent_nanoseconds, passed=self.outcome == "pass")
+        elif trial is None and self._chooses and course.is_whole and self._pool.has_evicted:
+            budget, by_model = self._ledger.budget, self._pool.by_model
+            trial = plans_for(self._pool.story, course.segments, budget, self._heuristic, by_model=by_model)
+        else:
+            return None
+        if trial is not None:
+            take((self._place, self.budget), trial.present.heuristic)
+            self._next = trial.says
+        return trial
 
     # What it cost ----------------------------------------------------------------------------------------------------
 
@@ -319,8 +358,13 @@ class UnitsBlock:
             recomputations=core.scalar(k.RECOMPUTATIONS),
             evictions=core.scalar(k.EVICTIONS),
             accesses=core.scalar(k.ACCESSES),
-            note="",
+            note=self._note(),
         )
+
+    def _note(self) -> str:
+        plan = self._course.plan
+        now = [f"by {plan.name}"] if plan is not None and self._course.follows else []
+        return "; ".join([*now, *([f"the next block here {self._next}"] if self._next else [])])
 
 
 class _Begins:

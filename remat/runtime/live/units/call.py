@@ -57,13 +57,15 @@ class Row:
         inputs: the rows and numbers of the pieces that were passed, None for other inputs.
         tensors: of the pieces, in the core; empty as long as that has not heard of them.
         call: a reference to the call.
+        index: of the call among those of the block.
     """
 
-    __slots__ = ("call", "inputs", "sizes", "tensors", "unit")
+    __slots__ = ("call", "index", "inputs", "sizes", "tensors", "unit")
 
     def __init__(self, call: UnitCall) -> None:
         self.unit = call.unit
         self.call = call._reference
+        self.index = 0
         self.inputs = [None if each.piece is None else (each.piece.call.row, each.piece.number) for each in call.inputs]
         self.sizes: dict[int, int] = {}
         self.tensors: dict[int, int] = {}

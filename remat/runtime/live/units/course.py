@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
 
 from remat.runtime.live.units.account import Account
 from remat.runtime.live.units.unit import Unit
+
+if TYPE_CHECKING:
+    from remat.runtime.live.units.plans import Plan, Trial
 
 
 class Kind(Enum):
@@ -39,6 +43,7 @@ class Course:
         follows: whether so far all is as it was: then what code outside takes need not be watched.
         segments: of this block.
         is_whole: whether all of it was either known or watched.
+        plan: what this block does if it does as those before; trial: from which it comes.
     """
 
     def __init__(self, account: Account) -> None:
@@ -46,13 +51,22 @@ class Course:
         self._known: list[Segment] | None = None
         self.follows = self._may_follow = False
         self.is_whole = True
+        self.trial: Trial | None = None
+        self.plan: Plan | None = None
         self.segments: list[Segment] = [Segment(Kind.START, None)]
         self._start = account.memory
 
-    def know(self, segments: list[Segment] | None) -> None:
+    def know(self, known: Known | None) -> None:
         """What a block before did, all of which was watched."""
-        self._known = segments
-        self._may_follow = segments is not None
+        self.trial = None if known is None else known.trial
+        self.plan = None if self.trial is None else self.trial.present
+        self._known = known.segments if known is not None else None
+        self._may_follow = known is not None
+
+    @property
+    def was_followed(self) -> bool:
+        """Whether the block did all that the one before did, and nothing else."""
+        return self.follows and self._known is not None and len(self.segments) == len(self._known)
 
     def expects(self, kind: Kind, unit: Unit) -> Segment | None:
         """The segment of the known course that begins with this event; None where the block does something else."""
@@ -109,20 +123,27 @@ class Course:
             unit.backward_bytes = max(unit.backward_bytes, segment.rise)
 
 
-_courses: dict[Hashable, list[Segment]] = {}
+class Known(NamedTuple):
+    """What blocks at one place do, and what is best for them; None where that is not known."""
+
+    segments: list[Segment]
+    trial: Trial | None
+
+
+_courses: dict[Hashable, Known] = {}
 _MOST = 32  # places whose courses are remembered
 
 
-def course_at(place: Hashable) -> list[Segment] | None:
+def course_at(place: Hashable) -> Known | None:
     """What the last block there did that ended well."""
     return _courses.get(place)
 
 
-def remember(place: Hashable, course: Course) -> None:
+def remember(place: Hashable, course: Course, trial: Trial | None) -> None:
     """For later blocks at that place; where not all of it was watched, the next one begins to watch."""
     _courses.pop(place, None)
     if not course.is_whole:
         return
-    _courses[place] = course.segments
+    _courses[place] = Known(course.segments, trial)
     while len(_courses) > _MOST:
         del _courses[next(iter(_courses))]

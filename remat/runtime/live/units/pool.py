@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,15 @@ from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
 from remat.runtime.live.units.account import Account
 from remat.runtime.live.units.call import Piece, Row, Slot, UnitCall
+from remat.runtime.live.units.story import Died, Event, Evicted, Gone, Made, Others, Ran
+
+
+class Planned(NamedTuple):
+    """A piece that a plan evicts: of a call, by number; `tries`: how often that was tried."""
+
+    call: weakref.ref[UnitCall]
+    number: int
+    tries: int = 0
 
 
 class Pool:
@@ -27,6 +37,7 @@ class Pool:
         backward_of: the call whose backward runs.
         replaying: whether a call is made again.
         has_evicted: whether anything was ever evicted.
+        replays, spent_nanoseconds: how often calls were made again, and how long that and evicting has taken.
         too_large: whether the budget could not be kept, since calls leave too much behind at once.
     """
 
@@ -40,13 +51,15 @@ class Pool:
         self.replaying = False
         self.limited = True
         self.too_large = self.has_evicted = False
-        self.replays = 0
+        self.replays = self.spent_nanoseconds = 0
         self.on_backward: Callable[[UnitCall], None] = lambda call: None
         self.readers: list[
             tuple[int, weakref.ref[UnitCall], int]
         ] = []  # `id` of a storage, a call, which of its inputs
         self._readers: dict[int, list[tuple[weakref.ref[UnitCall], int]]] = {}  # the same, by storage
-        self._events: list[tuple[Any, ...]] = []  # that the core has not heard of
+        self._events: list[Event] = []  # that the core has not heard of
+        self._told: list[Event] = []  # that it has
+        self.segment = -1  # of the course, which begins when room is made next
         self._by_tensor: dict[int, tuple[Row, int]] = {}
         self._others = self._noted = 0  # bytes of code outside as the core knows them, and as was noted for it
         self._outside = -1  # the core's number for them
@@ -55,7 +68,7 @@ class Pool:
 
     def made(self, call: UnitCall) -> None:
         """A call has ended; its pieces are there."""
-        self._events.append(("made", call.row))
+        self._events.append(Made(call.row))
 
     def died(self, piece: Piece) -> None:
         """The memory of a piece is gone."""
@@ -63,13 +76,33 @@ class Pool:
             self.account.shift += piece.size
         elif not piece.released:
             piece.released = True
-            self._events.append(("died", piece.call.row, piece.number, piece.pinned))
+            self._events.append(Died(piece.call.row, piece.number, piece.pinned))
             piece.pinned = -1
 
     def gone(self, call: UnitCall) -> None:
         """Nobody waits for anything of a call any more."""
         if not self.closed:
-            self._events.append(("gone", call.row))
+            self._events.append(Gone(call.row))
+
+    @property
+    def story(self) -> list[Event]:
+        """All that has happened."""
+        return [*self._told, *self._events]
+
+    def carry_out(self, evictions: Sequence[Planned]) -> list[Planned]:
+        """Evicts what a plan says; returns what somebody else still holds."""
+        held = []
+        for planned in evictions:
+            call = planned.call()
+            piece = None if call is None else call.piece(planned.number)
+            if call is None or piece is None or call.unit.kept or piece.content() is None or piece.pinned >= 0:
+                continue
+            if piece.evict():
+                self.has_evicted = True
+                self._events.append(Evicted(call.row, planned.number))
+            else:
+                held.append(planned)
+        return held
 
     def begin_backward(self, call: UnitCall) -> None:
         """The backward of a call begins: makes room, and what it waits for."""
@@ -135,18 +168,20 @@ class Pool:
             Thrashing: hardly anything is done but recomputing.
         """
         account = self.account
+        segment, self.segment = self.segment, -1
         if account.memory + more <= self.budget and not any(piece.content() is None for piece in wanted):
             if account.others != self._noted:
                 self._noted = account.others
-                self._events.append(("others", account.others))
-            row, read = (None, ()) if backward_of is None else (backward_of.row, backward_of.there())
-            self._events.append(("ran", label, nanoseconds, more, row, read))
+                self._events.append(Others(account.others))
+            reads = () if backward_of is None else tuple([(backward_of.row, each) for each in backward_of.there()])
+            self._events.append(Ran(label, nanoseconds, more, reads, segment))
             account.reached(more)
             return
         if not self.limited:
             for piece in wanted:
                 self.revive(piece)
             return
+        began = time.perf_counter_ns()
         kept = True
         while kept:
             self._tell()
@@ -157,7 +192,10 @@ class Pool:
             for tensor in locked:
                 self.ledger.note(k.LOCK, tensor)
             (number,) = self.ledger.add(label, nanoseconds, inputs, [], more)
-            nanoseconds = 0
+            if segment >= 0:  # the core is told in its own way
+                reads = tuple([(piece.call.row, piece.number) for piece in wanted])
+                self._told.append(Ran(label, nanoseconds, more, reads, segment))
+            nanoseconds, segment = 0, -1
             answer = self.limits.ask(self.ledger)
             kept = self._obey()
             for tensor in locked:
@@ -167,6 +205,7 @@ class Pool:
                 break
             self.limits.judge(answer, self.ledger, label, ())
             self.ledger.note(k.RELEASE, number)
+        self.spent_nanoseconds += time.perf_counter_ns() - began
         account.reached(more)
 
     def _go_over(self, label: str, wanted: Sequence[Piece]) -> None:
@@ -190,27 +229,28 @@ class Pool:
         """Tells the core what has happened since."""
         ledger, others = self.ledger, self.account.others
         events, self._events = self._events, []
-        for what, *rest in events:
-            if what == "made":
-                self._write_down(*rest)
-            elif what == "died":
-                row, number, pinned = rest
-                tensor = row.tensors.get(number, -1)
-                if pinned >= 0:
-                    ledger.note(k.UNLOCK, pinned)
-                    ledger.note(k.RELEASE, pinned)
+        self._told += events
+        for event in events:
+            if isinstance(event, Made):
+                self._write_down(event.row)
+            elif isinstance(event, Died):
+                tensor = event.row.tensors.get(event.number, -1)
+                if event.pinned >= 0:
+                    ledger.note(k.UNLOCK, event.pinned)
+                    ledger.note(k.RELEASE, event.pinned)
                 elif tensor >= 0:
                     ledger.note(k.RELEASE, tensor)
-            elif what == "gone":
-                for tensor in rest[0].tensors.values():
+            elif isinstance(event, Gone):
+                for tensor in event.row.tensors.values():
                     ledger.note(k.FORGET, tensor)
                     self._by_tensor.pop(tensor, None)
-            elif what == "others":
-                self._write_others(*rest)
-            elif what == "ran":
-                label, nanoseconds, more, row, read = rest
-                inputs = [] if row is None else [row.tensors[number] for number in read if number in row.tensors]
-                (number,) = ledger.add(label, nanoseconds, inputs, [], more)
+            elif isinstance(event, Evicted):
+                ledger.note(k.EVICT, event.row.tensors[event.number])
+            elif isinstance(event, Others):
+                self._write_others(event.bytes)
+            else:
+                inputs = [row.tensors[number] for row, number in event.reads if number in row.tensors]
+                (number,) = ledger.add(event.label, event.nanoseconds, inputs, [], event.more)
                 ledger.note(k.RELEASE, number)
         self._write_others(others)
 
