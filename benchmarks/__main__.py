@@ -9,6 +9,7 @@ from benchmarks.comparing import comparing
 from benchmarks.dtr import dtr, static
 from benchmarks.first_use import first_use
 from benchmarks.frontier import frontier
+from benchmarks.learned import learned
 from benchmarks.live import live
 from benchmarks.live_units import live_units
 from benchmarks.options import options
@@ -26,6 +27,7 @@ BENCHMARKS = {
     "sequential": lambda: sequential(10),
     "prediction": lambda: prediction(6),
     "peaks": peaks,
+    "learned": learned,
     "live": lambda: live(7),
     "live_units": live_units,
     "first_use": first_use,
