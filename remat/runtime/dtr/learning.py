@@ -1,6 +1,6 @@
 """A plan for a program that is known to its end: what to evict and when, beside what the online heuristics would do.
 
-Between two uses of a storage lies a gap, in which it may be away at the price of making it again. `_Planner` covers
+Between two uses of a storage lies a gap, in which it may be away at the price of making it again. `Planner` covers
 what is above the budget by gaps, greedily by bytes for the price, as in weighted set cover, and takes back what turns
 out not to be needed. A storage that others need to be made again comes back when the first of them does, which shortens
 its gap. The policy core then carries the plan out, with a heuristic for what the plan does not foresee (what is made on
@@ -88,7 +88,7 @@ def learn(
         tried[name] = found = run((), name)
         if found is not None and (best is None or found < best.nanoseconds):
             best = Learned(name, name, (), found, tried)
-    planner = _Planner(graph, instructions)
+    planner = Planner(graph, instructions)
     helper = best.heuristic if best is not None else next(iter(heuristics), DEFAULT)
     for share in _SHARES:
         if late():
@@ -222,7 +222,7 @@ class Lives:
         self._touched.pop(storage, None)
 
 
-class _Planner:
+class Planner:
     """Finds plans for one program. Positions are those of instructions."""
 
     def __init__(self, graph: Graph, instructions: np.ndarray) -> None:
