@@ -18,6 +18,7 @@ from benchmarks.peaks import peaks
 from benchmarks.planners import planners
 from benchmarks.rivals import rivals
 from benchmarks.speed import prediction, sequential, store_all
+from benchmarks.table1 import table1
 
 BENCHMARKS = {
     "planners": planners,
@@ -40,6 +41,7 @@ BENCHMARKS = {
     "options": options,
     "paper_rotor": lambda: rotor_paper(9),
     "paper_dtr": dtr_paper,
+    "table1": table1,
 }
 
 

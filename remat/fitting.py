@@ -208,14 +208,18 @@ def _dtr_of(model: nn.Module, budget: int) -> DTR:
 def _rehearsed(model: nn.Module, bench: Bench, budget: int) -> tuple[Report | None, int]:
     """What a step by calls takes within a budget; None where that is too small, with a guess of what would not be."""
     way = UnderDTR(_dtr_of(model, budget), bench.sample_bytes)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ThrashingWarning)
-            bench.step(way)
-    except OutOfBudget as error:
-        return None, error.minimum or error.needed
-    except Thrashing as error:
-        return None, error.minimum or budget
+    for last in (False, True):  # the first time may fail operator by operator, and tell what the units are
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ThrashingWarning)
+                bench.step(way)
+            break
+        except OutOfBudget as error:
+            if last:
+                return None, error.minimum or error.needed
+        except Thrashing as error:
+            if last:
+                return None, error.minimum or budget
     report = way.report()
     fits = way.dtr.runs_by_calls and report.outcome == "pass"
     return (report, budget) if fits else (None, report.peak_bytes)
@@ -231,7 +235,7 @@ def _least_by_calls(model: nn.Module, bench: Bench, first: int, below: int | Non
         report, _ = _rehearsed(model, bench, budget)
         if report is None:
             fails = budget
-        elif not report.evictions:  # no more than plain PyTorch would do
+        elif below is None and not report.evictions:  # no more than plain PyTorch would do
             return None
         else:
             works = budget

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 import remat
-from remat.errors import OverBudgetWarning, RematError
+from remat.errors import OutOfBudget, OverBudgetWarning, RematError
 from remat.runtime.calls.partial import needs
 from remat.runtime.calls.tape import OUTSIDE, Operator, Recorder, Value
 from remat.runtime.dtr._kernels import KEEP, RELEASE
@@ -804,3 +804,20 @@ def test_traces_have_references_that_come_back() -> None:
         ledger.note(instruction, tensor)
     trace = trace_of(ledger)
     assert [tuple(row) for row in compile_trace(trace).instructions] == [tuple(row) for row in ledger.instructions]
+
+
+def test_what_fails_operator_by_operator_tells_of_units() -> None:
+    """Which may fit where operators do not."""
+    model = mlps()
+    step = step_of(model)
+    step()
+    plain = left_by(model)
+    budget = int(0.6 * memory_of(step))
+    left_by(model)
+    with pytest.raises(OutOfBudget), remat.DTR(budget):
+        step()
+        raise OutOfBudget("f", 1, 2, None)  # as an operator would that is too large
+    left_by(model)
+    (dtr,) = blocks(step, budget, 1)
+    assert by_calls(dtr) and dtr.report().outcome == "pass"
+    assert all(map(torch.equal, plain, left_by(model)))

@@ -13,7 +13,7 @@ from remat.plotting.style import new_figure, styles
 from remat.plotting.timeline import plot_memory, plot_schedule
 from remat.runtime.dtr.simulator import Replay
 from remat.runtime.dtr.trace import Trace
-from remat.runtime.strategies import OPTIONS, THRASH_LIMIT, Static, make_strategies, takes_long
+from remat.runtime.strategies import OPTIONS, THRASH_LIMIT, Dynamic, Static, make_strategies, takes_long
 from remat.schedule import Schedule
 from remat.simulation import simulate
 from remat.solvers.base import Solver, store_all_peak
@@ -38,7 +38,7 @@ def plot_overview(
         chain: as `remat.profile` measures it, or made by hand.
         budget: int (bytes), string ("2GiB"), or float in (0, 1] of the store-all peak.
         solver: a name, as for `remat.compare`, or a `Solver`; None: persistent, with options where the chain has some.
-        strategies: as for `remat.compare`; DTR is simulated on the chain.
+        strategies: as for `remat.compare`, those that can be predicted; DTR is simulated on the chain.
         slots: memory units of the dynamic programs; few keep a slider quick.
     """
     size = resolve_budget(budget, store_all_peak(chain))
@@ -55,7 +55,7 @@ def plot_overview(
     found = {
         name: cost
         for strategy in make_strategies(strategies, slots)
-        if not takes_long(strategy, chain)
+        if isinstance(strategy, Static | Dynamic) and not takes_long(strategy, chain)
         for name, cost in [(strategy.name, _overhead(chain, size, strategy))]
     }
     _bars(bars, found)
@@ -70,7 +70,7 @@ def _plan(chain: Chain, size: int, shown: Static) -> tuple[Schedule, str]:
         return shown.solver.solve(chain, error.minimum), f"{format_bytes(size)} is too little; the least is {least}"
 
 
-def _overhead(chain: Chain, size: int, strategy: Any) -> float | None:
+def _overhead(chain: Chain, size: int, strategy: Static | Dynamic) -> float | None:
     """Predicted time over that of storing everything; None where the strategy does not fit."""
     if isinstance(strategy, Static):
         try:

@@ -107,11 +107,9 @@ class Block:
             self._leave()  # what was interrupted, or could not be done within the budget
             raise
         self._choose()
-        if self._observation is not None and self.outcome in ("pass", "over"):
+        if self._observation is not None and self.outcome != "error":  # by calls it may fit where it did not
             ways = self._observation.ways(self.ledger.budget)
-            if ways is not None and (
-                ways.modules or self._saving.was_asked
-            ):  # a forward alone does not tell there are none
+            if ways is not None and (ways.modules or self._saving.was_asked):  # a forward alone does not tell of none
                 remember((self._place, self.budget), ways)
         self._warn()
 
