@@ -2,9 +2,9 @@
 
     python -m benchmarks.live_models
 
-Up to three blocks for each budget, since the heuristic is chosen after the first. Outcomes: "pass"; "retry", the
-budget was too small and the least one that the error names works at the first attempt; "thrash"; "bits", "over",
-"retry failed".
+Five blocks for each budget, since units, heuristics and plans are found on the way; the last one counts. Outcomes:
+"pass"; "retry", the budget was too small and the least one that the error names works at the first attempt; "thrash";
+"bits", "over", "retry failed". At the end the least budget with which the last block passes, by calls and by operators.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from benchmarks.zoo import make as make_of_zoo
 from remat.models import TreeLSTM, complete_tree
 
 SHARES = (0.9, 0.7, 0.5, 0.35)
+_BLOCKS = 5
 Made = tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]
 _DECODER = {
     "vocab_size": 100,
@@ -143,21 +145,23 @@ MODELS: dict[str, Callable[[], Made]] = {
 
 
 def visit(name: str) -> list[dict[str, object]]:
-    """A row for each budget."""
+    """A row for each granularity and budget, and one for the least budgets."""
     torch.manual_seed(0)
     model, loss = MODELS[name]()
+    state = copy.deepcopy(model.state_dict())
 
-    def step(budget: int | None) -> tuple[list[torch.Tensor], remat.DTR | None]:
-        trained = copy.deepcopy(model)
-        for parameter in trained.parameters():
+    def step(budget: int | None, granularity: str = "operator") -> tuple[list[torch.Tensor], remat.DTR | None]:
+        model.load_state_dict(state)
+        for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         torch.manual_seed(1)
+        dtr = None
         if budget is None:
-            loss(trained).backward()
-            return [parameter.grad for parameter in trained.parameters()], None
-        with remat.DTR(budget) as dtr:
-            loss(trained).backward()
-        return [parameter.grad for parameter in trained.parameters()], dtr
+            loss(model).backward()
+        else:
+            with remat.DTR(budget, granularity=granularity) as dtr:
+                loss(model).backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None], dtr
 
     expected, _ = step(None)
     for _ in range(3):
@@ -165,20 +169,52 @@ def visit(name: str) -> list[dict[str, object]]:
     assert whole is not None
     most = whole.report().peak_bytes
     rows: list[dict[str, object]] = []
-    for share in SHARES:
-        row: dict[str, object] = {"model": name, "whole_bytes": most, "share": share}
-        rows.append({**row, **_within(int(share * most), step, expected)})
-        print(rows[-1], flush=True)
+    for granularity in ("calls", "operator"):
+        for share in SHARES:
+            row: dict[str, object] = {"model": name, "whole_bytes": most, "share": share, "granularity": granularity}
+            found = _within(int(share * most), partial(step, granularity=granularity), expected)
+            rows.append({**row, **found})
+            print(rows[-1], flush=True)
+    least = {granularity: _least(most, partial(step, granularity=granularity)) for granularity in ("calls", "operator")}
+    rows.append({"model": name, "whole_bytes": most, "least, by calls": least["calls"], "operators": least["operator"]})
+    print(rows[-1], flush=True)
     return rows
+
+
+def _least(most: int, step: Callable[[int], Any]) -> int:
+    """The least budget with which the last of some blocks passes, by bisection to 2 %."""
+    fails, works = 0, most
+    while works - fails > most // 50:
+        middle = (fails + works) // 2
+        if _last(middle, step) == "pass":
+            works = middle
+        else:
+            fails = middle
+    return works
+
+
+def _last(budget: int, step: Callable[[int], Any]) -> str:
+    """How the last of some blocks ends; before it others may fail, and tell what the units are."""
+    outcome = ""
+    for _ in range(_BLOCKS):
+        try:
+            _, dtr = step(budget)
+        except remat.RematError:
+            outcome = "error"
+        else:
+            report = dtr.report()
+            outcome = report.outcome if report.peak_bytes <= budget else "over"
+    return outcome
 
 
 def _within(budget: int, step: Callable[[int], Any], expected: list[torch.Tensor]) -> dict[str, object]:
     found: dict[str, object] = {}
-    for _ in range(3):
+    for _ in range(_BLOCKS):
         try:
             gradients, dtr = step(budget)
         except remat.OutOfBudget as error:
-            return _again(error.minimum, step, expected)
+            found = _again(error.minimum, step, expected)
+            continue
         except remat.Thrashing:
             found = {"outcome": "thrash"}
             continue

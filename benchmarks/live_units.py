@@ -152,11 +152,12 @@ def _of(name: str, model: nn.Module, loss: Loss, fit: Fit | None = None) -> list
 
 def _warmed_up(granularity: str, block: Callable[[], Any]) -> dict[str, object]:
     """What blocks come to; under the name of the granularity the error, where there is one."""
-    try:
-        for _ in range(_BLOCKS):
+    for number in range(_BLOCKS):
+        try:
             dtr = block()
-    except RematError as error:
-        return {granularity: type(error).__name__}
+        except RematError as error:  # a first one that fails operator by operator tells what the units are
+            if number:
+                return {granularity: type(error).__name__}
     report = dtr.report()
     found = {"outcome": report.outcome, "peak": report.peak_bytes, "evictions": report.evictions, "note": report.note}
     return {f"{granularity}, {name}": value for name, value in found.items()}
