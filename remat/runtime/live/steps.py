@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from remat.runtime.live.context import DTR
@@ -68,6 +69,7 @@ class Steps:
 
     def _reserved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Bytes of the sample, less those of gradients to come."""
-        storages = {id(storage): storage for storage in (each.untyped_storage() for each in tensors((args, kwargs)))}
+        given = [each.untyped_storage() for each in tensors((args, kwargs)) if each.layout == torch.strided]
+        storages = {id(storage): storage for storage in given}
         sample = sum(rounded(storage.nbytes(), storage.device) for storage in storages.values())
         return sample - sum(parameter.nbytes for parameter in self._parameters if parameter.grad is None)
