@@ -95,7 +95,7 @@ def throughput() -> tuple[list[dict[str, object]], dict[str, Comparison]]:
         shares = [place / (BUDGETS - 1) for place in range(BUDGETS)]
         budgets = [math.ceil(least * (most / least) ** share) for share in shares]
         comparison = remat.compare(
-            work.model, work.sample, budgets, [*STATIC, "dtr"], work.loss, progress=False, repeats=3
+            work.model, work.sample, budgets, [*STATIC, "dtr, operators"], work.loss, progress=False, repeats=3
         )
         found[name] = comparison
         rows += [{"what": "throughput", "network": work.name, **row} for row in comparison.rows()]
@@ -176,7 +176,7 @@ def growing_batch(name: str = "ResNet-50", factors: Sequence[int] = (1, 2, 3, 4,
         work = workload(name, factor * first)
         if not limit:
             limit = store_all_peak(remat.profile(work.model, work.sample, loss=work.loss, repeats=1))
-        found = remat.compare(work.model, work.sample, [limit], [*STATIC, "dtr"], work.loss, progress=False)
+        found = remat.compare(work.model, work.sample, [limit], [*STATIC, "dtr, operators"], work.loss, progress=False)
         for entry in found.entries:
             report = entry.report
             outcome = entry.outcome
@@ -359,10 +359,11 @@ def against_static(found: dict[str, Comparison]) -> list[dict[str, object]]:
             ratios = []
             for budget in comparison.budgets:
                 reports = {
-                    strategy: getattr(comparison.at(strategy, budget), kind) for strategy in ("persistent", "dtr")
+                    strategy: getattr(comparison.at(strategy, budget), kind)
+                    for strategy in ("persistent", "dtr, operators")
                 }
                 if all(report is not None and report.outcome == "pass" for report in reports.values()):
-                    ratios.append(reports["dtr"].overhead / reports["persistent"].overhead)
+                    ratios.append(reports["dtr, operators"].overhead / reports["persistent"].overhead)
             if ratios:
                 rows.append(
                     {

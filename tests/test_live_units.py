@@ -822,3 +822,28 @@ def test_what_fails_operator_by_operator_tells_of_units() -> None:
         assert by_calls(dtr) is not fails
         assert dtr.report().outcome == ("oom" if fails else "pass")
         assert all(map(torch.equal, plain, left_by(model)))
+
+
+@pytest.mark.skipif(not is_ready(), reason="the policy core is not compiled yet, and makes no plans")
+@pytest.mark.parametrize("share", [0.55, 0.5])
+def test_a_block_does_about_what_it_does_on_paper(share: float) -> None:
+    """Also where a call's backward reads what another one has made, as the state of a loop."""
+    cell, inputs = nn.GRUCell(32, 32), torch.randn(40, 16, 32)
+    allocate_gradients(cell)
+
+    def step() -> None:
+        state = torch.zeros(16, 32)
+        for x in inputs:
+            state = cell(x, state)
+        state.square().sum().backward()
+
+    budget = int(share * memory_of(step))
+    for _ in range(5):
+        with remat.DTR(budget, costs="model", thrash_limit=20) as dtr:
+            step()
+    (known,) = course._courses.values()
+    report = dtr.report()
+    assert by_calls(dtr) and report.outcome == "pass" and report.evictions
+    assert known.trial is not None
+    on_paper = float(known.trial.says.split("replay: ")[1].split(",")[0].rstrip(")").split()[-1])
+    assert report.overhead == pytest.approx(on_paper, abs=0.02)

@@ -415,10 +415,12 @@ class UnitCall:
         reference = self.pieces.get(number)
         return None if reference is None else reference()
 
-    def there(self) -> tuple[int, ...]:
-        """The numbers of its pieces that are in memory."""
+    def reads_there(self) -> tuple[tuple[Row, int], ...]:
+        """What is in memory of what its backward reads: rows and numbers of pieces, its own and other calls'."""
         found = [(number, reference()) for number, reference in self.pieces.items()]
-        return tuple([number for number, piece in found if piece is not None and piece.counted is not None])
+        own = [(self.row, number) for number, piece in found if piece is not None and piece.counted is not None]
+        others = [piece for reference in self._others if (piece := reference()) is not None]
+        return tuple([*own, *[(piece.call.row, piece.number) for piece in others if piece.counted is not None]])
 
     def waiting(self) -> list[Piece]:
         """What autograd holds slots of."""

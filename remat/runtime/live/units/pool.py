@@ -173,7 +173,7 @@ class Pool:
             if account.others != self._noted:
                 self._noted = account.others
                 self._events.append(Others(account.others))
-            reads = () if backward_of is None else tuple([(backward_of.row, each) for each in backward_of.there()])
+            reads = () if backward_of is None else backward_of.reads_there()
             self._events.append(Ran(label, nanoseconds, more, reads, segment))
             account.reached(more)
             return
