@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import time
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -93,7 +93,7 @@ def learn(
     for share in _SHARES:
         if late():
             break
-        evictions = planner.plan(int(share * budget))
+        evictions = planner.plan(int(share * budget), late)
         if not evictions:
             break
         found = run(evictions, helper)
@@ -229,8 +229,12 @@ class Planner:
         self._sizes, self._lives = graph.sizes, Lives(graph, instructions)
         self._at, self._needs = np.array(self._lives.at, np.int64), np.array(self._lives.needs, np.int64)
 
-    def plan(self, budget: int) -> list[tuple[int, int]]:
-        """Evictions that keep what was in use within a budget, about: positions and tensors."""
+    def plan(self, budget: int, late: Callable[[], bool] = lambda: False) -> list[tuple[int, int]]:
+        """Evictions that keep what was in use within a budget, about: positions and tensors.
+
+        Args:
+            late: asked whether to leave it at what was found.
+        """
         above = self._needs - budget
         tight = above > 0
         if not tight.any():
@@ -244,7 +248,7 @@ class Planner:
             most = work.gain(gap.storage, gap.begin, gap.end)
             if most:
                 heapq.heappush(queue, (self._lives.price[gap.storage] / most if gap.end >= 0 else 0.0, number))
-        while queue and work.is_above:
+        while queue and work.is_above and not late():
             _, number = heapq.heappop(queue)
             gap = candidates[number]
             rate = self._rate(gap, chosen, work)
