@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from remat.runtime.calls.partial import Differs, Parts, Replaying, nothing
 from remat.runtime.calls.stages import attached
 from remat.runtime.calls.tape import OUTSIDE, Recorder, Value, value_of
 from remat.runtime.live.units.account import Counted
-from remat.runtime.live.units.unit import Code, Unit
+from remat.runtime.live.units.unit import Code, Making, Unit
 from remat.runtime.live.versions import storage_of
 from remat.runtime.pytree import map_tensors, tensors
 
@@ -69,6 +69,14 @@ class Row:
         self.inputs = [None if each.piece is None else (each.piece.call.row, each.piece.number) for each in call.inputs]
         self.sizes: dict[int, int] = {}
         self.tensors: dict[int, int] = {}
+
+    def makings(self) -> Iterator[tuple[Making, int, list[tuple[Row, int]]]]:
+        """How each of its pieces is made, its size, and the pieces that are read for that."""
+        for making in self.unit.makings:
+            size = self.sizes.get(making.storage)
+            if size is not None:
+                given = [each for number in making.inputs if (each := self.inputs[number]) is not None]
+                yield making, size, [*((self, number) for number in making.storages), *given]
 
 
 class Piece:

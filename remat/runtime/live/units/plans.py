@@ -167,13 +167,9 @@ class _Program:
     def _write_down(self, row: Row) -> None:
         unit = row.unit
         inner = 0 if unit.kept else unit.inner_bytes
-        for making in unit.makings:
-            size = row.sizes.get(making.storage)
-            if size is None:
-                continue
-            read = [(row.index, number) for number in making.storages]
-            read += [(given[0].index, given[1]) for given in map(row.inputs.__getitem__, making.inputs) if given]
-            inputs = [self._tensors[each] for each in read if each in self._tensors]
+        for making, size, read in row.makings():
+            places = [(maker.index, number) for maker, number in read]
+            inputs = [self._tensors[place] for place in places if place in self._tensors]
             nanoseconds = making.model_nanoseconds if self._by_model else making.nanoseconds
             tensor = self._add(unit.name, nanoseconds, inputs, size, inner, inner)
             self._tensors[row.index, making.storage] = tensor

@@ -268,15 +268,8 @@ class Pool:
     def _write_down(self, row: Row) -> None:
         unit = row.unit
         inner = 0 if unit.kept else unit.inner_bytes
-        for making in unit.makings:
-            size = row.sizes.get(making.storage)
-            if size is None:
-                continue
-            arguments = [row.tensors[number] for number in making.storages if number in row.tensors]
-            for number in making.inputs:
-                given = row.inputs[number]
-                if given is not None and given[1] in given[0].tensors:
-                    arguments.append(given[0].tensors[given[1]])
+        for making, size, read in row.makings():
+            arguments = [maker.tensors[number] for maker, number in read if number in maker.tensors]
             nanoseconds = making.model_nanoseconds if self.by_model else making.nanoseconds
             (tensor,) = self.ledger.add(unit.name, nanoseconds, arguments, [size], inner, inner)
             row.tensors[making.storage] = tensor
