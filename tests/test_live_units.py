@@ -847,3 +847,53 @@ def test_a_block_does_about_what_it_does_on_paper(share: float) -> None:
     assert known.trial is not None
     on_paper = float(known.trial.says.split("replay: ")[1].split(",")[0].rstrip(")").split()[-1])
     assert report.overhead == pytest.approx(on_paper, abs=0.02)
+
+
+def test_freezing_a_parameter_makes_another_unit_of_a_call() -> None:
+    """Its calls save other tensors then."""
+    model = mlps()
+    step = step_of(model)
+    budget = int(0.6 * memory_of(step))
+    blocks(step, budget, 3)
+    model.stages[0][1].weight.requires_grad_(False)
+    model.stages[2][0].weight.requires_grad_(False)
+    left_by(model)
+    step()
+    plain = left_by(model)
+    for _ in range(4):
+        peak, (dtr,) = metered(lambda: blocks(step, budget, 1))
+        assert by_calls(dtr) and dtr.report().outcome == "pass" and peak <= budget
+        assert all(map(torch.equal, plain, left_by(model)))
+
+
+def test_a_call_that_varies_is_counted() -> None:
+    """What its module does depends on what no look of its arguments tells; it keeps what it saves, and that counts."""
+
+    class Moody(nn.Module):
+        wide = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.narrow, self.other = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.narrow(x).tanh()
+            return self.other(x.exp().sigmoid().tanh()) if Moody.wide else x
+
+    model = Model(*(nn.Sequential(Moody(), mlp()) for _ in range(4)))
+    allocate_gradients(model)
+    step = step_of(model, torch.randn(256, 64))
+    Moody.wide = True
+    budget = int(0.8 * memory_of(step))
+    plain = {}
+    for wide in (False, True):
+        Moody.wide = wide
+        left_by(model)
+        step()
+        plain[wide] = left_by(model)
+    for wide in (False, False, False, True, True, False, True):
+        Moody.wide = wide
+        peak, (dtr,) = metered(lambda: blocks(step, budget, 1))
+        assert all(map(torch.equal, plain[wide], left_by(model)))
+        assert peak <= max(budget, dtr.report().peak_bytes)
+    Moody.wide = False

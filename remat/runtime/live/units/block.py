@@ -196,7 +196,8 @@ class UnitsBlock:
         if error is None and self._root is not None:
             remember((self._place, self.budget, self._root), self._course, self._trial_for_the_next())
         if self.outcome == "over" and (self._pool.too_large or not self._recorded_calls) and self._used:
-            self._used.finer()
+            if not (self._stays and self._used.is_last):  # there are no operators to go back to
+                self._used.finer()
         over = self._limits.over
         if over is not None and self.outcome in ("pass", "over"):
             peak, budget = format_bytes(over.peak_bytes + self._limits.reserved_bytes), format_bytes(self.budget)
@@ -221,7 +222,7 @@ class UnitsBlock:
             return forward(*args, **kwargs)
         code = self._code[module]
         try:
-            key = key_of_call(code.stage.parts, args, kwargs)
+            key = code.trained, key_of_call(code.stage.parts, args, kwargs)
         except Odd:
             return forward(*args, **kwargs)
         units = _known.setdefault(module, {})
@@ -257,6 +258,8 @@ class UnitsBlock:
             self._in_call = False
         found = call.returned(output)
         pool.made(call)
+        if call.varied:
+            self._course.leave()
         self._hook(call, found)
         after = self._course.expects(Kind.AFTER, unit) if expected is not None else None
         self._course.begin(Kind.AFTER, unit, after, watched=self._sees())

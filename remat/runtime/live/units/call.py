@@ -324,11 +324,14 @@ class UnitCall:
                 piece.counted = self._account.enter(storage, piece)
             elif piece.counted is None or piece.counted() is not storage:
                 self.varied = True  # other tensors share memory than when it was recorded
+                self._count_in(tensor)
                 return kept, tensor._version
         else:
             counted = self._counted(tensor)
             piece = None if counted is None else counted.piece
             if piece is None:
+                if self.varied:
+                    self._count_in(tensor)
                 return kept, tensor._version
             value = value_of(tensor, piece.number)
             self._others.append(weakref.ref(piece))
@@ -337,6 +340,16 @@ class UnitCall:
         if made != OUTSIDE:
             slot.number = number
         return slot
+
+    def _count_in(self, tensor: torch.Tensor) -> None:
+        """Counts what it has made, which is kept, since it varies."""
+        if tensor.layout != torch.strided or self._counted(tensor) is not None:
+            return
+        storage = storage_of(tensor)
+        given = [each.tensor for each in self.inputs if each.tensor is not None and each.tensor.layout == torch.strided]
+        buffers = [buffer for *_, buffer in self.code.stage.buffers()]
+        if all(storage_of(each) is not storage for each in (*self.code.parameters, *buffers, *given)):
+            self._account.enter(storage)
 
     def _slot(self, piece: Piece, value: Value, kept: torch.Tensor, version: int) -> Slot:
         slot = Slot()
@@ -400,6 +413,8 @@ class UnitCall:
         tape = self.unit.tape
         if tape is None or self.varied or len(found) != len(tape.outputs):
             self.varied = self.varied or tape is not None
+            for tensor in found:
+                self._count_in(tensor)
             return found
         account = self.pool.account
         for tensor, value in zip(found, tape.outputs, strict=True):

@@ -231,6 +231,11 @@ class Ways:
         called = any(reference() is not None for reference in self._roots)
         return called and all(reference() is not None for way in self._ways for reference in way)
 
+    @property
+    def is_last(self) -> bool:
+        """Whether there is no other way left."""
+        return len(self._ways) == 1
+
     def finer(self) -> None:
         """The first way does not fit."""
         del self._ways[:1]

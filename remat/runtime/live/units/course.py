@@ -106,6 +106,10 @@ class Course:
         self._account.begin_segment()
         self._start = self._account.memory
 
+    def leave(self) -> None:
+        """A call has done something else than was recorded of it: what comes is not known, nor what it took."""
+        self.follows = self._may_follow = self.is_whole = False
+
     def end(self, *, watched: bool) -> None:
         """The block is over; `watched`: whether what came before was."""
         last = self.segments[-1]

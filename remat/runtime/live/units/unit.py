@@ -73,11 +73,16 @@ def _model_nanoseconds(operator: Operator, tape: Tape) -> int:
 
 
 class Code:
-    """A module whose calls are units, for the time of a block."""
+    """A module whose calls are units, for the time of a block.
+
+    Attributes:
+        trained: which of its parameters are, by which its calls save other tensors.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.stage = Stage([module], type(module).__name__)
         self.parameters = list(self.stage.parameters())
+        self.trained = tuple([parameter.requires_grad for parameter in self.parameters])
 
 
 class Unit:
