@@ -91,7 +91,8 @@ def train(how: str, memory: Memory, steps: int, device: torch.device) -> None:
     step, module = {"ddp": data_parallel, "fsdp": sharded, "pipeline": pipeline}[how](model, data[0], memory)
     say(f"{how} on {dist.get_world_size()} x {device.type}, memory limit of each rank: {memory}")
     if module is not None:
-        say(f"plan of rank 0: {module.get_expected_memory()} bytes, {module.sequence.recomputations} recomputations")
+        again, parts = module.sequence.recomputations, module.sequence.parts
+        say(f"plan of rank 0: {module.get_expected_memory()} bytes, {again} recomputations, {parts} kept in part")
     torch.manual_seed(rank)  # each rank its own dropout, the same with every limit
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for number in range(steps):

@@ -57,6 +57,7 @@ def test_it_trains_as_without_remat(how: str) -> None:
     assert len(losses) == STEPS == len(set(losses))
     assert all(0 < float(loss) < 10 for loss in losses)
     assert "plan" not in plain
-    plan = re.search(r"plan of rank 0: (\d+) bytes, (\d+) recomputations", limited)
+    plan = re.search(r"plan of rank 0: (\d+) bytes, (\d+) recomputations, (\d+) kept in part", limited)
     assert plan is not None, printed
-    assert all(int(number) > 0 for number in plan.groups())
+    size, again, parts = map(int, plan.groups())
+    assert size > 0 and again + parts > 0  # which of them is the faster way depends on the times that were measured
