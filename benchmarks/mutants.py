@@ -34,6 +34,7 @@ SECONDS = 600  # after which tests that do not end count as failed
 _PLANNING = "judges planners solvers ilp"
 _RUNNING = "executor_errors judges exactness exactness_modules found_by_users limits"
 _MODELS = "any_model ordinary_models limits"
+_UNITS = "live_units unit_programs unit_plans"
 _LIVE = "live_peaks live_block live_programs live_run live_models"
 TESTS = {
     "remat/simulation.py": "simulation judges solvers planners budget",
@@ -63,16 +64,20 @@ TESTS = {
     "remat/profiling/alive.py": f"finding other_paths {_MODELS} profiling",
     "remat/profiling/gauges.py": f"finding other_paths {_MODELS} profiling",
     "remat/runtime/calls/tape.py": "options exactness",
-    "remat/runtime/calls/partial.py": "options live_units",
+    "remat/runtime/calls/partial.py": f"options {_UNITS}",
     "remat/runtime/calls/tapes.py": "options",
     "remat/profiling/options.py": "options",
     "remat/profiling/units.py": "options budget profiling",
-    "remat/runtime/live/units/account.py": "live_units",
-    "remat/runtime/live/units/call.py": "live_units",
-    "remat/runtime/live/units/choosing.py": "live_units",
-    "remat/runtime/live/units/course.py": "live_units",
-    "remat/runtime/live/units/pool.py": "live_units",
-    "remat/runtime/live/units/unit.py": "live_units",
+    "remat/runtime/live/units/account.py": _UNITS,
+    "remat/runtime/live/units/call.py": _UNITS,
+    "remat/runtime/live/units/choosing.py": _UNITS,
+    "remat/runtime/live/units/course.py": _UNITS,
+    "remat/runtime/live/units/pieces.py": _UNITS,
+    "remat/runtime/live/units/plans.py": "unit_plans",
+    "remat/runtime/live/units/pool.py": _UNITS,
+    "remat/runtime/live/units/unit.py": _UNITS,
+    "remat/runtime/live/steps.py": "fit_by_calls",
+    "remat/runtime/dtr/learning.py": "learning unit_plans",
     "remat/runtime/live/ledger.py": _LIVE,
     "remat/runtime/dtr/core.py": f"dtr {_LIVE}",
     "remat/runtime/dtr/_kernels.py": f"dtr {_LIVE}",

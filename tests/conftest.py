@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,9 @@ import torch
 
 import remat
 from remat.chain import Chain
+from remat.errors import OverBudgetWarning
+from remat.runtime.dtr.core import compile_all
+from remat.runtime.live.units import choosing, course
 
 DATA = Path(__file__).parent / "data"
 SHARED = Path(__file__).parents[2] / "shared"  # beside the project: data of others, which users do not have
@@ -36,6 +41,22 @@ def _operator_by_operator(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     if name.startswith("test_live_") and name != "test_live_units":
         defaults = {**(remat.DTR.__init__.__kwdefaults__ or {}), "granularity": "operator"}
         monkeypatch.setattr(remat.DTR.__init__, "__kwdefaults__", defaults)
+
+
+@pytest.fixture(scope="session")
+def compiled_core() -> None:
+    """Plans are made once the policy core is compiled, which in a fresh clone takes another process half a minute."""
+    compile_all()
+
+
+@pytest.fixture
+def nothing_known() -> Iterator[None]:
+    """Places of programs are lines of code, which tests of blocks by calls share."""
+    choosing._ways.clear()
+    course._courses.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OverBudgetWarning)  # of first calls of operators
+        yield
 
 
 @pytest.fixture(scope="session")

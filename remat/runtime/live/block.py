@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _len_torch_dispatch_stack, _pop_mode
 
-from remat.errors import OutOfBudget, OverBudgetWarning, Thrashing
+from remat.errors import OutOfBudget, Thrashing
 from remat.formatting import format_bytes
 from remat.report import Report
 from remat.runtime.dtr import _kernels as k
@@ -22,13 +21,12 @@ from remat.runtime.live.dispatcher import NUMBER_BYTES, NUMBERS, Dispatcher
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
 from remat.runtime.live.nesting import claim, refuse_nested, release
+from remat.runtime.live.outcomes import outcome_of, report_of, warn_of_more
 from remat.runtime.live.raw_access import Access, guard, unguard
 from remat.runtime.live.saved_tensors import Saving
 from remat.runtime.live.store import Store
 from remat.runtime.live.units.choosing import Observation, remember, ways_at
 from remat.runtime.live.versions import Version, storage_of
-
-_OUTCOMES = {OutOfBudget: "oom", Thrashing: "thrash"}
 
 
 class Block:
@@ -99,7 +97,7 @@ class Block:
         """Ends: all that the program still holds is in memory, and usable."""
         try:
             if error is not None:
-                self.outcome = next((name for kind, name in _OUTCOMES.items() if isinstance(error, kind)), "error")
+                self.outcome = outcome_of(error)
                 self._store.limited = False
             self._leave()
         except BaseException:
@@ -111,7 +109,7 @@ class Block:
             ways = self._observation.ways(self.ledger.budget)
             if ways is not None and (ways.modules or self._saving.was_asked):  # a forward alone does not tell of none
                 remember((self._place, self.budget), ways)
-        self._warn()
+        warn_of_more(self._limits, self.outcome, self.budget)
 
     def _leave(self) -> None:
         """Undoes what `enter` did. Each part may have been done already, or half of it."""
@@ -190,31 +188,20 @@ class Block:
         if self._chooses and core.scalar(k.EVICTIONS) and enough:
             self._choice = choose(where, self.ledger, by_model=self._by_model)
 
-    def _warn(self) -> None:
-        over = self._limits.over
-        if over is not None and self.outcome in ("pass", "over"):
-            peak, budget = format_bytes(over.peak_bytes + self._limits.reserved_bytes), format_bytes(self.budget)
-            warnings.warn(f"DTR took {peak} within {budget}, at {over.where}", OverBudgetWarning, stacklevel=4)
-
     def advice(self) -> Advice:
         return advice_on(self.ledger, self._limits.reserved_bytes, self._seconds)
 
     def report(self, strategy: str) -> Report:
         """What it cost; see `DTR.report`."""
-        core = self.ledger.core
-        own, again = core.scalar(k.MODEL_COST), core.scalar(k.AGAIN_COST)
-        outcome = "thrash" if self._limits.thrashes and self.outcome == "pass" else self.outcome
-        return Report(
-            strategy=strategy,
-            outcome=outcome,
-            measured=True,
-            budget_bytes=self.budget,
-            peak_bytes=self.ledger.peak + self._limits.reserved_bytes,
+        ledger = self.ledger
+        return report_of(
+            strategy,
+            self.outcome,
+            ledger.core,
+            self._limits,
+            budget=self.budget,
+            peak=ledger.peak,
             seconds=self._seconds,
-            overhead=(own + again) / own if own else None,
-            recomputations=core.scalar(k.RECOMPUTATIONS),
-            evictions=core.scalar(k.EVICTIONS),
-            accesses=core.scalar(k.ACCESSES),
             note=self._note(),
         )
 

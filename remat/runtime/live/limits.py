@@ -34,6 +34,7 @@ class Limits:
 
     Attributes:
         thrashes: whether it was reached.
+        gave_up: whether the program was told that the budget is too small.
         over: where most memory above the budget was taken, if any was.
         whole: what an earlier block at this place of the program did, from its beginning to its end.
     """
@@ -41,7 +42,7 @@ class Limits:
     def __init__(self, thrash_limit: float | None, reserved_bytes: int = 0) -> None:
         self.thrash_limit = thrash_limit
         self.reserved_bytes = reserved_bytes
-        self.thrashes = False
+        self.thrashes = self.gave_up = False
         self.over: Over | None = None
         self.whole: Instructions | None = None
 
@@ -68,6 +69,7 @@ class Limits:
             return
         needed = core.scalar(k.NEEDED)
         core.abandon()
+        self.gave_up = True
         shapes = ", ".join(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors)
         call = f"{label}({shapes})"
         reserved, budget = self.reserved_bytes, ledger.budget + self.reserved_bytes

@@ -65,7 +65,8 @@ class Steps:
             block.exit(error)
 
     def __del__(self) -> None:
-        self.end()  # or a mode that watches would be left behind
+        if self._block is not None:
+            self._block.give_up()  # or a mode that watches would be left behind
 
     def _reserved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Bytes of the sample, less those of gradients to come."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from remat.runtime.live.units.call import Piece
+    from remat.runtime.live.units.pieces import Piece
 
 
 class Counted(weakref.ref):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,12 +13,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack
 
-from remat.errors import OutOfBudget, OverBudgetWarning, Thrashing
-from remat.formatting import format_bytes
 from remat.report import Report
 from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.calls.tape import Recorder
-from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.heuristics import Heuristic
 from remat.runtime.live.advice import Advice, advice_on
 from remat.runtime.live.choosing import take
@@ -27,6 +23,7 @@ from remat.runtime.live.dispatcher import NUMBER_BYTES, NUMBERS
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
 from remat.runtime.live.nesting import alone_in_its_thread
+from remat.runtime.live.outcomes import outcome_of, report_of, warn_of_more
 from remat.runtime.live.units.call import UnitCall
 from remat.runtime.live.units.choosing import Ways
 from remat.runtime.live.units.counting import Counting, inner_peak, with_seconds
@@ -37,9 +34,9 @@ from remat.runtime.live.units.state import State
 from remat.runtime.live.units.unit import Code, Odd, Unit, key_of_call
 from remat.runtime.patching import blocks_as_written, intercepted
 
-_OUTCOMES = {OutOfBudget: "oom", Thrashing: "thrash"}
 _TRIES = 2  # to evict what was held when it was to go, as by the variable with which the next module was called
-_known: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Unit]] = weakref.WeakKeyDictionary()
+# By module, by the form of its parameters and buffers, by the look of a call.
+_known: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, dict[Hashable, Unit]]] = weakref.WeakKeyDictionary()
 
 
 class UnitsBlock:
@@ -95,6 +92,7 @@ class UnitsBlock:
         self._turn = 0  # how many times a part of the program was run inside
         self._ahead: dict[int, weakref.ref[UnitCall]] = {}  # by turn, of those whose backward has not begun, a call
         self._code = {module: Code(module) for module in self._modules}
+        self._units = {module: _known.setdefault(module, {}).setdefault(c.form, {}) for module, c in self._code.items()}
         self.outcome = "pass"
         self._peak = 0
         self._began = self._seconds = 0.0
@@ -103,7 +101,7 @@ class UnitsBlock:
     def ledger(self) -> Ledger:
         """With all that has happened so far."""
         self._pool.tell_all()
-        self._ledger.peak = self._peak = max(self._ledger.peak, self._peak)  # of replays only the core knows
+        self._ledger.peak = max(self._ledger.peak, self._peak)  # of replays only the core knows
         return self._ledger
 
     @property
@@ -151,7 +149,9 @@ class UnitsBlock:
         self._mode.rests = True
 
     def _sees(self) -> bool:
-        """Whether operators of this thread are counted now."""
+        """Whether what operators of this thread take is known: it was before, or they are counted now."""
+        if self._course.follows:
+            return True
         return not self._mode.rests and self._mode in _get_current_dispatch_mode_stack()
 
     @property
@@ -184,24 +184,25 @@ class UnitsBlock:
         self._ahead.clear()
         self._seconds = max(time.perf_counter() - self._began, 1e-9)
 
+    def give_up(self) -> None:
+        """Ends without a word of what it did."""
+        self._leave()
+
     def exit(self, error: BaseException | None) -> None:
         """Ends: what the program still holds is in memory, or made again when it is asked for."""
         self._course.end(watched=self._sees() or self._mode.rests)
         self._leave()
         if error is not None:
-            self.outcome = next((name for kind, name in _OUTCOMES.items() if isinstance(error, kind)), "error")
+            self.outcome = outcome_of(error)
         self._peak = self._pool.account.peak
         if self._peak > self._ledger.budget and self.outcome == "pass":
             self.outcome = "over"
-        if error is None and self._root is not None:
-            remember((self._place, self.budget, self._root), self._course, self._trial_for_the_next())
+        if self._root is not None:
+            self._learn(error)
         if self.outcome == "over" and (self._pool.too_large or not self._recorded_calls) and self._used:
             if not (self._stays and self._used.is_last):  # there are no operators to go back to
                 self._used.finer()
-        over = self._limits.over
-        if over is not None and self.outcome in ("pass", "over"):
-            peak, budget = format_bytes(over.peak_bytes + self._limits.reserved_bytes), format_bytes(self.budget)
-            warnings.warn(f"DTR took {peak} within {budget}, at {over.where}", OverBudgetWarning, stacklevel=4)
+        warn_of_more(self._limits, self.outcome, self.budget)
 
     def _watch(self, on: bool) -> None:
         """Whether operators are counted from now on; where another mode is in the way, they still are."""
@@ -222,10 +223,10 @@ class UnitsBlock:
             return forward(*args, **kwargs)
         code = self._code[module]
         try:
-            key = code.trained, key_of_call(code.stage.parts, args, kwargs)
+            key = key_of_call(code.stage.parts, args, kwargs)
         except Odd:
             return forward(*args, **kwargs)
-        units = _known.setdefault(module, {})
+        units = self._units[module]
         unit = units.get(key)
         if unit is None:
             unit = units[key] = Unit(code)
@@ -326,8 +327,21 @@ class UnitsBlock:
         held = self._pool.carry_out([*self._held, *wanted])
         self._held = [each._replace(tries=each.tries + 1) for each in held if each.tries < _TRIES]
 
+    def _learn(self, error: BaseException | None) -> None:
+        """Remembers what blocks here do, and what is to be tried in those that do as this one."""
+        trial = self._course.trial
+        if error is None and not self._limits.gave_up:
+            trial = self._trial_for_the_next()
+            remember((self._place, self.budget, self._root), self._course, trial)
+        elif trial is not None and self._limits.gave_up:
+            trial.took(0, passed=False)
+        else:
+            return
+        if trial is not None:
+            take((self._place, self.budget), trial.present.heuristic)
+            self._next = trial.says
+
     def _trial_for_the_next(self) -> Trial | None:
-        """What is to be tried in blocks that do as this one."""
         course, trial = self._course, self._course.trial
         if course.was_followed and trial is not None:
             trial.took(self._pool.spent_nanoseconds, passed=self.outcome == "pass")
@@ -336,9 +350,6 @@ class UnitsBlock:
             trial = plans_for(self._pool.story, course.segments, budget, self._heuristic, by_model=by_model)
         else:
             return None
-        if trial is not None:
-            take((self._place, self.budget), trial.present.heuristic)
-            self._next = trial.says
         return trial
 
     # What it cost ----------------------------------------------------------------------------------------------------
@@ -348,19 +359,15 @@ class UnitsBlock:
 
     def report(self, strategy: str) -> Report:
         """What it cost; see `DTR.report`."""
-        core = self.ledger.core
-        own, again = core.scalar(k.MODEL_COST), core.scalar(k.AGAIN_COST)
-        return Report(
-            strategy=strategy,
-            outcome="thrash" if self._limits.thrashes and self.outcome == "pass" else self.outcome,
-            measured=True,
-            budget_bytes=self.budget,
-            peak_bytes=self._peak + self._limits.reserved_bytes,
+        ledger = self.ledger
+        return report_of(
+            strategy,
+            self.outcome,
+            ledger.core,
+            self._limits,
+            budget=self.budget,
+            peak=ledger.peak,
             seconds=self._seconds,
-            overhead=(own + again) / own if own else None,
-            recomputations=core.scalar(k.RECOMPUTATIONS),
-            evictions=core.scalar(k.EVICTIONS),
-            accesses=core.scalar(k.ACCESSES),
             note=self._note(),
         )
 

@@ -15,8 +15,8 @@ from remat.runtime.dtr.core import is_ready
 from remat.runtime.dtr.graph import Graph
 from remat.runtime.dtr.learning import PLANNED, learn
 from remat.runtime.live.choosing import CANDIDATES, MOST
-from remat.runtime.live.units.call import Row
 from remat.runtime.live.units.course import Segment
+from remat.runtime.live.units.pieces import Row
 from remat.runtime.live.units.story import Died, Event, Gone, Made, Ran
 
 _SECONDS = 2.0  # that a plan may take
@@ -64,8 +64,8 @@ class Trial:
     def took(self, nanoseconds: int, *, passed: bool) -> None:
         """A block by the present plan has taken so long to evict and to make again."""
         if self._decided:
-            if not passed:
-                self._plans[self._number] = self.present._replace(evictions={})
+            if not passed:  # the heuristic alone
+                self._plans[self._number] = Plan(self.present.heuristic, self.present.heuristic, {})
             return
         times = self._times[self._number]
         times.append(nanoseconds)

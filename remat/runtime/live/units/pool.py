@@ -15,7 +15,8 @@ from remat.runtime.dtr import _kernels as k
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
 from remat.runtime.live.units.account import Account
-from remat.runtime.live.units.call import Piece, Row, Slot, UnitCall
+from remat.runtime.live.units.call import UnitCall
+from remat.runtime.live.units.pieces import Piece, Row, Slot
 from remat.runtime.live.units.story import Died, Event, Evicted, Gone, Made, Others, Ran
 
 

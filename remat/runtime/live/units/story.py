@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from remat.runtime.live.units.call import Row
+    from remat.runtime.live.units.pieces import Row
 
 
 class Made(NamedTuple):

@@ -76,13 +76,14 @@ class Code:
     """A module whose calls are units, for the time of a block.
 
     Attributes:
-        trained: which of its parameters are, by which its calls save other tensors.
+        form: how its parameters and buffers look, and which are trained: its calls make and save others accordingly.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.stage = Stage([module], type(module).__name__)
         self.parameters = list(self.stage.parameters())
-        self.trained = tuple([parameter.requires_grad for parameter in self.parameters])
+        state = [*self.parameters, *(buffer for *_, buffer in self.stage.buffers())]
+        self.form = tuple([(each.requires_grad, each.dtype, each.shape, each.device) for each in state])
 
 
 class Unit:

@@ -1,0 +1,54 @@
+"""What is said of a block that has ended, whether it ran by operators or by calls."""
+
+from __future__ import annotations
+
+import warnings
+
+from remat.errors import OutOfBudget, OverBudgetWarning, Thrashing
+from remat.formatting import format_bytes
+from remat.report import Report
+from remat.runtime.dtr import _kernels as k
+from remat.runtime.dtr.core import Core
+from remat.runtime.live.limits import Limits
+
+_OUTCOMES = {OutOfBudget: "oom", Thrashing: "thrash"}
+
+
+def outcome_of(error: BaseException) -> str:
+    """How a block ends that an exception leaves."""
+    return next((name for kind, name in _OUTCOMES.items() if isinstance(error, kind)), "error")
+
+
+def warn_of_more(limits: Limits, outcome: str, budget: int) -> None:
+    """Warns where a block took more than its budget and said so in no other way."""
+    over = limits.over
+    if over is not None and outcome in ("pass", "over"):
+        peak = format_bytes(over.peak_bytes + limits.reserved_bytes)
+        warnings.warn(
+            f"DTR took {peak} within {format_bytes(budget)}, at {over.where}", OverBudgetWarning, stacklevel=5
+        )
+
+
+def report_of(
+    strategy: str, outcome: str, core: Core, limits: Limits, *, budget: int, peak: int, seconds: float, note: str
+) -> Report:
+    """What a block cost.
+
+    Args:
+        core: that has been told all of it.
+        peak: bytes, without what the budget holds besides.
+    """
+    own, again = core.scalar(k.MODEL_COST), core.scalar(k.AGAIN_COST)
+    return Report(
+        strategy=strategy,
+        outcome="thrash" if limits.thrashes and outcome == "pass" else outcome,
+        measured=True,
+        budget_bytes=budget,
+        peak_bytes=peak + limits.reserved_bytes,
+        seconds=seconds,
+        overhead=(own + again) / own if own else None,
+        recomputations=core.scalar(k.RECOMPUTATIONS),
+        evictions=core.scalar(k.EVICTIONS),
+        accesses=core.scalar(k.ACCESSES),
+        note=note,
+    )

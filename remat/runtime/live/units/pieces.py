@@ -1,0 +1,206 @@
+"""What calls of units leave behind and are passed: pieces of memory, slots in the graph, inputs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from remat.errors import ReplayError
+from remat.runtime.calls.tape import Value, value_of
+from remat.runtime.live.store import no_modes
+from remat.runtime.live.units.account import Counted
+from remat.runtime.live.units.unit import Making
+
+if TYPE_CHECKING:
+    from remat.runtime.live.units.call import UnitCall
+
+_uses = torch._C._storage_Use_Count
+
+
+class Slot:
+    """Stands in the graph for a tensor that autograd saved.
+
+    Attributes:
+        call: that saved it.
+        piece: whose memory it is; None where that cannot be made again.
+        tensor: it itself; None while its memory is evicted.
+        version: of the tensor when autograd saved it, or it was made again.
+        value: how it looks at the piece.
+        number: among what the call saves, where the call has made the piece; else -1.
+    """
+
+    __slots__ = ("__weakref__", "call", "number", "piece", "tensor", "value", "version")
+    call: UnitCall
+    number: int
+    piece: Piece | None
+    tensor: torch.Tensor | None
+    value: Value
+    version: int
+
+
+class Row:
+    """What the policy core hears of a call. It holds nothing, so it may outlive that.
+
+    Attributes:
+        sizes: bytes of each piece, by number.
+        inputs: the rows and numbers of the pieces that were passed, None for other inputs.
+        tensors: of the pieces, in the core; empty as long as that has not heard of them.
+        call: a reference to the call.
+        index: of the call among those of the block.
+    """
+
+    __slots__ = ("call", "index", "inputs", "sizes", "tensors", "unit")
+
+    def __init__(self, call: UnitCall) -> None:
+        self.unit = call.unit
+        self.call = call.reference
+        self.index = 0
+        self.inputs = [None if each.piece is None else (each.piece.call.row, each.piece.number) for each in call.inputs]
+        self.sizes: dict[int, int] = {}
+        self.tensors: dict[int, int] = {}
+
+    def makings(self) -> Iterator[tuple[Making, int, list[tuple[Row, int]]]]:
+        """How each of its pieces is made, its size, and the pieces that are read for that."""
+        for making in self.unit.makings:
+            size = self.sizes.get(making.storage)
+            if size is not None:
+                given = [each for number in making.inputs if (each := self.inputs[number]) is not None]
+                yield making, size, [*((self, number) for number in making.storages), *given]
+
+
+class Piece:
+    """Memory that a call has made and that outlives it.
+
+    Attributes:
+        number: of the storage on the tape.
+        counted: the storage; None while there is none.
+        held: that storage, where it was made again although autograd holds no slot of it.
+        slots: those that autograd holds of it; references to them, of which some may be dead.
+        evicted: its memory was freed, and may be waited for.
+        changes: how often it was changed since it was made; then no replay would make it as it is.
+        released: nobody held it any more, as the policy core knows.
+        pinned: its number in the core as something that cannot go, since somebody else holds it; -1: nobody does.
+    """
+
+    __slots__ = (
+        *("__weakref__", "call", "changes", "counted", "evicted", "held", "number"),
+        *("pinned", "released", "size", "slots"),
+    )
+
+    def __init__(self, call: UnitCall, number: int, size: int) -> None:
+        self.call, self.number, self.size = call, number, size
+        self.counted: Counted | None = None
+        self.held: torch.UntypedStorage | None = None
+        self.slots: list[weakref.ref[Slot]] = []
+        self.pinned = -1
+        self.evicted = self.released = False
+        self.changes = 0
+
+    @property
+    def tensor(self) -> int:
+        """Its number in the policy core; -1 as long as that has not heard of it."""
+        return self.call.row.tensors.get(self.number, -1)
+
+    def _filled(self) -> list[Slot]:
+        living = [slot for slot in (reference() for reference in self.slots) if slot is not None]
+        return [slot for slot in living if slot.tensor is not None]
+
+    def content(self) -> torch.UntypedStorage | None:
+        """Its memory, where that is there, whoever holds it."""
+        return None if self.counted is None else self.counted()
+
+    def evict(self) -> bool:
+        """Frees it, unless somebody else holds it, who would be left with it."""
+        filled = self._filled()
+        storage = None if self.counted is None else self.counted()
+        if self.changes or self.call.varied:
+            return False
+        if storage is not None and _uses(storage._cdata) > len({id(slot.tensor) for slot in filled}) + 1:
+            return False  # more than our tensors and the storage's Python object
+        self.evicted = True
+        del storage
+        self.held = None
+        for slot in filled:
+            slot.tensor = None
+        return True
+
+    def put(self, storage: torch.UntypedStorage, made: Mapping[int, torch.Tensor]) -> None:
+        """It is there again; `made`: what the call has saved again, by number."""
+        self.evicted = False
+        self.counted = self.call.pool.account.enter(storage, self)
+        filled = 0
+        for reference in self.slots:
+            slot = reference()
+            if slot is None:
+                continue
+            again = made.get(slot.number)
+            slot.tensor = tensor_on(storage, slot.value) if again is None or slot.call is not self.call else again
+            slot.version = slot.tensor._version
+            filled += 1
+        if not filled:
+            self.held = storage
+
+    def died(self, counted: Counted) -> None:
+        """A storage of it is gone."""
+        if counted is self.counted:
+            self.counted = None
+            self.call.pool.died(self)
+
+
+class Input:
+    """A tensor that was passed to a call: itself, or whose memory it is.
+
+    Attributes:
+        tensor: it itself, apart from its graph, where nobody can make it again.
+        seen: a reference to it else.
+    """
+
+    __slots__ = ("changes", "device", "needs_gradient", "piece", "seen", "tensor", "value", "version")
+
+    def __init__(self, tensor: torch.Tensor, piece: Piece | None) -> None:
+        self.piece, self.needs_gradient, self.device = piece, tensor.requires_grad, tensor.device
+        self.version = -1 if tensor.is_inference() else tensor._version
+        self.tensor: torch.Tensor | None = None
+        self.seen: weakref.ref[torch.Tensor] | None = None
+        if piece is None:
+            self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
+        else:
+            self.seen, self.changes = weakref.ref(tensor), piece.changes
+            self.value = value_of(tensor, piece.number)
+
+    def there(self) -> torch.Tensor | None:
+        """The tensor, where it is in memory.
+
+        Raises:
+            ReplayError: it was changed since.
+        """
+        tensor = self.tensor
+        if tensor is None and self.seen is not None:
+            assert self.piece is not None
+            tensor = self.seen()
+            if tensor is None:
+                storage = self.piece.content()
+                if storage is not None and self.piece.changes != self.changes:
+                    raise _changed(tensor_on(storage, self.value))
+                return None if storage is None else tensor_on(storage, self.value)
+        assert tensor is not None
+        if self.version >= 0 and tensor._version != self.version:
+            raise _changed(tensor)
+        return tensor.detach()
+
+
+def tensor_on(storage: torch.UntypedStorage, value: Value) -> torch.Tensor:
+    """A tensor that looks so at a storage."""
+    _, size, stride, offset, dtype = value
+    with no_modes(), torch.no_grad():
+        return torch.empty((), dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+
+
+def _changed(tensor: torch.Tensor) -> ReplayError:
+    return ReplayError(
+        f"a tensor of shape {tuple(tensor.shape)} that a module was called with was modified in place since, and a "
+        "recomputation would read it changed; modify a copy, or use remat.DTR(..., granularity='operator')"
+    )

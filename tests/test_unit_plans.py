@@ -1,0 +1,216 @@
+"""What DTR by calls learns: plans of a whole step, what is tried, and the times and references they are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.errors import OutOfBudget, RematError, Thrashing
+from remat.runtime.calls.tape import Operator, Value
+from remat.runtime.dtr._kernels import KEEP, RELEASE
+from remat.runtime.dtr.graph import compile_trace
+from remat.runtime.dtr.heuristics import HEURISTICS
+from remat.runtime.dtr.simulator import Replay
+from remat.runtime.live.ledger import Ledger
+from remat.runtime.live.limits import Limits
+from remat.runtime.live.traced import trace_of
+from remat.runtime.live.units import block, course
+from remat.runtime.live.units.counting import Seen, with_seconds
+from remat.runtime.live.units.plans import Plan, Trial
+from remat.runtime.live.units.pool import Pool
+from support.live_models import allocate_gradients, metered
+from support.unit_blocks import Model, blocks, by_calls, left_by, memory_of, mlp, mlps, step_of
+
+pytestmark = pytest.mark.usefixtures("nothing_known", "compiled_core")
+
+
+def uneven(count: int = 8) -> Model:
+    """Blocks of which some are dear for what they leave behind, and others cheap."""
+    torch.manual_seed(3)
+    model = Model(*(mlp(64, 64 if number % 2 else 1024) for number in range(count)))
+    allocate_gradients(model)
+    return model
+
+
+@pytest.mark.parametrize("make_model", [mlps, uneven])
+@pytest.mark.parametrize("share", [0.75, 0.55])
+def test_blocks_by_a_plan(make_model: Callable[[], Model], share: float) -> None:
+    """Equal to the bit, within the budget, and as the simulator repeats it, whatever is tried."""
+    model = make_model()
+    step = step_of(model)
+    step()
+    plain = left_by(model)
+    budget = int(share * memory_of(step))
+    left_by(model)
+    notes = []
+    for _ in range(9):
+        peak, (dtr,) = metered(lambda: blocks(step, budget, 1))
+        assert all(map(torch.equal, plain, left_by(model)))
+        report = dtr.report()
+        notes.append(report.note)
+        assert report.outcome == "pass"
+        if not by_calls(dtr):
+            continue
+        assert len(notes) == 2 or peak <= budget  # scratch memory of first calls
+        lines = list(dtr.trace.lines())
+        read = remat.Trace(tuple(remat.runtime.dtr.trace.read_instructions(lines)))
+        again, core = Replay(read).run(dtr.trace_budget, dtr._heuristic, thrash_limit=1e6, log=True)
+        assert dtr.decisions == [(d.kind, d.what) for d in core.decisions() if d.kind in ("evict", "recompute")]
+        assert again.peak_bytes <= dtr.trace_budget
+    assert "the next block here" in notes[1] and "in a replay" in notes[1]
+    assert notes[-1].startswith("by ") and "takes" in notes[-1]  # it is decided
+    advice = dtr.advice()
+    assert advice.least_bytes is not None and advice.least_bytes <= budget
+
+
+def test_a_plan_ends_where_a_block_does_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    carried: list[int] = []
+    carry_out = Pool.carry_out
+
+    def counting(pool: Pool, evictions: Any) -> Any:
+        carried.append(len(evictions))
+        return carry_out(pool, evictions)
+
+    monkeypatch.setattr(Pool, "carry_out", counting)
+    always = Plan("a plan", "h_dtr_eq", {number: [(0, 5), (1, 5), (2, 5)] for number in range(7, 40)})
+    monkeypatch.setattr(block, "plans_for", lambda *args, **kwargs: Trial([always], "", decided=True))
+    model = mlps(8)
+    sample = torch.randn(64, 64)
+
+    def step(count: int) -> None:
+        torch.manual_seed(7)
+        x = sample
+        for stage in model.stages[:count]:
+            x = stage(x) + 0.5 * x
+        x.square().mean().backward()
+
+    plain = {}
+    for count in (8, 5):
+        step(count)
+        plain[count] = left_by(model)
+    budget = int(0.6 * memory_of(lambda: step(8)))
+    left_by(model)
+    for number, count in enumerate((8, 8, 8, 8, 5, 8, 8, 8)):
+        carried.clear()
+        with remat.DTR(budget, thrash_limit=20) as dtr:
+            step(count)
+        assert all(map(torch.equal, plain[count], left_by(model)))
+        assert dtr.report().outcome == "pass"
+        if number == 2:
+            assert sum(carried) and "by a plan" in dtr.report().note  # pieces that are held, needed or gone, too
+
+
+def test_of_several_plans_the_fastest_stays() -> None:
+    plans = [Plan("a plan", "h_lru", {3: [(0, 0)]}), Plan("h_dtr", "h_dtr", {})]
+
+    def after(*times: int | None) -> Trial:
+        trial = Trial(plans, "on paper", decided=False)
+        for taken in times:
+            trial.took(taken or 0, passed=taken is not None)
+        return trial
+
+    assert [after(*[1] * count).present.name for count in range(4)] == ["a plan", "a plan", "h_dtr", "h_dtr"]
+    assert "tries" in after(1, 1).says and "takes" in after(9, 5, 9, 6).says
+    assert after(9, 5, 9, 6).present.name == "a plan"  # the first time of each sets up what replays need
+    assert after(1, 7, 9, 6).present.name == "a plan"
+    assert after(9, 7, 9, 6).present.name == "h_dtr"
+    assert after(None, 9, 9).present.name == "h_dtr"  # that went over is out
+    went_over = after(9, 5, 9, 6, None)
+    assert went_over.present == Plan("h_lru", "h_lru", {})
+
+
+def test_costs_of_a_model_decide_at_once() -> None:
+    step = step_of(mlps())
+    budget = memory_of(step) // 2
+    notes = []
+    for _ in range(5):
+        with remat.DTR(budget, costs="model", thrash_limit=20) as dtr:
+            step()
+        notes.append(dtr.report().note)
+    assert by_calls(dtr) and "takes" in notes[1] and notes[2].startswith("by ")
+    assert not any("tries" in note for note in notes)
+
+
+@pytest.mark.parametrize("error", [OutOfBudget("f", 1, 2, None), Thrashing("f", 1, 20, None)])
+def test_a_plan_that_fails_is_not_tried_again(error: RematError, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On paper it did not; whatever the reason, the next block does something else."""
+    plans = [Plan("a plan", "h_dtr_eq", {7: [(0, 5)]}), Plan("h_lru", "h_lru", {})]
+    monkeypatch.setattr(block, "plans_for", lambda *args, **kwargs: Trial(plans, "", decided=False))
+    judge = Limits.judge
+    fails = False
+
+    def failing(limits: Limits, *args: Any) -> None:
+        judge(limits, *args)
+        if fails:
+            limits.gave_up = True
+            raise error
+
+    monkeypatch.setattr(Limits, "judge", failing)
+    model = mlps()
+    step = step_of(model)
+    step()
+    plain = left_by(model)
+    budget = int(0.6 * memory_of(step))
+    left_by(model)
+    names = []
+    for number in range(7):
+        fails = number in (2, 5)
+        with nullcontext() if not fails else pytest.raises(type(error)), remat.DTR(budget, thrash_limit=20) as dtr:
+            step()
+        names.append(dtr.report().note.split(";")[0])
+        assert fails or all(map(torch.equal, plain, left_by(model)))
+        left_by(model)
+    assert names[3:] == ["by h_lru", "by h_lru", *names[5:]]
+    assert names[6] == "by h_lru"  # there is no other that did not fail
+
+
+def test_times_of_kernels_are_told_apart_from_what_recording_takes() -> None:
+    def operator(function: Any, seconds: float, *, view: bool = False) -> Operator:
+        value = Value(0, (1,), (1,), 0, torch.float32)
+        return Operator(function, (0,) if view else (1,), (), (value,), torch.Tensor, False, seconds)
+
+    add, mul, view = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor, torch.ops.aten.view.default
+    tape = [operator(add, 5e-5), operator(view, 3e-5, view=True), operator(mul, 1e-6), operator(add, 4e-5)]
+    trail = [Seen(function, 0, [], nanoseconds) for function, nanoseconds in ((mul, 9), (add, 2000), (mul, 7000))]
+    found = [each.seconds for each in with_seconds(tape, trail)]
+    assert found == pytest.approx([2e-6, 0.0, 1e-6, 4e-5])  # never more than it took; what is not in the trail stays
+
+
+def test_traces_have_references_that_come_back() -> None:
+    """What nobody waits for any more, and a replay needs on its way, is kept for that time."""
+    ledger = Ledger(2**20, HEURISTICS["h_lru"], sampling=False, skip_small=False, seed=0)
+    (tensor,) = ledger.add("f", 10, [], [64])
+    for instruction in (RELEASE, KEEP, RELEASE):
+        ledger.note(instruction, tensor)
+    trace = trace_of(ledger)
+    assert [tuple(row) for row in compile_trace(trace).instructions] == [tuple(row) for row in ledger.instructions]
+
+
+@pytest.mark.parametrize("share", [0.55, 0.5])
+def test_a_block_does_about_what_it_does_on_paper(share: float) -> None:
+    """Also where a call's backward reads what another one has made, as the state of a loop."""
+    cell, inputs = nn.GRUCell(32, 32), torch.randn(40, 16, 32)
+    allocate_gradients(cell)
+
+    def step() -> None:
+        state = torch.zeros(16, 32)
+        for x in inputs:
+            state = cell(x, state)
+        state.square().sum().backward()
+
+    budget = int(share * memory_of(step))
+    for _ in range(5):
+        with remat.DTR(budget, costs="model", thrash_limit=20) as dtr:
+            step()
+    (known,) = course._courses.values()
+    report = dtr.report()
+    assert by_calls(dtr) and report.outcome == "pass" and report.evictions
+    assert known.trial is not None
+    on_paper = float(known.trial.says.split("replay: ")[1].split(",")[0].rstrip(")").split()[-1])
+    assert report.overhead == pytest.approx(on_paper, abs=0.02)
