@@ -193,17 +193,8 @@ class Block:
 
     def report(self, strategy: str) -> Report:
         """What it cost; see `DTR.report`."""
-        ledger = self.ledger
-        return report_of(
-            strategy,
-            self.outcome,
-            ledger.core,
-            self._limits,
-            budget=self.budget,
-            peak=ledger.peak,
-            seconds=self._seconds,
-            note=self._note(),
-        )
+        note = self._note()
+        return report_of(strategy, self.outcome, self.ledger, self._limits, self.budget, self._seconds, note)
 
     def _note(self) -> str:
         first, over = self._mode.first_calls, self._limits.over

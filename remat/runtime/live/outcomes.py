@@ -8,7 +8,7 @@ from remat.errors import OutOfBudget, OverBudgetWarning, Thrashing
 from remat.formatting import format_bytes
 from remat.report import Report
 from remat.runtime.dtr import _kernels as k
-from remat.runtime.dtr.core import Core
+from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
 
 _OUTCOMES = {OutOfBudget: "oom", Thrashing: "thrash"}
@@ -30,21 +30,17 @@ def warn_of_more(limits: Limits, outcome: str, budget: int) -> None:
 
 
 def report_of(
-    strategy: str, outcome: str, core: Core, limits: Limits, *, budget: int, peak: int, seconds: float, note: str
+    strategy: str, outcome: str, ledger: Ledger, limits: Limits, budget: int, seconds: float, note: str
 ) -> Report:
-    """What a block cost.
-
-    Args:
-        core: that has been told all of it.
-        peak: bytes, without what the budget holds besides.
-    """
+    """What a block cost, whose ledger knows all of it."""
+    core = ledger.core
     own, again = core.scalar(k.MODEL_COST), core.scalar(k.AGAIN_COST)
     return Report(
         strategy=strategy,
         outcome="thrash" if limits.thrashes and outcome == "pass" else outcome,
         measured=True,
         budget_bytes=budget,
-        peak_bytes=peak + limits.reserved_bytes,
+        peak_bytes=ledger.peak + limits.reserved_bytes,
         seconds=seconds,
         overhead=(own + again) / own if own else None,
         recomputations=core.scalar(k.RECOMPUTATIONS),
