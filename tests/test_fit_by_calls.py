@@ -192,9 +192,12 @@ def test_what_is_known_is_not_watched() -> None:
     block = _steps_of(model)._block
     assert block._course.follows
     assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
-    model(x, 8).backward()  # its forward begins as the one before
-    model(x, 8).backward()  # is watched, until the next step, or
+    model(x, 8).backward()  # is watched, since steps have done several things, until the next one
     assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 1
+    model(x, 8).backward()
+    assert _steps_of(model)._block._course.follows
+    assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
+    model(x, 7).backward()
     remat.remove(model)
     assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
 

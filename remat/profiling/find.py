@@ -57,7 +57,7 @@ def find_chain(
     """
     check_model(model)
     check_sample(sample)
-    with _untouched(model, sample), unpatched(model), caches_off(configs_with_caches(model)):
+    with _untouched(model, sample), unpatched(model), caches_off(configs_with_caches(model.modules())):
         return locate(model, arguments(sample), stages=stages, small=small)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from remat.runtime.calls.environment import RandomState, rescaled
 from remat.runtime.meter import rounded
+from remat.runtime.parts import parts_of
 from remat.runtime.pytree import map_tensors, tensors
 from remat.runtime.sharding import is_sharded
 
@@ -22,7 +23,7 @@ def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> 
     So are attributes of modules into which forwards have put tensors with their graphs, which would keep these alive.
     """
     random = RandomState(devices)
-    parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
+    parts = parts_of(modules)
     attributes = [(part, dict(part.__dict__)) for part in parts]
     buffers = [(part, name, buffer) for part in parts for name, buffer in part._buffers.items()]
     # Copies are worked on, so that not even the versions of the originals move: a pending backward may need them.
@@ -73,7 +74,7 @@ def aliased_parameters(modules: Iterable[nn.Module]) -> Iterator[ForeignGradient
     module keeps in a list) cannot be replaced; what is yielded keeps their gradients. Nor can those that FSDP keeps in
     shards, which it would lose track of: their gradients are set aside.
     """
-    parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
+    parts = parts_of(modules)
     if any(map(is_sharded, parts)):
         with _set_aside(parts) as foreign:
             yield foreign

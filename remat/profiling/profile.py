@@ -120,7 +120,7 @@ def profile(
     with (
         torch.enable_grad(),
         preserved(modules, accelerators(everything, call)) as replaced,
-        caches_off(configs_with_caches(model)),
+        caches_off(configs_with_caches(model.modules())),
         aliased_parameters(modules) as foreign,
         own_autocast_cache(),
     ):

@@ -5,18 +5,20 @@ A block that is recomputed would add its keys a second time. So does transformer
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 
-def configs_with_caches(model: nn.Module) -> list[Any]:
-    """Configurations of the model and its parts that say `use_cache`, as transformers' do, each once."""
+def configs_with_caches(parts: Iterable[nn.Module]) -> list[Any]:
+    """Configurations of these modules that say `use_cache`, as transformers' do, each once."""
     found = {}
-    for module in model.modules():
-        config = getattr(module, "config", None)
+    for part in parts:
+        if "config" not in part.__dict__ and not hasattr(type(part), "config"):
+            continue  # to ask the module itself would take its `__getattr__` longer
+        config = getattr(part, "config", None)
         if getattr(config, "use_cache", None) is True:
             found[id(config)] = config
     return list(found.values())

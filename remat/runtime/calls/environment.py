@@ -64,6 +64,7 @@ def accelerators(stage: Stage, value: Any) -> set[torch.device]:
     return {device for device in devices if device.type not in ("cpu", "meta")}
 
 
+_RESCALING = (nn.Embedding, nn.EmbeddingBag)
 _Key: TypeAlias = tuple[int, str]  # a buffer: position of its module among the stage's parts, and its name
 
 
@@ -111,6 +112,7 @@ class BufferWatch:
                 buffer, buffer._version, buffer.detach().clone() if known is None or (position, name) in known else None
             )
             for position, part in enumerate(stage.parts)
+            if part._buffers or isinstance(part, _RESCALING)
             for name, buffer in (*part._buffers.items(), *rescaled(part).items())
         }
 
@@ -143,7 +145,7 @@ def _differ(buffer: torch.Tensor | None, copy: torch.Tensor | None) -> bool:
 
 def rescaled(part: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters that the module's own forward writes to."""
-    if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+    if isinstance(part, _RESCALING) and part.max_norm is not None:
         return {"weight": part.weight}
     return {}
 

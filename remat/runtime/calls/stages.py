@@ -11,6 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from remat.chain import Layout
 from remat.errors import PlanMismatch, UnsupportedModel
+from remat.runtime.parts import parts_of
 from remat.runtime.pytree import Arguments, arguments, map_tensors, tensors
 
 
@@ -26,7 +27,7 @@ class Stage:
     def __init__(self, modules: Sequence[nn.Module], name: str) -> None:
         self.modules = tuple(modules)
         self.name = name
-        self.parts = tuple(dict.fromkeys(part for module in modules for part in module.modules()))
+        self.parts = parts_of(modules)
 
     def __call__(self, value: Any) -> Any:
         for module in self.modules:

@@ -42,7 +42,7 @@ class CallExecutor(Executor):
         self.places = Places(model, schedule.layout)
         program = compile_schedule(schedule, self.places.fixed)
         super().__init__(model, program, self.places.stages, schedule.layout, preserve_random=preserve_random)
-        self._configs = configs_with_caches(model)
+        self._configs = configs_with_caches(model.modules())
         self._switches = switches_of(model)
 
     def run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]) -> Any:

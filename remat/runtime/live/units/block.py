@@ -27,13 +27,15 @@ from remat.runtime.live.outcomes import outcome_of, report_of, warn_of_more
 from remat.runtime.live.units.call import UnitCall
 from remat.runtime.live.units.choosing import Ways
 from remat.runtime.live.units.counting import Counting, inner_peak, with_seconds
-from remat.runtime.live.units.course import Course, Kind, Segment, course_at, remember
+from remat.runtime.live.units.course import Course, Kind, Segment, courses_at, remember
+from remat.runtime.live.units.dormant import Precedent, precedent_of
 from remat.runtime.live.units.plans import Trial, plans_for
 from remat.runtime.live.units.pool import Planned, Pool
 from remat.runtime.live.units.state import State
 from remat.runtime.live.units.unit import Code, Odd, Unit, key_of_call
 from remat.runtime.patching import blocks_as_written, intercepted
 
+_VARYING = 2  # times what calls have taken that vary: so much others may take
 _TRIES = 2  # to evict what was held when it was to go, as by the variable with which the next module was called
 # By module, by the form of its parameters and buffers, by the look of a call.
 _known: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, dict[Hashable, Unit]]] = weakref.WeakKeyDictionary()
@@ -86,7 +88,6 @@ class UnitsBlock:
         self._watching = self._in_call = False
         self._recorded_calls = 0
         self._stays = False  # inside is less than the block
-        self._calls: list[weakref.ref[UnitCall]] = []
         self._held: list[Planned] = []  # that a plan evicts, and somebody else holds
         self._next = ""  # what the next block here does
         self._turn = 0  # how many times a part of the program was run inside
@@ -125,7 +126,7 @@ class UnitsBlock:
         self._stays = True
         self._used = next((each for each in self._ways if each.begins_with(root)), None)
         self._root = weakref.ref(root)
-        self._course.know(course_at((self._place, self.budget, self._root)))
+        self._course.know(courses_at((self._place, self.budget, self._root)))
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -133,15 +134,15 @@ class UnitsBlock:
         self._turn += 1
         with ExitStack() as stack:
             stack.enter_context(alone_in_its_thread())
-            configs = [config for module in self._modules for config in configs_with_caches(module)]
-            stack.enter_context(caches_off(list({id(config): config for config in configs}.values())))
+            parts = [part for code in self._code.values() for part in code.stage.parts]
+            stack.enter_context(caches_off(configs_with_caches(parts)))
             stack.enter_context(blocks_as_written())  # no dispatcher sees what compiled code allocates
             stack.enter_context(intercepted(self._modules, self._called))
             self._mode.rests = False
-            self._watch(not self._course.follows)
+            self._watch(not self._course.tells)
             self._began = self._began or time.perf_counter()
             yield
-            if self._course.follows:
+            if self._course.tells_backward:
                 self._watch(False)
 
     def _rest(self) -> None:
@@ -150,7 +151,7 @@ class UnitsBlock:
 
     def _sees(self) -> bool:
         """Whether what operators of this thread take is known: it was before, or they are counted now."""
-        if self._course.follows:
+        if self._course.tells:
             return True
         return not self._mode.rests and self._mode in _get_current_dispatch_mode_stack()
 
@@ -175,7 +176,7 @@ class UnitsBlock:
             self._other_model(module)
             return
         self._root = weakref.ref(module)
-        self._course.know(course_at((self._place, self.budget, self._root)))
+        self._course.know(courses_at((self._place, self.budget, self._root)))
 
     def _leave(self) -> None:
         self._watch(False)
@@ -191,10 +192,12 @@ class UnitsBlock:
     def exit(self, error: BaseException | None) -> None:
         """Ends: what the program still holds is in memory, or made again when it is asked for."""
         self._course.end(watched=self._sees() or self._mode.rests)
+        if not self._course.was_followed:
+            self._pool.wake()
         self._leave()
         if error is not None:
             self.outcome = outcome_of(error)
-        self._peak = self._pool.account.peak
+        self._peak = self._pool.peak
         if self._peak > self._ledger.budget and self.outcome == "pass":
             self.outcome = "over"
         if self._root is not None:
@@ -230,16 +233,28 @@ class UnitsBlock:
         unit = units.get(key)
         if unit is None:
             unit = units[key] = Unit(code)
+        if unit.varies and self._is_short_for(unit):
+            pool.wake()
+            self._course.leave_before(unit, watched=self._sees())
+            self._watch(True)
+            return forward(*args, **kwargs)
+        return self._run(code, unit, forward, args, kwargs)
+
+    def _run(
+        self, code: Code, unit: Unit, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call of a unit."""
+        pool = self._pool
         known = unit.tape is not None
         expected = self._course.expects(Kind.FORWARD, unit) if known else None
-        self._course.begin(Kind.FORWARD, unit, expected, watched=self._sees())
-        self._begun(expected)
-        more = unit.forward_bytes if expected is None else expected.rise
-        pool.room(unit.name, more + unit.working_bytes)
-        self._course.ready()
+        self._begin(Kind.FORWARD, unit, expected)
+        if pool.precedent is None:
+            more = unit.forward_bytes if expected is None else expected.rise
+            pool.room(unit.name, more + unit.working_bytes)
+            self._course.ready()
         call = UnitCall(pool, code, unit, forward, args, kwargs)
-        call.turn, call.row.index = self._turn, len(self._calls)
-        self._calls.append(call.row.call)
+        call.turn, call.row.index = self._turn, len(pool.rows)
+        pool.rows.append(call.row)
         self._ahead[self._turn] = call.row.call
         for number in unit.writes:
             given = call.given()[number]
@@ -253,6 +268,7 @@ class UnitsBlock:
             else:
                 output = self._recorded(call, args, kwargs)
         except BaseException:
+            pool.wake()
             self._watch(True)  # who catches it goes on with something else
             raise
         finally:
@@ -260,17 +276,21 @@ class UnitsBlock:
         found = call.returned(output)
         pool.made(call)
         if call.varied:
+            unit.varies = True
             self._course.leave()
         self._hook(call, found)
         after = self._course.expects(Kind.AFTER, unit) if expected is not None else None
-        self._course.begin(Kind.AFTER, unit, after, watched=self._sees())
-        self._begun(after)
-        if after is None:
-            self._watch(True)
-        elif after.rise:
+        self._begin(Kind.AFTER, unit, after)
+        self._watch(not self._course.tells)
+        if after is not None and after.rise and pool.precedent is None:
             pool.room("code after a call", after.rise)
         self._course.ready()
         return output
+
+    def _is_short_for(self, unit: Unit) -> bool:
+        """Whether a call that takes some times more than those before it could go over."""
+        most = max(unit.forward_bytes, unit.backward_bytes)
+        return self._pool.account.memory + _VARYING * most > self._pool.budget
 
     def _recorded(self, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that is seen for the first time."""
@@ -307,24 +327,34 @@ class UnitsBlock:
         pool, unit = self._pool, call.unit
         self._ahead.pop(call.turn, None)
         expected = self._course.expects(Kind.BACKWARD, unit)
-        self._course.begin(Kind.BACKWARD, unit, expected, watched=self._sees())
-        spent = unit.model_backward_nanoseconds if pool.by_model else unit.backward_nanoseconds
-        self._begun(expected)
-        if self._stays and self._watching and not self._mode.rests:
+        self._begin(Kind.BACKWARD, unit, expected)
+        if self._stays and self._watching:
             torch.autograd.Variable._execution_engine.queue_callback(self._rest)
+        if pool.precedent is not None:
+            return
+        spent = unit.model_backward_nanoseconds if pool.by_model else unit.backward_nanoseconds
         more = unit.backward_bytes if expected is None else expected.rise
         waiting = call.waiting() if pool.has_evicted or pool.account.memory + more > pool.budget else ()
         pool.room(f"backward of {unit.name}", more, waiting, spent, call)
         self._course.ready()
 
-    def _begun(self, expected: Segment | None) -> None:
-        """A segment has begun: evicts what a plan says."""
-        number, plan = len(self._course.segments) - 1, self._course.plan
-        self._pool.segment = number
+    def _begin(self, kind: Kind, unit: Unit, expected: Segment | None) -> None:
+        """A segment begins: evicts what a plan says."""
+        course, pool = self._course, self._pool
+        number = len(course.segments)
+        if expected is None or course.precedent is None:
+            pool.wake()
+        elif number == 1:
+            pool.sleep(course.precedent)
+        course.begin(kind, unit, expected, watched=self._sees())
+        pool.segment = number
+        if kind is Kind.BACKWARD:  # in which the mode cannot be left
+            self._mode.rests = self._watching and course.tells
+        plan = course.plan
         if plan is None or expected is None or not (self._held or number in plan.evictions):
             return
-        wanted = [Planned(self._calls[index], piece) for index, piece in plan.evictions.get(number, ())]
-        held = self._pool.carry_out([*self._held, *wanted])
+        wanted = [Planned(pool.rows[index].call, piece) for index, piece in plan.evictions.get(number, ())]
+        held = pool.carry_out([*self._held, *wanted])
         self._held = [each._replace(tries=each.tries + 1) for each in held if each.tries < _TRIES]
 
     def _learn(self, error: BaseException | None) -> None:
@@ -332,7 +362,7 @@ class UnitsBlock:
         trial = self._course.trial
         if error is None and not self._limits.gave_up:
             trial = self._trial_for_the_next()
-            remember((self._place, self.budget, self._root), self._course, trial)
+            remember((self._place, self.budget, self._root), self._course, trial, self._precedent())
         elif trial is not None and self._limits.gave_up:
             trial.took(0, passed=False)
         else:
@@ -341,8 +371,17 @@ class UnitsBlock:
             take((self._place, self.budget), trial.present.heuristic)
             self._next = trial.says
 
+    def _precedent(self) -> Precedent | None:
+        """What the next block repeats, if it does as this one and the one before."""
+        course, pool = self._course, self._pool
+        if not course.was_followed or pool.has_evicted or any(segment.forks for segment in course.segments):
+            return None
+        return course.precedent or precedent_of(pool.story, course.segments, self._peak)
+
     def _trial_for_the_next(self) -> Trial | None:
         course, trial = self._course, self._course.trial
+        if course.known_again is not None:
+            return None
         if course.was_followed and trial is not None:
             trial.took(self._pool.spent_nanoseconds, passed=self.outcome == "pass")
         elif trial is None and self._chooses and course.is_whole and self._pool.has_evicted:

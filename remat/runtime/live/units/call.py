@@ -18,6 +18,7 @@ from remat.runtime.calls.stages import attached
 from remat.runtime.calls.tape import OUTSIDE, Recorder, Value, value_of
 from remat.runtime.live.store import no_modes
 from remat.runtime.live.units.account import Counted
+from remat.runtime.live.units.dormant import packing
 from remat.runtime.live.units.pieces import Input, Piece, Row, Slot, tensor_on
 from remat.runtime.live.units.unit import Code, Unit
 from remat.runtime.live.versions import storage_of
@@ -25,6 +26,12 @@ from remat.runtime.pytree import map_tensors, tensors
 
 if TYPE_CHECKING:
     from remat.runtime.live.units.pool import Pool
+
+
+_HINT = (
+    "; what its forward does must not depend on what the program changes before its backward, as attributes of "
+    "modules; otherwise use remat.DTR(..., granularity='operator')"
+)
 
 
 class _Place:
@@ -43,7 +50,14 @@ class UnitCall:
         pool: of the block that it was made in.
         turn: of that block.
         pieces: what it has made, by number on the tape.
+        slots: what autograd has saved while the block was dormant, in order.
     """
+
+    __slots__ = (
+        *("__weakref__", "_account", "_count", "_environment", "_forward", "_numbers", "_others", "_passed"),
+        *("_recorded", "_recorder", "_saved", "_versions", "code", "inputs", "pieces", "pool", "reference", "row"),
+        *("slots", "turn", "unit", "varied"),
+    )
 
     def __init__(
         self,
@@ -60,6 +74,7 @@ class UnitCall:
         self.pieces: dict[int, weakref.ref[Piece]] = {}
         self._others: list[weakref.ref[Piece]] = []  # of other calls, that autograd has saved in this one
         self._recorded: list[weakref.ref[Slot]] = []
+        self.slots: list[weakref.ref[Slot]] = []
         self._count = 0  # tensors that autograd has saved
         self.inputs: list[Input] = []
         self._numbers: dict[int, int] = {}
@@ -76,10 +91,11 @@ class UnitCall:
     def _place(self, tensor: torch.Tensor) -> _Place:
         number = self._numbers.get(id(tensor))
         if number is None:
-            counted = self.pool.account.known.get(id(storage_of(tensor)))
+            storage = id(storage_of(tensor))
+            counted = self._account.known.get(storage)
             number = self._numbers[id(tensor)] = len(self.inputs)
             self.inputs.append(Input(tensor, None if counted is None else counted.piece))
-            self.pool.readers.append((id(storage_of(tensor)), self.reference, number))
+            self.pool.readers.append((storage, self.reference, number))
         return _Place(number)
 
     def reads(self, number: int, storage: torch.UntypedStorage) -> bool:
@@ -105,7 +121,8 @@ class UnitCall:
         else:
             self._versions = [parameter._version for parameter in self.code.parameters]
         self._recorder = recorder
-        with saved_tensors_hooks(self._pack if recorder is None else self._pack_recording, unpack):
+        pack = self.pack if recorder is None else self._pack_recording
+        with saved_tensors_hooks(pack if self.pool.precedent is None else packing(self), unpack):
             if recorder is None:
                 output = self._forward(*args, **kwargs)
             else:
@@ -117,11 +134,28 @@ class UnitCall:
                 self.pool.account.enter(storage_of(kept))
         return output
 
-    def _pack(self, tensor: torch.Tensor) -> Slot | tuple[torch.Tensor, int]:
+    def pack(self, tensor: torch.Tensor) -> Slot | tuple[torch.Tensor, int]:
+        """The hook for what autograd saves."""
         number = self._count
         self._count = number + 1
         kept = tensor if tensor.grad_fn is None else tensor.detach()
-        made, value = OUTSIDE, None
+        slot = Slot()
+        slot.call, slot.number, slot.tensor, slot.version = self, number, kept, tensor._version
+        return slot if self._find_piece(slot) else (kept, slot.version)
+
+    def wake(self) -> None:
+        """Finds whose memory it is that autograd has saved while the block was dormant."""
+        slots, self.slots = self.slots, []
+        self._count += len(slots)
+        for slot in [slot for slot in (reference() for reference in slots) if slot is not None]:
+            if slot.tensor is not None:
+                self._find_piece(slot)
+
+    def _find_piece(self, slot: Slot) -> bool:
+        """Gives a slot the piece of what it stands for; returns whether there is one."""
+        number, tensor = slot.number, slot.tensor
+        assert tensor is not None
+        made, value, slot.piece = OUTSIDE, None, None
         if not self.varied:
             if number < len(self._saved):
                 shape, made, value = self._saved[number]
@@ -139,21 +173,20 @@ class UnitCall:
             elif piece.counted is None or piece.counted() is not storage:
                 self.varied = True  # other tensors share memory than when it was recorded
                 self._count_in(tensor)
-                return kept, tensor._version
+                return False
         else:
             counted = self._counted(tensor)
             piece = None if counted is None else counted.piece
             if piece is None:
                 if self.varied:
                     self._count_in(tensor)
-                return kept, tensor._version
-            value = value_of(tensor, piece.number)
+                return False
+            value, slot.number = value_of(tensor, piece.number), -1
             self._others.append(weakref.ref(piece))
         assert value is not None
-        slot = self._slot(piece, value, kept, tensor._version)
-        if made != OUTSIDE:
-            slot.number = number
-        return slot
+        slot.piece, slot.value = piece, value
+        piece.slots.append(weakref.ref(slot))
+        return True
 
     def _count_in(self, tensor: torch.Tensor) -> None:
         """Counts what it has made, which is kept, since it varies."""
@@ -164,13 +197,6 @@ class UnitCall:
         buffers = [buffer for *_, buffer in self.code.stage.buffers()]
         if all(storage_of(each) is not storage for each in (*self.code.parameters, *buffers, *given)):
             self._account.enter(storage)
-
-    def _slot(self, piece: Piece, value: Value, kept: torch.Tensor, version: int) -> Slot:
-        slot = Slot()
-        slot.call, slot.piece, slot.value, slot.tensor, slot.version = self, piece, value, kept, version
-        slot.number = -1
-        piece.slots.append(weakref.ref(slot))
-        return slot
 
     def _pack_recording(self, tensor: torch.Tensor) -> Slot:
         slot = Slot()
@@ -227,6 +253,7 @@ class UnitCall:
         tape = self.unit.tape
         if tape is None or self.varied or len(found) != len(tape.outputs):
             self.varied = self.varied or tape is not None
+            self.pool.wake()
             for tensor in found:
                 self._count_in(tensor)
             return found
@@ -299,10 +326,12 @@ class UnitCall:
             try:
                 made = self._again(_Collector(tape.saved, dropped, None, None), unsaved, None)
             except Differs as error:
-                raise ReplayError(f"recomputing {unit.name} has not done what its first run did: {error}") from None
+                raise ReplayError(
+                    f"recomputing {unit.name} has not done what its first run did ({error}){_HINT}"
+                ) from None
         for number in wanted:
             if number not in made:
-                raise ReplayError(f"recomputing {unit.name} has not made what its first run had")
+                raise ReplayError(f"recomputing {unit.name} has not made what its first run had{_HINT}")
             piece = self.piece(number)
             if piece is not None and piece.content() is None:
                 piece.put(*made[number])

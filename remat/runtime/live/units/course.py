@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,7 +10,11 @@ from remat.runtime.live.units.account import Account
 from remat.runtime.live.units.unit import Unit
 
 if TYPE_CHECKING:
+    from remat.runtime.live.units.dormant import Precedent
     from remat.runtime.live.units.plans import Plan, Trial
+
+
+_WATCHED = 16  # blocks in which what has once gone on in another way is watched
 
 
 class Kind(Enum):
@@ -27,13 +31,14 @@ class Segment:
         kind, unit: the event that it begins with.
         rise: bytes in use at its peak above those at its beginning, as if nothing had been evicted.
         others: bytes of code outside at its end.
+        forks: in how many blocks more code outside is watched in it, since one has done something else.
     """
 
-    __slots__ = ("kind", "others", "rise", "unit")
+    __slots__ = ("forks", "kind", "others", "rise", "unit")
 
     def __init__(self, kind: Kind, unit: Unit | None) -> None:
         self.kind, self.unit = kind, unit
-        self.rise = self.others = 0
+        self.rise = self.others = self.forks = 0
 
 
 class Course:
@@ -44,54 +49,100 @@ class Course:
         segments: of this block.
         is_whole: whether all of it was either known or watched.
         plan: what this block does if it does as those before; trial: from which it comes.
+        precedent: one of those before, where they had room for everything.
     """
 
     def __init__(self, account: Account) -> None:
         self._account = account
-        self._known: list[Segment] | None = None
-        self.follows = self._may_follow = False
+        self._all: Sequence[Known] = ()
+        self._known: Known | None = None
+        self.follows = self._may_follow = self._was_left = False
         self.is_whole = True
         self.trial: Trial | None = None
         self.plan: Plan | None = None
+        self.precedent: Precedent | None = None
         self.segments: list[Segment] = [Segment(Kind.START, None)]
         self._start = account.memory
 
-    def know(self, known: Known | None) -> None:
-        """What a block before did, all of which was watched."""
-        self.trial = None if known is None else known.trial
-        self.plan = None if self.trial is None else self.trial.present
-        self._known = known.segments if known is not None else None
-        self._may_follow = known is not None
+    def know(self, known: Sequence[Known]) -> None:
+        """What blocks before did, all of which was watched."""
+        self._all = known
+        self._may_follow = bool(known)
+
+    @property
+    def tells(self) -> bool:
+        """Whether what code outside takes now is known without watching it."""
+        return self.follows and not self.segments[-1].forks
+
+    @property
+    def tells_backward(self) -> bool:
+        """Whether what a backward that comes next does is known without watching it."""
+        position = len(self.segments)
+        if not self.follows or self._known is None:
+            return False
+        return position >= len(self._known.segments) or not self._known.segments[position].forks
 
     @property
     def was_followed(self) -> bool:
-        """Whether the block did all that the one before did, and nothing else."""
-        return self.follows and self._known is not None and len(self.segments) == len(self._known)
+        """Whether the block did all that one before did, and nothing else, from its beginning."""
+        return self.follows and self._ends_as_known and not self._was_left
+
+    @property
+    def _ends_as_known(self) -> bool:
+        return self._known is not None and len(self.segments) == len(self._known.segments)
+
+    @property
+    def known_again(self) -> Known | None:
+        """What blocks before did that this one came to follow on its way."""
+        return self._known if self.follows and self._ends_as_known and self._was_left else None
 
     def expects(self, kind: Kind, unit: Unit) -> Segment | None:
-        """The segment of the known course that begins with this event; None where the block does something else."""
-        if not self._may_follow or self._known is None:
+        """The segment of a known course that begins with this event; None where the block does something else."""
+        if not self._may_follow:
             return None
         position = len(self.segments)
-        if position < len(self._known):
-            segment = self._known[position]
-            if segment.kind is kind and segment.unit is unit:
-                return segment
-        self._may_follow = False
+        if self._known is not None:
+            segments = self._known.segments
+            if position < len(segments) and segments[position].kind is kind and segments[position].unit is unit:
+                return segments[position]
+        for known in self._all:
+            if known is not self._known and self._leads_to(known.segments, kind, unit):
+                self._take(known)
+                return known.segments[position]
         return None
+
+    def _leads_to(self, segments: Sequence[Segment], kind: Kind, unit: Unit) -> bool:
+        """Whether all that has happened is in a course, and this event comes next there."""
+        position = len(self.segments)
+        if position >= len(segments) or segments[position].kind is not kind or segments[position].unit is not unit:
+            return False
+        return common(self.segments, segments) == position
+
+    def _take(self, known: Known) -> None:
+        if self._known is None:
+            self.trial, self.precedent = known.trial, known.precedent
+            if self.trial is not None:
+                self.plan = self.trial.present
+            if any(segment.forks for segment in known.segments):
+                self.precedent = None
+        else:  # a plan would have begun at the beginning
+            self.trial = self.plan = self.precedent = None
+            self._was_left = True
+            self.segments[-1] = known.segments[len(self.segments) - 1]
+        self._known = known
 
     def begin(self, kind: Kind, unit: Unit, expected: Segment | None, *, watched: bool) -> None:
         """An event; `watched`: whether what came before it was."""
         account = self._account
-        position = len(self.segments)
         last = self.segments[-1]
         if self.follows:
-            assert self._known is not None
-            before = self._known[position - 1]
-            account.others = before.others
-            last.rise, last.others = before.rise, before.others
-            if expected is None and kind is Kind.BACKWARD:  # it is not watched, since its forward was known: a guess
-                account.others = max(segment.others for segment in self._known)
+            if expected is None:
+                self._fork(kind, watched=watched)
+            elif last.forks and (watched or last.kind is Kind.FORWARD):
+                last.others, last.rise = max(last.others, account.others), max(last.rise, account.top - self._start)
+            else:
+                account.others = last.others
+            last.forks = max(last.forks - 1, 0)
         else:
             last.rise, last.others = account.top - self._start, account.others
             if watched or last.kind is Kind.FORWARD:  # of a call that is known, or was recorded
@@ -99,7 +150,26 @@ class Course:
             else:
                 self.is_whole = False
         self.follows = expected is not None
+        self._may_follow = self._may_follow and self.follows
         self.segments.append(expected if expected is not None else Segment(kind, unit))
+
+    def _fork(self, kind: Kind, *, watched: bool) -> None:
+        """From here blocks have gone on in several ways, and code outside may have done so before.
+
+        It is watched the next times, and during backwards where it must be: watching cannot begin in them.
+        """
+        account, last = self._account, self.segments[-1]
+        if last.forks and watched:
+            self.segments[-1] = own = Segment(last.kind, last.unit)
+            own.rise, own.others = account.top - self._start, account.others
+        else:
+            self.is_whole = False
+            account.others = last.others
+            if kind is Kind.BACKWARD and self._known is not None:  # a guess
+                account.others = max(segment.others for segment in self._known.segments)
+        for segment in () if self._known is None else self._known.segments:
+            if last.kind is Kind.BACKWARD or segment.kind is not Kind.BACKWARD:
+                segment.forks = _WATCHED
 
     def ready(self) -> None:
         """Room was made, and what the segment needs is there: from here on it is measured what it takes."""
@@ -109,6 +179,15 @@ class Course:
     def leave(self) -> None:
         """A call has done something else than was recorded of it: what comes is not known, nor what it took."""
         self.follows = self._may_follow = self.is_whole = False
+
+    def leave_before(self, unit: Unit, *, watched: bool) -> None:
+        """A call of a unit comes that will be watched as if it were code outside."""
+        if self.follows:
+            if self.expects(Kind.FORWARD, unit) is None:
+                self._fork(Kind.FORWARD, watched=watched)
+            elif not self.segments[-1].forks:
+                self._account.others = self.segments[-1].others
+        self.leave()
 
     def end(self, *, watched: bool) -> None:
         """The block is over; `watched`: whether what came before was."""
@@ -128,26 +207,49 @@ class Course:
 
 
 class Known(NamedTuple):
-    """What blocks at one place do, and what is best for them; None where that is not known."""
+    """What blocks at one place do, and what is best for them; None where that is not known.
+
+    Attributes:
+        precedent: one that had room for everything.
+    """
 
     segments: list[Segment]
     trial: Trial | None
+    precedent: Precedent | None
 
 
-_courses: dict[Hashable, Known] = {}
+_courses: dict[Hashable, list[Known]] = {}
 _MOST = 32  # places whose courses are remembered
+_MOST_WAYS = 8  # courses at one place
 
 
-def course_at(place: Hashable) -> Known | None:
-    """What the last block there did that ended well."""
-    return _courses.get(place)
+def courses_at(place: Hashable) -> Sequence[Known]:
+    """What blocks there did that ended well, the last one first."""
+    return _courses.get(place, ())
 
 
-def remember(place: Hashable, course: Course, trial: Trial | None) -> None:
+def remember(place: Hashable, course: Course, trial: Trial | None, precedent: Precedent | None) -> None:
     """For later blocks at that place; where not all of it was watched, the next one begins to watch."""
-    _courses.pop(place, None)
-    if not course.is_whole:
-        return
-    _courses[place] = Known(course.segments, trial)
+    ways = list(_courses.pop(place, ()))
+    known = course.known_again
+    if known is None and course.is_whole:
+        known = Known(course.segments, trial, precedent)
+    if known is not None:
+        length = len(known.segments)
+        for each in ways:
+            for mine, other in zip(
+                known.segments[: common(known.segments, each.segments)], each.segments, strict=False
+            ):
+                mine.rise = other.rise = max(mine.rise, other.rise)  # it is not known yet which of them it will be
+        ways = [each for each in ways if len(each.segments) != length or common(known.segments, each.segments) < length]
+        ways.insert(0, known)
+    _courses[place] = ways[:_MOST_WAYS]
     while len(_courses) > _MOST:
         del _courses[next(iter(_courses))]
+
+
+def common(some: Sequence[Segment], others: Sequence[Segment]) -> int:
+    """With how many of the same events two courses begin."""
+    pairs = enumerate(zip(some, others, strict=False))
+    differ = (at for at, (a, b) in pairs if a is not b and (a.kind is not b.kind or a.unit is not b.unit))
+    return next(differ, min(len(some), len(others)))

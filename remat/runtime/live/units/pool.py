@@ -16,6 +16,7 @@ from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
 from remat.runtime.live.units.account import Account
 from remat.runtime.live.units.call import UnitCall
+from remat.runtime.live.units.dormant import Precedent, corrected, peak_of, retold
 from remat.runtime.live.units.pieces import Piece, Row, Slot
 from remat.runtime.live.units.story import Died, Event, Evicted, Gone, Made, Others, Ran
 
@@ -40,6 +41,9 @@ class Pool:
         has_evicted: whether anything was ever evicted.
         replays, spent_nanoseconds: how often calls were made again, and how long that and evicting has taken.
         too_large: whether the budget could not be kept, since calls leave too much behind at once.
+        precedent: the block that this one repeats, while it is dormant; else None.
+        rows: of all calls.
+        segment: of the course, with which what comes next begins; -1 once that was noted.
     """
 
     def __init__(self, ledger: Ledger, limits: Limits, *, by_model: bool = False) -> None:
@@ -60,7 +64,10 @@ class Pool:
         self._readers: dict[int, list[tuple[weakref.ref[UnitCall], int]]] = {}  # the same, by storage
         self._events: list[Event] = []  # that the core has not heard of
         self._told: list[Event] = []  # that it has
-        self.segment = -1  # of the course, which begins when room is made next
+        self.segment = -1
+        self.precedent: Precedent | None = None
+        self.rows: list[Row] = []
+        self._ended = 0  # calls
         self._by_tensor: dict[int, tuple[Row, int]] = {}
         self._others = self._noted = 0  # bytes of code outside as the core knows them, and as was noted for it
         self._outside = -1  # the core's number for them
@@ -69,7 +76,9 @@ class Pool:
 
     def made(self, call: UnitCall) -> None:
         """A call has ended; its pieces are there."""
-        self._events.append(Made(call.row))
+        self._ended += 1
+        if self.precedent is None:
+            self._events.append(Made(call.row))
 
     def died(self, piece: Piece) -> None:
         """The memory of a piece is gone."""
@@ -77,18 +86,51 @@ class Pool:
             self.account.shift += piece.size
         elif not piece.released:
             piece.released = True
-            self._events.append(Died(piece.call.row, piece.number, piece.pinned))
-            piece.pinned = -1
+            if self.precedent is None:
+                self._events.append(Died(piece.call.row, piece.number, piece.pinned))
+                piece.pinned = -1
 
     def gone(self, call: UnitCall) -> None:
         """Nobody waits for anything of a call any more."""
-        if not self.closed:
+        if not self.closed and self.precedent is None:
             self._events.append(Gone(call.row))
 
     @property
     def story(self) -> list[Event]:
         """All that has happened."""
         return [*self._told, *self._events]
+
+    @property
+    def peak(self) -> int:
+        """Bytes in use at most so far."""
+        return max(self.account.peak, 0 if self.precedent is None else self.precedent.peak)
+
+    def sleep(self, precedent: Precedent) -> None:
+        """Lies dormant as long as the block repeats another one, if nothing can be missed by that."""
+        nothing_new = not self._events and not self._told and self.account.memory <= precedent.start
+        if nothing_new and precedent.most <= self.budget:
+            self.precedent = precedent
+
+    def wake(self) -> None:
+        """Accounts for all that has happened, and from now on for what does."""
+        precedent, self.precedent = self.precedent, None
+        if precedent is None:
+            return
+        events = retold(precedent, self.rows, self.segment, self._ended)
+        self.segment = -1
+        for event in events:
+            if isinstance(event, Others):
+                self._noted = event.bytes
+        self._events = events
+        if self.closed:
+            return
+        self.account.peak = max(self.account.peak, peak_of(events))
+        for row in self.rows:
+            call = row.call()
+            if call is not None:
+                call.wake()
+        self._events = corrected(events, self.rows[: self._ended])
+        self.account.begin_segment()
 
     def carry_out(self, evictions: Sequence[Planned]) -> list[Planned]:
         """Evicts what a plan says; returns what somebody else still holds."""
@@ -130,6 +172,7 @@ class Pool:
 
     def changes(self, storage: torch.UntypedStorage) -> None:
         """A storage is about to be changed: what was made of it could not be made again."""
+        self.wake()
         counted = self.account.of(storage)
         if counted is not None and counted.piece is not None:
             counted.piece.changes += 1
@@ -386,6 +429,7 @@ class Pool:
 
     def tell_all(self) -> None:
         """Has the core know all that has happened, for accounts of it."""
+        self.wake()
         if self._events:
             self._tell()
             self.ledger.consult()

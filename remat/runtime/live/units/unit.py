@@ -101,6 +101,7 @@ class Unit:
         backward_nanoseconds, model_backward_nanoseconds: the time of its backward, about, and by a fixed model.
         writes: which of its inputs it may change.
         kept: why nothing of it may be evicted; empty where it may.
+        varies: whether a call has done something else than was recorded of it.
     """
 
     def __init__(self, code: Code) -> None:
@@ -114,6 +115,7 @@ class Unit:
         self.forward_bytes = self.backward_bytes = self.inner_bytes = 0
         self.backward_nanoseconds = self.model_backward_nanoseconds = 1
         self.kept = ""
+        self.varies = False
         self.draws = True
         self.working_bytes = working_bytes(code.stage)
         self.writes: tuple[int, ...] = ()
@@ -174,34 +176,40 @@ def key_of_call(parts: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[
         Odd: it is passed sparse tensors, or ones of other classes.
     """
     look: list[Any] = [torch.is_grad_enabled(), *[part.training for part in parts]]
+    numbers: dict[int, int] = {}
     for value in args:
-        _look(value, look)
+        _look(value, look, numbers)
     for name, value in kwargs.items():
         look.append(name)
-        _look(value, look)
+        _look(value, look, numbers)
     if torch._C._is_any_autocast_enabled():
         look.append(repr(autocast_states({"cpu", "cuda"})))
     return tuple(look)
 
 
-def _look(value: Any, look: list[Any]) -> None:
-    """Adds what a value says of a call: how tensors look, the values of what decides, the kind of all else."""
+def _look(value: Any, look: list[Any], numbers: dict[int, int]) -> None:
+    """Adds what a value says of a call: how tensors look, the values of what decides, the kind of all else.
+
+    Args:
+        numbers: of the tensors that came before, by `id`: a call may be passed one twice.
+    """
     kind = type(value)
     if isinstance(value, torch.Tensor):
         if (kind is not torch.Tensor and kind is not nn.Parameter) or value.layout != torch.strided:
             raise Odd
-        look += (value.shape, value.stride(), value.dtype, value.requires_grad, value.device)
+        number = numbers.setdefault(id(value), len(numbers))
+        look += (number, value.shape, value.stride(), value.dtype, value.requires_grad, value.device)
     elif value is None or kind is bool or kind is int or kind is str:
         look += (kind, value)
     elif kind is tuple or kind is list:
         look += (kind, len(value))
         for item in value:
-            _look(item, look)
+            _look(item, look, numbers)
     elif kind is dict:
         look += (kind, *value)
         for item in value.values():
-            _look(item, look)
+            _look(item, look, numbers)
     else:
         look.append(kind)
         for tensor in tensors(value) if kind is not float else ():
-            _look(tensor, look)
+            _look(tensor, look, numbers)
