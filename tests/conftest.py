@@ -53,7 +53,7 @@ def compiled_core() -> None:
 def nothing_known() -> Iterator[None]:
     """Places of programs are lines of code, which tests of blocks by calls share."""
     choosing._ways.clear()
-    course._courses.clear()
+    course._places.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OverBudgetWarning)  # of first calls of operators
         yield

@@ -27,7 +27,7 @@ from remat.runtime.live.outcomes import outcome_of, report_of, warn_of_more
 from remat.runtime.live.units.call import UnitCall
 from remat.runtime.live.units.choosing import Ways
 from remat.runtime.live.units.counting import Counting, inner_peak, with_seconds
-from remat.runtime.live.units.course import Course, Kind, Segment, courses_at, remember
+from remat.runtime.live.units.course import Course, Kind, Place, Segment, place_at
 from remat.runtime.live.units.dormant import Precedent, precedent_of
 from remat.runtime.live.units.plans import Trial, plans_for
 from remat.runtime.live.units.pool import Planned, Pool
@@ -76,6 +76,7 @@ class UnitsBlock:
         self._heuristic = chooses
         self._used: Ways | None = None  # once it is known which model runs
         self._root: weakref.ref[nn.Module] | None = None
+        self._remembered = Place()
         reserved += NUMBERS * NUMBER_BYTES
         self._ledger = Ledger(budget - reserved, heuristic, **options)
         self._limits = Limits(thrash_limit, reserved)
@@ -126,7 +127,7 @@ class UnitsBlock:
         self._stays = True
         self._used = next((each for each in self._ways if each.begins_with(root)), None)
         self._root = weakref.ref(root)
-        self._course.know(courses_at((self._place, self.budget, self._root)))
+        self._begin_course()
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -176,7 +177,11 @@ class UnitsBlock:
             self._other_model(module)
             return
         self._root = weakref.ref(module)
-        self._course.know(courses_at((self._place, self.budget, self._root)))
+        self._begin_course()
+
+    def _begin_course(self) -> None:
+        self._remembered = place_at((self._place, self.budget, self._root))
+        self._course.know(self._remembered)
 
     def _leave(self) -> None:
         self._watch(False)
@@ -362,7 +367,7 @@ class UnitsBlock:
         trial = self._course.trial
         if error is None and not self._limits.gave_up:
             trial = self._trial_for_the_next()
-            remember((self._place, self.budget, self._root), self._course, trial, self._precedent())
+            self._remembered.remember(self._course, trial, self._precedent())
         elif trial is not None and self._limits.gave_up:
             trial.took(0, passed=False)
         else:
@@ -374,7 +379,7 @@ class UnitsBlock:
     def _precedent(self) -> Precedent | None:
         """What the next block repeats, if it does as this one and the one before."""
         course, pool = self._course, self._pool
-        if not course.was_followed or pool.has_evicted or any(segment.forks for segment in course.segments):
+        if not course.was_followed or pool.has_evicted or self._remembered.forward or self._remembered.backward:
             return None
         return course.precedent or precedent_of(pool.story, course.segments, self._peak)
 

@@ -31,14 +31,13 @@ class Segment:
         kind, unit: the event that it begins with.
         rise: bytes in use at its peak above those at its beginning, as if nothing had been evicted.
         others: bytes of code outside at its end.
-        forks: in how many blocks more code outside is watched in it, since one has done something else.
     """
 
-    __slots__ = ("forks", "kind", "others", "rise", "unit")
+    __slots__ = ("kind", "others", "rise", "unit")
 
     def __init__(self, kind: Kind, unit: Unit | None) -> None:
         self.kind, self.unit = kind, unit
-        self.rise = self.others = self.forks = 0
+        self.rise = self.others = 0
 
 
 class Course:
@@ -54,7 +53,7 @@ class Course:
 
     def __init__(self, account: Account) -> None:
         self._account = account
-        self._all: Sequence[Known] = ()
+        self._place = Place()
         self._known: Known | None = None
         self.follows = self._may_follow = self._was_left = False
         self.is_whole = True
@@ -64,15 +63,19 @@ class Course:
         self.segments: list[Segment] = [Segment(Kind.START, None)]
         self._start = account.memory
 
-    def know(self, known: Sequence[Known]) -> None:
-        """What blocks before did, all of which was watched."""
-        self._all = known
-        self._may_follow = bool(known)
+    def know(self, place: Place) -> None:
+        """What blocks before did."""
+        self._place = place
+        self._may_follow = bool(place.ways)
+
+    def _is_watched(self, kind: Kind) -> bool:
+        """Whether code outside is watched in segments of a kind, since it has done something else before."""
+        return (self._place.backward if kind is Kind.BACKWARD else self._place.forward) > 0
 
     @property
     def tells(self) -> bool:
         """Whether what code outside takes now is known without watching it."""
-        return self.follows and not self.segments[-1].forks
+        return self.follows and not self._is_watched(self.segments[-1].kind)
 
     @property
     def tells_backward(self) -> bool:
@@ -80,7 +83,7 @@ class Course:
         position = len(self.segments)
         if not self.follows or self._known is None:
             return False
-        return position >= len(self._known.segments) or not self._known.segments[position].forks
+        return position >= len(self._known.segments) or not self._is_watched(self._known.segments[position].kind)
 
     @property
     def was_followed(self) -> bool:
@@ -105,7 +108,7 @@ class Course:
             segments = self._known.segments
             if position < len(segments) and segments[position].kind is kind and segments[position].unit is unit:
                 return segments[position]
-        for known in self._all:
+        for known in self._place.ways:
             if known is not self._known and self._leads_to(known.segments, kind, unit):
                 self._take(known)
                 return known.segments[position]
@@ -123,7 +126,7 @@ class Course:
             self.trial, self.precedent = known.trial, known.precedent
             if self.trial is not None:
                 self.plan = self.trial.present
-            if any(segment.forks for segment in known.segments):
+            if self._place.forward or self._place.backward:
                 self.precedent = None
         else:  # a plan would have begun at the beginning
             self.trial = self.plan = self.precedent = None
@@ -138,11 +141,10 @@ class Course:
         if self.follows:
             if expected is None:
                 self._fork(kind, watched=watched)
-            elif last.forks and (watched or last.kind is Kind.FORWARD):
+            elif self._is_watched(last.kind) and (watched or last.kind is Kind.FORWARD):
                 last.others, last.rise = max(last.others, account.others), max(last.rise, account.top - self._start)
             else:
                 account.others = last.others
-            last.forks = max(last.forks - 1, 0)
         else:
             last.rise, last.others = account.top - self._start, account.others
             if watched or last.kind is Kind.FORWARD:  # of a call that is known, or was recorded
@@ -159,7 +161,7 @@ class Course:
         It is watched the next times, and during backwards where it must be: watching cannot begin in them.
         """
         account, last = self._account, self.segments[-1]
-        if last.forks and watched:
+        if self._is_watched(last.kind) and watched:
             self.segments[-1] = own = Segment(last.kind, last.unit)
             own.rise, own.others = account.top - self._start, account.others
         else:
@@ -167,9 +169,9 @@ class Course:
             account.others = last.others
             if kind is Kind.BACKWARD and self._known is not None:  # a guess
                 account.others = max(segment.others for segment in self._known.segments)
-        for segment in () if self._known is None else self._known.segments:
-            if last.kind is Kind.BACKWARD or segment.kind is not Kind.BACKWARD:
-                segment.forks = _WATCHED
+        self._place.forward = _WATCHED
+        if last.kind is Kind.BACKWARD:
+            self._place.backward = _WATCHED
 
     def ready(self) -> None:
         """Room was made, and what the segment needs is there: from here on it is measured what it takes."""
@@ -185,7 +187,7 @@ class Course:
         if self.follows:
             if self.expects(Kind.FORWARD, unit) is None:
                 self._fork(Kind.FORWARD, watched=watched)
-            elif not self.segments[-1].forks:
+            elif self.tells:
                 self._account.others = self.segments[-1].others
         self.leave()
 
@@ -218,34 +220,50 @@ class Known(NamedTuple):
     precedent: Precedent | None
 
 
-_courses: dict[Hashable, list[Known]] = {}
-_MOST = 32  # places whose courses are remembered
+class Place:
+    """What blocks at one place of a program did that ended well.
+
+    Attributes:
+        ways: all of it was watched; the last one first.
+        forward, backward: in how many blocks more code outside is watched before backwards and in them, since one has
+            done something else.
+    """
+
+    def __init__(self) -> None:
+        self.ways: list[Known] = []
+        self.forward = self.backward = 0
+
+    def remember(self, course: Course, trial: Trial | None, precedent: Precedent | None) -> None:
+        """For later blocks there; where not all of it was watched, the next one begins to watch."""
+        self.forward, self.backward = max(self.forward - 1, 0), max(self.backward - 1, 0)
+        known = course.known_again
+        if known is None:
+            if not course.is_whole:
+                return
+            known = Known(course.segments, trial, precedent)
+        length = len(known.segments)
+        others = []
+        for each in self.ways:
+            shared = common(known.segments, each.segments)
+            for mine, other in zip(known.segments[:shared], each.segments, strict=False):
+                mine.rise = other.rise = max(mine.rise, other.rise)  # it is not known yet which of them it will be
+            if shared < length or shared < len(each.segments):
+                others.append(each)
+        self.ways = [known, *others][:_MOST_WAYS]
+
+
+_places: dict[Hashable, Place] = {}
+_MOST = 32  # places that are remembered
 _MOST_WAYS = 8  # courses at one place
 
 
-def courses_at(place: Hashable) -> Sequence[Known]:
-    """What blocks there did that ended well, the last one first."""
-    return _courses.get(place, ())
-
-
-def remember(place: Hashable, course: Course, trial: Trial | None, precedent: Precedent | None) -> None:
-    """For later blocks at that place; where not all of it was watched, the next one begins to watch."""
-    ways = list(_courses.pop(place, ()))
-    known = course.known_again
-    if known is None and course.is_whole:
-        known = Known(course.segments, trial, precedent)
-    if known is not None:
-        length = len(known.segments)
-        for each in ways:
-            for mine, other in zip(
-                known.segments[: common(known.segments, each.segments)], each.segments, strict=False
-            ):
-                mine.rise = other.rise = max(mine.rise, other.rise)  # it is not known yet which of them it will be
-        ways = [each for each in ways if len(each.segments) != length or common(known.segments, each.segments) < length]
-        ways.insert(0, known)
-    _courses[place] = ways[:_MOST_WAYS]
-    while len(_courses) > _MOST:
-        del _courses[next(iter(_courses))]
+def place_at(where: Hashable) -> Place:
+    """What blocks there did."""
+    place = _places.pop(where, None) or Place()
+    _places[where] = place
+    while len(_places) > _MOST:
+        del _places[next(iter(_places))]
+    return place
 
 
 def common(some: Sequence[Segment], others: Sequence[Segment]) -> int:
