@@ -71,6 +71,22 @@ def test_several_models_at_one_place() -> None:
     assert kinds == [False, True, False, True, True, True]
 
 
+def test_what_code_before_another_model_has_in_use() -> None:
+    """It is not made again by operators, which see what comes after it, but it counts."""
+    models, sample = [mlps(3), mlps(4)], torch.randn(64, 64)
+
+    def step(number: int) -> None:
+        torch.manual_seed(7)
+        before = [sample.sin() for _ in range(40)]
+        (models[number](before[-1]).square().mean() + sum(each.mean() for each in before)).backward()
+
+    budget = int(0.9 * memory_of(lambda: step(1)))
+    for number in (0, 0, 1):
+        peak, (dtr,) = metered(lambda number=number: blocks(lambda: step(number), budget, 1))
+    assert not by_calls(dtr) and dtr.report().evictions
+    assert peak <= min(budget, dtr.report().peak_bytes) + 1024
+
+
 def test_modules_that_change_what_others_have_made() -> None:
     """ReLU in place on another module's output, and code that changes a module's input after the call."""
 

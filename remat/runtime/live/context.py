@@ -157,12 +157,12 @@ class DTR:
         known = ways_at((self._place, self.budget))
         return self.granularity != "calls" or (bool(known) and not any(each.modules for each in known))
 
-    def _by_operators(self, *, observes: bool, root: nn.Module | None = None) -> Block:
+    def _by_operators(self, *, observes: bool, root: nn.Module | None = None, held: int = 0) -> Block:
         block = Block(
             self.budget,
             self.heuristic,
             self.thrash_limit,
-            reserved=self.reserved_bytes,
+            reserved=self.reserved_bytes + held,
             by_model=self.costs == "model",
             options=self._options,
             place=self._place,
@@ -174,8 +174,8 @@ class DTR:
         return block
 
     def _by_calls(self, ways: Sequence[Ways]) -> UnitsBlock:
-        def other_model(root: nn.Module) -> None:
-            self._block = self._by_operators(observes=True, root=root)
+        def other_model(root: nn.Module, held: int) -> None:
+            self._block = self._by_operators(observes=True, root=root, held=held)
 
         return UnitsBlock(
             self.budget,

@@ -50,8 +50,8 @@ class UnitsBlock:
         reserved: bytes of the budget for what the block does not allocate itself.
         options: of the policy core.
         place: where in the program it stands.
-        other_model: called with the module when it turns out that another one is called, after which this block is
-            over.
+        other_model: called when it turns out that another model is called, after which this block is over: with the
+            module, and how many bytes code before it has in use.
         by_model: whether times are those of a fixed model, so that decisions can be repeated.
         chooses: the name of the heuristic, where what is best is to be found for the next blocks there.
     """
@@ -66,7 +66,7 @@ class UnitsBlock:
         reserved: int,
         options: dict[str, Any],
         place: Hashable,
-        other_model: Callable[[nn.Module], None],
+        other_model: Callable[[nn.Module, int], None],
         by_model: bool = False,
         chooses: str = "",
     ) -> None:
@@ -173,8 +173,9 @@ class UnitsBlock:
         self._first.remove()
         self._used = next((each for each in self._ways if each.begins_with(module)), None)
         if self._used is None or not self._used.modules:
+            held = self._pool.account.memory
             self._leave()
-            self._other_model(module)
+            self._other_model(module, held)
             return
         self._root = weakref.ref(module)
         self._begin_course()
