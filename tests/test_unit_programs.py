@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 import remat
+from benchmarks import live_turns
 from remat.errors import OutOfBudget, RematError
 from support.live_models import allocate_gradients, metered
 from support.unit_blocks import Model, blocks, by_calls, left_by, memory_of, mlp, mlps, step_of
@@ -670,3 +671,11 @@ def test_what_varies_is_watched_where_memory_is_short(share: float) -> None:
         assert all(map(torch.equal, plain[at], left_by(model)))
         assert (peak > budget + 1024) == (dtr.report().outcome == "over")
         assert number < 12 or (dtr.report().outcome == "pass" and by_calls(dtr))
+
+
+@pytest.mark.parametrize("seed", [9, 31, 44, 89, 123])
+def test_programs_that_take_turns(seed: int) -> None:
+    """Of `benchmarks.live_turns`: others that were wrong."""
+    found = live_turns.check(live_turns.Program(seed))
+    assert found["pass"] > 15
+    assert not (found["bits"] or found["silent"] or found["raw"]), found

@@ -332,7 +332,8 @@ class Pool:
         """Does what the core has decided; returns whether something could not be evicted."""
         pending: UnitCall | None = None
         wanted: set[int] = set()
-        passing: dict[int, Piece] = {}  # that nobody waits for, needed on the way to others
+        passing: dict[int, Piece | None] = {}  # that nobody waits for, needed on the way to others
+        later: list[int] = []  # for which there is no room as long as another one is kept
         kept = False
 
         def flush() -> None:
@@ -356,6 +357,12 @@ class Pool:
                         self._pin(piece)
                         kept = True
                     continue
+                if kept:
+                    if piece is None or piece.released:
+                        passing[what] = None
+                    else:
+                        later.append(what)
+                    continue
                 if piece is None:
                     piece = self._again(what)
                     if piece is None:
@@ -376,6 +383,8 @@ class Pool:
         for tensor in passing:
             self.ledger.note(k.KEEP, tensor)
             self.ledger.note(k.RELEASE, tensor)
+        for tensor in later:
+            self.ledger.note(k.EVICT, tensor)
         return kept
 
     def _again(self, tensor: int) -> Piece | None:
