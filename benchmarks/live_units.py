@@ -81,7 +81,7 @@ def _tree() -> Made:
 
 
 def _mobilenet() -> Made:
-    model, images, labels = make_of_zoo("timm/mobilenetv3_large_100"), torch.randn(4, 3, 128, 128), torch.arange(4)
+    model, images, labels = make_of_zoo("timm/mobilenetv3_small_050"), torch.randn(4, 3, 128, 128), torch.arange(4)
 
     def of_output(output: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(output, labels)

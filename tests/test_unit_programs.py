@@ -673,7 +673,7 @@ def test_what_varies_is_watched_where_memory_is_short(share: float) -> None:
         assert number < 12 or (dtr.report().outcome == "pass" and by_calls(dtr))
 
 
-@pytest.mark.parametrize("seed", [9, 31, 44, 89, 123])
+@pytest.mark.parametrize("seed", [2, 9, 44, 89, 123])
 def test_programs_that_take_turns(seed: int) -> None:
     """Of `benchmarks.live_turns`: others that were wrong."""
     found = live_turns.check(live_turns.Program(seed))
