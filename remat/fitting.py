@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 _OVERHEADS = (0.05, 0.1, 0.2)  # whose limits the table shows
+_REHEARSALS = 3  # one may fail operator by operator, and tell what the units are; one may find that others fit
 _ATTEMPTS = 8  # to find the least memory of DTR
 _TRIED = 64  # limits between the least and storing everything
 
@@ -208,21 +209,23 @@ def _dtr_of(model: nn.Module, budget: int) -> DTR:
 def _rehearsed(model: nn.Module, bench: Bench, budget: int) -> tuple[Report | None, int]:
     """What a step by calls takes within a budget; None where that is too small, with a guess of what would not be."""
     way = UnderDTR(_dtr_of(model, budget), bench.sample_bytes)
-    for last in (False, True):  # the first time may fail operator by operator, and tell what the units are
+    hint = budget
+    for _ in range(_REHEARSALS):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ThrashingWarning)
                 bench.step(way)
-            break
         except OutOfBudget as error:
-            if last:
-                return None, error.minimum or error.needed
+            hint = error.minimum or error.needed
+            continue
         except Thrashing as error:
-            if last:
-                return None, error.minimum or budget
-    report = way.report()
-    fits = way.dtr.runs_by_calls and report.outcome == "pass"
-    return (report, budget) if fits else (None, report.peak_bytes)
+            hint = error.minimum or budget
+            continue
+        report = way.report()
+        if way.dtr.runs_by_calls and report.outcome == "pass":
+            return report, budget
+        hint = report.peak_bytes
+    return None, hint
 
 
 def _least_by_calls(model: nn.Module, bench: Bench, first: int, below: int | None) -> int | None:

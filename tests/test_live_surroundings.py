@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 import remat
-from remat.runtime.live.surroundings import BACKENDS, PLAIN, surroundings_of
+from remat.runtime.surroundings import BACKENDS, PLAIN, surroundings_of
 from support.live_programs import evicting
 
 ALWAYS: Callable[[], bool] = lambda: True  # noqa: E731

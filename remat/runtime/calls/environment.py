@@ -1,6 +1,7 @@
 """What a stage's forward depends on besides its input, so that running it again is the same run.
 
-Random number generators, autocast, train/eval flags, buffers that the stage itself changes, parameter versions.
+Random number generators, autocast, train/eval flags, flags of backends, buffers that the stage itself changes,
+parameter versions.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from remat.errors import ReplayError
 from remat.runtime.calls.stages import Stage
 from remat.runtime.pytree import tensors
+from remat.runtime.surroundings import present
 
 
 class RandomState:
@@ -164,6 +166,7 @@ class FirstRun:
         self._versions = [(parameter, parameter._version) for parameter in stage.parameters()]
         self._rewritten: list[torch.Tensor] = []  # parameters that the forward itself wrote to
         self._autocast = autocast_states({tensor.device.type for tensor in tensors(value)} | {"cpu"})
+        self._surroundings = present()
         self._shapes = tuple(map(_look, tensors(value)))
         self._devices = accelerators(stage, value)
         self._random: RandomState | None = RandomState(self._devices) if preserve_random else None
@@ -173,9 +176,9 @@ class FirstRun:
 
     @property
     def situation(self) -> Hashable:
-        """What runs of the stage have in common that do the same: shapes, flags of modules, autocast."""
+        """What runs of the stage have in common that do the same: shapes, flags of modules and backends, autocast."""
         autocast = tuple((state["device_type"], state["enabled"], state["dtype"]) for state in self._autocast)
-        return self._shapes, self._flags, autocast
+        return self._shapes, self._flags, self._surroundings, autocast
 
     def ended(self) -> None:
         """To be called when the first run is over: keeps only what it really drew on and changed."""
@@ -220,6 +223,7 @@ class FirstRun:
         written = [(weight, weight.detach().clone()) for weight in self._rewritten]
         with ExitStack() as stack:
             stack.enter_context(self._flags_again())
+            stack.enter_context(self._surroundings.again())
             stack.enter_context(self._buffers_again())
             stack.callback(self._note_versions)
             if self._random is not None:

@@ -12,6 +12,7 @@ from remat.errors import ReplayError
 from remat.runtime.calls.environment import RandomState, autocast_states, state_bytes
 from remat.runtime.calls.stages import attached
 from remat.runtime.pytree import Key, first_tensor, key_of, map_tensors, tensors
+from remat.runtime.surroundings import Surroundings, present
 
 
 class Hole(NamedTuple):
@@ -29,13 +30,14 @@ class _Made(NamedTuple):
 
     Attributes:
         passed: positional and keyword arguments, with holes.
-        autocast: its state, where the stage has several calls.
+        autocast: its state, and surroundings: flags of backends, where the stage has several calls.
         random: of generators, where code between this call and the one before has drawn from them.
     """
 
     forward: Callable[..., Any]
     passed: Any
     autocast: list[dict[str, Any]]
+    surroundings: Surroundings | None
     random: RandomState | None
 
 
@@ -86,7 +88,7 @@ class StageCalls:
         autocast: list[dict[str, Any]] = []
         if self._several:
             autocast = autocast_states({tensor.device.type for tensor in tensors((args, kwargs))} | {"cpu"})
-        self._calls.append(_Made(forward, passed, autocast, drawn))
+        self._calls.append(_Made(forward, passed, autocast, present() if self._several else None, drawn))
 
     def returned(self, output: Any) -> None:
         """What the call returned that was added last."""
@@ -141,10 +143,12 @@ class StageCalls:
             args, kwargs = _filled(call.passed, value, outputs, replaced or {})
             if call.random is not None:
                 call.random.restore()
-            with ExitStack() as surroundings:
+            with ExitStack() as stack:
                 now = autocast_states({state["device_type"] for state in call.autocast})
                 for state in call.autocast if now != call.autocast else ():
-                    surroundings.enter_context(torch.autocast(**state))
+                    stack.enter_context(torch.autocast(**state))
+                if call.surroundings is not None:
+                    stack.enter_context(call.surroundings.again())
                 outputs.append(call.forward(*args, **kwargs))
         return first_tensor(outputs[-1]), outputs
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from remat.runtime.live.schemas import INDEXING, PUTTING, Traits, tensors_in
-from remat.runtime.live.surroundings import PLAIN
 from remat.runtime.live.versions import storage_of
 from remat.runtime.meter import MemoryMeter
+from remat.runtime.surroundings import PLAIN
 
 _TIMED_CALLS = 3
 _MOST = 50_000  # calls of which facts are remembered

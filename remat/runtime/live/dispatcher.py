@@ -33,8 +33,8 @@ from remat.runtime.live.operator_calls import (
 from remat.runtime.live.raw_access import are_others, expose_elsewhere
 from remat.runtime.live.schemas import Traits, tensors_in, traits_of
 from remat.runtime.live.store import Store, can_be_evicted, no_autocast, no_autograd, no_modes, parts_of, storages_made
-from remat.runtime.live.surroundings import KNOWN, Surroundings, surroundings_of
 from remat.runtime.live.versions import Given, Operator, Source, StorageRef, Version, VersionRef, bits_of, storage_of
+from remat.runtime.surroundings import KNOWN, Surroundings, surroundings_of
 
 STATE_BYTES = state_bytes()
 _RANDOM_BYTES = 3 * STATE_BYTES  # before an operator that draws, after it to see whether it drew, and to return to

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from remat.runtime.live.costs import OperatorFacts
 from remat.runtime.live.schemas import Traits
-from remat.runtime.live.surroundings import Surroundings
 from remat.runtime.live.versions import Given, RandomBefore, Source, Version
+from remat.runtime.surroundings import Surroundings
 
 CPU = torch.device("cpu")
 

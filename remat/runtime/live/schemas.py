@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from remat.runtime.live.surroundings import BACKENDS, Readers, readers_for
+from remat.runtime.surroundings import BACKENDS, Readers, readers_for
 
 _OWN = ("aten", "prims", "prim", "c10d", "_c10d_functional", "_dtensor")  # namespaces of PyTorch's own operators
 INDEXING = ("index", "_unsafe_index")

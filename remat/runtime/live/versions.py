@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from remat.runtime.live.surroundings import Surroundings, put_back
+from remat.runtime.surroundings import Surroundings, put_back
 
 storage_of: Callable[[Tensor], torch.UntypedStorage] = torch._C.TensorBase.untyped_storage  # not what a guard replaces
 

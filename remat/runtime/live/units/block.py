@@ -18,7 +18,7 @@ from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.calls.tape import Recorder
 from remat.runtime.dtr.heuristics import Heuristic
 from remat.runtime.live.advice import Advice, advice_on
-from remat.runtime.live.choosing import take
+from remat.runtime.live.choosing import FIRST, take
 from remat.runtime.live.dispatcher import NUMBER_BYTES, NUMBERS
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
@@ -209,7 +209,9 @@ class UnitsBlock:
         if self._root is not None:
             self._learn(error)
         if self.outcome == "over" and (self._pool.too_large or not self._recorded_calls) and self._used:
-            if not (self._stays and self._used.is_last):  # there are no operators to go back to
+            if self._chooses and self._heuristic != FIRST:
+                take((self._place, self.budget), FIRST)  # another order of evictions may need less
+            elif not (self._stays and self._used.is_last):  # there are no operators to go back to
                 self._used.finer()
         warn_of_more(self._limits, self.outcome, self.budget)
 

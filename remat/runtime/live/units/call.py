@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,7 @@ from remat.runtime.live.units.pieces import Input, Piece, Row, Slot, tensor_on
 from remat.runtime.live.units.unit import Code, Unit
 from remat.runtime.live.versions import storage_of
 from remat.runtime.pytree import map_tensors, tensors
+from remat.runtime.surroundings import Surroundings, present
 
 if TYPE_CHECKING:
     from remat.runtime.live.units.pool import Pool
@@ -54,10 +55,11 @@ class UnitCall:
     """
 
     __slots__ = (
-        *("__weakref__", "_account", "_count", "_environment", "_forward", "_numbers", "_others", "_passed"),
-        *("_recorded", "_recorder", "_saved", "_versions", "code", "inputs", "pieces", "pool", "reference", "row"),
-        *("slots", "turn", "unit", "varied"),
+        *("__weakref__", "_account", "_count", "_environment", "_flags", "_forward", "_numbers", "_others"),
+        *("_passed", "_recorded", "_recorder", "_saved", "_versions", "code", "inputs", "pieces", "pool"),
+        *("reference", "row", "slots", "turn", "unit", "varied"),
     )
+    _flags: Surroundings
 
     def __init__(
         self,
@@ -120,6 +122,7 @@ class UnitCall:
             self._environment = FirstRun(self.code.stage, given, unit.watch, preserve_random=unit.draws)
         else:
             self._versions = [parameter._version for parameter in self.code.parameters]
+            self._flags = present()
         self._recorder = recorder
         pack = self.pack if recorder is None else self._pack_recording
         with saved_tensors_hooks(pack if self.pool.precedent is None else packing(self), unpack):
@@ -384,7 +387,7 @@ class UnitCall:
             tensor = nothing(given.value, given.piece.size, given.device)
         return attached(tensor.requires_grad_(given.needs_gradient)) if given.needs_gradient else tensor
 
-    def _surroundings(self) -> Any:
+    def _surroundings(self) -> AbstractContextManager[None]:
         if self._environment is not None:
             return self._environment.again()
         for parameter, version in zip(self.code.parameters, self._versions or (), strict=True):
@@ -394,7 +397,7 @@ class UnitCall:
                     "since the forward, so recomputing it would give another result; call optimizer.step() after "
                     "backward()"
                 )
-        return nullcontext()
+        return self._flags.again()
 
     def __del__(self) -> None:
         self.pool.gone(self)

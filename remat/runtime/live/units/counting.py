@@ -14,10 +14,10 @@ from remat.runtime.live.costs import SHARED, Knowledge, observe
 from remat.runtime.live.operator_calls import device_among
 from remat.runtime.live.schemas import Traits, tensors_in, traits_of
 from remat.runtime.live.store import new_storages
-from remat.runtime.live.surroundings import KNOWN, surroundings_of
 from remat.runtime.live.units.account import Counted
 from remat.runtime.live.units.pool import Pool
 from remat.runtime.live.versions import storage_of
+from remat.runtime.surroundings import KNOWN, surroundings_of
 
 _NEAR = 16  # operators of a trail that may be none of the tape
 

@@ -17,6 +17,7 @@ from remat.runtime.live.limits import Limits
 from remat.runtime.live.units.account import Account
 from remat.runtime.live.units.call import UnitCall
 from remat.runtime.live.units.dormant import Precedent, corrected, peak_of, retold
+from remat.runtime.live.units.orders import Orders
 from remat.runtime.live.units.pieces import Piece, Row, Slot
 from remat.runtime.live.units.story import Died, Event, Evicted, Gone, Made, Others, Ran
 
@@ -321,84 +322,15 @@ class Pool:
             if unit.kept:
                 self.ledger.note(k.LOCK, tensor)
 
-    def _piece(self, tensor: int) -> Piece | None:
-        if tensor not in self._by_tensor:
-            return None
-        row, number = self._by_tensor[tensor]
-        call = row.call()
-        return None if call is None else call.piece(number)
-
     def _obey(self) -> bool:
         """Does what the core has decided; returns whether something could not be evicted."""
-        pending: UnitCall | None = None
-        wanted: set[int] = set()
-        passing: dict[int, Piece | None] = {}  # that nobody waits for, needed on the way to others
-        later: list[int] = []  # for which there is no room as long as another one is kept
-        kept = False
-
-        def flush() -> None:
-            nonlocal pending
-            if pending is not None and wanted:
-                self.make(pending, wanted)
-            pending = None
-            wanted.clear()
-
+        orders = Orders(self, self._by_tensor)
         try:
-            for kind, what in self.ledger.decided():
-                piece = self._piece(what)
-                if kind == k.EVICTED:
-                    passing.pop(what, None)
-                    if piece is None or piece.content() is None:
-                        continue
-                    if pending is not None:
-                        flush()
-                    self.has_evicted = True
-                    if not piece.evict():
-                        self._pin(piece)
-                        kept = True
-                    continue
-                if kept:
-                    if piece is None or piece.released:
-                        passing[what] = None
-                    else:
-                        later.append(what)
-                    continue
-                if piece is None:
-                    piece = self._again(what)
-                    if piece is None:
-                        continue
-                    passing[what] = piece
-                if pending is not piece.call:
-                    flush()
-                    pending = piece.call
-                if piece.content() is None:
-                    wanted.add(piece.number)
-                    if piece.released:
-                        piece.released = False
-                        self.ledger.note(k.KEEP, what)
-            flush()
+            orders.carry_out(self.ledger.decided())
         except BaseException:
             self.limited = False  # what is in memory is no longer what the core believes
             raise
-        for tensor in passing:
-            self.ledger.note(k.KEEP, tensor)
-            self.ledger.note(k.RELEASE, tensor)
-        for tensor in later:
-            self.ledger.note(k.EVICT, tensor)
-        return kept
-
-    def _again(self, tensor: int) -> Piece | None:
-        """A piece that nobody waited for any more."""
-        if tensor not in self._by_tensor:
-            return None
-        row, number = self._by_tensor[tensor]
-        call = row.call()
-        return None if call is None else call.new_piece(number, row.sizes[number])
-
-    def _pin(self, piece: Piece) -> None:
-        """Tells the core that a piece is still there, since somebody else holds it."""
-        (piece.pinned,) = self.ledger.add("held", 0, [], [piece.size])
-        self.ledger.note(k.LOCK, piece.pinned)
+        return orders.kept
 
     def make(self, call: UnitCall, wanted: set[int]) -> None:
         """Runs a call again for some of its pieces."""

@@ -14,6 +14,7 @@ from remat.runtime.calls.stages import Stage
 from remat.runtime.calls.tape import OUTSIDE, Operator, Tape, Value
 from remat.runtime.live.costs import RATES
 from remat.runtime.pytree import tensors
+from remat.runtime.surroundings import present
 
 _ATTEMPTS = 3  # replays in part that fail before no more are tried
 _BACKWARD = 2  # times what its forward takes: what a backward takes, about
@@ -175,7 +176,7 @@ def key_of_call(parts: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[
     Raises:
         Odd: it is passed sparse tensors, or ones of other classes.
     """
-    look: list[Any] = [torch.is_grad_enabled(), *[part.training for part in parts]]
+    look: list[Any] = [torch.is_grad_enabled(), present(), *[part.training for part in parts]]
     numbers: dict[int, int] = {}
     for value in args:
         _look(value, look, numbers)

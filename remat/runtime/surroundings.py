@@ -1,12 +1,13 @@
 """What a kernel depends on besides its arguments: the default dtype, flags of backends, how many threads there are.
 
-They are read at every operator, as one tuple that is interned, so that an operator only refers to what was the case
-when it ran. Pointwise operators and those that move data ask no backend, so few flags are read for them.
+They are read at every operator or call of a module, as one tuple that is interned, so that what ran only refers to what
+was the case then. Pointwise operators and those that move data ask no backend, so few flags are read for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,6 +37,30 @@ def _precisions(*names: tuple[str, str]) -> tuple[Flag, ...]:
     return tuple(Flag(partial(read, *name), partial(write, *name)) for name in names)
 
 
+def _tuples(*names: tuple[str, str]) -> tuple[Flag, ...]:
+    """Flags of several values each, which are read as a tuple and written as `write(*values)`."""
+    return tuple(Flag(partial(_as_tuple, flag.read), partial(_write_all, flag.write)) for flag in _flags(*names))
+
+
+def _sdp_priority() -> tuple[Flag, ...]:
+    """In which order backends of attention are asked."""
+    found = _flags(("_get_sdp_priority_order", "_set_sdp_priority_order"))
+    return tuple(Flag(partial(_as_tuple, flag.read), partial(_write_list, flag.write)) for flag in found)
+
+
+def _as_tuple(read: Callable[[], Any]) -> tuple[Any, ...]:
+    value = read()
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)  # one value in older versions
+
+
+def _write_all(write: Callable[..., Any], values: tuple[Any, ...]) -> None:
+    write(*values)
+
+
+def _write_list(write: Callable[[list[Any]], Any], values: tuple[Any, ...]) -> None:
+    write(list(values))
+
+
 def _set_deterministic(value: bool) -> None:
     torch._C._set_deterministic_algorithms(value, warn_only=torch._C._get_deterministic_algorithms_warn_only())
 
@@ -57,9 +82,13 @@ _BACKENDS = (
         ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
         ("_get_math_sdp_enabled", "_set_sdp_use_math"),
         ("_get_math_sdp_allow_fp16_bf16_reduction", "_set_math_sdp_allow_fp16_bf16_reduction"),
+        ("_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
+        ("_get_linalg_preferred_backend", "_set_linalg_preferred_backend"),
     ),
+    *_sdp_priority(),
     *_precisions(("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn")),
 )
+_REDUCED = "reduced_precision_reduction"
 if torch.backends.cuda.is_built():
     _BACKENDS += (
         *_flags(
@@ -69,6 +98,11 @@ if torch.backends.cuda.is_built():
             ("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
             ("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
             ("_get_cublas_allow_fp16_accumulation", "_set_cublas_allow_fp16_accumulation"),
+            ("_get_blas_preferred_backend", "_set_blas_preferred_backend"),
+        ),
+        *_tuples(
+            (f"_get_cublas_allow_fp16_{_REDUCED}", f"_set_cublas_allow_fp16_{_REDUCED}"),
+            (f"_get_cublas_allow_bf16_{_REDUCED}", f"_set_cublas_allow_bf16_{_REDUCED}"),
         ),
         *_precisions(("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn")),
     )
@@ -107,6 +141,15 @@ class Surroundings:
                 changed.append((flag, now))
         return changed
 
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, they are so."""
+        changed = self.establish()
+        try:
+            yield
+        finally:
+            put_back(changed)
+
 
 def put_back(changed: Sequence[tuple[Flag, Any]]) -> None:
     for flag, value in reversed(changed):
@@ -114,6 +157,12 @@ def put_back(changed: Sequence[tuple[Flag, Any]]) -> None:
 
 
 KNOWN: dict[tuple[Any, ...], Surroundings] = {}  # by values; those of the two sets of flags differ in length
+
+
+def present() -> Surroundings:
+    """As they are now, for all kinds of operators."""
+    values = tuple([read() for read in BACKENDS])
+    return KNOWN.get(values) or surroundings_of(values)
 
 
 def surroundings_of(values: tuple[Any, ...]) -> Surroundings:
