@@ -21,12 +21,13 @@ from remat.profiling.preserving import (
 )
 from remat.profiling.stage_costs import own_autocast_cache
 from remat.report import Report
+from remat.runtime.allocator import rounded
 from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.calls.environment import RandomState, accelerators
 from remat.runtime.calls.stages import Stage, call_of, check_device
 from remat.runtime.checks import Loss, check_model, check_sample, checked_loss
 from remat.runtime.executor import How, Running, executing
-from remat.runtime.meter import MemoryMeter, elapsed, rounded
+from remat.runtime.meter import MemoryMeter, elapsed
 from remat.runtime.planned.patched_forward import unpatched
 from remat.runtime.pytree import Arguments, loss_in, tensors
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import networkx
 
+from remat.runtime.allocator import rounded
 from remat.runtime.calls.partial import Structure, needs
 from remat.runtime.calls.tape import OUTSIDE, Operator, Tape
 
@@ -122,7 +123,8 @@ class _Network:
         self._dear = [_is_among(operator, keep) for operator in tape.operators]
         self._graph: Any = networkx.DiGraph()
         self._limits = [
-            storage.nbytes if number not in tape.returned else 0 for number, storage in enumerate(tape.storages)
+            rounded(storage.nbytes, storage.device) if number not in tape.returned else 0
+            for number, storage in enumerate(tape.storages)
         ]
         for at, operator in enumerate(tape.operators):
             if operator.is_view:

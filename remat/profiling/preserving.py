@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from remat.runtime.allocator import rounded
 from remat.runtime.calls.environment import RandomState, rescaled
-from remat.runtime.meter import rounded
 from remat.runtime.parts import parts_of
 from remat.runtime.pytree import map_tensors, tensors
 from remat.runtime.sharding import is_sharded

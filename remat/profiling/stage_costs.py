@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from remat.runtime.allocator import rounded
 from remat.runtime.calls.environment import state_bytes, working_bytes
 from remat.runtime.calls.stages import Stage
-from remat.runtime.meter import MemoryMeter, Region, rounded
+from remat.runtime.meter import MemoryMeter, Region
 from remat.runtime.patching import uncompiled
 from remat.runtime.pytree import tensors
 

@@ -148,9 +148,10 @@ def elapsed(device: torch.device, function: Callable[[], object]) -> float:
     if device.type == "cuda":
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(device)
-        begin.record()
+        stream = torch.cuda.current_stream(device)  # events record on the current device's, which may be another one
+        begin.record(stream)
         function()
-        end.record()
+        end.record(stream)
         torch.cuda.synchronize(device)
         return begin.elapsed_time(end) / 1e3
     start = time.perf_counter()
@@ -180,8 +181,3 @@ def free_bytes(device: torch.device) -> int:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
     return available_bytes()
-
-
-def rounded(size: int, device: torch.device) -> int:
-    """What the allocator gives for `size` bytes: CUDA's rounds up to 512, the CPU's not."""
-    return -(-size // 512) * 512 if device.type == "cuda" else size

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from remat.errors import ReplayError
+from remat.runtime.allocator import rounded
 from remat.runtime.calls.stages import Stage
 from remat.runtime.pytree import tensors
 from remat.runtime.surroundings import present
@@ -54,9 +55,9 @@ def working_bytes(stage: Stage) -> int:
     Buffers: the copies that `BufferWatch.before` makes, and those that a recomputation works on (`_buffers_again`).
     Generators: the state before, the one it is compared with after a first run, and the one to go back to.
     """
-    buffers = sum(buffer.nbytes for *_, buffer in stage.buffers())
-    buffers += sum(weight.nbytes for part in stage.parts for weight in rescaled(part).values())
-    return 2 * buffers + 3 * state_bytes()
+    found = [buffer for *_, buffer in stage.buffers()]
+    found += [weight for part in stage.parts for weight in rescaled(part).values()]
+    return 2 * sum(rounded(buffer.nbytes, buffer.device) for buffer in found) + 3 * state_bytes()
 
 
 def accelerators(stage: Stage, value: Any) -> set[torch.device]:
@@ -87,7 +88,7 @@ class _Before(NamedTuple):
 
     @property
     def kept_bytes(self) -> int:
-        return 0 if self.copy is None else self.copy.numel() * self.copy.element_size()
+        return 0 if self.copy is None else rounded(self.copy.numel() * self.copy.element_size(), self.copy.device)
 
 
 class BufferWatch:

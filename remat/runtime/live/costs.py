@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from remat.runtime.allocator import rounded
 from remat.runtime.live.schemas import INDEXING, PUTTING, Traits, tensors_in
 from remat.runtime.live.versions import storage_of
 from remat.runtime.meter import MemoryMeter
@@ -63,6 +64,12 @@ class OperatorFacts:
         self.model_nanoseconds = self.nanoseconds = model_nanoseconds
         self.timed = 0
 
+    def took(self, peak_bytes: int) -> None:
+        """A call was measured: the least of several holds, since the first may have set up what stays."""
+        scratch = max(peak_bytes - self.total_bytes, 0)
+        self.scratch_bytes = min(self.scratch_bytes, scratch) if self.measured and self.timed > 1 else scratch
+        self.measured = True
+
     def expect(self, output_bytes: Sequence[int]) -> None:
         """Sets the sizes of the outputs."""
         self.output_bytes = tuple(output_bytes)
@@ -91,6 +98,8 @@ class Knowledge:
         """
         inputs = tensors_in([*args, *kwargs.values()])
         sizes, shadow = _predicted_outputs(traits, function, args, kwargs, inputs)
+        device = _output_device(inputs, kwargs)
+        sizes = [rounded(size, device) for size in sizes]
         facts = OperatorFacts(sizes, _model_nanoseconds(function, args, kwargs, inputs, shadow, sum(sizes)))
         facts.plain = all(not tensor.is_complex() and not tensor.is_quantized for tensor in inputs)
         facts.family = _family(key, traits, args, kwargs, inputs)
@@ -109,7 +118,9 @@ class Knowledge:
         if facts.family is not None:
             found = Scratch(facts.scratch_bytes, facts.extent)
             known = self._scratch.get(facts.family)
-            best = found if known is None else max(known, found, key=lambda one: one.share)
+            best = found  # of a call of this extent: measured once more
+            if known is not None and known.extent != found.extent:
+                best = max(known, found, key=lambda one: one.share)
             _remember(self._scratch, facts.family, best)
 
 
@@ -184,10 +195,15 @@ def observe(
     kwargs: Mapping[str, Any],
     device: torch.device,
 ) -> Observed:
-    """Calls an operator and notes time, and, unless known or a profiler is running already, scratch memory."""
+    """Calls an operator and notes time, and, unless known or a profiler is running already, scratch memory.
+
+    On CUDA that is measured of each call that is timed: the first one of a thread also allocates workspaces of cuBLAS
+    or cuDNN, which stay, and must not be taken for what the operator needs each time.
+    """
     peak = None
     free = device.type == "cuda" or not torch.autograd._profiler_enabled()
-    if not facts.measured and free and _meter_lock.acquire(blocking=False):
+    wanted = not facts.measured or (device.type == "cuda" and 0 < facts.timed < _TIMED_CALLS)
+    if wanted and free and _meter_lock.acquire(blocking=False):
         try:
             meter = MemoryMeter(device, may_be_idle=True)
             with meter.session(), meter.region():
@@ -201,6 +217,21 @@ def observe(
     facts.timed += 1
     facts.settled = facts.timed >= _TIMED_CALLS and (facts.measured or peak is not None)
     return Observed(result, peak)
+
+
+def working_device(inputs: Sequence[Tensor], kwargs: Mapping[str, Any]) -> torch.device:
+    """Where a call does its work: on an accelerator, if any of what it is given, or makes, is there."""
+    devices = [tensor.device for tensor in inputs]
+    wanted = kwargs.get("device")
+    if wanted is not None:
+        devices.append(torch.device(wanted))
+    others = (device for device in devices if device.type not in ("cpu", "meta"))
+    return next(others, devices[0] if devices else torch.device("cpu"))
+
+
+def _output_device(inputs: Sequence[Tensor], kwargs: Mapping[str, Any]) -> torch.device:
+    wanted = kwargs.get("device")
+    return working_device(inputs, kwargs) if wanted is None else torch.device(wanted)
 
 
 def _timed(

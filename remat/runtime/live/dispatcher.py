@@ -17,9 +17,10 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.errors import RematError
+from remat.runtime.allocator import allocated_bytes
 from remat.runtime.calls.environment import state_bytes
 from remat.runtime.dtr import _kernels as k
-from remat.runtime.live.costs import SHARED, Knowledge, OperatorFacts, observe
+from remat.runtime.live.costs import SHARED, Knowledge, OperatorFacts, observe, working_device
 from remat.runtime.live.operator_calls import (
     CPU,
     USUAL,
@@ -282,7 +283,7 @@ class Dispatcher(TorchDispatchMode):
     def _adopt(self, tensor: Tensor) -> None:
         """Takes account of a tensor that was made behind the dispatcher's back."""
         storage = storage_of(tensor)
-        size = storage.nbytes()
+        size = allocated_bytes(storage)
         if id(storage) not in self.store.versions and not self.store.is_brought(storage) and size:
             self.store.enter(self._announce("tensor", size), storage, size, None)
 
@@ -329,7 +330,7 @@ class Dispatcher(TorchDispatchMode):
                     where[place] = (private, *where[place][1:])
                     call.sources[:] = [private if source is constant else source for source in call.sources]
                     action.discarded.append(private)
-                    action.discarded_bytes += private.content.nbytes()
+                    action.discarded_bytes += allocated_bytes(private.content)
         call.fresh.clear()
         try:
             return self._carry_out(call, action)
@@ -382,7 +383,8 @@ class Dispatcher(TorchDispatchMode):
             if facts.settled:
                 result, peak = function(*args, **kwargs), None
             else:
-                result, peak = observe(facts, function, args, kwargs, call.device or CPU)
+                device = working_device(tensors_in([*args, *kwargs.values()]), kwargs)
+                result, peak = observe(facts, function, args, kwargs, device)
         except BaseException:
             self._take_back(pending, resident=True)
             raise
@@ -392,7 +394,7 @@ class Dispatcher(TorchDispatchMode):
                 if isinstance(source, Version):
                     store.cut_loose(source)
             action = replace(action, repeatable=False)
-        sizes = [storage.nbytes() for storage in made]
+        sizes = [allocated_bytes(storage) for storage in made]
         if tuple(sizes) != facts.output_bytes:
             if pending.tensors is None:  # else what room was made for in vain is reported to the core below
                 pending.scratch += max(facts.total_bytes - sum(sizes), 0)
@@ -401,7 +403,7 @@ class Dispatcher(TorchDispatchMode):
         if peak is not None:
             self._learned(traits.label, facts, peak, ledger.memory - (sum(sizes) if pending.tensors is not None else 0))
             self.knowledge.learn_scratch(facts)
-        sizes += [storage.nbytes() for _, storage in changed]
+        sizes += [allocated_bytes(storage) for _, storage in changed]
         tensors = self._written_down(pending, sizes)
         operator = None
         if action.repeatable:
@@ -442,7 +444,7 @@ class Dispatcher(TorchDispatchMode):
 
     def _learned(self, label: str, facts: OperatorFacts, peak: int, memory: int) -> None:
         """Notes what the first call of an operator needed, which no room was made for."""
-        facts.scratch_bytes, facts.measured = max(peak - facts.total_bytes, 0), True
+        facts.took(peak)
         self.first_calls += 1
         self.ledger.peak = max(self.ledger.peak, memory + peak)
         if memory + peak > self.ledger.budget:
@@ -484,9 +486,9 @@ class Dispatcher(TorchDispatchMode):
         """Makes the versions of a call's outputs; those of changed storages take the place of the old ones."""
         store = self.store
         for tensor, storage in zip(tensors, made, strict=False):
-            store.enter(tensor, storage, storage.nbytes(), operator)
+            store.enter(tensor, storage, allocated_bytes(storage), operator)
         for tensor, (version, storage) in zip(tensors[len(made) :], changed, strict=False):
-            store.enter(tensor, storage, storage.nbytes(), operator)
+            store.enter(tensor, storage, allocated_bytes(storage), operator)
             if version.saves:  # its old content has moved, and only autograd has it
                 version.dropped = True
                 self.ledger.note(k.DROP, version.tensor)

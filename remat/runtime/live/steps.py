@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from remat.runtime.allocator import rounded
 from remat.runtime.live.context import DTR
 from remat.runtime.live.nesting import is_running
 from remat.runtime.live.units.block import UnitsBlock
-from remat.runtime.meter import rounded
 from remat.runtime.pytree import tensors
 
 _MOST_TURNS = 64  # forwards whose backwards may all be ahead; of more, some will never have any

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from remat.errors import ReplayError
+from remat.runtime.allocator import allocated_bytes
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
@@ -157,7 +158,7 @@ class Store:
             brought.constant = None
             if version is None:
                 brought.argument = -1 - len(self.ledger.constant_bytes)
-                self.ledger.constant_bytes.append(storage.nbytes())
+                self.ledger.constant_bytes.append(allocated_bytes(storage))
             else:
                 brought.argument = version.tensor
         known = None if brought.constant is None else brought.constant()
@@ -289,8 +290,9 @@ class Store:
                     self._place(version, storage, operator)
 
     def _place(self, version: Version, made: torch.UntypedStorage, operator: Operator) -> None:
-        if made.nbytes() != version.size:
-            raise ReplayError(f"{operator.function} made {made.nbytes()} bytes where it had made {version.size} before")
+        size = allocated_bytes(made)
+        if size != version.size:
+            raise ReplayError(f"{operator.function} made {size} bytes where it had made {version.size} before")
         storage = None if version.where is None else version.where()
         if storage is None:
             version.held = made
@@ -387,7 +389,7 @@ class Store:
         return found
 
     def _copy_aside(self, constant: Given) -> None:
-        original, size = constant.content, constant.content.nbytes()
+        original, size = constant.content, allocated_bytes(constant.content)
         (tensor,) = self.ledger.add("clone", max(size // 10, 1), [constant.argument], [size])
         self.hold(size, "clone")
         with no_modes(), no_autograd(), no_autocast():

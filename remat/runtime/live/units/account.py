@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from remat.runtime.allocator import allocated_bytes
+
 if TYPE_CHECKING:
     from remat.runtime.live.units.pieces import Piece
 
@@ -49,7 +51,7 @@ class Account:
     def enter(self, storage: torch.UntypedStorage, piece: Piece | None = None) -> Counted:
         """Counts a storage from now on."""
         counted = Counted(storage, self._died)
-        counted.key, counted.piece, counted.size = id(storage), piece, storage.nbytes()
+        counted.key, counted.piece, counted.size = id(storage), piece, allocated_bytes(storage)
         self.known[counted.key] = counted
         if piece is None:
             self.others += counted.size

@@ -209,7 +209,7 @@ class UnitsBlock:
         if self._root is not None:
             self._learn(error)
         if self.outcome == "over" and (self._pool.too_large or not self._recorded_calls) and self._used:
-            if self._chooses and self._heuristic != FIRST:
+            if self._chooses and self._heuristic != FIRST and self._pool.has_evicted:
                 take((self._place, self.budget), FIRST)  # another order of evictions may need less
             elif not (self._stays and self._used.is_last):  # there are no operators to go back to
                 self._used.finer()

@@ -11,6 +11,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from remat.errors import ReplayError
+from remat.runtime.allocator import allocated_bytes
 from remat.runtime.calls.ending import Ended
 from remat.runtime.calls.environment import FirstRun
 from remat.runtime.calls.partial import Differs, Parts, Replaying, nothing
@@ -171,7 +172,7 @@ class UnitCall:
             piece = None if known is None else known()
             storage = storage_of(tensor)
             if piece is None:
-                piece = self.new_piece(made, storage.nbytes())
+                piece = self.new_piece(made, allocated_bytes(storage))
                 piece.counted = self._account.enter(storage, piece)
             elif piece.counted is None or piece.counted() is not storage:
                 self.varied = True  # other tensors share memory than when it was recorded
@@ -267,7 +268,7 @@ class UnitCall:
             storage = storage_of(tensor)
             counted = account.of(storage)
             if counted is None or counted.piece is None:
-                piece = self.new_piece(value.storage, storage.nbytes())
+                piece = self.new_piece(value.storage, allocated_bytes(storage))
                 if counted is None:
                     piece.counted = account.enter(storage, piece)
                 else:

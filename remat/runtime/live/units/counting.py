@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.runtime.calls.tape import Operator
-from remat.runtime.live.costs import SHARED, Knowledge, observe
+from remat.runtime.live.costs import SHARED, Knowledge, observe, working_device
 from remat.runtime.live.operator_calls import device_among
 from remat.runtime.live.schemas import Traits, tensors_in, traits_of
 from remat.runtime.live.store import new_storages
@@ -66,7 +66,7 @@ class Counting(TorchDispatchMode):
         traits = traits_of(function)
         if traits.is_view or pool.replaying or self.rests:
             return function(*args, **kwargs)
-        key, given, device = _key_of(traits, function, args, kwargs)
+        key, given = _key_of(traits, function, args, kwargs)
         facts = self._knowledge.facts.get(key)
         if facts is None:
             facts = self._knowledge.learn(key, traits, function, args, kwargs)
@@ -83,7 +83,7 @@ class Counting(TorchDispatchMode):
         if facts.settled:
             result, peak = function(*args, **kwargs), None
         else:
-            result, peak = observe(facts, function, args, kwargs, device)
+            result, peak = observe(facts, function, args, kwargs, working_device(given, kwargs))
         taken = {id(storage_of(tensor)) for tensor in given if tensor.layout == torch.strided}
         new = [storage for storage in new_storages(result, taken) if account.of(storage) is None]
         made = [account.enter(storage) for storage in new]
@@ -94,8 +94,8 @@ class Counting(TorchDispatchMode):
         scratch = facts.scratch_bytes
         if peak is not None:
             self.first_calls += 1
-            scratch = facts.scratch_bytes = max(peak - facts.total_bytes, 0)
-            facts.measured = True
+            facts.took(peak)
+            scratch = facts.scratch_bytes
             self._knowledge.learn_scratch(facts)
             if account.memory + scratch > pool.budget:
                 pool.limits.went_over(
@@ -107,9 +107,7 @@ class Counting(TorchDispatchMode):
         return result
 
 
-def _key_of(
-    traits: Traits, function: Any, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[Any, list[Tensor], torch.device]:
+def _key_of(traits: Traits, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
     """As the operator-level dispatcher writes it, so that both know what either has measured."""
     values = tuple([read() for read in traits.reads])
     key: list[Any] = [function, KNOWN.get(values) or surroundings_of(values)]
@@ -126,7 +124,7 @@ def _key_of(
     else:
         device = device_among(kwargs)
         key += floats
-    return (device, *key), given, device
+    return (device, *key), given
 
 
 def _take(value: Any, is_scalar: bool, key: list[Any], floats: list[Any], given: list[Tensor]) -> None:

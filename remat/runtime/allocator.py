@@ -1,0 +1,18 @@
+"""How much memory allocators give for what is asked for."""
+
+from __future__ import annotations
+
+import torch
+
+GRANULES = {"cuda": 512}  # bytes, of which they give whole multiples; the CPU's gives what is asked for
+
+
+def rounded(size: int, device: torch.device) -> int:
+    """What the allocator of a device gives for `size` bytes."""
+    granule = GRANULES.get(device.type)
+    return size if granule is None else -(-size // granule) * granule
+
+
+def allocated_bytes(storage: torch.UntypedStorage) -> int:
+    """What was given for a storage."""
+    return rounded(storage.nbytes(), storage.device)

@@ -1,0 +1,122 @@
+"""What allocators of accelerators give and keep, tried on the CPU: sizes in whole granules, workspaces, devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.runtime import allocator
+from remat.runtime.live import costs
+from remat.runtime.live.costs import Knowledge, OperatorFacts, observe, working_device
+from remat.runtime.live.schemas import traits_of
+from remat.runtime.meter import Region
+from support.unit_blocks import blocks, by_calls, memory_of, mlps, step_of
+
+_GRANULE = 512
+_CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def granules(monkeypatch: pytest.MonkeyPatch, nothing_known: None) -> None:
+    """The CPU's allocator gives memory as CUDA's does."""
+    monkeypatch.setitem(allocator.GRANULES, "cpu", _GRANULE)
+    monkeypatch.setattr(costs.SHARED, "facts", {})
+    monkeypatch.setattr(costs.SHARED, "_scratch", {})
+
+
+@pytest.mark.usefixtures("granules")
+@pytest.mark.parametrize("granularity", ["operator", "calls"])
+def test_dtr_counts_what_the_allocator_gives(granularity: str) -> None:
+    """Of many small tensors that is several times their size, and the budget holds for it."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)) for _ in range(12)))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    sample = torch.randn(3, 5)
+
+    def step() -> None:
+        model(sample).square().mean().backward()
+
+    for _ in range(3):
+        with remat.DTR("1GiB", granularity=granularity) as dtr:
+            step()
+    assert by_calls(dtr) == (granularity == "calls")
+    sizes = [size for size in dtr._block.ledger.graph.sizes if size]
+    assert sizes and all(size % _GRANULE == 0 for size in sizes)
+    assert dtr.report().peak_bytes > 12 * 2 * _GRANULE  # what two layers of each block keep is smaller than a granule
+
+
+@pytest.mark.usefixtures("granules")
+def test_blocks_by_calls_with_granules() -> None:
+    step = step_of(mlps())
+    most = memory_of(step)
+    for dtr in blocks(step, int(0.7 * most), 5):
+        assert dtr.report().outcome == "pass"
+    assert by_calls(dtr) and dtr.report().evictions
+
+
+@pytest.mark.usefixtures("granules")
+def test_chains_with_granules() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 5)) for _ in range(4)))
+    chain = remat.profile(model, torch.randn(3, 5), small=0.0)
+    for sizes in (chain.act_bytes, chain.grad_bytes):
+        assert all(size % _GRANULE == 0 for size in sizes)
+
+
+class _Meter:
+    """Says of each region what the next call of an operator is to have taken."""
+
+    peaks: Iterator[int]
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.regions: list[Region] = []
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        yield
+        self.regions = [Region(0, 0, next(self.peaks))]
+
+
+def test_workspaces_that_a_first_call_sets_up_are_not_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    _Meter.peaks = iter([10_000_000, 5_000, 4_000, 99_000])
+    monkeypatch.setattr(costs, "MemoryMeter", _Meter)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    knowledge, function, x = Knowledge(), torch.ops.aten.mm.default, torch.randn(8, 8)
+    facts = knowledge.learn(("key",), traits_of(function), function, (x, x), {})
+    seen = []
+    for _ in range(5):
+        peak = observe(facts, function, (x, x), {}, _CUDA).peak_bytes
+        if peak is not None:
+            facts.took(peak)
+            knowledge.learn_scratch(facts)
+        seen.append(peak)
+    assert seen == [10_000_000, 5_000, 4_000, None, None]
+    assert facts.scratch_bytes == 4_000 - facts.total_bytes
+    later = knowledge.learn(("key",), traits_of(function), function, (x, x), {})
+    assert later.scratch_bytes == facts.scratch_bytes
+
+
+def test_on_the_cpu_one_measurement_is_enough() -> None:
+    x, function = torch.randn(8, 8), torch.ops.aten.mm.default
+    facts = OperatorFacts([256], 1)
+    assert observe(facts, function, (x, x), {}, torch.device("cpu")).peak_bytes is not None
+    facts.took(256)
+    assert observe(facts, function, (x, x), {}, torch.device("cpu")).peak_bytes is None
+
+
+def test_work_is_done_where_the_data_is() -> None:
+    """A number from the CPU comes first in many calls, and copies are synchronised with the accelerator."""
+    cpu, meta = torch.randn(()), torch.empty(3, device="meta")
+    assert working_device([cpu], {}) == torch.device("cpu")
+    assert working_device([], {}) == torch.device("cpu")
+    assert working_device([cpu], {"device": "cuda:1"}) == torch.device("cuda:1")
+    assert working_device([meta, cpu], {}) == torch.device("meta")
