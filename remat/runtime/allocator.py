@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 GRANULES = {"cuda": 512}  # bytes, of which they give whole multiples; the CPU's gives what is asked for
@@ -16,3 +19,8 @@ def rounded(size: int, device: torch.device) -> int:
 def allocated_bytes(storage: torch.UntypedStorage) -> int:
     """What was given for a storage."""
     return rounded(storage.nbytes(), storage.device)
+
+
+def level_of(device: torch.device) -> Callable[[], int] | None:
+    """What tells how many bytes a device's allocator has given out; None where it does not count them."""
+    return partial(torch.cuda.memory_allocated, device) if device.type == "cuda" else None

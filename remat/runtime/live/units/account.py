@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,25 +29,40 @@ class Counted(weakref.ref):
 class Account:
     """Bytes in use.
 
+    Args:
+        level: the allocator's count of bytes that it has given out, where it has one.
+
     Attributes:
         pieces, others: bytes of what calls of units have made and of all else.
+        unseen: bytes that the allocator has given out besides: workspaces, and what blocks have that are too large.
         peak: the most that was ever in use, scratch memory included.
         shift: bytes evicted less bytes made again since the present segment began.
         top: the most that would have been in use in the present segment without that.
         known: storages that are counted, by `id`.
     """
 
-    def __init__(self) -> None:
-        self.pieces = self.others = self.peak = self.shift = self.top = 0
+    def __init__(self, level: Callable[[], int] | None = None) -> None:
+        self.pieces = self.others = self.unseen = self.peak = self.shift = self.top = 0
+        self._level = level
+        self._base = 0 if level is None else level()
         self.known: dict[int, Counted] = {}
 
     @property
     def memory(self) -> int:
-        return self.pieces + self.others
+        return self.pieces + self.others + self.unseen
+
+    @property
+    def given_out(self) -> int:
+        """Bytes that the allocator says it has given out; 0 where it does not count."""
+        return 0 if self._level is None else self._level() - self._base
+
+    def look(self) -> None:
+        """Compares with the allocator's own count."""
+        self.unseen = max(self.given_out - self.pieces - self.others, 0)
 
     def begin_segment(self) -> None:
         """From here on `top` is measured."""
-        self.shift, self.top = 0, self.pieces + self.others
+        self.shift, self.top = 0, self.memory
 
     def enter(self, storage: torch.UntypedStorage, piece: Piece | None = None) -> Counted:
         """Counts a storage from now on."""
@@ -62,7 +78,7 @@ class Account:
 
     def reached(self, more: int) -> None:
         """So much more than what is counted was in use for a moment."""
-        memory = self.pieces + self.others + more
+        memory = self.memory + more
         self.peak = max(self.peak, memory)
         self.top = max(self.top, memory + self.shift)
 

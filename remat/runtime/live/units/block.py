@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack
 
 from remat.report import Report
+from remat.runtime.allocator import level_of
 from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.calls.tape import Recorder
 from remat.runtime.dtr.heuristics import Heuristic
@@ -80,7 +81,8 @@ class UnitsBlock:
         reserved += NUMBERS * NUMBER_BYTES
         self._ledger = Ledger(budget - reserved, heuristic, **options)
         self._limits = Limits(thrash_limit, reserved)
-        self._pool = Pool(self._ledger, self._limits, by_model=by_model)
+        device = next((each.device for module in self._modules for each in module.parameters()), torch.device("cpu"))
+        self._pool = Pool(self._ledger, self._limits, by_model=by_model, level=level_of(device))
         self._pool.on_backward = self._backward
         self._mode = Counting(self._pool)
         self._course = Course(self._pool.account)
@@ -350,7 +352,7 @@ class UnitsBlock:
         """A segment begins: evicts what a plan says."""
         course, pool = self._course, self._pool
         number = len(course.segments)
-        if expected is None or course.precedent is None:
+        if expected is None or course.precedent is None or pool.account.given_out + expected.rise > pool.budget:
             pool.wake()
         elif number == 1:
             pool.sleep(course.precedent)

@@ -35,6 +35,7 @@ class Pool:
 
     Args:
         by_model: whether times are those of a fixed model, so that decisions can be repeated.
+        level: the allocator's count, where it has one.
 
     Attributes:
         backward_of: the call whose backward runs.
@@ -47,9 +48,11 @@ class Pool:
         segment: of the course, with which what comes next begins; -1 once that was noted.
     """
 
-    def __init__(self, ledger: Ledger, limits: Limits, *, by_model: bool = False) -> None:
+    def __init__(
+        self, ledger: Ledger, limits: Limits, *, by_model: bool = False, level: Callable[[], int] | None = None
+    ) -> None:
         self.ledger, self.limits, self.budget = ledger, limits, ledger.budget
-        self.account = Account()
+        self.account = Account(level)
         self.by_model = by_model
         self.lock = threading.RLock()
         self.backward_of: UnitCall | None = None
@@ -213,11 +216,13 @@ class Pool:
             Thrashing: hardly anything is done but recomputing.
         """
         account = self.account
+        account.look()
         segment, self.segment = self.segment, -1
         if account.memory + more <= self.budget and not any(piece.content() is None for piece in wanted):
-            if account.others != self._noted:
-                self._noted = account.others
-                self._events.append(Others(account.others))
+            others = account.others + account.unseen
+            if others != self._noted:
+                self._noted = others
+                self._events.append(Others(others))
             reads = () if backward_of is None else backward_of.reads_there()
             self._events.append(Ran(label, nanoseconds, more, reads, segment))
             account.reached(more)
@@ -272,7 +277,7 @@ class Pool:
 
     def _tell(self) -> None:
         """Tells the core what has happened since."""
-        ledger, others = self.ledger, self.account.others
+        ledger, others = self.ledger, self.account.others + self.account.unseen
         events, self._events = self._events, []
         self._told += events
         for event in events:
