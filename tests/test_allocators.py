@@ -5,20 +5,23 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import remat
+from remat.comparison import rounds
 from remat.runtime import allocator
 from remat.runtime.live import costs
 from remat.runtime.live.costs import Knowledge, OperatorFacts, observe, working_device
 from remat.runtime.live.schemas import traits_of
 from remat.runtime.live.units import block
 from remat.runtime.meter import Region
-from support.unit_blocks import blocks, by_calls, left_by, memory_of, mlps, step_of
+from support.unit_blocks import Model, blocks, by_calls, left_by, memory_of, mlp, mlps, step_of
 
 _GRANULE = 512
 _CUDA = torch.device("cuda")
@@ -150,3 +153,90 @@ def test_what_an_allocator_has_given_out_besides(monkeypatch: pytest.MonkeyPatch
         assert dtr.report().outcome == "pass"
         assert (dtr.report().evictions > 0) == (more > 0)
         assert more < dtr.report().peak_bytes <= budget or not by_calls(dtr)
+
+
+def test_memory_is_given_back_between_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one has cached, in sizes of its own, is in the way of the next."""
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    allocator.give_back(torch.device("cpu"))
+    assert not emptied
+    allocator.give_back(_CUDA)
+    assert emptied
+    asked = []
+    monkeypatch.setattr(rounds, "give_back", asked.append)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(4)))
+    comparison = remat.compare(model, torch.randn(16, 8), [0.8], strategies=["persistent", "dtr"], repeats=1)
+    assert len(asked) == len(comparison.entries)
+
+
+@pytest.mark.parametrize(("text", "outcome"), [("CUBLAS_STATUS_ALLOC_FAILED", "oom"), ("CUBLAS_STATUS_ERROR", "error")])
+def test_a_library_that_finds_no_memory(text: str, outcome: str) -> None:
+    """It raises an error of its own, which says as much as an OutOfMemoryError."""
+    entry = SimpleNamespace(strategy="dtr", budget_bytes=100)
+    row: Any = SimpleNamespace(entry=entry, strategy=object(), step=object(), measured=None)
+    with rounds._failures(row):
+        raise RuntimeError(f"CUDA error: {text} when calling `cublasCreate(handle)`")
+    assert row.measured.outcome == outcome and row.step is None
+
+
+def test_memory_is_not_handed_out_behind_the_back_of_a_block() -> None:
+    """Functions in C that a library may take a tensor's memory by, with no word to Python, are not found in a block."""
+    name = "__dlpack_c_exchange_api__"
+    before = vars(torch.Tensor).get(name)
+    with remat.DTR("1GiB", granularity="operator"):
+        assert not hasattr(torch.Tensor, name) and not hasattr(torch.randn(2), name)
+        x = torch.randn(8)
+        assert np.from_dlpack(x.sin()).shape == (8,)
+        assert torch.equal(torch.from_dlpack(x), x)
+    assert vars(torch.Tensor).get(name) is before
+
+
+def test_what_another_stream_uses_is_not_evicted() -> None:
+    """An eviction would not wait for that stream, and nobody would tell the allocator again."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("record_stream", lambda tensor, stream: None, "CPU")
+    stream = torch.Stream(device="meta") if hasattr(torch.Stream, "device_type") else None
+    x = torch.randn(1000)
+    kept = []
+    with remat.DTR(20_000, granularity="operator") as dtr:
+        for number in range(8):
+            kept.append(x + number)
+            if number < 3 and stream is not None:
+                kept[-1].record_stream(stream)
+    evicted = {what for kind, what in dtr.decisions if kind == "evict"}
+    assert evicted and not evicted & {0, 1, 2}
+
+
+def test_calls_in_which_processes_meet_are_not_run_again() -> None:
+    """One process alone would wait for the others for ever."""
+    functional = pytest.importorskip("torch.distributed._functional_collectives")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        calls: list[int] = []
+
+        class Shared(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = nn.Linear(32, 32)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                calls.append(1)
+                return functional.all_gather_tensor_autograd(
+                    self.inner(x).tanh(), 0, torch.distributed.group.WORLD
+                ).tanh()
+
+        model = Model(*(Shared() if number % 2 else mlp(32, 64) for number in range(6)))
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        step = step_of(model, torch.randn(64, 32))
+        budget = int(0.8 * memory_of(step))
+        blocks(step, budget, 4)
+        calls.clear()
+        (dtr,) = blocks(step, budget, 1)
+        assert len(calls) == 3
+        assert by_calls(dtr) and dtr.report().evictions
+        units = [row.unit for row in dtr._block._pool.rows]
+        assert all(("processes meet" in unit.kept) == (unit.name == "Shared") for unit in units)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -19,6 +19,7 @@ from remat.errors import OutOfBudget, RematError, Thrashing, ThrashingWarning
 from remat.formatting import format_bytes
 from remat.host.progress import Progress
 from remat.report import Report
+from remat.runtime.allocator import give_back
 from remat.runtime.executor import How
 from remat.runtime.live.context import DTR
 from remat.runtime.strategies import THRASH_LIMIT, ByCalls, Dynamic, Native, Strategy
@@ -141,6 +142,7 @@ def _start(bench: Bench, row: Row) -> bool:
     if isinstance(row.strategy, ByCalls):
         assert row.entry.budget_bytes is not None
         how = DTR(row.entry.budget_bytes, thrash_limit=THRASH_LIMIT)
+    give_back(bench.device)  # what the row before has cached, in sizes of its own
     with _failures(row):
         row.step = bench.step(how)
     return row.step is not None
@@ -170,7 +172,8 @@ def _failures(row: Row) -> Iterator[None]:
     except (RematError, RuntimeError) as error:
         if row.strategy is None:
             raise
-        outcome, note = "error", f"{type(error).__name__}: {error}"
+        short = _NO_MEMORY in str(error)  # of a library that allocates memory itself
+        outcome, note = "oom" if short else "error", f"{type(error).__name__}: {error}"
     row.step = None
     row.times, row.ratios = [], []
     row.measured = failed(entry.strategy, entry.budget_bytes, outcome, note, measured=True)
@@ -272,4 +275,5 @@ def _words(distance: float, own: float) -> str:
     return how
 
 
+_NO_MEMORY = "ALLOC_FAILED"  # as in CUBLAS_STATUS_ALLOC_FAILED
 _REPEATABLE = 10  # times what plain PyTorch differs from itself is taken for the same cause

@@ -24,6 +24,6 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # else asking for its name would take memory of the first device
         found["accelerator"] = torch.cuda.get_device_name()
     return found

@@ -24,3 +24,9 @@ def allocated_bytes(storage: torch.UntypedStorage) -> int:
 def level_of(device: torch.device) -> Callable[[], int] | None:
     """What tells how many bytes a device's allocator has given out; None where it does not count them."""
     return partial(torch.cuda.memory_allocated, device) if device.type == "cuda" else None
+
+
+def give_back(device: torch.device) -> None:
+    """Has the allocator return what it holds in reserve, where it does."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

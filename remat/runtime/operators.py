@@ -8,8 +8,14 @@ from typing import Any
 
 import torch
 
+_COLLECTIVE = ("c10d", "_c10d", "_dtensor", "symm_mem")  # how namespaces of operators begin in which processes meet
 _STATISTICS = ("running_mean", "running_var")
 _TRAINING = ("training", "train")
+
+
+def is_collective(namespace: str) -> bool:
+    """Whether operators of a namespace wait for other processes: run again by one alone they would hang."""
+    return namespace.startswith(_COLLECTIVE)
 
 
 def flat(values: Iterable[Any]) -> list[torch.Tensor]:

@@ -15,13 +15,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat.runtime.operators import flat, statistics, written
+from remat.runtime.operators import flat, is_collective, statistics, written
 from remat.runtime.pytree import tensors
 
 OUTSIDE = -1  # the number of all storages that the run has not made: parameters, buffers, its input
 _KINDS = (torch.Tensor, torch.nn.Parameter)
 _CHANGES_STORAGE = frozenset(("set_", "resize_", "resize_as_", "set_data", "record_stream"))
-_COLLECTIVE = ("c10d", "_c10d", "_dtensor")
 
 
 class Value(NamedTuple):
@@ -104,6 +103,7 @@ class Tape:
         escaping: storages of what somebody holds beyond the run, as hooks of modules do: that must be right, too.
         freed: the numbers of saved tensors that were gone when the run was over, because nothing leads to them.
         whole: why the run can be made again as a whole only; empty where it can be made in part.
+        meets: an operator of it in which processes meet; empty where there is none.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Tape:
         self.outputs: list[Value] = []
         self.escaping: frozenset[int] = frozenset()
         self.freed: frozenset[int] = frozenset()
-        self.whole = ""
+        self.whole = self.meets = ""
 
     def is_like(self, other: Tape) -> bool:
         """Whether both are runs of the same operators on memory of the same sizes."""
@@ -171,7 +171,10 @@ class Recorder(TorchDispatchMode):
         changed = [*written(func, args, kwargs), *self._counted(given, statistics(func, args, kwargs))]
         writes = tuple(dict.fromkeys(self.number(tensor) for tensor in changed))
         namespace, _, label = func._schema.name.partition("::")
-        if namespace.startswith(_COLLECTIVE) or label in _CHANGES_STORAGE:
+        meets = is_collective(namespace)
+        if meets:
+            self.tape.meets = str(func)
+        if meets or label in _CHANGES_STORAGE:
             self.tape.whole = f"{func} must not run in part of a forward"
         outside = {_identity(tensor) for tensor in given} - self._numbers.keys()
         start = time.perf_counter()

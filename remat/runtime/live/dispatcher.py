@@ -273,6 +273,8 @@ class Dispatcher(TorchDispatchMode):
             version = self.store.versions.get(id(storage_of(tensor)))
             if version is not None and not version.resident and traits.label != "detach":
                 self.store.access(version, traits.label)
+            if version is not None and traits.label == "record_stream":  # in use where nobody waits for an eviction
+                self.store.cut_loose(version)
         result = function(*args, **kwargs)
         if traits.is_fresh or function in _ON_STORAGES:
             for tensor in tensors_in(result):

@@ -65,6 +65,19 @@ _GUARDED = (
     _Guarded(torch.utils.dlpack, "to_dlpack", Access.SHARES),
 )
 
+
+class _Hidden:
+    """An attribute that a class seems not to have."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        raise AttributeError(f"{owner.__name__} has no {self._name} inside of remat.DTR")
+
+
+# Functions in C that hand out memory with no word to Python. Who does not find them calls `__dlpack__`.
+_EXCHANGE = "__dlpack_c_exchange_api__"
 _lock = threading.Lock()
 _blocks: list[Expose] = []  # of all threads; the functions are replaced while there is any
 _put_back: list[Callable[[], None]] = []
@@ -81,6 +94,8 @@ def guard(expose: Expose) -> None:
         for owner, name, access in _GUARDED:
             if hasattr(owner, name):
                 _replace(owner, name, _exposing(getattr(owner, name), access))
+        if _EXCHANGE in vars(Tensor):
+            _replace(Tensor, _EXCHANGE, _Hidden(_EXCHANGE))
         _replace(threading.Thread, "_bootstrap_inner", _visiting(threading.Thread._bootstrap_inner))  # type: ignore[attr-defined]
         for owner in (torch, torch.random):
             _replace(owner, "get_rng_state", _accounting(owner.get_rng_state))

@@ -8,9 +8,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from remat.runtime.operators import is_collective
 from remat.runtime.surroundings import BACKENDS, Readers, readers_for
 
-_OWN = ("aten", "prims", "prim", "c10d", "_c10d_functional", "_dtensor")  # namespaces of PyTorch's own operators
+_OWN = (
+    "aten",
+    "prims",
+    "prim",
+    "c10d",
+    "_c10d_functional",
+    "_dtensor",
+    "symm_mem",
+)  # namespaces of PyTorch's own operators
 INDEXING = ("index", "_unsafe_index")
 PUTTING = ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
 _STATISTICS = ("running_mean", "running_var")
@@ -121,7 +130,7 @@ def _read(function: Any) -> Traits:
         statistics=statistics,
         training=next((argument for argument in arguments if argument.name in _TRAINING), None),
         random=foreign or torch.Tag.nondeterministic_seeded in tags,
-        repeatable=not namespace.startswith(("c10d", "_c10d", "_dtensor")),
+        repeatable=not is_collective(namespace),
         data_dependent=torch.Tag.dynamic_output_shape in tags,
         several=len(schema.returns) > 1,
         reads=readers_for(label, pointwise=torch.Tag.pointwise in tags),

@@ -161,6 +161,8 @@ class Unit:
         )
         if self.writes:
             self.kept = "it changes its input"
+        if tape.meets:
+            self.kept = f"processes meet in it, by {tape.meets}"
         self.draws = any(operator.draws for operator in tape.operators)
         if not self.needs_environment:
             self.working_bytes = 0
