@@ -183,7 +183,12 @@ def check(program: Program) -> Counter[str]:
     for number in program.order:
         way, meter = program.ways[number], MemoryMeter(torch.device("cpu"))
         try:
-            with meter.session(), meter.region(), remat.DTR(budget, thrash_limit=30) as dtr:
+            with (
+                warnings.catch_warnings(action="ignore"),
+                meter.session(),
+                meter.region(),
+                remat.DTR(budget, thrash_limit=30) as dtr,
+            ):
                 program.run(way)
         except RematError:
             program.left()
@@ -216,13 +221,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     total: Counter[str] = Counter()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for seed in range(options.seed, options.seed + options.programs):
-            found = check(Program(seed))
-            if found["bits"] or found["silent"] or found["raw"]:
-                print(seed, dict(found), flush=True)
-            total += found
+    for seed in range(options.seed, options.seed + options.programs):
+        found = check(Program(seed))
+        if found["bits"] or found["silent"] or found["raw"]:
+            print(seed, dict(found), flush=True)
+        total += found
     print(dict(total))
     write("live_turns", [dict(total)], "blocks of DTR by calls in programs that take turns, by what became of them")
 
