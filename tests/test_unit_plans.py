@@ -106,6 +106,31 @@ def test_a_plan_ends_where_a_block_does_something_else(monkeypatch: pytest.Monke
             assert sum(carried) and "by a plan" in dtr.report().note  # pieces that are held, needed or gone, too
 
 
+def test_only_what_comes_again_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning takes longer than a step; loops of another length each time would pay for it each time."""
+    planned = []
+    plans_for = block.plans_for
+    monkeypatch.setattr(block, "plans_for", lambda *args, **options: planned.append(1) or plans_for(*args, **options))
+    torch.manual_seed(0)
+    cell, inputs = nn.GRUCell(32, 32), torch.randn(40, 16, 32)
+    for parameter in cell.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def step(length: int) -> None:
+        state = torch.zeros(16, 32)
+        for x in inputs[:length]:
+            state = cell(x, state)
+        state.square().sum().backward()
+
+    budget = int(0.45 * memory_of(lambda: step(40)))
+    for length in (40, 40, 38, 37, 36, 35):
+        (dtr,) = blocks(lambda length=length: step(length), budget, 1)
+    assert by_calls(dtr) and dtr.report().evictions
+    assert len(planned) == 1
+    blocks(lambda: step(35), budget, 3)
+    assert len(planned) == 2
+
+
 def test_of_several_plans_the_fastest_stays() -> None:
     plans = [Plan("a plan", "h_lru", {3: [(0, 0)]}), Plan("h_dtr", "h_dtr", {})]
 

@@ -390,11 +390,10 @@ class UnitsBlock:
 
     def _trial_for_the_next(self) -> Trial | None:
         course, trial = self._course, self._course.trial
-        if course.known_again is not None:
-            return None
+        first = course.is_whole and not self._remembered.ways  # of several courses only those that come again
         if course.was_followed and trial is not None:
             trial.took(self._pool.spent_nanoseconds, passed=self.outcome == "pass")
-        elif trial is None and self._chooses and course.is_whole and self._pool.has_evicted:
+        elif trial is None and self._chooses and self._pool.has_evicted and (first or course.was_followed):
             budget, by_model = self._ledger.budget, self._pool.by_model
             trial = plans_for(self._pool.story, course.segments, budget, self._heuristic, by_model=by_model)
         else:
