@@ -308,12 +308,15 @@ class UnitsBlock:
         self._watch(True)
         self._recorded_calls += 1
         recorder = Recorder(timed=True, given=call.given())
+        working = unit.working_bytes
+        account.others += working
         start, state = account.others, State([call.code.stage.modules, args, kwargs])
         self._mode.trail = []
         try:
             output = call.run(args, kwargs, recorder)
         finally:
             trail, self._mode.trail = self._mode.trail, None
+            account.others -= working
         recorder.returned(output)
         recorder.ended()
         recorder.tape.operators[:] = with_seconds(recorder.tape.operators, trail)

@@ -116,7 +116,7 @@ class Piece:
         """Frees it, unless somebody else holds it, who would be left with it."""
         filled = self._filled()
         storage = None if self.counted is None else self.counted()
-        if self.changes or self.call.varied:
+        if self.changes or self.call.varied or self.call.unit.kept:  # whatever the core believes of it
             return False
         if storage is not None and _uses(storage._cdata) > len({id(slot.tensor) for slot in filled}) + 1:
             return False  # more than our tensors and the storage's Python object
