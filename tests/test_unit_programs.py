@@ -349,6 +349,39 @@ def test_modules_with_state_of_their_own_are_not_run_again(kind: str) -> None:
         assert all(map(torch.equal, expected, left_by(model)))
 
 
+def test_what_stateful_modules_return_is_held_by_who_needs_it() -> None:
+    """A module that keeps nothing of its input itself could have it made again, by one that must not run twice."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.count = nn.Linear(64, 64), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            return self.inner(x) * (1 + 0.1 * self.count)
+
+    def fresh() -> nn.Module:
+        torch.manual_seed(1)
+        wide = [nn.Sequential(nn.Tanh(), nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)) for _ in range(5)]
+        model = nn.Sequential(*(module for each in wide for module in (Counting(), each)))
+        allocate_gradients(model)
+        return model
+
+    x = torch.randn(128, 64)
+    need = memory_of(step_of(fresh(), x))
+    for share in (0.5, 0.7):
+        plain, model = [], fresh()
+        for _ in range(5):
+            step_of(model, x)()
+            plain.append(left_by(model))
+        model = fresh()
+        for expected in plain:
+            (dtr,) = blocks(step_of(model, x), int(share * need), 1)
+            assert all(map(torch.equal, expected, left_by(model)))
+        assert by_calls(dtr) and dtr.report().evictions
+
+
 @pytest.mark.parametrize(
     "kind", ["checkpointed", "saved on the CPU", "sparse", "compiled", "autocast", "cleared grads"]
 )

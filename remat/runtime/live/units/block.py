@@ -321,7 +321,8 @@ class UnitsBlock:
         recorder.ended()
         recorder.tape.operators[:] = with_seconds(recorder.tape.operators, trail)
         unit.learn(recorder.tape)
-        unit.kept = unit.kept or state.changed()
+        unit.once = unit.once or state.changed()
+        unit.kept = unit.kept or unit.once
         call.recorded()
         survivors = frozenset(id(counted) for seen in trail for counted in seen.made if counted.piece is not None)
         unit.inner_bytes = inner_peak(trail, start, survivors) + unit.working_bytes

@@ -97,7 +97,10 @@ class UnitCall:
             storage = id(storage_of(tensor))
             counted = self._account.known.get(storage)
             number = self._numbers[id(tensor)] = len(self.inputs)
-            self.inputs.append(Input(tensor, None if counted is None else counted.piece))
+            piece = None if counted is None else counted.piece
+            if piece is not None and (piece.call.unit.kept or piece.call.varied):
+                piece = None  # nobody can make it again, so it is held
+            self.inputs.append(Input(tensor, piece))
             self.pool.readers.append((storage, self.reference, number))
         return _Place(number)
 

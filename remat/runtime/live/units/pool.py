@@ -338,7 +338,13 @@ class Pool:
         return orders.kept
 
     def make(self, call: UnitCall, wanted: set[int]) -> None:
-        """Runs a call again for some of its pieces."""
+        """Runs a call again for some of its pieces.
+
+        Raises:
+            ReplayError: it must not run twice, or what it depends on has changed.
+        """
+        if call.unit.once:
+            raise ReplayError(f"{call.unit.name} was to run again, although {call.unit.once}; please report this")
         self.replaying, self.replays = True, self.replays + 1
         try:
             before = self.account.pieces

@@ -102,6 +102,7 @@ class Unit:
         backward_nanoseconds, model_backward_nanoseconds: the time of its backward, about, and by a fixed model.
         writes: which of its inputs it may change.
         kept: why nothing of it may be evicted; empty where it may.
+        once: why it must not run again, and is kept therefore; empty where it may.
         varies: whether a call has done something else than was recorded of it.
     """
 
@@ -115,7 +116,7 @@ class Unit:
         self.saved: list[tuple[torch.Size, int, Value]] = []
         self.forward_bytes = self.backward_bytes = self.inner_bytes = 0
         self.backward_nanoseconds = self.model_backward_nanoseconds = 1
-        self.kept = ""
+        self.kept = self.once = ""
         self.varies = False
         self.draws = True
         self.working_bytes = working_bytes(code.stage)
@@ -162,7 +163,7 @@ class Unit:
         if self.writes:
             self.kept = "it changes its input"
         if tape.meets:
-            self.kept = f"processes meet in it, by {tape.meets}"
+            self.kept = self.once = f"processes meet in it, by {tape.meets}"
         self.draws = any(operator.draws for operator in tape.operators)
         if not self.needs_environment:
             self.working_bytes = 0
