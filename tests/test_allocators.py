@@ -31,6 +31,7 @@ _CUDA = torch.device("cuda")
 def granules(monkeypatch: pytest.MonkeyPatch, nothing_known: None) -> None:
     """The CPU's allocator gives memory as CUDA's does."""
     monkeypatch.setitem(allocator.GRANULES, "cpu", _GRANULE)
+    monkeypatch.setattr(allocator, "ONLY_CPU", False)
     monkeypatch.setattr(costs.SHARED, "facts", {})
     monkeypatch.setattr(costs.SHARED, "_scratch", {})
 

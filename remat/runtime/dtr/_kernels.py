@@ -91,7 +91,7 @@ EVICTED, RELEASED, RECOMPUTED, BANISH, COMPUTED = range(5)
 ) = range(34)
 SCALARS = 34
 
-COMPUTE, KEEP, PIN, RELEASE, LOCK, UNLOCK, DROP, HOLD, FORGET, EVICT = range(10)  # instructions
+COMPUTE, KEEP, PIN, RELEASE, LOCK, UNLOCK, DROP, HOLD, FORGET, EVICT, RETAIN = range(11)  # instructions
 EAGER, BANISHING, IGNORING = range(3)  # what a dropped reference does
 DONE, OUT_OF_MEMORY, THRASHING, CHOOSE, GROW, PAUSE = range(6)  # answers of `advance`
 PACE = 2000  # steps of materialisations between two pauses
@@ -531,6 +531,21 @@ def _evict(storage, kind, state):
 
 
 @njit(cache=True)
+def _retain(storage, state):
+    """Takes back an eviction that could not be carried out: somebody else holds the storage."""
+    s, tensors, scalars = state.storages, state.tensors, state.scalars
+    if s[storage, RESIDENT] or s[storage, BANISHED]:
+        return
+    scalars[MEMORY] += s[storage, SIZE]
+    scalars[PEAK] = max(scalars[PEAK], scalars[MEMORY])
+    tensors[s[storage, HEAD], DEFINED] = 1
+    _shrunk(storage, state)
+    _leave_component(storage, state)
+    s[storage, RESIDENT] = 1
+    _enter_pool(storage, state)
+
+
+@njit(cache=True)
 def _try_banish(storage, state):
     """Frees a storage for good if nothing refers to it and nothing evicted needs it (Appendix C.5)."""
     s, tensors, ops, edges = state.storages, state.tensors, state.operators, state.edges
@@ -950,6 +965,8 @@ def advance(instructions, state):
             if s[tensors[what, STORAGE], SLOT] >= 0:  # what is locked, or gone, stays as it is
                 scalars[EVICTIONS] += 1
                 _evict(tensors[what, STORAGE], EVICTED, state)
+        elif kind == RETAIN:
+            _retain(tensors[what, STORAGE], state)
         elif kind == HOLD:
             s[tensors[what, STORAGE], FLAGS] |= HELD
         elif kind == DROP:

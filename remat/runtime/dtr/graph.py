@@ -177,7 +177,10 @@ def compile_trace(trace: Trace, *, releases: bool = True) -> CompiledTrace:
     return compiler.finish()
 
 
-_MARKS = {"LOCK": k.LOCK, "UNLOCK": k.UNLOCK, "DROP": k.DROP, "HOLD": k.HOLD, "FORGET": k.FORGET, "EVICT": k.EVICT}
+_MARKS = {
+    **{"LOCK": k.LOCK, "UNLOCK": k.UNLOCK, "DROP": k.DROP, "HOLD": k.HOLD},
+    **{"FORGET": k.FORGET, "EVICT": k.EVICT, "RETAIN": k.RETAIN},
+}
 
 
 class _Compiler:

@@ -117,7 +117,7 @@ def with_evictions(instructions: np.ndarray, evictions: Sequence[tuple[int, int]
 
 def without_evictions(instructions: np.ndarray) -> np.ndarray:
     """The instructions without those that a plan has put there."""
-    return instructions[instructions[:, 0] != k.EVICT]
+    return instructions[~np.isin(instructions[:, 0], (k.EVICT, k.RETAIN))]
 
 
 class _Gap:

@@ -80,7 +80,7 @@ class Ledger:
         self._heuristic = heuristic
         self.core = Core(self.graph, budget, heuristic, held=True, log=True, **self._options)
         self.instructions: list[tuple[int, int]] = []
-        self._reported = 0
+        self._asked = self._reported = 0  # instructions that were told before the last consultation, and with it
         self._followed = 0
         self.memory = self.peak = 0
 
@@ -125,17 +125,25 @@ class Ledger:
     def consult(self) -> int:
         """Tells the core all that was written down; returns DONE, OUT_OF_MEMORY or THRASHING of the kernels."""
         new = np.array(self.instructions[self._reported :], np.int64).reshape(-1, 2)
-        self._reported = len(self.instructions)
+        self._asked, self._reported = self._reported, len(self.instructions)
         answer = self.core.run(new)
         self.memory = self.core.scalar(k.MEMORY)
         self.peak = max(self.peak, self.core.scalar(k.PEAK))
         return answer
 
     def accept(self) -> None:
-        """Tells the core what has happened although it does not fit."""
+        """Tells the core what has happened although it does not fit; what it says cannot be, it passes over."""
         self.core.limit_memory(NO_LIMIT)
-        self.consult()
+        self.core.limit_recomputation(NO_LIMIT // 2)
+        while self.consult() != k.DONE:
+            self.core.abandon()
+            self._reported = self._asked + self.core.scalar(k.POSITION) + 1
         self.core.limit_memory(self.budget)
+
+    def go_on(self) -> None:
+        """Where the core has found no room: has it go on all the same, with what it was told behind that, too."""
+        self._reported = self._asked + self.core.scalar(k.POSITION)
+        self.accept()
 
     def decided(self) -> list[tuple[int, int]]:
         """The evictions and recomputations since the last call: kind, and storage or tensor."""
@@ -149,7 +157,7 @@ class Ledger:
 
     def program(self) -> Instructions:
         """All that was written down so far, to be carried out on paper; without what a plan has evicted."""
-        return Instructions(self.graph, [row for row in self.instructions if row[0] != k.EVICT])
+        return Instructions(self.graph, [row for row in self.instructions if row[0] not in (k.EVICT, k.RETAIN)])
 
     def least_budget(
         self, whole: Instructions | None = None, *, below: int | None = None, overhead: float = _HOPELESS

@@ -15,6 +15,7 @@ _MARKS = {
     k.HOLD: "HOLD",
     k.FORGET: "FORGET",
     k.EVICT: "EVICT",
+    k.RETAIN: "RETAIN",
 }
 
 

@@ -270,7 +270,7 @@ class UnitsBlock:
             given = call.given()[number]
             call.inputs[number].seen = None  # it does not read it again
             pool.changes(torch._C.TensorBase.untyped_storage(given))
-        self._in_call = True
+        self._in_call, pool.forward_of = True, call
         try:
             if known:
                 self._watch(False)
@@ -282,7 +282,7 @@ class UnitsBlock:
             self._watch(True)  # who catches it goes on with something else
             raise
         finally:
-            self._in_call = False
+            self._in_call, pool.forward_of = False, None
         found = call.returned(output)
         pool.made(call)
         if call.varied:
@@ -309,7 +309,7 @@ class UnitsBlock:
         self._recorded_calls += 1
         recorder = Recorder(timed=True, given=call.given())
         working = unit.working_bytes
-        account.others += working
+        account.others += working  # nobody says when it is taken
         start, state = account.others, State([call.code.stage.modules, args, kwargs])
         self._mode.trail = []
         try:

@@ -91,7 +91,7 @@ def corrected(events: Sequence[Event], rows: Sequence[Row]) -> list[Event]:
     for row in rows:
         for number in row.sizes:
             if (row.index, number) not in died and not _is_there(row, number):
-                found.append(Died(row, number, -1))
+                found.append(Died(row, number, pinned=False))
         if row.call() is None and row.index not in gone:
             found.append(Gone(row))
     return found

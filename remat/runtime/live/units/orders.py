@@ -55,9 +55,10 @@ class Orders:
         self._make()
         self._pool.has_evicted = True
         if not piece.evict():
-            (piece.pinned,) = self._ledger.add("held", 0, [], [piece.size])
-            self._ledger.note(k.LOCK, piece.pinned)
-            self.kept = True
+            self._ledger.note(k.RETAIN, tensor)
+            if not piece.pinned:
+                self._ledger.note(k.LOCK, tensor)
+            piece.pinned = self.kept = True
 
     def _put_off(self, tensor: int) -> None:
         piece = self._piece(tensor)

@@ -82,7 +82,7 @@ class Piece:
         evicted: its memory was freed, and may be waited for.
         changes: how often it was changed since it was made; then no replay would make it as it is.
         released: nobody held it any more, as the policy core knows.
-        pinned: its number in the core as something that cannot go, since somebody else holds it; -1: nobody does.
+        pinned: the core knows that it cannot go, since somebody else holds it.
     """
 
     __slots__ = (
@@ -95,8 +95,7 @@ class Piece:
         self.counted: Counted | None = None
         self.held: torch.UntypedStorage | None = None
         self.slots: list[weakref.ref[Slot]] = []
-        self.pinned = -1
-        self.evicted = self.released = False
+        self.evicted = self.released = self.pinned = False
         self.changes = 0
 
     @property

@@ -38,7 +38,7 @@ class Pool:
         level: the allocator's count, where it has one.
 
     Attributes:
-        backward_of: the call whose backward runs.
+        backward_of: the call whose backward runs; forward_of: whose forward does.
         replaying: whether a call is made again.
         has_evicted: whether anything was ever evicted.
         replays, spent_nanoseconds: how often calls were made again, and how long that and evicting has taken.
@@ -56,6 +56,7 @@ class Pool:
         self.by_model = by_model
         self.lock = threading.RLock()
         self.backward_of: UnitCall | None = None
+        self.forward_of: UnitCall | None = None
         self.closed = False
         self.replaying = False
         self.limited = True
@@ -92,7 +93,7 @@ class Pool:
             piece.released = True
             if self.precedent is None:
                 self._events.append(Died(piece.call.row, piece.number, piece.pinned))
-                piece.pinned = -1
+                piece.pinned = False
 
     def gone(self, call: UnitCall) -> None:
         """Nobody waits for anything of a call any more."""
@@ -142,7 +143,7 @@ class Pool:
         for planned in evictions:
             call = planned.call()
             piece = None if call is None else call.piece(planned.number)
-            if call is None or piece is None or call.unit.kept or piece.content() is None or piece.pinned >= 0:
+            if call is None or piece is None or call.unit.kept or piece.content() is None or piece.pinned:
                 continue
             if piece.evict():
                 self.has_evicted = True
@@ -237,7 +238,7 @@ class Pool:
             self._tell()
             if account.memory > self.budget:
                 self.ledger.accept()
-            inputs = [piece.tensor for piece in wanted if piece.pinned < 0]
+            inputs = [piece.tensor for piece in wanted]
             locked = self._in_use(inputs)
             for tensor in locked:
                 self.ledger.note(k.LOCK, tensor)
@@ -260,19 +261,22 @@ class Pool:
 
     def _go_over(self, label: str, wanted: Sequence[Piece]) -> None:
         """Units are too large for the budget: everything that can go is gone, and it goes on all the same."""
-        core = self.ledger.core
-        self.limits.went_over(label, core.scalar(k.NEEDED))
-        core.abandon()
+        self.limits.went_over(label, self.ledger.core.scalar(k.NEEDED))
+        self.ledger.go_on()
+        self._obey()
         self.too_large = True
         for piece in wanted:
             self.revive(piece)
 
     def _in_use(self, besides: Sequence[int]) -> list[int]:
-        """What the backward that runs still waits for and has in memory."""
-        call = self.backward_of
-        if call is None:
-            return []
-        found = [piece.tensor for piece in call.waiting() if piece.content() is not None and piece.pinned < 0]
+        """What the backward that runs still waits for and has in memory, and what a call that runs was passed.
+
+        What that returns is told when it has ended, as made of its inputs, which then must not have to be made again.
+        """
+        pieces = [] if self.backward_of is None else self.backward_of.waiting()
+        if self.forward_of is not None:
+            pieces += [each.piece for each in self.forward_of.inputs if each.piece is not None]
+        found = {piece.tensor for piece in pieces if piece.content() is not None}
         return [tensor for tensor in found if tensor >= 0 and tensor not in besides]
 
     def _tell(self) -> None:
@@ -285,10 +289,9 @@ class Pool:
                 self._write_down(event.row)
             elif isinstance(event, Died):
                 tensor = event.row.tensors.get(event.number, -1)
-                if event.pinned >= 0:
-                    ledger.note(k.UNLOCK, event.pinned)
-                    ledger.note(k.RELEASE, event.pinned)
-                elif tensor >= 0:
+                if tensor >= 0:
+                    if event.pinned:
+                        ledger.note(k.UNLOCK, tensor)
                     ledger.note(k.RELEASE, tensor)
             elif isinstance(event, Gone):
                 for tensor in event.row.tensors.values():

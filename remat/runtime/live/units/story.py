@@ -18,12 +18,12 @@ class Died(NamedTuple):
     """Nobody holds a piece any more.
 
     Attributes:
-        pinned: its number in the core as something that cannot go, -1 for none.
+        pinned: the core was told that it cannot go.
     """
 
     row: Row
     number: int
-    pinned: int
+    pinned: bool
 
 
 class Gone(NamedTuple):

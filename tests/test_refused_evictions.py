@@ -1,0 +1,92 @@
+"""What the policy core evicts and the program still holds stays: the core is told so, and goes on from there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from remat.runtime.dtr import _kernels as k
+from remat.runtime.dtr.core import Core
+from remat.runtime.dtr.graph import Graph
+from remat.runtime.dtr.heuristics import HEURISTICS
+from remat.runtime.dtr.simulator import Replay
+from remat.runtime.live.ledger import Ledger
+from support.live_models import metered
+from support.unit_blocks import blocks, by_calls, left_by, memory_of, mlps
+
+pytestmark = pytest.mark.usefixtures("nothing_known")
+
+
+@pytest.mark.parametrize("heuristic", ["h_dtr", "h_dtr_eq", "h_dtr_local", "h_lru"])
+def test_an_eviction_is_taken_back(heuristic: str) -> None:
+    """It costs nothing, and what is computed from it is not computed again from further up."""
+    graph = Graph()
+    (first,) = graph.add("f", 5, [], [(4, -1)])
+    (second,) = graph.add("f", 7, [first], [(4, -1)])
+    graph.add("g", 1, [second], [(4, -1)])
+    core = Core(graph, 100, HEURISTICS[heuristic])
+    rows = [(k.COMPUTE, 0), (k.COMPUTE, 1), (k.EVICT, first), (k.EVICT, second)]
+    assert core.run(np.array(rows, np.int64)) == k.DONE
+    assert core.scalar(k.MEMORY) == 0
+    assert core.run(np.array([(k.RETAIN, second), (k.LOCK, second), (k.COMPUTE, 2)], np.int64)) == k.DONE
+    assert core.scalar(k.MEMORY) == 8 and core.scalar(k.AGAIN_COST) == 0
+    assert core.run(np.array([(k.RETAIN, second), (k.EVICT, second)], np.int64)) == k.DONE  # is there, is locked
+    assert core.scalar(k.MEMORY) == 8
+
+
+def test_what_was_told_behind_a_failure_is_not_lost() -> None:
+    """Where there is no room the program goes on all the same, and what it said of later tensors holds."""
+    ledger = Ledger(10, HEURISTICS["h_lru"], sampling=False, skip_small=False, seed=0)
+    (first,) = ledger.add("f", 1, [], [8])
+    ledger.note(k.LOCK, first)
+    (second,) = ledger.add("f", 1, [first], [8])
+    ledger.note(k.LOCK, second)
+    (third,) = ledger.add("f", 1, [second], [8])
+    assert ledger.consult() == k.OUT_OF_MEMORY
+    ledger.go_on()
+    assert ledger.memory == 24 and ledger.core.scalar(k.RECOMPUTATIONS) == 0
+    assert ledger.core.storages[[first, second, third], k.LOCKS].tolist() == [1, 1, 0]
+    ledger.note(k.UNLOCK, first)
+    ledger.note(k.UNLOCK, second)
+    ledger.add("g", 1, [], [4])
+    assert ledger.consult() == k.DONE  # within the budget from here on
+    assert ledger.memory <= 10
+
+
+def test_what_the_program_holds_is_passed_on() -> None:
+    """Outputs that it keeps have views of its own; what is made of them later is made of what is still there."""
+    model, sample = mlps(8), torch.randn(64, 64)
+    held: list[torch.Tensor] = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        for stage in model.stages:
+            x = stage(x)
+            held.append(x.detach())
+        for each in held[:4]:
+            x = x + model.stages[0](each)
+        return x
+
+    def step() -> None:
+        held.clear()
+        torch.manual_seed(7)
+        forward(sample).square().mean().backward()
+
+    most = memory_of(step)
+    left_by(model)
+    step()
+    plain = left_by(model)
+    retained = 0
+    for share in (0.8, 0.65, 0.5):
+        budget = int(share * most)
+        for number in range(4):
+            peak, (dtr,) = metered(lambda budget=budget: blocks(step, budget, 1))
+            assert all(map(torch.equal, plain, left_by(model)))
+            assert peak <= budget or dtr.report().outcome == "over"
+            if number:
+                assert by_calls(dtr) and dtr.report().outcome == "pass"
+                retained += sum(row[0] == k.RETAIN for row in dtr._block.ledger.instructions)
+        report, core = Replay(dtr.trace).run(dtr.trace_budget, dtr._heuristic, thrash_limit=1e6, log=True)
+        assert dtr.decisions == [(d.kind, d.what) for d in core.decisions() if d.kind in ("evict", "recompute")]
+        assert report.recomputations == dtr.report().recomputations
+    assert retained
