@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -117,8 +119,12 @@ class Piece:
         storage = None if self.counted is None else self.counted()
         if self.changes or self.call.varied or self.call.unit.kept:  # whatever the core believes of it
             return False
-        if storage is not None and _uses(storage._cdata) > len({id(slot.tensor) for slot in filled}) + 1:
-            return False  # more than our tensors and the storage's Python object
+        if storage is not None:
+            ours = Counter([id(slot.tensor) for slot in filled])
+            if _uses(storage._cdata) > len(ours) + 1:
+                return False  # more than our tensors and the storage's Python object
+            if any(_is_shared(slot, ours[id(slot.tensor)]) for slot in filled):
+                return False  # autograd has saved the very tensor that the program holds
         self.evicted = True
         del storage
         self.held = None
@@ -189,6 +195,21 @@ class Input:
         if self.version >= 0 and tensor._version != self.version:
             raise _changed(tensor)
         return tensor.detach()
+
+
+def _is_shared(slot: Slot, slots: int) -> bool:
+    """Whether somebody besides so many slots refers to a slot's tensor."""
+    tensor: Any = slot.tensor
+    return sys.getrefcount(tensor) > slots + _OWN_REFERENCES or tensor._use_count() > 1
+
+
+def _own_references() -> int:
+    """How often `_is_shared` itself refers to the tensor while it counts."""
+    tensor: Any = object()
+    return sys.getrefcount(tensor)
+
+
+_OWN_REFERENCES = _own_references()
 
 
 def tensor_on(storage: torch.UntypedStorage, value: Value) -> torch.Tensor:
