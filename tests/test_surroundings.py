@@ -6,12 +6,14 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 import remat
 from support.live_models import allocate_gradients
@@ -46,7 +48,16 @@ class Attention(nn.Module):
         return x + (seen.to(torch.get_default_dtype()) / 3).to(x.dtype)  # as positions are computed by some models
 
 
+class _Shifted(TorchFunctionMode):
+    """Makes other tensors, as `torch.device` does."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        return made + 0.25 if function is functional.scaled_dot_product_attention else made
+
+
 AROUND: dict[str, Around] = {
+    "a function mode": _Shifted,
     "attention by products": lambda: sdpa_kernel(SDPBackend.MATH),
     "double precision": _in_double,
     "without mkldnn": lambda: torch.backends.mkldnn.flags(enabled=False),

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
 
 class Flag(NamedTuple):
@@ -154,6 +155,25 @@ class Surroundings:
 def put_back(changed: Sequence[tuple[Flag, Any]]) -> None:
     for flag, value in reversed(changed):
         flag.write(value)
+
+
+def function_modes() -> list[Any]:
+    """The modes that functions of PyTorch pass now, `torch.device` and `torch.set_default_device` among them."""
+    return _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else []
+
+
+@contextmanager
+def under(modes: Sequence[Any]) -> Iterator[None]:
+    """Inside, these are in force, too: a backward runs without any."""
+    now = function_modes()
+    missing = [mode for mode in modes if not any(mode is other for other in now)]
+    for mode in missing:
+        _push_mode(mode)  # not by `with`, as they may have been entered elsewhere
+    try:
+        yield
+    finally:
+        for _ in missing:
+            _pop_mode()
 
 
 KNOWN: dict[tuple[Any, ...], Surroundings] = {}  # by values; those of the two sets of flags differ in length

@@ -121,7 +121,8 @@ class UnitCall:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Recorder | None = None) -> Any:
         """Makes the call, under hooks that keep what autograd saves."""
         unit = self.unit
-        if unit.needs_environment or recorder is not None or torch._C._is_any_autocast_enabled():
+        there = torch._C._is_any_autocast_enabled() or torch._C._len_torch_function_stack()
+        if unit.needs_environment or recorder is not None or there:
             given = [each.tensor for each in self.inputs if each.tensor is not None]
             self._environment = FirstRun(self.code.stage, given, unit.watch, preserve_random=unit.draws)
         else:
