@@ -7,6 +7,7 @@ import argparse
 from benchmarks.any_model import against_compile, against_libraries, any_model
 from benchmarks.comparing import comparing
 from benchmarks.dtr import dtr, static
+from benchmarks.estimates import estimates
 from benchmarks.first_use import first_use
 from benchmarks.frontier import frontier
 from benchmarks.learned import learned
@@ -32,6 +33,7 @@ BENCHMARKS = {
     "live": lambda: live(7),
     "live_units": live_units,
     "first_use": first_use,
+    "estimates": estimates,
     "frontier": lambda: frontier(6),
     "compare": comparing,
     "any_model": any_model,

@@ -33,6 +33,8 @@ from remat.errors import ThrashingWarning as ThrashingWarning
 from remat.errors import UnsupportedModel as UnsupportedModel
 from remat.fitting import fit as fit
 from remat.plotting.evictions import plot_evictions as plot_evictions
+from remat.profiling.estimate import Estimate as Estimate
+from remat.profiling.estimate import estimate as estimate
 from remat.profiling.find import find_chain as find_chain
 from remat.profiling.found import FoundChain as FoundChain
 from remat.profiling.found import FoundStage as FoundStage

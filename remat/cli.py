@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from remat.schedule import Schedule
     from remat.solvers.base import Solver
 
+_PLACES = ("cpu", "cuda", "mps", "xpu")  # where a model can be put, if the machine has such a device
 NOTHING_FITS, INTERRUPTED = 1, 130  # exit statuses
 
 app = typer.Typer(
@@ -44,6 +45,9 @@ ModelOrChain = Annotated[
 ]
 Batch = Annotated[int, typer.Option(help="Batch size of the sample, for the models of remat.models.", min=1)]
 Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, ...")]
+Planned = Annotated[
+    str, typer.Option(help="Where the model runs: cpu, cuda, ...; or what to estimate for: h100, l4, device.json, ...")
+]
 Out = Annotated[Path | None, typer.Option(help="Folder for the results as JSON; made if it is not there.")]
 
 
@@ -86,10 +90,21 @@ def plan(
     slots: Annotated[int, typer.Option(help="Memory units of the dynamic programs.", min=1)] = 500,
     pictures: Annotated[bool, typer.Option(help="Draw each plan and its memory over time.")] = True,
     batch: Batch = 8,
-    device: Device = "cpu",
+    device: Planned = "cpu",
+    optimiser: Annotated[
+        str, typer.Option(help="Of a device that is estimated: none, sgd, momentum, adam or adam-mixed.")
+    ] = "adam",
+    shards: Annotated[int, typer.Option(help="Devices over which parameters are spread, as by FSDP.", min=1)] = 1,
+    largest: Annotated[
+        bool, typer.Option("--largest-batch", help="Also look for the largest batch that fits an estimated device.")
+    ] = False,
     out: Out = None,
 ) -> None:
-    """Plan for several budgets: what every planner's plans cost, and what those of one look like."""
+    """Plan for several budgets: what every planner's plans cost, and what those of one look like.
+
+    With the name of a device that need not be there (h100, a100, h200, l4, rtx4090, mi300x), or a file that
+    `remat calibrate` wrote, nothing is computed: bytes and seconds are estimated.
+    """
     from remat.solvers import make_solver
     from remat.solvers.base import store_all_peak
 
@@ -99,7 +114,10 @@ def plan(
     wanted = [_budget(text) for text in texts]
     for budget in wanted:
         resolve_budget(budget, store_all_bytes=sys.maxsize)  # its form, before anything is measured
-    chain = _chain(model, batch, device)
+    if _is_estimated(device):
+        chain = _estimate(model, batch, device, optimiser, shards, largest)
+    else:
+        chain = _chain(model, batch, device)
     sizes = [resolve_budget(budget, store_all_peak(chain)) for budget in wanted]
     headings = [f"{text} =\n{format_bytes(size)}" for text, size in zip(texts, sizes, strict=True)]
     table, answers = _comparison(model, chain, sizes, headings, planner, asked, slots)
@@ -482,6 +500,70 @@ def _profile(name: str, batch: int, device: str) -> Chain:
             progress.update(task, description=what, completed=done, total=total)
 
         return profile_model(example.model, example.sample, loss=example.loss, progress=tell)
+
+
+def _is_estimated(device: str) -> bool:
+    """Whether a device is one that need not be there."""
+    from remat.estimation.devices import device_named
+
+    if device.partition(":")[0] in _PLACES and device.removeprefix("cuda:").isdigit() | (":" not in device):
+        return False
+    device_named(device)
+    return True
+
+
+def _estimate(name: str, batch: int, device: str, optimiser: str, shards: int, largest: bool) -> Chain:
+    """The chain of a model on a device that need not be there; shows what it takes there."""
+    from remat.estimation.devices import device_named
+    from remat.estimation.world import World
+    from remat.models.examples import load_unplaced
+    from remat.profiling.estimate import estimated_in
+
+    world = World(device_named(device))
+    with world.entered():  # so that parameters take no memory
+        example = load_unplaced(name, batch)
+    with _progress() as progress:
+        task = progress.add_task("starting")
+
+        def tell(what: str, done: int, total: int) -> None:
+            progress.update(task, description=what, completed=done, total=total)
+
+        found = estimated_in(
+            world,
+            example.model,
+            example.sample,
+            loss=example.loss,
+            optimiser=optimiser,
+            shards=shards,
+            progress=tell,
+        )
+        rows = found.largest_batch() if largest else None
+    console.print(f"{found}", highlight=False, markup=False, soft_wrap=True)
+    if rows is not None:
+        console.print(f"largest batch that fits: {rows or 'none'}", highlight=False)
+    return found.chain
+
+
+@app.command()
+def calibrate(
+    device: Device = "cpu",
+    out: Annotated[Path, typer.Option(help="The file to write, for `remat plan --device FILE`.")] = Path("device.json"),
+) -> None:
+    """Measure what operators get of a device that is here, for estimates: half a minute."""
+    from remat.estimation.calibration import calibrate as measure
+
+    with console.status("measuring"):
+        found = measure(device)
+    found.save(out)
+    table = columns_table("", "kind of operator", "of the peak")
+    for kind, share in sorted(found.efficiency.items(), key=lambda entry: -entry[1]):
+        table.add_row(kind, f"{share:.2f}")
+    console.print(table)
+    console.print(
+        f"{found.name}: {found.flops_per_second['float32'] / 1e9:.0f} GFLOP/s of float32, "
+        f"{found.bytes_per_second / 1e9:.0f} GB/s, {found.launch_seconds * 1e6:.1f} us an operator; wrote {out}",
+        highlight=False,
+    )
 
 
 def main() -> None:

@@ -68,7 +68,7 @@ def load_example(name: str, batch: int, device: str = "cpu") -> Example:
     Raises:
         RematError: no such name, module or function, or the function returns something else.
     """
-    found = _load(name, batch)
+    found = load_unplaced(name, batch)
     try:
         place = torch.device(device)
         return Example(found.model.to(place), map_tensors(lambda tensor: tensor.to(place), found.sample), found.loss)
@@ -76,7 +76,8 @@ def load_example(name: str, batch: int, device: str = "cpu") -> Example:
         raise RematError(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from error
 
 
-def _load(name: str, batch: int) -> Example:
+def load_unplaced(name: str, batch: int) -> Example:
+    """`load_example` where the model and the sample were made."""
     if name in EXAMPLES:
         return EXAMPLES[name](batch)
     module_name, colon, function_name = name.partition(":")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.calls.environment import accelerators
 from remat.runtime.calls.stages import Stage
 from remat.runtime.checks import check_model, check_sample
+from remat.runtime.meter import instruments
 from remat.runtime.patching import Forward, blocks_as_written, intercepted, outside_of_compiled
 from remat.runtime.planned.call_executor import refuse_checkpointing, refuse_compiled, switches_of
 from remat.runtime.planned.patched_forward import unpatched
@@ -163,32 +164,23 @@ def _timed(model: nn.Module, sample: Arguments, units: Sequence[Unit]) -> tuple[
     names = {call.module: call.name.partition("#")[0] for unit in units for call in unit.calls}
     seconds = [0.0] * len(units)
     counts: dict[nn.Module, int] = {}
-    synchronise = _synchroniser(model)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    now = partial(instruments().now, device)
 
     def call(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         count = counts[module] = counts.get(module, 0) + 1
         index = place.get(names[module] + (f"#{count}" if count > 1 else ""))
-        synchronise()
-        start = time.perf_counter()
+        start = now()
         output = forward(*args, **kwargs)
-        synchronise()
         if index is not None:
-            seconds[index] += time.perf_counter() - start
+            seconds[index] += now() - start
         return output
 
     with torch.enable_grad(), blocks_as_written(), intercepted(names, call), saving_nothing():
-        start = time.perf_counter()
+        start = now()
         model(*sample.args, **sample.kwargs)
-        synchronise()
-        total = time.perf_counter() - start
+        total = now() - start
     return seconds, total
-
-
-def _synchroniser(model: nn.Module) -> Callable[[], None]:
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    if device.type == "cpu":
-        return lambda: None
-    return lambda: torch.get_device_module(device).synchronize(device)
 
 
 # Stages that the caller names ----------------------------------------------------------------------------------------

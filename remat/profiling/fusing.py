@@ -54,14 +54,14 @@ def _probed(flat: Sequence[tuple[str, nn.Module]], value: Any, tell: Progress) -
         tell("probing stages", index, len(flat))
         copy = map_tensors(torch.clone, value)
         versions = [tensor._version for tensor in tensors(copy)]
-        inputs = {tensor.untyped_storage().data_ptr() for tensor in tensors(copy) if tensor.numel()}
+        inputs = {tensor.untyped_storage()._cdata for tensor in tensors(copy) if tensor.numel()}
         saved = SavedStorages()
         with failing_on_the_sample(partial(str, name)), saved_tensors_hooks(saved.note, cannot_unpack):
             output = module(copy)
         _check_output(name, output)
         saves = saved.among(copy), saved.among(output)
         in_place = [tensor._version for tensor in tensors(copy)] != versions
-        view = any(tensor.untyped_storage().data_ptr() in inputs for tensor in tensors(output) if tensor.numel())
+        view = any(tensor.untyped_storage()._cdata in inputs for tensor in tensors(output) if tensor.numel())
         del copy, output
         # Further runs, for its time: the first one pays for what is set up once.
         seconds = math.inf

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
-from remat.runtime.meter import MemoryMeter, Region
+from remat.runtime.meter import Region, instruments
 
 
 class Span(NamedTuple):
@@ -36,7 +35,7 @@ class Bytes(Gauge):
     of_memory = True
 
     def __init__(self, device: torch.device) -> None:
-        self.meter = MemoryMeter(device)
+        self.meter = instruments().meter(device)
         self.order: list[Span] = []
 
     def span(self, what: str, stage: int) -> AbstractContextManager[None]:
@@ -56,12 +55,6 @@ class Seconds(Gauge):
 
     @contextmanager
     def span(self, what: str, stage: int) -> Any:
-        self._synchronise()
-        start = time.perf_counter()
+        start = instruments().now(self._device)
         yield
-        self._synchronise()
-        self.seconds[Span(what, stage)] = time.perf_counter() - start
-
-    def _synchronise(self) -> None:
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).synchronize(self._device)
+        self.seconds[Span(what, stage)] = instruments().now(self._device) - start

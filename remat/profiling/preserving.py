@@ -302,6 +302,10 @@ def contiguous_forms(value: Any) -> tuple[Form | None, ...]:
     return tuple(Form.of(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)) for tensor in found)
 
 
+def _empty(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
 class RandomGradients:
     """Makes random gradients for given tensors when called; holds no memory until then.
 
@@ -314,15 +318,16 @@ class RandomGradients:
 
     def __init__(self, like: Iterable[torch.Tensor], forms: Sequence[Form | None] = ()) -> None:
         self._forms: list[Form | None] = []
-        self._like: list[tuple[torch.Tensor, torch.device]] = []
+        self._like: list[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]] = []
         for position, tensor in enumerate(like):
             form = forms[position] if position < len(forms) else None
             known = form is not None and (form.shape, form.dtype) == (tensor.shape, tensor.dtype)
             self._forms.append(form if known else None)
-            self._like.append((torch.empty_like(tensor, device="meta"), tensor.device))
+            stride = torch.empty_like(tensor, device="meta").stride()
+            self._like.append((tensor.shape, stride, tensor.dtype, tensor.device))
 
     def __call__(self) -> tuple[torch.Tensor, ...]:
         return tuple(
-            torch.empty_like(meta, device=device).normal_() if form is None else form.make()
-            for form, (meta, device) in zip(self._forms, self._like, strict=True)
+            _empty(*like).normal_() if form is None else form.make()
+            for form, like in zip(self._forms, self._like, strict=True)
         )

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from remat.chain import Chain, Layout
-from remat.errors import LeftChain, UnsupportedModel
+from remat.errors import LeftChain, RematError, UnsupportedModel
+from remat.estimation.devices import device_named
+from remat.estimation.world import LOOKS_AT_VALUES, World
 from remat.host.progress import Progress
 from remat.profiling.assembling import Measurement, Ways, chain_of
 from remat.profiling.facts import Facts
@@ -41,11 +43,12 @@ from remat.runtime.calls.places import Places
 from remat.runtime.calls.stages import Stage, call_of, check_device, flatten, group, is_sequential
 from remat.runtime.checks import Loss, check_count, check_model, check_sample, checked_loss
 from remat.runtime.executor import BySchedule, executing
-from remat.runtime.meter import MemoryMeter, undisturbed
+from remat.runtime.meter import instruments, undisturbed
 from remat.runtime.pytree import Arguments, loss_in, tensors
 from remat.runtime.sharding import refuse_flat_shards, refuse_shards_of_others
 from remat.schedule import Schedule
 from remat.simulation import peak_and_makespan
+from remat.solvers.base import store_all_peak
 from remat.solvers.persistent import Persistent
 
 _RECORDINGS = 2  # of each stage's operators; the second has no first times in it
@@ -65,6 +68,8 @@ def profile(
     options: bool = True,
     keep: Collection[str] = (),
     recompute: Collection[str] = (),
+    device: str | None = None,
+    estimate: bool = False,
 ) -> Chain:
     """Measures what every stage of `model` costs on `sample` (Beaumont et al., Section 5.1).
 
@@ -92,6 +97,11 @@ def profile(
             option runs again where that can be helped: where what they make is among what autograd saves.
         recompute: names of those that options may run again although they are kept by themselves: "topk", "sort" and
             "router", which choose experts.
+        estimate: compute nothing: run on tensors without data, and reckon with what is known of `device`. Bytes are
+            those that PyTorch's allocator would give, with scratch memory of kernels as far as known; seconds come
+            from operations and bytes of operators (`remat.estimation`). Parameters may be on the meta device.
+        device: to estimate for: "h100", "a100", "h200", "l4", "rtx4090", "mi300x", "cpu", or a file that
+            `remat calibrate` wrote. By default "cpu".
         agreed: makes of the chain that was measured the one to plan for, as processes do that train together.
         progress: called with what is being done, how many steps of it are done, and how many there are.
 
@@ -102,8 +112,15 @@ def profile(
     Raises:
         UnsupportedModel: no chain, empty, on another device than the sample, or with a stage that returns no tensor.
         MeasurementError: a PyTorch profiler is running.
+        RematError: no such device, or one is given although nothing is estimated.
     """
     check_model(model)
+    if estimate:
+        options_of_it: Any = {"small": small, "stages": stages, "progress": progress, "agreed": agreed}
+        options_of_it |= {"output_held": output_held, "options": options, "keep": keep, "recompute": recompute}
+        return estimate_in(World(device_named(device or "cpu")), model, sample, loss, options_of_it)
+    if device is not None:
+        raise RematError("device= is what an estimate is for; a model is measured where it is. Say estimate=True, too")
     refuse_flat_shards(model)
     check_sample(sample)
     check_count("repeats", repeats)
@@ -115,7 +132,7 @@ def profile(
         refuse_shards_of_others(model, [Stage([module], name) for name, module in flatten(model)])
     call = with_graph_of_its_own(call_of(model, sample))
     everything = Stage([model], "model")
-    device = check_device([everything], call)
+    place = check_device([everything], call)
     modules = [model, *loss_modules]
     with (
         torch.enable_grad(),
@@ -131,9 +148,9 @@ def profile(
             tell("finding chains", 0, 1)
             layout = locate(model, call, stages=stages, small=small).layout(call)
             tell("finding chains", 1, 1)
-        casts = cast_bytes(device, partial(_forward_only, model, call, protocol.loss))
+        casts = cast_bytes(place, partial(_forward_only, model, call, protocol.loss))
         wanted = Wanted(options and agreed is None, keep, recompute)  # processes would find options of their own
-        chain = _measured(model, call, layout, device, foreign, protocol, replaced, wanted, repeats=repeats, tell=tell)
+        chain = _measured(model, call, layout, place, foreign, protocol, replaced, wanted, repeats=repeats, tell=tell)
         set_up = storage_bytes(replaced.among(everything.parts))
         chain = replace(chain, reserve_bytes=chain.reserve_bytes + casts + set_up)
         if agreed is not None:  # before the check, whose stages have to run in the same order in all processes
@@ -142,7 +159,7 @@ def profile(
             return chain
         tell("checking", 0, 1)
         try:
-            excess = _excess(model, call, chain, device, foreign, protocol)
+            excess = _excess(model, call, chain, place, foreign, protocol)
         except LeftChain as error:
             raise UnsupportedModel(
                 f"{error}: the model takes another path each time. Train it under remat.DTR"
@@ -150,6 +167,27 @@ def profile(
         tell("checking", 1, 1)
     chain = replace(chain, reserve_bytes=chain.reserve_bytes + excess)
     return chain if agreed is None else agreed(chain)
+
+
+def estimate_in(world: World, model: nn.Module, sample: Any, loss: Loss | None, options: dict[str, Any]) -> Chain:
+    """`profile` of a model that stands in for this one, in a world where nothing is computed; `options`: of that."""
+    names = {module: name for name, module in model.named_modules()}
+    if options.get("stages") is not None:  # modules of the copy have the same names
+        found = options["stages"]
+        options["stages"] = [names.get(each, each) if isinstance(each, nn.Module) else each for each in found]
+    copy = world.stand_in_for(model)
+    given, end = world.stand_in(sample), world.stand_in_for(loss) if isinstance(loss, nn.Module) else loss
+    try:
+        with world.entered():
+            chain = profile(copy, given, loss=end, **(options | {"repeats": 1}))
+    except RematError as error:
+        if isinstance(error.__cause__, LOOKS_AT_VALUES):
+            raise UnsupportedModel(
+                f"what {type(model).__name__} does depends on values that an estimate does not compute "
+                f"({error.__cause__}): profile it where it runs"
+            ) from error
+        raise
+    return world.finished(chain)
 
 
 class Protocol(NamedTuple):
@@ -306,6 +344,22 @@ def _ways(
     return found
 
 
+_MANY_STEPS = 6  # operations for each stage
+
+
+def _tight(chain: Chain) -> Schedule:
+    """The schedule of least memory; where nothing is computed and that takes too long to follow, one of little memory.
+
+    Its recomputations are quadratic in the number of stages.
+    """
+    operations = Persistent().least_memory(chain)
+    if not instruments().computes and len(operations) > _MANY_STEPS * chain.length:
+        planner, most = Persistent(), store_all_peak(chain)
+        least = planner.minimum_budget(chain)
+        return planner.solve(chain, least + (most - least) // 4)
+    return Schedule(operations, layout=chain.layout)
+
+
 def _excess(
     model: nn.Module,
     call: Arguments,
@@ -318,7 +372,7 @@ def _excess(
 
     Stages are measured one by one; what they share with code outside may cost more when they come together.
     """
-    schedule = Schedule(Persistent().least_memory(chain), layout=chain.layout)
+    schedule = _tight(chain)
     way = BySchedule(schedule)
     running = executing(model, way)
     assert way.executor is not None
@@ -337,9 +391,10 @@ def _excess(
         end.backward()
         del held
 
-    step()
+    if instruments().computes:
+        step()  # what is set up once
     torch.clear_autocast_cache()  # the copies in it count
-    meter = MemoryMeter(device)
+    meter = instruments().meter(device)
     with undisturbed(), meter.session(), meter.region():
         step()
     (region,) = meter.regions

@@ -11,9 +11,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat.runtime.allocator import rounded
-from remat.runtime.calls.environment import state_bytes, working_bytes
+from remat.runtime.calls.environment import working_bytes
 from remat.runtime.calls.stages import Stage
-from remat.runtime.meter import MemoryMeter, Region
+from remat.runtime.meter import Region, instruments
 from remat.runtime.patching import uncompiled
 from remat.runtime.pytree import tensors
 
@@ -23,6 +23,7 @@ class Marks:
     draws_random: bool
     changes_buffers: bool
     changed_bytes: int
+    random_bytes: int = 0  # of the states of generators that it draws from, as far as memory is limited there
     set_up_bytes: int = 0  # of buffers that its first run puts in the place of others, and a recomputation of that too
     set_up_saved: int = 0  # what of these autograd keeps
 
@@ -114,7 +115,7 @@ def sizes_of_stage(without: Region, full: Region, backward: Region | None, at: B
 def executor_reserve(marks: Sequence[Marks], sizes: Sequence[Sizes]) -> int:
     """What the executor keeps besides the activations: per recomputed stage the old values of the buffers it changes
     and the state of the generators it draws from; and what a stage holds although nothing was to be saved."""
-    kept = sum(mark.changed_bytes + state_bytes() * mark.draws_random for mark in marks)
+    kept = sum(mark.changed_bytes + mark.random_bytes for mark in marks)
     return kept + sum(size.undeferred + size.lasting for size in sizes)
 
 
@@ -143,7 +144,7 @@ def cast_bytes(device: torch.device, forward: Callable[[], object]) -> int:
     if not (torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled()):
         return 0
     torch.clear_autocast_cache()
-    meter = MemoryMeter(device, may_be_idle=True)
+    meter = instruments().meter(device, may_be_idle=True)
     with meter.session(), meter.region():
         forward()
     (region,) = meter.regions
@@ -161,7 +162,7 @@ def own_autocast_cache() -> Iterator[None]:
 
 def storage_bytes(value: Any) -> int:
     """What keeping a value keeps: whole storages, each once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors(value) if tensor.numel()}
+    storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors(value) if tensor.numel()}
     return sum(rounded(tensor.untyped_storage().nbytes(), tensor.device) for tensor in storages.values())
 
 

@@ -29,7 +29,7 @@ from remat.profiling.recording import no_backward
 from remat.profiling.stage_costs import Boundary, Marks, SavedStorages, gradient_bytes, storage_bytes
 from remat.profiling.units import Visitor
 from remat.runtime.calls.ending import Ending, Saving
-from remat.runtime.calls.environment import BufferWatch, RandomState, accelerators
+from remat.runtime.calls.environment import BufferWatch, RandomState, accelerators, state_bytes
 from remat.runtime.calls.stages import Stage, detached
 from remat.runtime.checks import Loss
 from remat.runtime.pytree import Arguments, tensors
@@ -157,10 +157,12 @@ class Pass(ABC):
             output = run(cut(given))
         changed = watch.after(stage, flags, copies)
         set_up = self._replaced.among(stage.parts) if self._replaced is not None else []
+        draws = random != RandomState(devices)
         facts.marks = Marks(
-            random != RandomState(devices),
+            draws,
             bool(changed),
             sum(was.kept_bytes for was in changed.values()),
+            state_bytes(on_accelerator=bool(devices)) if draws else 0,
             storage_bytes(set_up),
             storage_bytes([buffer for buffer in set_up if saved.among(buffer)]),
         )

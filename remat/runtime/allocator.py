@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 
 import torch
@@ -11,9 +13,22 @@ GRANULES = {"cuda": 512}  # bytes, of which they give whole multiples; the CPU's
 ONLY_CPU = torch.version.cuda is None and torch.version.hip is None  # as this PyTorch was built
 
 
+_OF_HOST: ContextVar[int | None] = ContextVar("granule of the host", default=None)
+
+
+@contextmanager
+def granule_of_host(granule: int | None) -> Iterator[None]:
+    """Inside, the CPU's memory counts in whole granules, since it stands in for a device's."""
+    token = _OF_HOST.set(granule)
+    try:
+        yield
+    finally:
+        _OF_HOST.reset(token)
+
+
 def rounded(size: int, device: torch.device) -> int:
     """What the allocator of a device gives for `size` bytes."""
-    granule = GRANULES.get(device.type)
+    granule = (_OF_HOST.get() if device.type == "cpu" else None) or GRANULES.get(device.type)
     return size if granule is None else -(-size // granule) * granule
 
 

@@ -11,8 +11,10 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -36,6 +38,16 @@ class Region:
     start_bytes: int
     end_bytes: int
     peak_bytes: int
+
+
+class Meter(Protocol):
+    """Tells levels of memory in regions of a program, which lie in sessions, once the session is over."""
+
+    regions: list[Region]
+
+    def session(self) -> AbstractContextManager[None]: ...
+
+    def region(self) -> AbstractContextManager[None]: ...
 
 
 class MemoryMeter:
@@ -143,6 +155,47 @@ def _read_events(events: list, may_be_idle: bool) -> list[Region]:
     return regions
 
 
+class Instruments:
+    """What tells bytes and seconds of a program that runs: the allocator, and the clock.
+
+    Attributes:
+        computes: whether operators compute anything, so that a first run may be another one than those after it.
+    """
+
+    computes = True
+
+    def meter(self, device: torch.device, *, may_be_idle: bool = False) -> Meter:
+        return MemoryMeter(device, may_be_idle=may_be_idle)
+
+    def generator_bytes(self) -> int:
+        """Of the state of the CPU's generator."""
+        return int(torch.get_rng_state().numel())
+
+    def now(self, device: torch.device) -> float:
+        """Seconds, once the device has done what it was given."""
+        if device.type not in ("cpu", "meta"):
+            torch.get_device_module(device).synchronize(device)
+        return time.perf_counter()
+
+
+_IN_USE: ContextVar[Instruments] = ContextVar("instruments", default=Instruments())  # noqa: B039  # it has no state
+
+
+def instruments() -> Instruments:
+    """Those in use."""
+    return _IN_USE.get()
+
+
+@contextmanager
+def measured_by(others: Instruments) -> Iterator[None]:
+    """Inside, others are in use."""
+    token = _IN_USE.set(others)
+    try:
+        yield
+    finally:
+        _IN_USE.reset(token)
+
+
 def elapsed(device: torch.device, function: Callable[[], object]) -> float:
     """Seconds that `function` takes, the work it leaves on a CUDA device included."""
     if device.type == "cuda":
@@ -154,9 +207,9 @@ def elapsed(device: torch.device, function: Callable[[], object]) -> float:
         end.record(stream)
         torch.cuda.synchronize(device)
         return begin.elapsed_time(end) / 1e3
-    start = time.perf_counter()
+    start = instruments().now(device)
     function()
-    return time.perf_counter() - start
+    return instruments().now(device) - start
 
 
 @contextmanager

@@ -18,6 +18,11 @@ def is_collective(namespace: str) -> bool:
     return namespace.startswith(_COLLECTIVE)
 
 
+def only_asks(operator: Any) -> bool:
+    """Whether an operator only looks up a property, such as the device of a fake tensor."""
+    return getattr(operator, "namespace", "") == "prim"
+
+
 def flat(values: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors among the arguments or results of an operator, which nests them in lists at most."""
     found = []
@@ -31,15 +36,15 @@ def flat(values: Iterable[Any]) -> list[torch.Tensor]:
 
 def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors among the arguments that the operator changes, by its schema."""
-    return flat(_value(args, kwargs, *place) for place in _places(operator).writes)
+    return flat(argument_at(args, kwargs, *place) for place in _places(operator).writes)
 
 
 def statistics(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Running statistics among the arguments that batch normalisation changes, of which its schema says nothing."""
     places = _places(operator)
-    if not places.statistics or not all(_value(args, kwargs, *place) for place in places.training):
+    if not places.statistics or not all(argument_at(args, kwargs, *place) for place in places.training):
         return []
-    return flat(_value(args, kwargs, *place) for place in places.statistics)
+    return flat(argument_at(args, kwargs, *place) for place in places.statistics)
 
 
 class _Places:
@@ -57,5 +62,5 @@ class _Places:
 _places = functools.cache(_Places)
 
 
-def _value(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str) -> Any:
+def argument_at(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str) -> Any:
     return args[position] if position < len(args) else kwargs.get(name)

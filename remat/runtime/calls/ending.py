@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from remat.errors import ReplayError
 from remat.runtime.calls.stages import Stage
+from remat.runtime.fakes import is_fake
 from remat.runtime.patching import is_compiled, uncompiled
 from remat.runtime.sharding import is_sharded
 
@@ -56,6 +57,8 @@ class Saved:
 
     def note(self, tensor: torch.Tensor) -> None:
         """A tensor that is being saved, without its graph."""
+        if is_fake(tensor):  # has nothing to look at; what is seldom so is not assumed of it
+            return
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:  # memory that cannot be looked at
             self._all_seen = False
             return

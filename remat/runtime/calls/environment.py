@@ -17,36 +17,45 @@ from torch.nn.modules.batchnorm import _NormBase
 from remat.errors import ReplayError
 from remat.runtime.allocator import rounded
 from remat.runtime.calls.stages import Stage
+from remat.runtime.fakes import in_earnest, is_fake
+from remat.runtime.meter import instruments
 from remat.runtime.pytree import tensors
-from remat.runtime.surroundings import present
+from remat.runtime.surroundings import function_modes, present, under
 
 
 class RandomState:
     """State of the CPU's generator and of the given accelerators' ones."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        self.cpu = torch.get_rng_state()
-        self.others = {device: torch.get_device_module(device).get_rng_state(device) for device in devices}
+        with in_earnest():
+            self.cpu = torch.get_rng_state()
+            self.others = {device: torch.get_device_module(device).get_rng_state(device) for device in devices}
 
     def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
-        for device, state in self.others.items():
-            torch.get_device_module(device).set_rng_state(state, device)
+        with in_earnest():
+            torch.set_rng_state(self.cpu)
+            for device, state in self.others.items():
+                torch.get_device_module(device).set_rng_state(state, device)
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, RandomState)
-            and torch.equal(self.cpu, other.cpu)
+            and _same(self.cpu, other.cpu)
             and self.others.keys() == other.others.keys()
-            and all(torch.equal(state, other.others[device]) for device, state in self.others.items())
+            and all(_same(state, other.others[device]) for device, state in self.others.items())
         )
 
     __hash__ = None  # type: ignore[assignment]  # states are compared, never looked up
 
 
-def state_bytes() -> int:
-    """Bytes of the state of the CPU's generator, the only one whose state lies in memory that is limited here."""
-    return torch.get_rng_state().numel()
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    with in_earnest():
+        return torch.equal(one, other)
+
+
+def state_bytes(*, on_accelerator: bool = False) -> int:
+    """Bytes of limited memory that the state of a generator takes: all states lie in the CPU's memory."""
+    return 0 if on_accelerator else instruments().generator_bytes()
 
 
 def working_bytes(stage: Stage) -> int:
@@ -57,7 +66,8 @@ def working_bytes(stage: Stage) -> int:
     """
     found = [buffer for *_, buffer in stage.buffers()]
     found += [weight for part in stage.parts for weight in rescaled(part).values()]
-    return 2 * sum(rounded(buffer.nbytes, buffer.device) for buffer in found) + 3 * state_bytes()
+    states = 3 * state_bytes(on_accelerator=bool(accelerators(stage, ())))
+    return 2 * sum(rounded(buffer.nbytes, buffer.device) for buffer in found) + states
 
 
 def accelerators(stage: Stage, value: Any) -> set[torch.device]:
@@ -141,8 +151,8 @@ class BufferWatch:
 
 
 def _differ(buffer: torch.Tensor | None, copy: torch.Tensor | None) -> bool:
-    if buffer is None or copy is None or buffer.layout != torch.strided:
-        return False  # sparse tensors have no `equal`; their versions must do
+    if buffer is None or copy is None or buffer.layout != torch.strided or is_fake(buffer):
+        return False  # sparse tensors have no `equal`, and fake ones no values; their versions must do
     return not torch.equal(buffer, copy)
 
 
@@ -167,7 +177,7 @@ class FirstRun:
         self._versions = [(parameter, parameter._version) for parameter in stage.parameters()]
         self._rewritten: list[torch.Tensor] = []  # parameters that the forward itself wrote to
         self._autocast = autocast_states({tensor.device.type for tensor in tensors(value)} | {"cpu"})
-        self._surroundings = present()
+        self._surroundings, self._modes = present(), function_modes()
         self._shapes = tuple(map(_look, tensors(value)))
         self._devices = accelerators(stage, value)
         self._random: RandomState | None = RandomState(self._devices) if preserve_random else None
@@ -225,6 +235,7 @@ class FirstRun:
         with ExitStack() as stack:
             stack.enter_context(self._flags_again())
             stack.enter_context(self._surroundings.again())
+            stack.enter_context(under(self._modes))
             stack.enter_context(self._buffers_again())
             stack.callback(self._note_versions)
             if self._random is not None:

@@ -17,6 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.runtime.calls.tape import OUTSIDE, Operator, Tape, Value, changed_argument, is_cast_of_a_leaf
+from remat.runtime.fakes import fake_mode, fake_on, storage_without_data
+from remat.runtime.operators import only_asks
 
 Find = Callable[[int], torch.Tensor | None]  # the tensor that autograd saved under this number, where it was kept
 
@@ -217,26 +219,31 @@ class Parts:
             self._nothing[value.storage] = storage
             self._pages.append(pages)
             self.without_memory.add(storage._cdata)
-        return _Skipped(_look(storage, value), value.storage)
+        return _Skipped(_look(storage, value, device), value.storage)
 
 
 def nothing(value: Value, size: int, device: torch.device) -> torch.Tensor:
     """A tensor without memory that looks so; `size`: bytes of its storage."""
     storage, pages = _without_memory(size, device)
-    tensor = _look(storage, value)
+    tensor = _look(storage, value, device)
     weakref.finalize(tensor, _Zeros.keep, pages)
     return tensor
 
 
 def _without_memory(size: int, device: torch.device) -> tuple[torch.UntypedStorage, _Zeros | None]:
     """A storage without memory, and the pages that it lies in."""
+    if fake_mode() is not None:
+        return storage_without_data(size), None
     pages = _Zeros.of(size) if device.type == "cpu" else None
     address = pages.address if pages is not None else 0
     storage: Any = torch._C._construct_storage_from_data_pointer(address, device, size)
     return storage, pages
 
 
-def _look(storage: torch.UntypedStorage, value: Value) -> torch.Tensor:
+def _look(storage: torch.UntypedStorage, value: Value, device: torch.device) -> torch.Tensor:
+    mode = fake_mode()
+    if mode is not None:
+        return fake_on(mode, storage, (value.size, value.stride, value.offset, value.dtype), device)
     with torch.no_grad():
         tensor = torch.empty((), dtype=value.dtype, device=storage.device)
         tensor.set_(storage, value.offset, value.size, value.stride)
@@ -289,7 +296,7 @@ class Replaying(TorchDispatchMode):
         return False  # or each call would pass a wrapper that keeps the compiler out; nothing compiled is replayed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if is_cast_of_a_leaf(func, args):
+        if is_cast_of_a_leaf(func, args) or only_asks(func):
             return func(*args, **(kwargs or {}))
         action = next(self._actions, None)
         if action is None or action.function is not func:

@@ -22,6 +22,7 @@ from remat.runtime.calls.partial import Differs, Replaying
 from remat.runtime.calls.stages import Stage, attached
 from remat.runtime.calls.tape import Recorder
 from remat.runtime.calls.tapes import Tapes
+from remat.runtime.fakes import alias, in_earnest
 from remat.runtime.sharding import unsharded
 
 
@@ -241,8 +242,7 @@ class _Deferrer:
     def __call__(self, tensor: torch.Tensor) -> Slot:
         slot = Slot(self._owner, self._index)
         if self._dropped is not None and len(self._expected) not in self._dropped:
-            with torch._C._DisableTorchDispatch():  # a recorder must not see it
-                slot.tensor = tensor.detach()
+            slot.tensor = alias(tensor)  # a recorder must not see it
         if self._recorder is not None:
             self._recorder.saves(tensor)
         self._expected.append(_Expected(weakref.ref(slot), tensor.shape, tensor.dtype))
@@ -305,10 +305,10 @@ class _Filler:
     def _fill(self, slot: Slot, tensor: torch.Tensor) -> None:
         if self._replaying is not None and not self._replaying.is_there(tensor):
             raise Differs("a tensor is saved that was skipped")
-        with torch._C._DisableTorchDispatch():  # modes of the run must not see it
-            slot.tensor = tensor.detach() if tensor.requires_grad else tensor
-            if self._saved is not None:
-                self._saved.note(slot.tensor.detach())
+        slot.tensor = alias(tensor) if tensor.requires_grad else tensor  # modes of the run must not see it
+        if self._saved is not None:
+            with in_earnest():
+                self._saved.note(alias(slot.tensor))
 
     def finish(self) -> None:
         if self.expected is not None and self.count != len(self.expected):

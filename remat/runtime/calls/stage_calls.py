@@ -103,7 +103,8 @@ class StageCalls:
     @property
     def state_bytes(self) -> int:
         """Bytes of the states of generators that are held."""
-        return state_bytes() * sum(call.random is not None for call in self._calls)
+        found = [call.random for call in self._calls if call.random is not None]
+        return sum(state_bytes(on_accelerator=bool(random.others)) for random in found)
 
     def complete(self) -> None:
         """All calls have been made: releases what they computed."""

@@ -6,20 +6,22 @@ makes, by the number of the storage, so that a later run can be made again in pa
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat.runtime.operators import flat, is_collective, statistics, written
+from remat.runtime.meter import instruments
+from remat.runtime.operators import flat, is_collective, only_asks, statistics, written
 from remat.runtime.pytree import tensors
 
 OUTSIDE = -1  # the number of all storages that the run has not made: parameters, buffers, its input
-_KINDS = (torch.Tensor, torch.nn.Parameter)
+_KINDS = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+_HOST = torch.device("cpu")
 _CHANGES_STORAGE = frozenset(("set_", "resize_", "resize_as_", "set_data", "record_stream"))
 
 
@@ -161,7 +163,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if is_cast_of_a_leaf(func, args):
+        if is_cast_of_a_leaf(func, args) or only_asks(func):
             return func(*args, **kwargs)
         given = [*flat(args), *flat(kwargs.values())]
         reads = tuple(dict.fromkeys(self.number(tensor) for tensor in given))
@@ -177,11 +179,10 @@ class Recorder(TorchDispatchMode):
         if meets or label in _CHANGES_STORAGE:
             self.tape.whole = f"{func} must not run in part of a forward"
         outside = {_identity(tensor) for tensor in given} - self._numbers.keys()
-        start = time.perf_counter()
+        now = instruments().now
+        start = now(_HOST) if self._timed else 0.0
         output = func(*args, **kwargs)
-        if self._timed:
-            _finish(output)
-        spent = time.perf_counter() - start
+        spent = now(_device_of(output)) - start if self._timed else 0.0
         form: type | None = None
         leaves: list[Any] = []
         if isinstance(output, torch.Tensor):
@@ -193,12 +194,12 @@ class Recorder(TorchDispatchMode):
             if value is not None and value.storage != OUTSIDE:
                 self._results.append((weakref.ref(leaf), value.storage))
         draws = torch.Tag.nondeterministic_seeded in func.tags or namespace not in ("aten", "prims", "prim")
-        taken, modules = spent if self._timed else 0.0, tuple(self._modules)
+        modules = tuple(self._modules)
         inputs: tuple[int, ...] = ()
         if self._given:
             found = [self._given.get(_identity(tensor), ()) for tensor in given]
             inputs = tuple(dict.fromkeys(number for numbers in found for number in numbers))
-        self.tape.operators.append(Operator(func, reads, writes, values, form, draws, taken, modules, inputs))
+        self.tape.operators.append(Operator(func, reads, writes, values, form, draws, spent, modules, inputs))
         return output
 
     def _counted(self, given: Sequence[torch.Tensor], changed: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -299,8 +300,6 @@ def changed_argument(func: Any, position: int) -> tuple[int, str] | None:
     return None
 
 
-def _finish(output: Any) -> None:
-    """Waits for an accelerator that works on this."""
-    for tensor in flat([output])[:1]:
-        if tensor.device.type not in ("cpu", "meta"):
-            torch.get_device_module(tensor.device).synchronize(tensor.device)
+def _device_of(output: Any) -> torch.device:
+    """Of the first tensor that an operator has made."""
+    return next((tensor.device for tensor in flat([output])), _HOST)

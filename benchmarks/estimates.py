@@ -1,0 +1,155 @@
+"""Estimates against measurements, on this machine's CPU: bytes, peaks of plans, and what plans of estimates cost.
+
+    python -m benchmarks estimates
+
+Also a Llama of 70 billion parameters, planned for eight H100 without one.
+"""
+
+from __future__ import annotations
+
+import copy
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import remat
+from benchmarks import any_model
+from benchmarks.pairing import write
+from remat import models
+from remat.errors import InfeasibleBudget
+from remat.solvers.base import store_all_peak
+from remat.solvers.persistent import Persistent
+
+_PAIRS = 7
+_SHARES = (0.25, 0.5, 0.75)  # of the way from the least limit to storing everything
+Made = tuple[nn.Module, Any]
+
+
+def _transformer() -> Made:
+    layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True)
+    return nn.TransformerEncoder(layer, 6), torch.randn(8, 64, 128)
+
+
+MODELS: dict[str, Callable[[], Made]] = {
+    **any_model.MODELS,
+    "GPT as a sequence": lambda: (models.gpt(6, 192, 6, context=128), torch.randint(0, 256, (4, 128))),
+    "ResNet-18 as a sequence": lambda: (models.resnet18(), torch.randn(4, 3, 96, 96)),
+    "DenseNet-121": lambda: (models.densenet121(), torch.randn(2, 3, 96, 96)),
+    "UNet": lambda: (models.UNet(width=16), torch.randn(2, 3, 96, 96)),
+    "Transformer": _transformer,
+}
+
+
+def estimates() -> list[dict[str, object]]:
+    """A row for each model, and one for the Llama."""
+    torch.set_num_threads(1)
+    rows: list[dict[str, object]] = []
+    for name, make in MODELS.items():
+        torch.manual_seed(0)
+        model, sample = make()
+        rows.append({"model": name, **_compared(model.train(), sample)})
+        print(rows[-1], flush=True)
+    rows.append(_llama())
+    print(rows[-1], flush=True)
+    write("estimates", rows, "seconds: CPU time of one thread, plan of the estimate over the profile's, in pairs")
+    return rows
+
+
+def _compared(model: nn.Module, sample: Any) -> dict[str, object]:
+    start = time.process_time()
+    measured = remat.profile(model, sample, small=0.0)
+    between = time.process_time()
+    found = remat.profile(model, sample, small=0.0, estimate=True)
+    took = {"profile_seconds": between - start, "estimate_seconds": time.process_time() - between}
+    least, most = remat.minimum_budget(measured), store_all_peak(measured)
+    row: dict[str, object] = {
+        "stages": measured.length,
+        "activations_equal": found.act_bytes == measured.act_bytes,
+        "most_saved_bytes_differ_by": max(
+            abs(one - other) for one, other in zip(found.saved_bytes, measured.saved_bytes, strict=True)
+        ),
+        "least": Persistent(options=False).minimum_budget(found) / Persistent(options=False).minimum_budget(measured),
+        "store_all": store_all_peak(found) / most,
+        **took,
+    }
+    plans: list[dict[str, object]] = []
+    for share in _SHARES:
+        limit = int(least + share * (most - least))
+        try:
+            mine, theirs = (remat.solve(chain, limit) for chain in (found, measured))
+        except InfeasibleBudget as error:
+            plans.append({"share": share, "outcome": str(error)})
+            continue
+        peak = remat.run(model, sample, mine, repeats=1).peak_bytes
+        plans.append(
+            {
+                "share": share,
+                "peak_over_limit": peak / limit,
+                "predicted_over_peak": remat.simulate(found, mine).peak_bytes / peak,
+                "seconds": _ratios(model, sample, mine, theirs),
+            }
+        )
+    return row | {"plans": plans}
+
+
+def _ratios(model: nn.Module, sample: Any, mine: remat.Schedule, theirs: remat.Schedule) -> list[float]:
+    """Quartiles of CPU time of the first over the second, in pairs."""
+    steps = [_step(remat.apply(copy.deepcopy(model), schedule), sample) for schedule in (mine, theirs)]
+    for step in steps:
+        step()
+    found = []
+    for number in range(_PAIRS):
+        spent = [0.0, 0.0]
+        for which in (0, 1) if number % 2 else (1, 0):
+            start = time.process_time()
+            steps[which]()
+            spent[which] = time.process_time() - start
+        found.append(spent[0] / spent[1])
+    return statistics.quantiles(found, n=4)
+
+
+def _step(model: nn.Module, sample: Any) -> Callable[[], None]:
+    def step() -> None:
+        output = model(**sample) if isinstance(sample, dict) else model(sample)
+        loss = getattr(output, "loss", None)
+        (output.float().square().mean() if loss is None else loss).backward()
+
+    return step
+
+
+def _llama() -> dict[str, object]:
+    """70 billion parameters in bfloat16, a row of 8,192 tokens, on one of eight H100."""
+    import transformers
+
+    start = time.perf_counter()
+    config = transformers.LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
+    tokens = torch.zeros(1, 8192, dtype=torch.int64)
+    found = remat.estimate(model, {"input_ids": tokens, "labels": tokens}, device="h100", shards=8)
+    row: dict[str, object] = {
+        "model": "Llama of 70 billion parameters",
+        "left_bytes": found.left_bytes,
+        "static_bytes": found.static.total,
+        "store_all_bytes": store_all_peak(found.chain),
+        "least_bytes": found.least_bytes,
+        "fits": found.fits,
+        "overhead": found.overhead() if found.fits else None,
+    }
+    row["seconds"] = time.perf_counter() - start
+    row["process_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(found)
+    return row

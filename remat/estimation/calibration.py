@@ -1,0 +1,103 @@
+"""`calibrate`: what operators get of the machine that it runs on, in place of what is assumed of it."""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from remat.errors import RematError
+from remat.estimation.devices import BY_ARITHMETIC, BY_MEMORY, GIB, Device
+from remat.host.packages import available_bytes
+
+_SECONDS = 0.4  # that each operator is run for
+_ELEMENTS = 2**22  # of the tensors that operators bounded by memory work on: more than caches hold
+_WIDTH = 1024  # of the matrices
+
+
+def calibrate(device: str = "cpu", name: str | None = None) -> Device:
+    """Measures rates and efficiencies of a device that is here, in about half a minute; as many threads as PyTorch has.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:1".
+        name: of what is returned, by default the device's own.
+
+    Raises:
+        RematError: there is no such device.
+    """
+    place = torch.device(device)
+    if place.type not in ("cpu", "cuda") or (place.type == "cuda" and not torch.cuda.is_available()):
+        raise RematError(f"cannot calibrate {device!r}: only the CPU, and CUDA where there is one")
+    rates = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        left, right = (torch.randn(_WIDTH, _WIDTH, device=place).to(dtype) for _ in range(2))
+        rates[str(dtype).removeprefix("torch.")] = 2 * _WIDTH**3 / _least_seconds(place, torch.mm, left, right)
+    single = rates["float32"]
+    values = torch.randn(_ELEMENTS, device=place)
+    other = torch.empty_like(values)
+    bandwidth = 2 * values.nbytes / _least_seconds(place, other.copy_, values)
+    efficiency = {"product": 1.0, "copy": 1.0}
+    images, kernels = torch.randn(8, 64, 56, 56, device=place), torch.randn(64, 64, 3, 3, device=place)
+    operations = 2 * images.numel() * 64 * 9
+    spent = _least_seconds(place, lambda: functional.conv2d(images, kernels, padding=1))
+    efficiency["convolution"] = operations / spent / single
+    query = torch.randn(4, 8, 512, 64, device=place)
+    spent = _least_seconds(place, lambda: functional.scaled_dot_product_attention(query, query, query))
+    efficiency["attention"] = 4 * 4 * 8 * 512 * 512 * 64 / spent / single
+    table, rows = values.view(-1, 64), torch.randint(0, _ELEMENTS // 64, (_ELEMENTS // 64,), device=place)
+    wide = values.view(-1, _WIDTH)
+    once, twice, thrice = (count * values.nbytes for count in (1, 2, 3))
+    by_memory: dict[str, tuple[int, Callable[[], Any]]] = {
+        "pointwise": (thrice, lambda: torch.add(values, values, out=other)),
+        "transcendental": (twice, lambda: functional.gelu(values)),
+        "normalisation": (twice, lambda: functional.layer_norm(wide, (_WIDTH,))),
+        "softmax": (twice, lambda: torch.softmax(wide, -1)),
+        "reduction": (once, values.sum),
+        "indexing": (twice + rows.nbytes, lambda: functional.embedding(rows, table)),
+        "random": (once, lambda: other.bernoulli_(0.5)),
+    }
+    for kind, (moved, run) in by_memory.items():
+        efficiency[kind] = moved / _least_seconds(place, run) / bandwidth
+    tiny = torch.zeros(1, device=place)
+    launch = _least_seconds(place, lambda: [tiny + tiny for _ in range(100)]) / 100
+    assert efficiency.keys() == {*BY_ARITHMETIC, *BY_MEMORY}
+    return Device(
+        name or _name(place), place.type, _memory(place), rates, bandwidth, launch, _link(place, values), efficiency
+    )
+
+
+def _least_seconds(place: torch.device, run: Callable[..., Any], *args: Any) -> float:
+    """Of one run, the least of as many as there is time for."""
+    synchronise = torch.cuda.synchronize if place.type == "cuda" else lambda: None
+    run(*args)
+    least, until = math.inf, time.perf_counter() + _SECONDS
+    while time.perf_counter() < until:
+        synchronise()
+        start = time.perf_counter()
+        run(*args)
+        synchronise()
+        least = min(least, time.perf_counter() - start)
+    return max(least, 1e-9)
+
+
+def _link(place: torch.device, values: torch.Tensor) -> float:
+    """Bytes a second between the device and the host's memory."""
+    host = torch.empty(values.shape, pin_memory=place.type == "cuda")
+    return values.nbytes / _least_seconds(place, lambda: host.copy_(values, non_blocking=True))
+
+
+def _memory(place: torch.device) -> int:
+    if place.type == "cuda":
+        return int(torch.cuda.get_device_properties(place).total_memory)
+    return max(available_bytes() // GIB, 1) * GIB
+
+
+def _name(place: torch.device) -> str:
+    if place.type == "cuda":
+        return str(torch.cuda.get_device_name(place))
+    return f"{platform.machine()} with {torch.get_num_threads()} threads"

@@ -1,0 +1,117 @@
+"""Seconds of an operator, from what it has to do: operations at a share of the peak, or bytes at one of the bandwidth.
+
+The roofline model (Williams, Waterman, Patterson, CACM 2009), with a share for each kind of operator.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from remat.estimation.devices import Device
+from remat.runtime.operators import flat
+
+_TRANSCENDENTAL = frozenset(
+    "gelu silu tanh sigmoid exp log sin cos erf softplus mish pow rsqrt sqrt log1p expm1 hardswish elu".split()
+)
+_INDEXING = ("embedding", "index", "gather", "scatter", "nll_loss", "max_pool", "upsample", "grid_sampler", "sort")
+_REDUCTIONS = frozenset("sum mean amax amin max min var var_mean argmax argmin prod any all cumsum".split())
+_COPIES = frozenset("copy clone to_copy cat stack fill zero zeros zeros_like full ones arange constant_pad_nd".split())
+_RANDOM = ("bernoulli", "normal", "uniform", "dropout", "rand")
+
+
+class Roofline:
+    """Reckons with the rates of a device."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def seconds(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> float:
+        """Of one call; nothing where it only looks at its inputs in another way."""
+        inputs, outputs = flat((*args, *kwargs.values())), flat((output,))
+        if not operator._schema.is_mutable and _only_views(inputs, outputs):
+            return 0.0
+        device, kind = self._device, kind_of(operator)
+        moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
+        by_memory = moved / device.bytes_per_second
+        count = _formula(operator)
+        operations = count(*args, **kwargs, out_val=output) if count is not None else 0
+        if operations:
+            rate = self._rate(kind, next((tensor.dtype for tensor in inputs), torch.float32))
+            work = max(operations / (rate * device.efficiency[kind]), by_memory / device.efficiency["copy"])
+        else:
+            work = by_memory / device.efficiency[kind if kind in device.efficiency else "pointwise"]
+        return device.launch_seconds + work
+
+    def _rate(self, kind: str, dtype: torch.dtype) -> float:
+        """The peak for numbers of a type, as the flags of backends have them multiplied."""
+        rates, name = self._device.flops_per_second, str(dtype).removeprefix("torch.")
+        if dtype == torch.float32 and "tf32" in rates:
+            rounded = torch.backends.cudnn.allow_tf32 if kind == "convolution" else _products_are_rounded()
+            name = "tf32" if rounded else name
+        return rates.get(name, rates["float32"])
+
+
+def _products_are_rounded() -> bool:
+    return torch.get_float32_matmul_precision() != "highest"
+
+
+def _only_views(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
+    there = {tensor.untyped_storage()._cdata for tensor in inputs if tensor.layout == torch.strided}
+    return all(tensor.layout == torch.strided and tensor.untyped_storage()._cdata in there for tensor in outputs)
+
+
+@functools.cache
+def kind_of(operator: Any) -> str:
+    """What an operator's time depends on."""
+    label = operator._schema.name.partition("::")[2].strip("_")
+    own = label.removesuffix("_backward").removesuffix("_")
+    found = "pointwise"
+    if "attention" in label:
+        found = "attention"
+    elif "conv" in label:
+        found = "convolution"
+    elif flop_registry.get(operator._overloadpacket) is not None:
+        found = "product"
+    elif any(part in label for part in _RANDOM):
+        found = "random"
+    elif "norm" in label and "linalg" not in label:
+        found = "normalisation"
+    elif "softmax" in label or "logsumexp" in label:
+        found = "softmax"
+    elif own in _TRANSCENDENTAL:
+        found = "transcendental"
+    elif label.startswith(_INDEXING):
+        found = "indexing"
+    elif label in _REDUCTIONS:
+        found = "reduction"
+    elif label in _COPIES:
+        found = "copy"
+    return found
+
+
+def _formula(operator: Any) -> Any:
+    found = flop_registry.get(operator._overloadpacket)
+    return found if found is not None else _MORE.get(operator._schema.name)
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Two products for each head: of queries and keys, and of weights and values."""
+    heads = math.prod(query.shape[:-2])
+    return 2 * heads * query.shape[-2] * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward(gradient: torch.Tensor, *given: torch.Tensor, **_: Any) -> int:
+    """Five products for two: one is made again."""
+    return 5 * _attention(*given[:3]) // 2
+
+
+_MORE = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+}

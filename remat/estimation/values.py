@@ -1,0 +1,82 @@
+"""Values of whole numbers and flags, which models look at: positions, masks, lengths. They are computed in earnest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from remat.runtime.fakes import in_earnest
+from remat.runtime.operators import flat, written
+from remat.runtime.pytree import map_tensors, tensors
+
+_BY_MASKS = ("aten::index", "aten::index_put", "aten::index_put_")
+_MOST = 2**22  # elements of a tensor whose values are kept
+
+
+class Known(NamedTuple):
+    """Arguments of an operator with values."""
+
+    args: Any
+    kwargs: Any
+
+
+class Values:
+    """The values of fake tensors, as far as they are known."""
+
+    def __init__(self) -> None:
+        self._of: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def keep(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        """`real` is what `fake` stands in for."""
+        if _is_small(real) and real.device.type == "cpu":
+            with in_earnest():
+                self._of[fake] = real.detach().clone()  # whose memory it shares, nobody asks of whole numbers
+
+    def known(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Known | None:
+        """The arguments with values, where all are known."""
+        given = tensors((args, kwargs))
+        if any(tensor not in self._of for tensor in given):
+            return None
+        return Known(map_tensors(self._of.__getitem__, tuple(args)), map_tensors(self._of.__getitem__, dict(kwargs)))
+
+    def compute(self, operator: Any, known: Known) -> Any:
+        """What an operator makes of values."""
+        with in_earnest(), torch.no_grad():
+            return operator(*known.args, **known.kwargs)
+
+    def positions(self, operator: Any, args: Sequence[Any]) -> list[tuple[torch.Tensor, ...]] | None:
+        """Of an operator that takes entries by masks: the positions that each index stands for, empty for none."""
+        if operator._schema.name not in _BY_MASKS or any(mask is not None and mask not in self._of for mask in args[1]):
+            return None
+        found: list[tuple[torch.Tensor, ...]] = []
+        with in_earnest():
+            for index in args[1]:
+                if index is None:
+                    found.append(())
+                    continue
+                known = self._of[index]
+                is_mask = known.dtype in (torch.bool, torch.uint8)
+                found.append(known.nonzero().unbind(1) if is_mask else (known,))
+        return found
+
+    def ran(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
+        """An operator has run on fake tensors; keeps the values of what it has made."""
+        made = flat((output,))
+        draws = torch.Tag.nondeterministic_seeded in operator.tags
+        known = None
+        if made and not draws and all(_is_small(tensor) for tensor in made):
+            known = self.known(args, kwargs)
+        if known is None:
+            for tensor in written(operator, args, kwargs):
+                self._of.pop(tensor, None)
+            return
+        real = flat((self.compute(operator, known),))
+        for fake, value in zip(made, real, strict=True):
+            self._of[fake] = value
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.numel() <= _MOST

@@ -1,0 +1,248 @@
+"""`estimate`: whether a model trains on a device that need not be there, within which limit, how fast, how large."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.chain import Chain
+from remat.errors import InfeasibleBudget, RematError
+from remat.estimation.devices import Device, device_named
+from remat.estimation.world import World
+from remat.formatting import format_bytes, format_seconds
+from remat.profiling.profile import estimate_in
+from remat.runtime.checks import Loss, check_count, check_model
+from remat.runtime.pytree import map_tensors, tensors
+from remat.simulation import peak_and_makespan
+from remat.solvers.base import store_all_peak
+from remat.solvers.persistent import Persistent
+
+# Bytes of state for each byte of parameters, and besides for each of their elements: mixed precision keeps parameters
+# and both moments in float32.
+OPTIMISERS: Mapping[str, tuple[int, int]] = {
+    **{"none": (0, 0), "sgd": (0, 0), "momentum": (1, 0), "adam": (2, 0), "adam-mixed": (0, 12)},
+}
+_USABLE = 0.95  # of a device's memory: its context and what its allocator leaves between blocks take the rest
+_TRIES = 6  # of batches that are looked at for the largest
+
+
+@dataclass(frozen=True)
+class Static:
+    """Bytes on one device that are there before and after each step.
+
+    Attributes:
+        parameters, gradients, optimiser, buffers: of this device's share.
+        gathered: of parameters and gradients of other devices' shares that are there for a while: where a model is
+            sharded by blocks (FSDP), those of two blocks and the gradients of one, and what lies outside of blocks.
+    """
+
+    parameters: int
+    gradients: int
+    optimiser: int
+    buffers: int
+    gathered: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimiser + self.buffers + self.gathered
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What training a model takes on a device.
+
+    Attributes:
+        chain: what its stages cost there, for `solve`, `compare` and the rest.
+        static: what is there besides.
+        batch: rows of the sample.
+    """
+
+    device: Device
+    chain: Chain
+    static: Static
+    batch: int
+    _again: Any = field(default=None, repr=False, compare=False)  # the chain for another number of rows
+
+    @property
+    def left_bytes(self) -> int:
+        """For activations; negative where not even what is static fits."""
+        return int(_USABLE * self.device.memory_bytes) - self.static.total
+
+    @property
+    def least_bytes(self) -> int:
+        """The least limit for activations that any plan keeps."""
+        return Persistent().minimum_budget(self.chain)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it trains there at all."""
+        return self.least_bytes <= self.left_bytes
+
+    def overhead(self, limit_bytes: int | None = None) -> float:
+        """Seconds of a step within a limit, by default what is left, over those of storing everything.
+
+        Raises:
+            InfeasibleBudget: no plan keeps it.
+        """
+        limit = self.left_bytes if limit_bytes is None else limit_bytes
+        schedule = Persistent().solve(self.chain, limit)
+        return peak_and_makespan(self.chain, schedule.operations)[1] / max(self.chain.store_all_seconds, 1e-12)
+
+    def largest_batch(self) -> int:
+        """The most rows of the sample with which it trains there, at whatever speed; 0 where one is too many.
+
+        What a row takes is told from two sizes, and what comes out of that is looked at.
+        """
+        if self._again is None:
+            raise RematError("the sample's tensors have no first dimension in common, which would be the batch")
+        known = {self.batch: self.least_bytes}
+        fits = self.batch if self.fits else 0
+        fails = math.inf if self.fits else float(self.batch)
+        wanted = 2 * self.batch if self.fits else max(self.batch // 2, 1)
+        for _ in range(_TRIES):
+            if wanted in known or not fits < wanted < fails:
+                break
+            known[wanted] = Persistent().minimum_budget(self._again(wanted))
+            if known[wanted] <= self.left_bytes:
+                fits = max(fits, wanted)
+            else:
+                fails = min(fails, wanted)
+            (low, first), (high, second) = sorted(known.items())[-2:]
+            slope = max((second - first) / (high - low), 1.0)
+            guess = low + int((self.left_bytes - first) / slope)
+            wanted = max(guess, fits + 1)
+            if fails < math.inf:
+                wanted = min(wanted, int(fails) - 1)
+        return fits
+
+    def __str__(self) -> str:
+        static = self.static
+        parts = {"parameters": static.parameters, "gradients": static.gradients, "optimiser": static.optimiser}
+        parts |= {"buffers": static.buffers, "gathered": static.gathered}
+        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+        lines = [
+            f"{self.device.name}: {format_bytes(self.device.memory_bytes)}, of which {format_bytes(static.total)} are "
+            f"static ({listed or 'nothing'})"
+        ]
+        if self.left_bytes <= 0:
+            return "\n".join([*lines, "does not fit: nothing is left for activations"])
+        stored = store_all_peak(self.chain)
+        lines.append(
+            f"left for activations {format_bytes(self.left_bytes)}; they take {format_bytes(stored)} and "
+            f"{format_seconds(self.chain.store_all_seconds)} a step when everything is stored, and "
+            f"{format_bytes(self.least_bytes)} at least"
+        )
+        try:
+            overhead = self.overhead()
+            lines.append(f"fits, at {overhead:.3f} times the seconds of storing everything")
+        except InfeasibleBudget:
+            lines.append("does not fit, whatever is recomputed: take a smaller batch, or more devices")
+        return "\n".join(lines)
+
+
+def estimate(
+    model: nn.Module,
+    sample: Any,
+    *,
+    device: str,
+    loss: Loss | None = None,
+    optimiser: str = "adam",
+    shards: int = 1,
+    **options: Any,
+) -> Estimate:
+    """What training `model` would take on a device, without that device, and without computing anything.
+
+    Args:
+        model: any module; its parameters may be on the meta device: `with torch.device("meta"): model = ...`.
+        sample: its input, as for `profile`. Values of whole numbers (masks, positions) are looked at.
+        device: as for `profile`.
+        optimiser: whose state counts: "none", "sgd", "momentum", "adam" (both moments in the parameters' own type) or
+            "adam-mixed" (parameters and both moments in float32 besides).
+        shards: devices over which parameters, gradients and optimiser state are spread, block by block (FSDP).
+        options: of `profile`.
+
+    Raises:
+        RematError: no such device or optimiser.
+        UnsupportedModel: as `profile`, or what the model does depends on values that are not computed.
+    """
+    return estimated_in(
+        World(device_named(device)), model, sample, loss=loss, optimiser=optimiser, shards=shards, **options
+    )
+
+
+def estimated_in(
+    world: World,
+    model: nn.Module,
+    sample: Any,
+    *,
+    loss: Loss | None = None,
+    optimiser: str = "adam",
+    shards: int = 1,
+    **options: Any,
+) -> Estimate:
+    """`estimate` in a world, in which the model may have been made."""
+    check_model(model)
+    check_count("shards", shards)
+    if optimiser not in OPTIMISERS:
+        raise RematError(f"unknown optimiser {optimiser!r}; choose one of {', '.join(OPTIMISERS)}")
+    chain = estimate_in(world, model, sample, loss, dict(options))
+    rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors(sample)}
+    batch = rows.pop() if len(rows) == 1 else 0
+
+    def again(rows: int) -> Chain:
+        with world.entered():
+            other = map_tensors(lambda tensor: tensor.new_zeros((rows, *tensor.shape[1:])), world.stand_in(sample))
+        return estimate_in(world, model, other, loss, dict(options))
+
+    static = static_bytes(model, chain, optimiser=optimiser, shards=shards)
+    return Estimate(world.device, chain, static, batch, again if batch else None)
+
+
+def static_bytes(model: nn.Module, chain: Chain, *, optimiser: str = "adam", shards: int = 1) -> Static:
+    """What is there besides activations, on each of so many devices; each storage counts once."""
+    parameters = _once(model.parameters())
+    own, wide = OPTIMISERS[optimiser]
+    sizes = {key: tensor.numel() * tensor.element_size() for key, tensor in parameters.items()}
+    trained = [tensor for tensor in parameters.values() if tensor.requires_grad]
+    gradients = sum(tensor.numel() * tensor.element_size() for tensor in trained)
+    state = own * gradients + wide * sum(tensor.numel() for tensor in trained)
+    buffers = sum(tensor.numel() * tensor.element_size() for tensor in _once(model.buffers()).values())
+    gathered = 0
+    if shards > 1:
+        blocks = [sum(sizes[key] for key in keys) for keys in _stages(model, chain)]
+        largest = max(blocks, default=0)
+        outside = sum(sizes.values()) - sum(blocks)
+        gathered = 2 * outside + 3 * largest
+    return Static(
+        parameters=-(-sum(sizes.values()) // shards),
+        gradients=-(-gradients // shards),
+        optimiser=-(-state // shards),
+        buffers=buffers,
+        gathered=gathered,
+    )
+
+
+def _once(found: Any) -> dict[int, torch.Tensor]:
+    return {tensor.untyped_storage()._cdata: tensor for tensor in found}
+
+
+def _stages(model: nn.Module, chain: Chain) -> list[list[int]]:
+    """The parameters of each stage that is not code between stages, each once."""
+    layout = chain.layout
+    if layout is None or layout.calls is None:
+        return [[key] for key in _once(model.parameters())]
+    seen: set[int] = set()
+    stages = []
+    for names in layout.calls:
+        own: list[int] = []
+        for name in names:
+            module = model.get_submodule(name.partition("#")[0])
+            own += [key for key in _once(module.parameters()) if key not in seen]
+            seen.update(own)
+        stages.append(own)
+    return stages

@@ -1,0 +1,52 @@
+"""Tensors that have a shape and a device, and no data, as PyTorch's `FakeTensorMode` works with."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+
+def fake_mode() -> FakeTensorMode | None:
+    """The one in which operators compute nothing just now."""
+    found: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return found
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
+
+
+def in_earnest() -> AbstractContextManager[Any]:
+    """Inside, operators see no modes; they compute."""
+    guard: AbstractContextManager[Any] = torch._C._DisableTorchDispatch()
+    return guard
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor apart from its graph; no mode sees that it is made."""
+    if isinstance(tensor, FakeTensor):  # without its mode its alias would be one without data on no device
+        look = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+        return fake_on(tensor.fake_mode, tensor.untyped_storage(), look, tensor.device)
+    with in_earnest():
+        return tensor.detach()
+
+
+def storage_without_data(size: int) -> torch.UntypedStorage:
+    """What fake tensors of so many bytes lie in."""
+    return torch.UntypedStorage(size, device="meta")
+
+
+def fake_on(
+    mode: FakeTensorMode,
+    storage: torch.UntypedStorage,
+    look: tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype],
+    device: torch.device,
+) -> torch.Tensor:
+    """A fake tensor that lies in a storage without data; `look`: its shape, stride, offset and type."""
+    shape, stride, offset, dtype = look
+    with in_earnest(), torch.no_grad():
+        meta = torch.empty((), dtype=dtype, device="meta").set_(storage, offset, shape, stride)
+    return FakeTensor(mode, meta, device)
