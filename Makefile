@@ -6,12 +6,13 @@ DONE := $(VENV)/.installed
 # Each test runs in one thread. A file stays in one process: blocks of a document build on each other.
 PARALLEL := --numprocesses 2 --dist loadfile
 
-.PHONY: help demo test test-slow mutants lint docs bench notebooks clean
+.PHONY: help demo test test-slow gpu mutants lint docs bench notebooks clean
 
 help:
 	@echo "make demo   compare strategies on two networks, with figures in demo/ (about three minutes once installed)"
 	@echo "make test   run the tests"
 	@echo "make test-slow   run those that take long: notebooks, several processes, the largest models"
+	@echo "make gpu   check what remat promises on this machine's GPU, and what it costs there (goes on where it stopped)"
 	@echo "make mutants   put mistakes into the code and see which the tests notice (hours; goes on where it stopped)"
 	@echo "make lint   ruff, mypy and the import rules"
 	@echo "make docs   the documentation as a site, in build/site"
@@ -33,6 +34,9 @@ test: $(DONE)
 
 test-slow: $(DONE)
 	$(BIN)/python -m pytest -q $(PARALLEL) -m slow
+
+gpu: $(DONE)
+	$(BIN)/python -m remat.check --out benchmarks/results/check
 
 mutants: $(DONE)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[mutants]'

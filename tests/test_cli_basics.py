@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 import remat
 from remat.cli import app
 from remat.errors import RematError
+from remat.estimation import calibration
 from remat.models.examples import load_example
 
 MODEL = """
@@ -60,3 +61,27 @@ def test_names_of_strategies_may_have_commas(target: str) -> None:
     code, output = run("compare", target, "--strategies", names, "--no-measure", "--budgets", "1.0")
     assert code == 0
     assert all(name in output for name in ("persistent, options", "dtr, operators", "chen"))
+
+
+def test_planning_for_a_device_that_is_not_here(target: str, tmp_path: Path) -> None:
+    """What fits there, and plans; the chain can be planned with later."""
+    options = ("--budgets", "0.6,1.0", "--no-pictures")
+    out = tmp_path / "out"
+    code, output = run("plan", target, "--device", "h100", *options, "--largest-batch", "--out", str(out))
+    assert code == 0
+    assert "h100: 80.0 GiB" in output and "fits, at 1.000" in output and "largest batch that fits" in output
+    chain = remat.Chain.load(out / "chain.json")
+    assert chain.act_bytes[0] == 512 and chain.layout is not None and chain.layout.inputs == ("float32[8, 16] cuda",)
+    with pytest.raises(RematError, match="no device 'h101' to plan for; choose one of a100"):
+        CliRunner().invoke(app, ["plan", target, "--device", "h101"], catch_exceptions=False)
+    with pytest.raises(RematError, match="unknown optimiser 'lion'"):
+        CliRunner().invoke(app, ["plan", target, "--device", "h100", "--optimiser", "lion"], catch_exceptions=False)
+
+
+def test_calibrating_this_machine(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_SECONDS", 0.001)
+    file = tmp_path / "here.json"
+    code, output = run("calibrate", "--out", str(file))
+    assert code == 0 and "GFLOP/s" in output and "product" in output
+    code, output = run("plan", target, "--device", str(file), "--budgets", "1.0", "--no-pictures")
+    assert code == 0 and "threads:" in output

@@ -38,6 +38,8 @@ from remat.runtime.operators import argument_at, flat, only_asks
 from remat.runtime.pytree import map_tensors, tensors
 
 LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # that nobody knows
+# What making a stage again takes of Python's time, and each operator that a replay in part looks at.
+_AGAIN_SECONDS, _PASSED_SECONDS = 2e-4, 8e-6
 _SCALARS = 64  # bytes, for each stage, of numbers that PyTorch makes tensors of and fake tensors do not show
 # On which fake tensors lie: a graph of fake ones of a device that PyTorch was not built for ends the process.
 _HOST = torch.device("cpu")
@@ -139,6 +141,10 @@ class World(Instruments):
 
     def generator_bytes(self) -> int:
         return super().generator_bytes() if self.device.kind == "cpu" else 0
+
+    def recomputes(self, operators: int) -> None:
+        if self.device.kind == "cpu":  # which waits for Python; others have been given work ahead
+            self.seconds += _AGAIN_SECONDS + _PASSED_SECONDS * operators
 
     def now(self, device: torch.device) -> float:
         return self.seconds

@@ -171,6 +171,9 @@ class Instruments:
         """Of the state of the CPU's generator."""
         return int(torch.get_rng_state().numel())
 
+    def recomputes(self, operators: int) -> None:
+        """A stage is about to be made again; `operators`: that are looked at, where that is in part."""
+
     def now(self, device: torch.device) -> float:
         """Seconds, once the device has done what it was given."""
         if device.type not in ("cpu", "meta"):

@@ -316,6 +316,11 @@ class Replaying(TorchDispatchMode):
         results = [self._result(result, args, kwargs) for result in action.results]
         return results[0] if action.form is torch.Tensor else action.form(results)  # type: ignore[misc]
 
+    @property
+    def operators(self) -> int:
+        """How many it looks at."""
+        return self._parts.ends_at
+
     def escaped(self) -> frozenset[int]:
         """Storages without memory that somebody still holds a tensor of, when the run is over."""
         return frozenset(storage for tensor, storage in self._handed_out if tensor() is not None)

@@ -23,6 +23,7 @@ from remat.runtime.calls.stages import Stage, attached
 from remat.runtime.calls.tape import Recorder
 from remat.runtime.calls.tapes import Tapes
 from remat.runtime.fakes import alias, in_earnest
+from remat.runtime.meter import instruments
 from remat.runtime.sharding import unsharded
 
 
@@ -168,6 +169,7 @@ class Record:
 
     def _run(self, value: Any, filler: _Filler, mode: Recorder | Replaying | None = None) -> Any:
         assert self.environment is not None
+        instruments().recomputes(mode.operators if isinstance(mode, Replaying) else 0)
         with (
             unsharded(self.stage.modules),
             torch.enable_grad(),

@@ -1,0 +1,120 @@
+"""`python -m remat.check`: runs the checks on a device, then the benchmarks, and writes what they found as it goes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from remat.check.benchmarks import BENCHMARKS, compared
+from remat.check.checks import CHECKS, Skipped
+from remat.errors import RematError
+from remat.files import write_whole
+from remat.host.machine import machine
+
+_FAILED = 1  # exit status
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m remat.check", description=__doc__)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default, help=f"cuda, cuda:1, cpu; by default {default}")
+    parser.add_argument("--out", type=Path, default=Path("check"), help="folder for the results; made if not there")
+    parser.add_argument("--only", action="append", metavar="NAME", help="one of --list; may be repeated")
+    parser.add_argument("--small", action="store_true", help="models that are quick on a CPU; always so on the CPU")
+    parser.add_argument("--again", action="store_true", help="also what an earlier call has done already")
+    parser.add_argument("--seconds", type=float, default=480, help="begin nothing after so many; 480 by default")
+    parser.add_argument("--list", action="store_true", help="name what there is, and stop")
+    given = parser.parse_args()
+    everything = [*CHECKS, *BENCHMARKS]
+    if given.list:
+        print("\n".join(everything))
+        return
+    unknown = [name for name in given.only or () if name not in everything]
+    if unknown:
+        parser.error(f"unknown check {unknown[0]!r}; --list names them")
+    try:
+        device = torch.device(given.device)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        parser.error(f"cannot use device {given.device!r}: {str(error).splitlines()[0]}")
+    given.out.mkdir(parents=True, exist_ok=True)
+    session = _Session(device, given.out, small=given.small or device.type == "cpu", again=given.again)
+    sys.exit(_FAILED if session.run(given.only or everything, given.seconds) else 0)
+
+
+class _Session:
+    """Results of one device, in a file that a later call goes on with."""
+
+    def __init__(self, device: torch.device, out: Path, *, small: bool, again: bool) -> None:
+        self.device, self.out, self.small = device, out, small
+        self.machine = {**machine(), **_of_device(device), "small": small}
+        self.file = out / f"gpu_{self.machine['device'].replace(' ', '_').lower()}.json"
+        self.results: dict[str, Any] = {}
+        if self.file.exists() and not again:
+            before = json.loads(self.file.read_text())
+            if before.get("machine") == self.machine:
+                self.results = before["results"]
+
+    def run(self, names: list[str], seconds: float) -> int:
+        """Runs what has not been run; returns how many checks have failed in all."""
+        print(f"{self.machine['device']}, torch {torch.__version__}; results in {self.file}", flush=True)
+        until = time.monotonic() + seconds
+        for name in names:
+            if self.results.get(name, {}).get("outcome") in ("pass", "skipped"):
+                continue
+            if time.monotonic() > until:
+                print(f"time is up before {name!r}; call again to go on", flush=True)
+                break
+            self._one(name)
+        return sum(found["outcome"] == "failed" for found in self.results.values())
+
+    def _one(self, name: str) -> None:
+        began = time.monotonic()
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        found: dict[str, Any] = {"outcome": "pass"}
+        try:
+            if name in BENCHMARKS:
+                own = self.out / f"compare_{BENCHMARKS[name]}.json"
+                found |= compared(BENCHMARKS[name], self.device, self.small, own)
+            else:
+                torch.use_deterministic_algorithms(True, warn_only=True)
+                found |= {"found": CHECKS[name](self.device, self.small)}
+        except Skipped as reason:
+            found = {"outcome": "skipped", "note": str(reason)}
+        except (AssertionError, RematError, RuntimeError) as error:
+            traceback.print_exc()
+            found = {"outcome": "failed", "note": f"{type(error).__name__}: {error}"}
+        finally:
+            torch.use_deterministic_algorithms(deterministic)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        found["seconds"] = round(time.monotonic() - began, 1)
+        self.results[name] = found
+        content = {"machine": self.machine, "results": self.results}
+        write_whole(self.file, (json.dumps(content, indent=1, default=str) + "\n").encode())
+        note = f": {found['note']}" if "note" in found else ""
+        print(f"{found['outcome']:8}{name} ({found['seconds']} s){note}", flush=True)
+
+
+def _of_device(device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda":
+        return {"device": "cpu"}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "device": torch.cuda.get_device_name(device),
+        "memory_bytes": properties.total_memory,
+        "capability": f"{properties.major}.{properties.minor}",
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,348 @@
+"""The checks: each says what it found, or fails with what was not as promised."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import remat
+from remat.check.workloads import CHAINS, Workload, make
+from remat.errors import OutOfBudget, Thrashing
+from remat.runtime.allocator import rounded
+from remat.runtime.meter import MemoryMeter
+from remat.solvers.base import store_all_peak
+
+Found = dict[str, Any]
+_LIMITS = 10
+_DTR_SHARES = (0.9, 0.7, 0.5)
+_STEPS = 4  # of DTR at each budget: found by operators, recorded, repeated
+
+
+class Skipped(Exception):  # nothing is wrong
+    """There is nothing to check here; the message says why."""
+
+
+def plans(name: str, device: torch.device, small: bool) -> Found:
+    """Ten limits from the least to storing everything: bits, and measured peaks."""
+    work = make(name, device, small=small)
+    chain = remat.profile(work.model, work.sample, loss=work.loss, repeats=1)
+    least, most = remat.minimum_budget(chain), store_all_peak(chain)
+    plain = _left_by(work)
+    over, predicted = [], []
+    for number in range(_LIMITS):
+        limit = least + (most - least) * number // (_LIMITS - 1)
+        schedule = remat.solve(chain, limit)
+        _same_bits(plain, _left_by(work, schedule), f"{name} within {limit} bytes")
+        peak = remat.run(work.model, work.sample, schedule, loss=work.loss, repeats=1).peak_bytes
+        over.append(peak / limit)
+        predicted.append(remat.simulate(chain, schedule).peak_bytes / peak)
+    assert max(over) <= 1, f"{name}: a peak is {max(over):.4f} of its limit"
+    return {
+        "least_bytes": least,
+        "store_all_bytes": most,
+        "peak_over_limit": over,
+        "predicted_over_peak": predicted,
+    }
+
+
+def dtr(name: str, device: torch.device, small: bool) -> Found:
+    """DTR at shares of the peak, by calls and by operators: bits, and the allocator's peak."""
+    work = make(name, device, small=small)
+    plain = _left_by(work)
+    with remat.DTR(2**50, granularity="operator") as block:
+        _backward(work, work.model)
+    _left(work.model)
+    most = block.report().peak_bytes
+    found: Found = {"peak_bytes": most}
+    for granularity in ("calls", "operator"):
+        for share in _DTR_SHARES:
+            budget = int(share * most)
+            rows: list[Found] = []
+            found[f"{granularity}, {share}"] = rows
+            for _ in range(_STEPS):
+                try:
+                    peak, report = _measured_dtr(work, budget, granularity, device)
+                except (OutOfBudget, Thrashing) as error:  # which says what would do
+                    rows.append({"outcome": type(error).__name__, "least_bytes": error.minimum})
+                    _left(work.model)
+                    break
+                _same_bits(plain, _left(work.model), f"{name} under DTR at {share}, {granularity}")
+                rows.append({"peak_over_budget": peak / budget, "outcome": report.outcome})
+            kept = rows[-1].get("peak_over_budget", 0) <= 1 or rows[-1]["outcome"] == "over"
+            assert kept, f"{name}, {granularity}, {share}: {rows}"
+    return found
+
+
+def _measured_dtr(work: Workload, budget: int, granularity: str, device: torch.device) -> tuple[int, Any]:
+    meter = MemoryMeter(device)
+    with warnings.catch_warnings(), meter.session(), meter.region():
+        warnings.simplefilter("ignore")
+        with remat.DTR(budget, granularity=granularity, thrash_limit=20) as block:
+            _backward(work, work.model)
+    (region,) = meter.regions
+    return region.peak_bytes - region.start_bytes, block.report()
+
+
+def allocator(device: torch.device, small: bool) -> Found:
+    """What the allocator gives for a size is what is counted for it."""
+    if device.type != "cuda":
+        raise Skipped("the CPU's allocator gives what is asked for")
+    wrong = {}
+    for size in (1, 511, 512, 513, 2**20, 2**20 + 1, 3 * 2**20 + 7, 2**25 + 1):
+        before = torch.cuda.memory_allocated(device)
+        kept = torch.empty(size, dtype=torch.uint8, device=device)
+        given = torch.cuda.memory_allocated(device) - before
+        del kept
+        if given != rounded(size, device):
+            wrong[size] = (given, rounded(size, device))
+    assert all(given - counted <= 2**20 for given, counted in wrong.values()), wrong  # a block that was not split
+    return {"given_and_counted": {str(size): both for size, both in wrong.items()}}
+
+
+def streams(device: torch.device, small: bool) -> Found:
+    """A block that works on a stream of its own, under a plan and under DTR."""
+    if device.type != "cuda":
+        raise Skipped("the CPU has no streams")
+
+    class Aside(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.stream = inner, torch.cuda.Stream(device)
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Aside:
+            return Aside(copy.deepcopy(self.inner, memo))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(self.stream):
+                y = self.inner(x)
+            torch.cuda.current_stream(device).wait_stream(self.stream)
+            y.record_stream(torch.cuda.current_stream(device))
+            return y
+
+    blocks = [Aside(nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))) for _ in range(6)]
+    torch.manual_seed(0)
+    model = nn.Sequential(*blocks).to(device)
+    return _under_everything(Workload(model, torch.randn(1024, 512, device=device), _mean), "streams")
+
+
+def autocast(device: torch.device, small: bool) -> Found:
+    """bfloat16 under autocast; on CUDA float16 and `GradScaler`, too."""
+    found = {}
+    kinds = [torch.bfloat16, torch.float16] if device.type == "cuda" else [torch.bfloat16]
+    for dtype in kinds:
+
+        def around(dtype: torch.dtype = dtype) -> AbstractContextManager[Any]:
+            return torch.autocast(device.type, dtype)
+
+        for name in ("gpt2", "resnet50"):
+            work = make(name, device, small=True)
+            scaled = torch.amp.GradScaler(device.type) if dtype == torch.float16 else None
+            found[f"{name}, {dtype}"] = _under_everything(work, f"autocast of {dtype}", around, scaled)
+    return found
+
+
+def channels_last(device: torch.device, small: bool) -> Found:
+    """Convolutions whose tensors lie channel by channel last."""
+    work = make("resnet50", device, small=True)
+    model: Any = work.model
+    model, sample = (each.to(memory_format=torch.channels_last) for each in (model, work.sample))
+    return _under_everything(Workload(model, sample, work.loss), "channels_last")
+
+
+def attention(device: torch.device, small: bool) -> Found:
+    """Every backend of attention that this device has."""
+    found: Found = {}
+    for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        work = make("llama", device, small=True)
+        if device.type == "cuda":
+            work = work._replace(model=work.model.to(torch.bfloat16))
+        with sdpa_kernel(backend):
+            try:
+                work.model(work.sample)
+            except RuntimeError:
+                found[backend.name] = "not here"
+                continue
+
+        def around(backend: SDPBackend = backend) -> AbstractContextManager[Any]:
+            return sdpa_kernel(backend)
+
+        found[backend.name] = _under_everything(work, backend.name, around)
+    return found
+
+
+def two_devices(device: torch.device, small: bool) -> Found:
+    """A model that lies on two devices, under DTR."""
+    if device.type != "cuda" or torch.cuda.device_count() <= 1:
+        raise Skipped("there is one device")
+    first, second = (torch.device("cuda", index) for index in (0, 1))
+
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = (
+                nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(4))).to(place)
+                for place in (first, second)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.right(self.left(x).to(second))
+            return y
+
+    work = Workload(Split(), torch.randn(1024, 512, device=first), _mean)
+    plain = _left_by(work)
+    for granularity in ("calls", "operator"):
+        for _ in range(_STEPS):
+            with remat.DTR("12MiB", granularity=granularity, thrash_limit=20):
+                _backward(work, work.model)
+            _same_bits(plain, _left(work.model), f"two devices, {granularity}")
+    return {}
+
+
+def out_of_memory(device: torch.device, small: bool) -> Found:
+    """The device's own error comes through, and memory comes back."""
+    if device.type != "cuda":
+        raise Skipped("the CPU's memory has no limit that could be set here")
+    work = make("gpt2", device, small=True)
+    plain = _left_by(work)
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    for way in (nullcontext(), remat.DTR("1TiB")):
+        raised = False
+        try:
+            with way:
+                kept = work.model(work.sample)
+                kept = [kept, torch.empty(2**45, dtype=torch.uint8, device=device)]
+        except torch.OutOfMemoryError:
+            raised = True
+        kept = None
+        assert raised, "the allocator gave 32 TiB"
+    assert torch.cuda.memory_allocated(device) <= before + 2**20
+    _same_bits(plain, _left_by(work), "after running out of memory")
+    return {}
+
+
+def estimates(device: torch.device, small: bool) -> Found:
+    """What is estimated for this device after calibrating it, against what is measured."""
+    from remat.estimation.calibration import calibrate
+    from remat.estimation.world import World
+    from remat.profiling.profile import estimate_in
+
+    here = calibrate(str(device))
+    found: Found = {"device": {"flops_per_second": dict(here.flops_per_second), "efficiency": dict(here.efficiency)}}
+    for name in CHAINS:
+        work = make(name, device, small=small)
+        chain = remat.profile(work.model, work.sample, loss=work.loss, repeats=1, small=0.0, options=False)
+        options = {"small": 0.0, "options": False}
+        reckoned = estimate_in(World(here), work.model, work.sample, work.loss, options)
+        found[name] = {
+            "least": remat.minimum_budget(reckoned) / remat.minimum_budget(chain),
+            "store_all": store_all_peak(reckoned) / store_all_peak(chain),
+            "activations_equal": reckoned.act_bytes == chain.act_bytes,
+            "seconds": reckoned.store_all_seconds / chain.store_all_seconds,
+        }
+    return found
+
+
+# What checks share ---------------------------------------------------------------------------------------------------
+
+
+def _mean(output: Any) -> torch.Tensor:
+    found: torch.Tensor = output.float().square().mean()
+    return found
+
+
+def _backward(
+    work: Workload,
+    model: nn.Module,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    scaler: Any = None,
+) -> None:
+    torch.manual_seed(7)
+    with around():
+        loss = work.loss(model(work.sample))
+    (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+def _left(model: nn.Module) -> list[torch.Tensor]:
+    """Gradients and buffers; gradients are zero from then on."""
+    found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad(set_to_none=False)
+    return [*found, *(buffer.clone() for buffer in model.buffers())]
+
+
+@contextmanager
+def _buffers_as_before(model: nn.Module) -> Iterator[None]:
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    yield
+    for buffer, was in before:
+        buffer.copy_(was)
+
+
+def _left_by(
+    work: Workload,
+    schedule: remat.Schedule | None = None,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    scaler: Any = None,
+) -> list[torch.Tensor]:
+    """What a step leaves behind, in plain PyTorch or by a schedule; the model is as before, but for zero gradients."""
+    for parameter in work.model.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    with _buffers_as_before(work.model):
+        model = work.model if schedule is None else remat.apply(copy.deepcopy(work.model), schedule)
+        _backward(work, model, around, scaler)
+        return _left(model)
+
+
+def _same_bits(one: list[torch.Tensor], other: list[torch.Tensor], what: str) -> None:
+    assert len(one) == len(other), f"{what}: {len(one)} gradients and buffers, and {len(other)}"
+    different = sum(not torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert not different, f"{what}: {different} of {len(one)} gradients and buffers have other bits"
+
+
+def _under_everything(
+    work: Workload,
+    what: str,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    scaler: Any = None,
+) -> Found:
+    """A step under a plan of little memory, and under DTR: bits."""
+    plain = _left_by(work, None, around, scaler)
+    with around():
+        chain = remat.profile(work.model, work.sample, loss=work.loss, repeats=1)
+    least, most = remat.minimum_budget(chain), store_all_peak(chain)
+    for limit in (least, (least + most) // 2):
+        _same_bits(plain, _left_by(work, remat.solve(chain, limit), around, scaler), f"{what}, within {limit} bytes")
+    shares = []
+    for granularity in ("calls", "operator"):
+        for _ in range(_STEPS):
+            with _buffers_as_before(work.model), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                with remat.DTR(int(0.8 * most), granularity=granularity, thrash_limit=20) as block:
+                    _backward(work, work.model, around, scaler)
+                _same_bits(plain, _left(work.model), f"{what}, DTR, {granularity}")
+        shares.append(block.report().peak_bytes / most)
+    return {"least_over_store_all": least / most, "dtr": statistics.fmean(shares)}
+
+
+CHECKS: dict[str, Callable[[torch.device, bool], Found]] = {
+    **{f"plans of {name}": lambda device, small, name=name: plans(name, device, small) for name in CHAINS},  # type: ignore[misc]
+    **{f"DTR on {name}": lambda device, small, name=name: dtr(name, device, small) for name in ("treelstm", "gpt2")},  # type: ignore[misc]
+    "allocator": allocator,
+    "streams": streams,
+    "autocast": autocast,
+    "channels_last": channels_last,
+    "attention": attention,
+    "two devices": two_devices,
+    "out of memory": out_of_memory,
+    "estimates": estimates,
+}
