@@ -504,7 +504,7 @@ def _profile(name: str, batch: int, device: str) -> Chain:
 
 def _is_estimated(device: str) -> bool:
     """Whether a device is one that need not be there."""
-    from remat.estimation.devices import device_named
+    from remat.devices import device_named
 
     if device.partition(":")[0] in _PLACES and device.removeprefix("cuda:").isdigit() | (":" not in device):
         return False
@@ -514,7 +514,7 @@ def _is_estimated(device: str) -> bool:
 
 def _estimate(name: str, batch: int, device: str, optimiser: str, shards: int, largest: bool) -> Chain:
     """The chain of a model on a device that need not be there; shows what it takes there."""
-    from remat.estimation.devices import device_named
+    from remat.devices import device_named
     from remat.estimation.world import World
     from remat.models.examples import load_unplaced
     from remat.profiling.estimate import estimated_in

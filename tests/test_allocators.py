@@ -15,12 +15,13 @@ from torch import nn
 
 import remat
 from remat.comparison import rounds
+from remat.profiling import preserving
 from remat.runtime import allocator
 from remat.runtime.live import costs
 from remat.runtime.live.costs import Knowledge, OperatorFacts, observe, working_device
 from remat.runtime.live.schemas import traits_of
 from remat.runtime.live.units import block
-from remat.runtime.meter import Region
+from remat.runtime.meter import MemoryMeter, Region
 from support.unit_blocks import Model, blocks, by_calls, left_by, memory_of, mlp, mlps, step_of
 
 _GRANULE = 512
@@ -242,3 +243,35 @@ def test_calls_in_which_processes_meet_are_not_run_again() -> None:
         assert all(("processes meet" in unit.kept) == (unit.name == "Shared") for unit in units)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_the_cost_model_knows_gpus_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their types of numbers; one that nobody knows has the rates of an A100."""
+    costs.rates_of.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
+    names = ["NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090", "NVIDIA L40S", "AMD Instinct MI300X", "Quadro"]
+    places = [torch.device("cuda", index) for index in range(len(names))]
+    half, single = ([costs.rates_of(place, dtype) for place in places] for dtype in (torch.bfloat16, torch.float32))
+    assert half[0].operations_each == pytest.approx(989e3 * 0.7) and single[0].operations_each < half[0].operations_each
+    assert half[1].bytes_each < half[0].bytes_each < half[3].bytes_each
+    assert half[4] == half[2] == costs.rates_of(places[2], torch.float16)  # an L40S is no L4
+    assert costs.rates_of(torch.device("cpu"), torch.float32) == costs.rates_of(torch.device("cpu"), torch.float64)
+    costs.rates_of.cache_clear()
+
+
+def test_measuring_takes_one_gradient_at_most() -> None:
+    """A model with gradients of its own is measured in the memory of the largest of them besides."""
+    model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(8)))
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 3.0)
+    meter = MemoryMeter(torch.device("cpu"))
+    with meter.session(), meter.region(), preserving.aliased_parameters([model]):
+        step = model(torch.ones(2, 300)).sum()
+        step.backward()
+    (region,) = meter.regions
+    assert region.peak_bytes < 3 * 4 * 300 * 301  # one that is added to, and one that is added, of sixteen
+    assert all((parameter.grad == 3).all() for parameter in model.parameters())
+    table = nn.Embedding(10, 4, sparse=True)
+    with preserving.aliased_parameters([table]):
+        table(torch.tensor([1, 2])).sum().backward()
+    assert table.weight.grad is None

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional
 
 import remat
+from remat.devices import BY_ARITHMETIC, DEVICES, Device, device_named
 from remat.errors import InvalidFile, RematError, UnsupportedModel
 from remat.estimation import calibration
-from remat.estimation.devices import BY_ARITHMETIC, DEVICES, Device, device_named
 from remat.estimation.kernels import Kernels
 from remat.estimation.roofline import Roofline, kind_of
 from remat.estimation.world import World

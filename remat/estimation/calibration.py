@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from remat.devices import BY_ARITHMETIC, BY_MEMORY, GIB, Device
 from remat.errors import RematError
-from remat.estimation.devices import BY_ARITHMETIC, BY_MEMORY, GIB, Device
 from remat.host.packages import available_bytes
 
 _SECONDS = 0.4  # that each operator is run for

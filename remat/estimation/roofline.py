@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from remat.estimation.devices import Device
+from remat.devices import Device
 from remat.runtime.operators import flat
 
 _TRANSCENDENTAL = frozenset(

@@ -24,8 +24,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.chain import Chain
+from remat.devices import DEVICES, Device
 from remat.errors import MeasurementError
-from remat.estimation.devices import DEVICES, Device
 from remat.estimation.kernels import shared
 from remat.estimation.libraries import as_in_training
 from remat.estimation.roofline import Roofline

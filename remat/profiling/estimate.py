@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from remat.chain import Chain
+from remat.devices import Device, device_named
 from remat.errors import InfeasibleBudget, RematError
-from remat.estimation.devices import Device, device_named
 from remat.estimation.world import World
 from remat.formatting import format_bytes, format_seconds
 from remat.profiling.profile import estimate_in

@@ -67,7 +67,7 @@ class Replaced:
 
 @contextmanager
 def aliased_parameters(modules: Iterable[nn.Module]) -> Iterator[ForeignGradients]:
-    """Replaces every parameter by an alias of the same memory, with a gradient of zeros allocated beforehand.
+    """Replaces every parameter by an alias of the same memory, with memory for a gradient allocated beforehand.
 
     A backward inside then accumulates into the aliases: it touches no `.grad` and calls no hook of a parameter, be it
     a user's, an optimiser's or DDP's. Leaves that are no parameters of `modules` (a loss's own, a parameter that a
@@ -88,12 +88,12 @@ def aliased_parameters(modules: Iterable[nn.Module]) -> Iterator[ForeignGradient
                     continue
                 if parameter not in aliases:
                     alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-                    if alias.requires_grad:
-                        alias.grad = torch.zeros_like(alias)
                     aliases[parameter] = alias
                 originals.append((part, name, parameter))
         for part, name, parameter in originals:
             part._parameters[name] = aliases[parameter]
+        for replaced, memory in _gradients(aliases.values()):
+            replaced.grad = memory
         foreign = ForeignGradients(aliases.values())
         try:
             yield foreign
@@ -107,16 +107,40 @@ def aliased_parameters(modules: Iterable[nn.Module]) -> Iterator[ForeignGradient
                 part._init_flat_weights()  # it keeps references to its parameters in a list of its own
 
 
+def _gradients(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Parameters that require gradients, each with memory to add it to: all share that of the largest.
+
+    Nobody reads what is added there; so measuring takes no more memory than one parameter.
+    """
+    wanted = [parameter for parameter in parameters if parameter.requires_grad]
+    largest: dict[tuple[torch.device, torch.dtype], int] = {}
+    for parameter in wanted:
+        kind = (parameter.device, parameter.dtype)
+        largest[kind] = max(largest.get(kind, 0), _extent(parameter))
+    shared = {
+        (device, dtype): torch.zeros(size, dtype=dtype, device=device) for (device, dtype), size in largest.items()
+    }
+    for parameter in wanted:
+        whole = shared[parameter.device, parameter.dtype]
+        yield parameter, whole.as_strided(tuple(parameter.shape), parameter.stride())
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last of a tensor in memory."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 @contextmanager
 def _set_aside(parts: Iterable[nn.Module]) -> Iterator[ForeignGradients]:
-    """Zeros in place of the gradients of all parameters, which come back afterwards."""
+    """Other memory in place of the gradients of all parameters, which come back afterwards."""
     own = dict.fromkeys(parameter for part in parts for parameter in part._parameters.values() if parameter is not None)
     before = [(parameter, parameter.grad) for parameter in own]
     foreign = ForeignGradients(own)
     try:
-        for parameter in own:
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
+        for replaced, memory in _gradients(own):
+            replaced.grad = memory
         yield foreign
     finally:
         foreign.restore()

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from remat.chain import Chain, Layout
+from remat.devices import device_named
 from remat.errors import LeftChain, RematError, UnsupportedModel
-from remat.estimation.devices import device_named
 from remat.estimation.world import LOOKS_AT_VALUES, World
 from remat.host.progress import Progress
 from remat.profiling.assembling import Measurement, Ways, chain_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import threading
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from remat.devices import DEVICES, device_called
 from remat.runtime.allocator import rounded
 from remat.runtime.live.schemas import INDEXING, PUTTING, Traits, tensors_in
 from remat.runtime.live.versions import storage_of
@@ -339,7 +341,19 @@ class Rates(NamedTuple):
     operations_each: float
 
 
-RATES = {"cpu": Rates(1_000, 10.0, 50.0), "cuda": Rates(5_000, 1_000.0, 20_000.0)}
+_ON_CPUS = Rates(1_000, 10.0, 50.0)
+
+
+@functools.cache
+def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:
+    """Of a device for numbers of a type: of a GPU by its name, of one that is not known those of an A100."""
+    if device.type != "cuda":
+        return _ON_CPUS
+    known = device_called(torch.cuda.get_device_name(device)) or DEVICES["a100"]
+    single = known.flops_per_second["float32"]
+    operations = known.flops_per_second.get(str(dtype).removeprefix("torch."), single) * known.efficiency["product"]
+    moved = known.bytes_per_second * known.efficiency["pointwise"]
+    return Rates(round(1e9 * known.launch_seconds), moved / 1e9, operations / 1e9)
 
 
 def _model_nanoseconds(
@@ -353,7 +367,7 @@ def _model_nanoseconds(
     """Time by the fixed cost model; `shadow` is what the call returns on the meta device."""
     from torch.utils.flop_counter import flop_registry
 
-    rates = RATES.get(inputs[0].device.type if inputs else "cpu", RATES["cuda"])
+    rates = rates_of(inputs[0].device, inputs[0].dtype) if inputs else _ON_CPUS
     moved = output_bytes + sum(tensor.numel() * tensor.element_size() for tensor in inputs)
     operations = 0
     formula = flop_registry.get(getattr(function, "overloadpacket", None))

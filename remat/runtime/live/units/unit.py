@@ -12,10 +12,11 @@ from remat.runtime.calls.environment import BufferWatch, autocast_states, workin
 from remat.runtime.calls.partial import Parts, Structure, needs
 from remat.runtime.calls.stages import Stage
 from remat.runtime.calls.tape import OUTSIDE, Operator, Tape, Value
-from remat.runtime.live.costs import RATES
+from remat.runtime.live.costs import rates_of
 from remat.runtime.pytree import tensors
 from remat.runtime.surroundings import present
 
+_HOST = torch.device("cpu")
 _ATTEMPTS = 3  # replays in part that fail before no more are tried
 _BACKWARD = 2  # times what its forward takes: what a backward takes, about
 _MOST_PARTS = 256  # ways to make a part that are held
@@ -67,9 +68,10 @@ def makings(tape: Tape) -> list[Making]:
 
 def _model_nanoseconds(operator: Operator, tape: Tape) -> int:
     """Time by a fixed cost model: a call, and the bytes that it makes."""
-    storages = {value.storage for value in operator.values if value is not None and value.storage != OUTSIDE}
-    made = 0 if operator.is_view else sum(tape.storages[storage].nbytes for storage in storages)
-    rates = RATES["cpu"]
+    values = [value for value in operator.values if value is not None and value.storage != OUTSIDE]
+    made = 0 if operator.is_view else sum(tape.storages[number].nbytes for number in {each.storage for each in values})
+    place = tape.storages[values[0].storage].device if values else _HOST
+    rates = rates_of(place, values[0].dtype if values else torch.float32)
     return rates.call_nanoseconds + int(made / rates.bytes_each)
 
 

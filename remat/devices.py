@@ -6,6 +6,7 @@ Peak rates are those of the makers' data sheets, dense. What operators get of th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -124,6 +125,13 @@ DEVICES = {
         ),
     )
 }
+
+
+def device_called(name: str) -> Device | None:
+    """The device that its driver calls so ("NVIDIA H100 80GB HBM3"), where it is one of the table."""
+    words = name.lower().replace("-", " ").split()
+    found = {*words, *map("".join, itertools.pairwise(words))}  # "RTX 4090" is one name
+    return next((device for device in DEVICES.values() if device.kind == "cuda" and device.name in found), None)
 
 
 def device_named(name: str) -> Device:
