@@ -48,6 +48,8 @@ class Report:
         accesses: of DTR: storages looked at to score and to keep track of evicted neighbourhoods (Kirisame et al.,
             Appendix D.3).
         bound_seconds: a makespan that no schedule within the budget can beat, where one is known.
+        reserved_bytes: all that an accelerator's allocator held at the peak, parameters and what it has not given out
+            included; None on the CPU, and for predictions.
         note: what the maker of the schedule has to say about it.
         timeline: the operations one by one; empty for measured reports.
     """
@@ -64,6 +66,7 @@ class Report:
     evictions: int = 0
     accesses: int = 0
     bound_seconds: float | None = None
+    reserved_bytes: int | None = None
     note: str = ""
     timeline: tuple[Moment, ...] = ()
 
@@ -83,6 +86,7 @@ class Report:
             f"{self.strategy or 'schedule'} [{'measured' if self.measured else 'predicted'}, {self.outcome}]: "
             f"{budget}, peak {format_bytes(self.peak_bytes)}, {format_seconds(self.seconds)} per step{overhead}, "
             f"{self.recomputations} recomputations"
+            f"{'' if self.reserved_bytes is None else f', {format_bytes(self.reserved_bytes)} reserved in all'}"
             f"{'' if self.gap is None else f', at most {self.gap:.1%} from optimal'}"
             f"{self.note and f' ({self.note})'}"
         )
@@ -98,6 +102,8 @@ class Report:
         ]
         if self.overhead is not None:
             facts.insert(5, ("over storing everything", f"{self.overhead:.3f} x"))
+        if self.reserved_bytes is not None:
+            facts.append(("reserved in all", format_bytes(self.reserved_bytes)))
         if self.evictions:
             facts.append(("evictions", str(self.evictions)))
         used = "" if not self.budget_bytes else bar(self.peak_bytes / self.budget_bytes)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from torch import nn
 
 import remat
-from remat.comparison import rounds
+from remat.comparison import bench, rounds
 from remat.profiling import preserving
 from remat.runtime import allocator
 from remat.runtime.live import costs
@@ -275,3 +277,28 @@ def test_measuring_takes_one_gradient_at_most() -> None:
     with preserving.aliased_parameters([table]):
         table(torch.tensor([1, 2])).sum().backward()
     assert table.weight.grad is None
+
+
+def test_what_is_reserved_is_a_figure_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Besides the peak, which the limit is about."""
+
+    class Reserving(bench.MemoryMeter):
+        def session(self) -> Any:
+            @contextmanager
+            def measured() -> Iterator[None]:
+                with super(Reserving, self).session():
+                    yield
+                self.regions = [replace(region, reserved_bytes=2**30) for region in self.regions]
+
+            return measured()
+
+    model, sample = mlps(3), torch.randn(8, 64)
+    assert remat.run(model, sample, remat.DTR("1GiB"), repeats=1).reserved_bytes is None
+    monkeypatch.setattr(bench, "MemoryMeter", Reserving)
+    report = remat.run(model, sample, remat.DTR("1GiB"), repeats=1)
+    assert report.reserved_bytes == 2**30 > report.peak_bytes
+    assert "1.00 GiB reserved in all" in str(report) and "reserved in all" in report._repr_html_()
+    report.save(tmp_path / "report.json")
+    assert remat.Report.load(tmp_path / "report.json") == report
+    found = remat.compare(model, sample, budgets=[1.0], strategies=["store_all"], repeats=1, progress=False)
+    assert [entry.measured.reserved_bytes for entry in found.entries if entry.measured] == [2**30, 2**30]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,6 +32,13 @@ from remat.runtime.planned.patched_forward import unpatched
 from remat.runtime.pytree import Arguments, loss_in, tensors
 
 _MORE = 12  # steps to warm up, where an execution asks for them
+
+
+class Peak(NamedTuple):
+    """Of a step: the most memory above what was there before, the sample included; what was reserved in all."""
+
+    bytes: int
+    reserved_bytes: int | None
 
 
 class Bench:
@@ -101,12 +108,16 @@ class Bench:
 
     def peak_bytes(self, step: TrainingStep) -> int:
         """The most memory during a step above what was allocated before it, the sample included."""
+        return self.peak(step).bytes
+
+    def peak(self, step: TrainingStep) -> Peak:
+        """`peak_bytes`, and what the allocator has reserved."""
         meter = MemoryMeter(self.device)
         torch.clear_autocast_cache()  # a training step is an autocast block of its own, which casts parameters anew
         with step.around(), meter.session(), meter.region():
             step()
         (region,) = meter.regions
-        return region.peak_bytes - region.start_bytes + self.sample_bytes
+        return Peak(region.peak_bytes - region.start_bytes + self.sample_bytes, region.reserved_bytes)
 
     def seconds(self, step: TrainingStep) -> float:
         """How long a step takes."""

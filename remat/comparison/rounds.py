@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from remat.comparison.bench import Bench, TrainingStep
+from remat.comparison.bench import Bench, Peak, TrainingStep
 from remat.comparison.result import Entry, failed
 from remat.comparison.run import with_fields_of
 from remat.comparison.verdicts import EQUAL, OWN
@@ -121,7 +121,7 @@ def _look_at_all(
             continue
         with _failures(row):
             if row.measured is None:
-                row.measured = _judged(row, _report(row, bench.peak_bytes(row.step)))
+                row.measured = _judged(row, _report(row, bench.peak(row.step)))
             if row is plain:
                 expected = bench.left(row.step)
                 if bench.device.type != "cpu":  # kernels there may add in another order each time
@@ -179,18 +179,19 @@ def _failures(row: Row) -> Iterator[None]:
     row.measured = failed(entry.strategy, entry.budget_bytes, outcome, note, measured=True)
 
 
-def _report(row: Row, peak: int) -> Report:
+def _report(row: Row, peak: Peak) -> Report:
     schedule = row.entry.schedule
     measured = Report(
         strategy=row.entry.strategy,
         outcome="pass",
         measured=True,
         budget_bytes=row.entry.budget_bytes,
-        peak_bytes=peak,
+        peak_bytes=peak.bytes,
         seconds=0.0,
         overhead=None,
         recomputations=0 if schedule is None else schedule.recomputations,
         planning_seconds=0.0 if schedule is None else schedule.planning_seconds,
+        reserved_bytes=peak.reserved_bytes,
     )
     own = None if row.step is None else row.step.report()
     return measured if own is None else with_fields_of(own, measured)

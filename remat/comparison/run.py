@@ -51,7 +51,7 @@ def run(
     """
     with Bench(model, sample, loss, output_held=output_held) as bench:
         step = bench.step(schedule)
-        peak = bench.peak_bytes(step)
+        peak, reserved = bench.peak(step)
         plain = bench.step(None) if baseline else None
         seconds, overheads = [], []
         for _ in range(repeats):
@@ -67,6 +67,7 @@ def run(
         seconds=statistics.median(seconds),
         overhead=statistics.median(overheads) if overheads else None,
         recomputations=0,
+        reserved_bytes=reserved,
     )
     own = step.report()
     if own is not None:

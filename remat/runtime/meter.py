@@ -33,11 +33,14 @@ class Region:
     Attributes:
         start_bytes, end_bytes: at its beginning and end.
         peak_bytes: the highest in between.
+        reserved_bytes: what the allocator held in all at that time, what it has not given out included; None where it
+            keeps nothing back, as on the CPU.
     """
 
     start_bytes: int
     end_bytes: int
     peak_bytes: int
+    reserved_bytes: int | None = None
 
 
 class Meter(Protocol):
@@ -112,7 +115,8 @@ class MemoryMeter:
         yield
         torch.cuda.synchronize(self.device)
         end, peak = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
-        self.regions.append(Region(start - self._base, end - self._base, peak - self._base))
+        reserved = torch.cuda.max_memory_reserved(self.device)
+        self.regions.append(Region(start - self._base, end - self._base, peak - self._base, reserved))
 
     def _profiled(self) -> Iterator[None]:
         if torch.autograd._profiler_enabled():
