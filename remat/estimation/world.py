@@ -36,10 +36,12 @@ from remat.runtime.fakes import fake_on, is_fake, storage_without_data
 from remat.runtime.meter import Instruments, Meter, Region, measured_by
 from remat.runtime.operators import argument_at, flat, only_asks
 from remat.runtime.pytree import map_tensors, tensors
+from remat.solvers.persistent import Persistent
 
 LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # that nobody knows
 # What making a stage again takes of Python's time, and each operator that a replay in part looks at.
 _AGAIN_SECONDS, _PASSED_SECONDS = 2e-4, 8e-6
+_MARGIN = 0.01  # of the least limit: how gradients that come from several sides are added is not known to the byte
 _SCALARS = 64  # bytes, for each stage, of numbers that PyTorch makes tensors of and fake tensors do not show
 # On which fake tensors lie: a graph of fake ones of a device that PyTorch was not built for ends the process.
 _HOST = torch.device("cpu")
@@ -112,13 +114,13 @@ class World(Instruments):
         return fake
 
     def finished(self, chain: Chain) -> Chain:
-        """A chain that was found here, as one of the device: with room for scalars that PyTorch makes on its way."""
-        stages = chain.length
+        """A chain that was found here, as one of the device, with some room for what is not seen here."""
+        besides = _SCALARS * chain.length + int(_MARGIN * Persistent(options=False).minimum_budget(chain))
         layout = chain.layout
         if layout is not None and self.device.kind != "cpu":
             there = f" {self.device.kind}"
             layout = replace(layout, inputs=tuple(line.removesuffix(" cpu") + there for line in layout.inputs))
-        return replace(chain, reserve_bytes=chain.reserve_bytes + _SCALARS * stages, layout=layout)
+        return replace(chain, reserve_bytes=chain.reserve_bytes + besides, layout=layout)
 
     # Instruments -----------------------------------------------------------------------------------------------------
 

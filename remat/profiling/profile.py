@@ -344,7 +344,7 @@ def _ways(
     return found
 
 
-_MANY_STEPS = 6  # operations for each stage
+_MANY_STEPS = 1500  # operations, each of which runs a stage without computing it
 
 
 def _tight(chain: Chain) -> Schedule:
@@ -353,7 +353,7 @@ def _tight(chain: Chain) -> Schedule:
     Its recomputations are quadratic in the number of stages.
     """
     operations = Persistent().least_memory(chain)
-    if not instruments().computes and len(operations) > _MANY_STEPS * chain.length:
+    if not instruments().computes and len(operations) > _MANY_STEPS:
         planner, most = Persistent(), store_all_peak(chain)
         least = planner.minimum_budget(chain)
         return planner.solve(chain, least + (most - least) // 4)
