@@ -278,6 +278,34 @@ def test_values_of_whole_numbers_are_looked_at() -> None:
         remat.profile(Looks(at_floats=True), sample, estimate=True)
 
 
+class _Masked(nn.Module):
+    """PyTorch's encoder looks whether a mask is the causal one, after it has made numbers of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.encoder(x, mask=~mask)
+        return y
+
+
+def test_modules_that_look_at_what_they_make_of_masks() -> None:
+    sample = (torch.randn(2, 10, 16), torch.ones(10, 10, dtype=torch.bool).tril())
+    chain = remat.profile(_Masked(), sample, estimate=True, small=0.0)
+    assert chain.act_bytes == remat.profile(_Masked(), sample, small=0.0, repeats=1).act_bytes
+
+
+def test_weights_that_a_forward_rescales() -> None:
+    """Nobody can tell whether values have changed that are not there."""
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
+    model, sample = nn.Sequential(nn.Embedding(20, 8, max_norm=1.0), *layers), torch.randint(0, 20, (4, 5))
+    measured = remat.profile(model, sample, small=0.0, repeats=1, options=False)
+    found = remat.profile(model, sample, small=0.0, estimate=True, options=False)
+    assert (found.act_bytes, found.saved_bytes) == (measured.act_bytes, measured.saved_bytes)
+
+
 def test_kernels_that_cannot_be_asked() -> None:
     """What is asked of a kernel with values made up may be an error, which says nothing."""
     kernels = Kernels()

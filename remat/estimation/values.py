@@ -1,4 +1,4 @@
-"""Values of whole numbers and flags, which models look at: positions, masks, lengths. They are computed in earnest."""
+"""Values that models look at: positions, masks, lengths. What is made of whole numbers and flags is computed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from remat.runtime.operators import flat, written
 from remat.runtime.pytree import map_tensors, tensors
 
 _BY_MASKS = ("aten::index", "aten::index_put", "aten::index_put_")
-_MOST = 2**22  # elements of a tensor whose values are kept
+_MOST, _MOST_FLOATS = 2**22, 2**18  # elements of a tensor whose values are kept
 
 
 class Known(NamedTuple):
@@ -31,7 +31,7 @@ class Values:
 
     def keep(self, fake: torch.Tensor, real: torch.Tensor) -> None:
         """`real` is what `fake` stands in for."""
-        if _is_small(real) and real.device.type == "cpu":
+        if not real.dtype.is_floating_point and _is_small(real) and real.device.type == "cpu":
             with in_earnest():
                 self._of[fake] = real.detach().clone()  # whose memory it shares, nobody asks of whole numbers
 
@@ -79,4 +79,4 @@ class Values:
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.numel() <= _MOST
+    return tensor.numel() <= (_MOST_FLOATS if tensor.dtype.is_floating_point else _MOST) and not tensor.dtype.is_complex

@@ -11,6 +11,7 @@ from torch import nn
 
 from remat.runtime.allocator import rounded
 from remat.runtime.calls.environment import RandomState, rescaled
+from remat.runtime.fakes import is_fake
 from remat.runtime.parts import parts_of
 from remat.runtime.pytree import map_tensors, tensors
 from remat.runtime.sharding import is_sharded
@@ -38,7 +39,7 @@ def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> 
         for part, name, buffer in buffers:
             part._buffers[name] = buffer
         for weight, old in weights:
-            if not torch.equal(weight, old):
+            if not is_fake(weight) and not torch.equal(weight, old):
                 weight.detach().copy_(old)
         for part, before in attributes:
             for name, value in [*part.__dict__.items()]:
