@@ -36,7 +36,7 @@ test-slow: $(DONE)
 	$(BIN)/python -m pytest -q $(PARALLEL) -m slow
 
 gpu: $(DONE)
-	$(BIN)/python -m remat.check --out benchmarks/results/check
+	$(BIN)/python -m remat.check --out benchmarks/results
 
 mutants: $(DONE)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[mutants]'

@@ -81,7 +81,7 @@ class _Session:
         found: dict[str, Any] = {"outcome": "pass"}
         try:
             if name in BENCHMARKS:
-                own = self.out / f"compare_{BENCHMARKS[name]}.json"
+                own = self.file.with_name(f"{self.file.stem}_{BENCHMARKS[name]}.json")
                 found |= compared(BENCHMARKS[name], self.device, self.small, own)
             else:
                 torch.use_deterministic_algorithms(True, warn_only=True)
