@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+in_earnest = torch._C._DisableTorchDispatch  # inside, operators see no modes; they compute
 
 
 def fake_mode() -> FakeTensorMode | None:
@@ -17,12 +18,6 @@ def fake_mode() -> FakeTensorMode | None:
 
 def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
-
-
-def in_earnest() -> AbstractContextManager[Any]:
-    """Inside, operators see no modes; they compute."""
-    guard: AbstractContextManager[Any] = torch._C._DisableTorchDispatch()
-    return guard
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:

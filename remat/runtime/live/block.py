@@ -15,6 +15,7 @@ from remat.formatting import format_bytes
 from remat.report import Report
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.heuristics import Heuristic
+from remat.runtime.fakes import in_earnest
 from remat.runtime.live.advice import Advice, advice_on
 from remat.runtime.live.choosing import Choice, choose, done_at, is_chosen, note_done
 from remat.runtime.live.dispatcher import NUMBER_BYTES, NUMBERS, Dispatcher
@@ -224,7 +225,7 @@ class Block:
 
     def take_state(self, get_state: Callable[[], Tensor]) -> Tensor:
         """The state of PyTorch's generator, counted as long as the program holds it."""
-        with self._store.lock, torch._C._DisableTorchDispatch():
+        with self._store.lock, in_earnest():
             return self._mode.take_state(get_state)
 
     def _preserve(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from remat.devices import DEVICES, device_called
 from remat.runtime.allocator import rounded
+from remat.runtime.fakes import in_earnest
 from remat.runtime.live.schemas import INDEXING, PUTTING, Traits, tensors_in
 from remat.runtime.live.versions import storage_of
 from remat.runtime.meter import MemoryMeter
@@ -284,7 +285,7 @@ def _counted_outputs(  # noqa: PLR0911  # one for each kind of operator
 ) -> list[int]:
     """Bytes of the outputs of an operator whose sizes depend on data: counted there, or the most that they can be."""
     first = inputs[0]
-    with torch._C._DisableTorchDispatch():
+    with in_earnest():
         if traits.label in INDEXING and any(tensor is not None for tensor in args[1]):
             return [_masked_elements(args[0], args[1]) * args[0].element_size()]
         if traits.label in PUTTING:

@@ -20,6 +20,7 @@ from remat.errors import RematError
 from remat.runtime.allocator import allocated_bytes
 from remat.runtime.calls.environment import state_bytes
 from remat.runtime.dtr import _kernels as k
+from remat.runtime.fakes import in_earnest
 from remat.runtime.live.costs import SHARED, Knowledge, OperatorFacts, observe, working_device
 from remat.runtime.live.operator_calls import (
     CPU,
@@ -33,7 +34,7 @@ from remat.runtime.live.operator_calls import (
 )
 from remat.runtime.live.raw_access import are_others, expose_elsewhere
 from remat.runtime.live.schemas import Traits, tensors_in, traits_of
-from remat.runtime.live.store import Store, can_be_evicted, no_autocast, no_autograd, no_modes, parts_of, storages_made
+from remat.runtime.live.store import Store, can_be_evicted, no_autocast, no_autograd, parts_of, storages_made
 from remat.runtime.live.versions import Given, Operator, Source, StorageRef, Version, VersionRef, bits_of, storage_of
 from remat.runtime.surroundings import KNOWN, Surroundings, surroundings_of
 
@@ -378,7 +379,7 @@ class Dispatcher(TorchDispatchMode):
             self._make_room(pending, call, changed)
         for version, storage in changed:
             if version.saves:
-                with no_modes(), no_autograd(), no_autocast():
+                with in_earnest(), no_autograd(), no_autocast():
                     store.move(version, storage.clone())
         random = random_before(traits, call.device or CPU, kwargs) if traits.random and action.repeatable else None
         try:

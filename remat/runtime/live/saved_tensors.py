@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from remat.runtime.live.store import Store, no_autocast, no_autograd, no_modes
+from remat.runtime.fakes import in_earnest
+from remat.runtime.live.store import Store, no_autocast, no_autograd
 from remat.runtime.live.versions import Saved, SavedConstant, on_storage, storage_of
 
 
@@ -27,7 +28,7 @@ class Saving:
                 if version.resident and version.held is None:
                     version.held = storage
                 return Saved(tensor, version, self._store.dropped)
-        with torch._C._DisableTorchDispatch():
+        with in_earnest():
             return SavedConstant(tensor)
 
     def unpack(self, saved: Saved | SavedConstant) -> Tensor:
@@ -45,5 +46,5 @@ class Saving:
         if not version.resident:
             self._store.access(version, "backward")
         storage = self._store.lend(version)
-        with no_modes(), no_autograd(), no_autocast():
+        with in_earnest(), no_autograd(), no_autocast():
             return on_storage(saved.view, storage)

@@ -19,6 +19,7 @@ from torch import Tensor
 from remat.errors import ReplayError
 from remat.runtime.allocator import allocated_bytes
 from remat.runtime.dtr import _kernels as k
+from remat.runtime.fakes import in_earnest
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
 from remat.runtime.live.schemas import tensors_in
@@ -36,7 +37,6 @@ from remat.runtime.live.versions import (
 
 # Operators inside of all three run as the kernels that they were when the dispatcher saw them. They stand in each
 # `with` by themselves: a context manager of ours around them could be interrupted between them and leave some on.
-no_modes = torch._C._DisableTorchDispatch
 no_autograd = torch._C._AutoDispatchBelowAutograd
 no_autocast = torch._C._DisableAutocast
 
@@ -263,7 +263,7 @@ class Store:
         Raises:
             ReplayError: what it was computed from has changed, or the result is of another size.
         """
-        with no_modes(), no_autograd(), no_autocast():
+        with in_earnest(), no_autograd(), no_autocast():
             copies: dict[int, torch.UntypedStorage] = {}
             for source in operator.sources():
                 if isinstance(source, Given) and source.changed():
@@ -392,7 +392,7 @@ class Store:
         original, size = constant.content, allocated_bytes(constant.content)
         (tensor,) = self.ledger.add("clone", max(size // 10, 1), [constant.argument], [size])
         self.hold(size, "clone")
-        with no_modes(), no_autograd(), no_autocast():
+        with in_earnest(), no_autograd(), no_autocast():
             constant.content = copy = original.clone()
         if constant.tensor is None:
             self.enter(tensor, copy, size, None)

@@ -17,7 +17,7 @@ from remat.runtime.calls.environment import FirstRun
 from remat.runtime.calls.partial import Differs, Parts, Replaying, nothing
 from remat.runtime.calls.stages import attached
 from remat.runtime.calls.tape import OUTSIDE, Recorder, Value, value_of
-from remat.runtime.live.store import no_modes
+from remat.runtime.fakes import in_earnest
 from remat.runtime.live.units.account import Counted
 from remat.runtime.live.units.dormant import packing
 from remat.runtime.live.units.pieces import Input, Piece, Row, Slot, tensor_on
@@ -210,7 +210,7 @@ class UnitCall:
         slot = Slot()
         slot.call, slot.piece, slot.number = self, None, len(self._recorded)
         slot.version = tensor._version
-        with no_modes():
+        with in_earnest():
             slot.tensor = tensor.detach()  # another object: what is held of the run's own counts as held by others
         assert self._recorder is not None
         self._recorder.saves(tensor)
@@ -430,7 +430,7 @@ class _Collector:
             if number in self._wanted:
                 if self.replaying is not None and not self.replaying.is_there(tensor):
                     raise Differs("a tensor is saved that was skipped")
-                with no_modes():
+                with in_earnest():
                     again = tensor.detach()
                 storage, tensors_of = self.found.setdefault(value.storage, (storage_of(again), {}))
                 if storage is not storage_of(again):

@@ -12,7 +12,7 @@ import torch
 
 from remat.errors import ReplayError
 from remat.runtime.calls.tape import Value, value_of
-from remat.runtime.live.store import no_modes
+from remat.runtime.fakes import in_earnest
 from remat.runtime.live.units.account import Counted
 from remat.runtime.live.units.unit import Making
 
@@ -215,7 +215,7 @@ _OWN_REFERENCES = _own_references()
 def tensor_on(storage: torch.UntypedStorage, value: Value) -> torch.Tensor:
     """A tensor that looks so at a storage."""
     _, size, stride, offset, dtype = value
-    with no_modes(), torch.no_grad():
+    with in_earnest(), torch.no_grad():
         return torch.empty((), dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
 
 
