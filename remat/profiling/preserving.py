@@ -113,7 +113,15 @@ def _gradients(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tenso
 
     Nobody reads what is added there; so measuring takes no more memory than one parameter.
     """
-    wanted = [parameter for parameter in parameters if parameter.requires_grad]
+    wanted = []
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        plain = type(parameter) in (nn.Parameter, torch.Tensor) or is_fake(parameter)
+        if plain and parameter.layout == torch.strided:
+            wanted.append(parameter)
+        else:  # one that is a part of a tensor of several processes has such a gradient
+            yield parameter, torch.zeros_like(parameter)
     largest: dict[tuple[torch.device, torch.dtype], int] = {}
     for parameter in wanted:
         kind = (parameter.device, parameter.dtype)
