@@ -150,6 +150,16 @@ def test_a_plan_of_an_estimate_is_carried_out() -> None:
     assert meter.regions[0].peak_bytes <= limit
 
 
+def test_replays_take_time_of_python() -> None:
+    """On a CPU, which waits for it; a GPU has been given work ahead."""
+    model, sample = MODELS["gpt"]()
+    here, there = (remat.profile(model, sample, estimate=True, device=device) for device in ("cpu", "h100"))
+    for chain, least in ((here, 2e-4), (there, 0.0)):
+        found = [option.replay_seconds for options in chain.options for option in options]
+        assert found and min(found) > least
+    assert min(option.replay_seconds for options in there.options for option in options) < 2e-4
+
+
 def test_nothing_is_computed() -> None:
     """Neither parameters nor activations are ever in memory; the model may be on the meta device."""
     with torch.device("meta"):
