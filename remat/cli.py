@@ -519,6 +519,10 @@ def _estimate(name: str, batch: int, device: str, optimiser: str, shards: int, l
     from remat.models.examples import load_unplaced
     from remat.profiling.estimate import estimated_in
 
+    if name.endswith(".json"):
+        raise RematError(
+            f"{name} holds what a model costs where it was measured; leave out --device, or name the model"
+        )
     world = World(device_named(device))
     with world.entered():  # so that parameters take no memory
         example = load_unplaced(name, batch)

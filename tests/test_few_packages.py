@@ -56,6 +56,16 @@ refused(chain.plot, "matplotlib")
 refused(lambda: remat.explore(chain), "ipywidgets")
 refused(lambda: remat.solve(chain, 0.9, "ilp"), "pulp")
 refused(lambda: remat.solve(chain, 0.9, "checkmate"), "pulp")
+assert remat.estimate(model, sample, device="h100").fits
+
+import runpy
+
+for name in ("plans of llama", "compare llama"):
+    sys.argv = ["check", "--device", "cpu", "--out", "check", "--only", name]
+    try:
+        runpy.run_module("remat.check", run_name="__main__")
+    except SystemExit as stopped:
+        assert not stopped.code, name
 print("done")
 """
 HIDDEN = (
