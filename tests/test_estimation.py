@@ -324,6 +324,9 @@ def test_kernels_that_cannot_be_asked() -> None:
     assert asked is None
     assert kernels.ask(torch.ops.aten.mm.default, [torch.empty(3, 4), torch.empty(4, 5)], {}) is not None
     assert kernels.output(torch.ops.aten.repeat_interleave.Tensor, [sizes], {}).shape == (0,)
+    wide = torch.empty(2**30, device="meta")
+    assert kernels.ask(torch.ops.aten.add.Tensor, [wide, wide], {}) is None  # never in memory here
+    assert kernels.ask(torch.ops.aten.add.Tensor, [wide[:4].clone()] * 2, {}) is not None
     state = torch.get_rng_state()
     kernels.ask(torch.ops.aten.bernoulli.p, [torch.empty(3, 4), 0.5], {})
     assert torch.equal(torch.get_rng_state(), state)

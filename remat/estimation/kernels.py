@@ -22,7 +22,9 @@ from remat.runtime.pytree import map_tensors, tensors
 
 _HOST = torch.device("cpu")
 _RUNS = 3  # that are timed
+_LONG = 0.1  # seconds after which one run is enough
 _LARGER_THAN_CACHES = 2**25  # bytes
+_MOST_BYTES = 2**31  # of inputs that are made up
 
 
 class Asked(NamedTuple):
@@ -46,10 +48,12 @@ class Kernels:
         self._known: dict[Hashable, Asked | None] = {}
 
     def ask(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Asked | None:
-        """What one call takes; None where it cannot be run with inputs made up."""
+        """What one call takes; None where it cannot be run with inputs made up, or is too large for that."""
+        given = flat((*args, *kwargs.values()))
         if _reads_what_others_wrote(operator):
-            given = flat((*args, *kwargs.values()))
             return Asked(3 * sum(tensor.numel() * tensor.element_size() for tensor in given) // 2, ())
+        if sum(tensor.untyped_storage().nbytes() for tensor in given) > _MOST_BYTES:
+            return None
         key = (operator, *map(_look, (*args, *kwargs.items())))
         if key not in self._known:
             self._known[key] = _run(operator, args, kwargs)
@@ -124,6 +128,8 @@ def _seconds(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> f
         start = time.perf_counter()
         operator(*args, **kwargs)
         least = min(least, time.perf_counter() - start)
+        if least > _LONG:
+            break
     return least
 
 
