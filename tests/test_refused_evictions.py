@@ -56,6 +56,43 @@ def test_what_was_told_behind_a_failure_is_not_lost() -> None:
     assert ledger.memory <= 10
 
 
+@pytest.mark.parametrize("holder", ["a closure", "autograd, of code outside", "a graph of its own"])
+def test_who_else_holds_what_autograd_saves(holder: str) -> None:
+    """The very tensor that a module is passed and saves: it stays, and nobody waits for it to be made again."""
+    torch.manual_seed(3)
+    stages = [nn.Sequential(nn.Linear(256, 32), nn.Tanh(), nn.Linear(32, 256)) for _ in range(8)]
+    model, sample = Model(*stages), torch.randn(64, 256)
+    model.scale = nn.Parameter(torch.ones(256))
+    allocate_gradients(model)
+
+    def step() -> None:
+        x, total, kept = sample, torch.zeros(()), []
+        for number, stage in enumerate(model.stages):
+            x = stage(x)
+            if number % 3:
+                continue
+            apart = x.detach()
+            if holder == "a graph of its own":
+                apart.requires_grad_()
+            total = total + model.stages[0](apart).square().mean()
+            if holder == "autograd, of code outside":
+                total = total + (apart * model.scale).sum()
+            elif holder == "a closure":
+                kept.append(lambda apart=apart: apart)
+        (x.square().mean() + total).backward()
+
+    most = memory_of(step)
+    left_by(model)
+    step()
+    plain = left_by(model)
+    for heuristic in ("h_size", "h_lru"):
+        for share in (0.9, 0.75):
+            for _ in range(3):
+                with remat.DTR(int(share * most), heuristic=heuristic, thrash_limit=20):
+                    step()
+                assert all(map(torch.equal, plain, left_by(model)))
+
+
 def test_what_the_program_holds_is_passed_on() -> None:
     """Outputs that it keeps have views of its own; what is made of them later is made of what is still there."""
     torch.manual_seed(3)

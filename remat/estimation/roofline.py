@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from remat.devices import Device
-from remat.runtime.operators import flat
+from remat.runtime.operators import flat, only_views
 
 _TRANSCENDENTAL = frozenset(
     "gelu silu tanh sigmoid exp log sin cos erf softplus mish pow rsqrt sqrt log1p expm1 hardswish elu".split()
@@ -34,7 +34,7 @@ class Roofline:
     def seconds(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> float:
         """Of one call; nothing where it only looks at its inputs in another way."""
         inputs, outputs = flat((*args, *kwargs.values())), flat((output,))
-        if not operator._schema.is_mutable and _only_views(inputs, outputs):
+        if not operator._schema.is_mutable and only_views(inputs, outputs):
             return 0.0
         device, kind = self._device, kind_of(operator)
         moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
@@ -59,11 +59,6 @@ class Roofline:
 
 def _products_are_rounded() -> bool:
     return torch.get_float32_matmul_precision() != "highest"
-
-
-def _only_views(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
-    there = {tensor.untyped_storage()._cdata for tensor in inputs if tensor.layout == torch.strided}
-    return all(tensor.layout == torch.strided and tensor.untyped_storage()._cdata in there for tensor in outputs)
 
 
 @functools.cache

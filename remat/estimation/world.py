@@ -34,7 +34,7 @@ from remat.estimation.variants import AsOnCuda
 from remat.runtime.allocator import granule_of_host, rounded
 from remat.runtime.fakes import fake_on, is_fake, storage_without_data
 from remat.runtime.meter import Instruments, Meter, Region, measured_by
-from remat.runtime.operators import argument_at, flat, only_asks
+from remat.runtime.operators import argument_at, flat, only_asks, only_views
 from remat.runtime.pytree import map_tensors, tensors
 from remat.solvers.persistent import Persistent
 
@@ -157,12 +157,12 @@ class World(Instruments):
             return
         inputs = flat((*args, *kwargs.values()))
         given = {tensor.untyped_storage()._cdata for tensor in inputs if tensor.layout == torch.strided}
-        made = [tensor for tensor in flat((output,)) if tensor.layout == torch.strided]
-        if not operator._schema.is_mutable and all(tensor.untyped_storage()._cdata in given for tensor in made):
-            return  # it only looks at its inputs in another way
+        made = flat((output,))
+        if not operator._schema.is_mutable and only_views(inputs, made):
+            return
         asked = self._kernels.ask(operator, args, kwargs) if self._kernels is not None else None
         sizes = () if asked is None else asked.result_bytes
-        for position, tensor in enumerate(flat((output,))):
+        for position, tensor in enumerate(made):
             self._enter(tensor, given, sizes[position] if position < len(sizes) else None)
         self.peak = max(self.peak, self.level + (0 if asked is None else asked.scratch_bytes))
         if asked is not None and asked.seconds is not None and self.device is DEVICES["cpu"]:  # this one

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from remat.errors import UnsupportedModel
 from remat.runtime.checks import failing_on_the_sample
-from remat.runtime.operators import flat, statistics
+from remat.runtime.operators import flat, only_views, statistics
 from remat.runtime.operators import written as written_by
 from remat.runtime.patching import Forward, blocks_as_written, intercepted, outside_of_compiled
 from remat.runtime.pytree import Arguments, Key, activation_of, first_tensor, key_of, tensors
@@ -240,7 +240,7 @@ class _Operators(TorchDispatchMode):
         for tensor in outputs:
             recorder.storage(tensor, born=now)
         recorder.clock += 1
-        if written or not _only_views(inputs, outputs):
+        if written or not only_views(inputs, outputs):
             count = flop_registry.get(operator._overloadpacket)
             operations = count(*args, **kwargs, out_val=output) if count is not None else 0
             work = sum(tensor.nbytes for tensor in (*inputs, *outputs)) + operations / _OPERATIONS_PER_BYTE
@@ -254,12 +254,6 @@ def _outwards(call: ModuleCall | None) -> Iterator[ModuleCall]:
     while call is not None:
         yield call
         call = call.parent
-
-
-def _only_views(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
-    """Whether an operator, which writes to nothing, only looks at its inputs in another way."""
-    there = {tensor.untyped_storage()._cdata for tensor in inputs}
-    return all(tensor.untyped_storage()._cdata in there for tensor in outputs)
 
 
 def _own_storages(module: nn.Module) -> frozenset[int]:

@@ -34,6 +34,12 @@ def flat(values: Iterable[Any]) -> list[torch.Tensor]:
     return found
 
 
+def only_views(inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]) -> bool:
+    """Whether an operator, which writes to nothing, only looks at its inputs in another way."""
+    there = {tensor.untyped_storage()._cdata for tensor in inputs if tensor.layout == torch.strided}
+    return all(tensor.layout == torch.strided and tensor.untyped_storage()._cdata in there for tensor in outputs)
+
+
 def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors among the arguments that the operator changes, by its schema."""
     return flat(argument_at(args, kwargs, *place) for place in _places(operator).writes)
