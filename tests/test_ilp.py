@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import remat
-from remat.chain import Chain
+from remat.chain import Chain, Option
 from remat.errors import InfeasibleBudget, RematError, SolverStopped
 from remat.report import Report
 from remat.simulation import simulate
@@ -52,8 +52,21 @@ def test_ilp_agrees_with_floating_on_larger_chains(chain: Chain, tenths: int) ->
     assert report.bound_seconds <= simulate(chain, remat.solve(chain, budget, "floating")).seconds * (1 + 1e-6)
 
 
+def misled(
+    act: tuple[int, ...], saved: tuple[int, ...], bwd_overhead: tuple[int, ...], forward: float, last: int
+) -> Chain:
+    """A chain that HiGHS 1.15 with its presolve has no optimum for."""
+    none = (0,) * 3
+    return Chain(
+        act, saved, none, bwd_overhead, (0, forward, 0), none, grad_bytes=(0,) * 4, replay_seconds=none,
+        options=((Option(2, 0, 0, 0),), (Option(last, 7, 6, 0),), ()),
+    )  # fmt: skip
+
+
 @settings(max_examples=60, deadline=None)
 @given(measured_chains(max_stages=4, with_options=True), st.integers(0, 10))
+@example(misled((0, 1, 1, 0), (2, 4, 4), (0, 5, 3), 1, 1), 0)
+@example(misled((0, 1, 0, 0), (2, 3, 0), (0, 5, 0), 0, 0), 0)
 def test_ilp_equals_exhaustive_search_with_all_terms_of_measured_chains(chain: Chain, tenths: int) -> None:
     least, most = minimum_budget(chain, "floating"), store_all_peak(chain)
     budget = max(least + (most - least) * tenths // 10, 1)
