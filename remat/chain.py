@@ -31,6 +31,7 @@ class Layout:
             empty: none may.
         dropped: for each stage but the loss, and each of its options, which of the tensors that autograd saves are not
             kept, by their numbers in the order in which it saves them, from 0; empty: no stage has options.
+        offloaded: the same for those that go to the host's memory; empty: none do.
     """
 
     modules: tuple[int, ...]
@@ -40,13 +41,17 @@ class Layout:
     uncalled: tuple[str, ...] = ()
     ends_early: tuple[bool, ...] = ()
     dropped: tuple[tuple[frozenset[int], ...], ...] = ()
+    offloaded: tuple[tuple[frozenset[int], ...], ...] = ()
 
     def to_fields(self) -> dict[str, Any]:
         calls = None if self.calls is None else [list(names) for names in self.calls]
         own = {"modules": list(self.modules), "inputs": list(self.inputs)}
         others = {"aside": list(self.aside), "uncalled": list(self.uncalled), "ends_early": list(self.ends_early)}
-        dropped = [[sorted(numbers) for numbers in options] for options in self.dropped]
-        return {**own, "calls": calls, **others, "dropped": dropped}
+        numbers = {
+            name: [[sorted(each) for each in options] for options in getattr(self, name)]
+            for name in ("dropped", "offloaded")
+        }
+        return {**own, "calls": calls, **others, **numbers}
 
     @classmethod
     def from_fields(cls, content: dict[str, Any] | None) -> Layout | None:
@@ -55,20 +60,29 @@ class Layout:
         calls = content.get("calls")
         named = None if calls is None else tuple(map(tuple, calls))
         others = {name: tuple(content.get(name, ())) for name in ("aside", "uncalled", "ends_early")}
-        dropped = tuple(tuple(map(frozenset, options)) for options in content.get("dropped", ()))
-        return cls(tuple(content["modules"]), tuple(content["inputs"]), named, **others, dropped=dropped)
+        numbers: dict[str, Any] = {
+            name: tuple(tuple(map(frozenset, options)) for options in content.get(name, ()))
+            for name in ("dropped", "offloaded")
+        }
+        return cls(tuple(content["modules"]), tuple(content["inputs"]), named, **others, **numbers)
 
 
 @dataclass(frozen=True)
 class Option:
     """A way for F_all to keep a part of what a stage saves; right before the stage's backward the rest is made again.
 
+    Some of what is kept may go to the host's memory: it is copied out while the next operation runs forward, is gone
+    from the device when that ends, and is copied back while the next stage runs backward (`remat.simulation`).
+
     Attributes:
-        saved_bytes: of what is kept, the stage's output included, its input not.
-        save_overhead_bytes: scratch memory of this F_all beyond its input and what it keeps.
-        bwd_overhead_bytes: what the replay and the backward need beyond what is kept, a_{l-1}, grad_l and grad_{l-1}.
+        saved_bytes: of what is kept on the device, the stage's output included, its input not.
+        save_overhead_bytes: scratch memory of this F_all beyond its input and what it keeps, here and on the host.
+        bwd_overhead_bytes: what the replay and the backward need beyond what is kept, here and on the host, a_{l-1},
+            grad_l and grad_{l-1}.
         replay_seconds: how long the replay takes.
         without: what is not kept, for readers: "native_layer_norm, gelu".
+        host_bytes: of what goes to the host's memory.
+        link_seconds: how long the link to it is busy with that, one way.
     """
 
     saved_bytes: int
@@ -76,11 +90,16 @@ class Option:
     bwd_overhead_bytes: int
     replay_seconds: float
     without: str = ""
+    host_bytes: int = 0
+    link_seconds: float = 0.0
 
     def described(self, saved_bytes: int, fwd_seconds: float) -> str:
         """What it comes to in a stage that saves so many bytes and takes so long: "without gelu: 48 % of ..."."""
         kept = self.saved_bytes / saved_bytes if saved_bytes else 1.0
         again = f", {self.replay_seconds / fwd_seconds:.0%} of the forward again" if fwd_seconds else ""
+        if self.host_bytes:
+            away = f"{format_bytes(self.host_bytes)} on the host: {kept:.0%} of the bytes stay"
+            return away if not self.without else f"{away}, without {self.without}{again}"
         return f"without {self.without or 'a part'}: {kept:.0%} of the bytes{again}"
 
 
@@ -105,8 +124,8 @@ class Chain:
             F_none hold in passing F_all often saves, so it needs less beyond.
         replay_seconds: L+1 durations of a recomputation by F_all right before the stage's backward: it ends with the
             last tensor that it saves. By default `fwd_seconds`.
-        options: L+1 tuples of the `Option`s of each stage; number 0, to keep everything, is not among them. By default
-            no stage has any.
+        options: L+1 tuples of the `Option`s of each stage; number 0, to keep everything, is not among them. Those that
+            send something to the host come last. By default no stage has any.
         reserve_bytes: what the executor may hold on top of the activations: buffer snapshots and RNG states.
         names: L+1 names of stages.
         draws_random: L+1 flags: the stage draws random numbers, so a recomputation restores their generator.
@@ -136,7 +155,7 @@ class Chain:
     fixed: tuple[bool, ...] = field(default=(), kw_only=True, metadata=_SAME)
     layout: Layout | None = field(default=None, kw_only=True, metadata=_OWN)
 
-    VERSION = 4
+    VERSION = 5
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # the way a frozen dataclass normalises its own fields
@@ -170,15 +189,29 @@ class Chain:
             flags = tuple(map(bool, getattr(self, name))) or (False,) * stages
             set_field(self, name, _of_length(name, flags, stages, "L+1"))
         set_field(self, "options", _of_length("options", _options(self.options) or ((),) * stages, stages, "L+1"))
-        for index, options in enumerate(self.options):
-            if options and (index == stages - 1 or self.fixed[index]):
-                raise InvalidChain(f"options[{index}] is of a stage that does not run again; it has none")
+        self._check_options()
         if self.layout is not None:
-            if self.layout.dropped and [*map(len, self.layout.dropped)] != [*map(len, self.options[:-1])]:
-                raise InvalidChain("layout.dropped says of other options than options what they keep")
+            for name in ("dropped", "offloaded"):
+                named = getattr(self.layout, name)
+                if named and [*map(len, named)] != [*map(len, self.options[:-1])]:
+                    raise InvalidChain(f"layout.{name} says of other options than options what they keep")
             _of_length("layout.modules", self.layout.modules, stages - 1, "L")
             if self.layout.ends_early:
                 _of_length("layout.ends_early", self.layout.ends_early, stages - 1, "L")
+
+    def _check_options(self) -> None:
+        stages = self.length
+        for index, options in enumerate(self.options):
+            if options and (index == stages - 1 or self.fixed[index]):
+                raise InvalidChain(f"options[{index}] is of a stage that does not run again; it has none")
+            away = [option.host_bytes > 0 for option in options]
+            if any(away) and (index >= stages - 2 or self.fixed[index + 1]):
+                raise InvalidChain(
+                    f"options[{index}] sends something to the host, and no stage behind it hides that: the next one is "
+                    "the loss, or fixed"
+                )
+            if away != sorted(away):
+                raise InvalidChain(f"options[{index}]: those that send something to the host come last")
 
     @property
     def length(self) -> int:
@@ -190,8 +223,23 @@ class Chain:
         """The same chain where F_all keeps everything, as in the paper."""
         if not any(self.options):
             return self
-        layout = None if self.layout is None else replace(self.layout, dropped=())
+        layout = None if self.layout is None else replace(self.layout, dropped=(), offloaded=())
         return replace(self, options=(), layout=layout)
+
+    @property
+    def without_offload(self) -> Chain:
+        """The same chain where nothing goes to the host; its options have the same numbers."""
+        counts = [sum(not option.host_bytes for option in options) for options in self.options]
+        if counts == [*map(len, self.options)]:
+            return self
+
+        def those(each: tuple[tuple[Any, ...], ...]) -> tuple[tuple[Any, ...], ...]:
+            return tuple(options[:count] for options, count in zip(each, counts, strict=False))
+
+        layout = self.layout
+        if layout is not None:
+            layout = replace(layout, dropped=those(layout.dropped), offloaded=())
+        return replace(self, options=those(self.options), layout=layout)
 
     @property
     def store_all_seconds(self) -> float:
@@ -276,7 +324,7 @@ class Chain:
             InvalidFile: another kind of file, another version, or missing fields.
             InvalidChain: numbers that describe no chain.
         """
-        # Version 2 has no `replay_seconds`, and none before 4 has `options`.
+        # Version 2 has no `replay_seconds`, none before 4 has `options`, and in 4 nothing goes to the host.
         content = files.read(path, "Chain", cls.VERSION, oldest=2)
         try:
             return cls.from_fields(content)
@@ -324,10 +372,10 @@ def _options(stages: Iterable[Iterable[Option]]) -> tuple[tuple[Option, ...], ..
             if not isinstance(option, Option):
                 raise InvalidChain(f"options[{index}] holds {option!r}; it is a tuple of remat.Option")
             name = f"options[{index}][{number - 1}]."
-            kept, save = _sizes(name, (option.saved_bytes, option.save_overhead_bytes))
+            kept, save, host = _sizes(name, (option.saved_bytes, option.save_overhead_bytes, option.host_bytes))
             (extra,) = _sizes(name, (option.bwd_overhead_bytes,), signed=True)
-            (seconds,) = _times(name, (option.replay_seconds,))
-            checked.append(Option(kept, save, extra, seconds, option.without))
+            seconds, link = _times(name, (option.replay_seconds, option.link_seconds))
+            checked.append(Option(kept, save, extra, seconds, option.without, host, link))
         found.append(tuple(checked))
     return tuple(found)
 

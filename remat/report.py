@@ -48,6 +48,7 @@ class Report:
         accesses: of DTR: storages looked at to score and to keep track of evicted neighbourhoods (Kirisame et al.,
             Appendix D.3).
         bound_seconds: a makespan that no schedule within the budget can beat, where one is known.
+        host_bytes: of the host's memory that what leaves the device takes.
         reserved_bytes: all that an accelerator's allocator held at the peak, parameters and what it has not given out
             included; None on the CPU, and for predictions.
         note: what the maker of the schedule has to say about it.
@@ -66,6 +67,7 @@ class Report:
     evictions: int = 0
     accesses: int = 0
     bound_seconds: float | None = None
+    host_bytes: int = 0
     reserved_bytes: int | None = None
     note: str = ""
     timeline: tuple[Moment, ...] = ()
@@ -86,6 +88,7 @@ class Report:
             f"{self.strategy or 'schedule'} [{'measured' if self.measured else 'predicted'}, {self.outcome}]: "
             f"{budget}, peak {format_bytes(self.peak_bytes)}, {format_seconds(self.seconds)} per step{overhead}, "
             f"{self.recomputations} recomputations"
+            f"{'' if not self.host_bytes else f', {format_bytes(self.host_bytes)} on the host'}"
             f"{'' if self.reserved_bytes is None else f', {format_bytes(self.reserved_bytes)} reserved in all'}"
             f"{'' if self.gap is None else f', at most {self.gap:.1%} from optimal'}"
             f"{self.note and f' ({self.note})'}"
@@ -102,6 +105,8 @@ class Report:
         ]
         if self.overhead is not None:
             facts.insert(5, ("over storing everything", f"{self.overhead:.3f} x"))
+        if self.host_bytes:
+            facts.append(("on the host", format_bytes(self.host_bytes)))
         if self.reserved_bytes is not None:
             facts.append(("reserved in all", format_bytes(self.reserved_bytes)))
         if self.evictions:

@@ -27,7 +27,8 @@ class Operation(NamedTuple):
     F_none l  run stage l forward; keep its output and drop its input
     B l       run stage l backward; free what it needed, leave the gradient of its input
 
-    With an option, F_all l/o keeps only a part of what the backward needs, and B l makes the rest again first.
+    With an option, F_all l/o keeps only a part of what the backward needs, and B l makes the rest again first; or some
+    of it is on the host in between.
 
     Attributes:
         option: which of the stage's ways to keep a part (`Chain.options`), counted from 1; 0: it keeps everything.
@@ -73,7 +74,7 @@ class Schedule:
     note: str = field(default="", kw_only=True, compare=False)
     layout: Layout | None = field(default=None, kw_only=True)
 
-    VERSION = 2
+    VERSION = 3
 
     def __post_init__(self) -> None:
         operations = tuple(Operation(*operation) for operation in self.operations)
@@ -178,7 +179,8 @@ class Schedule:
             InvalidFile: another kind of file, another version, or missing fields.
             InvalidSchedule: the text is not a schedule.
         """
-        content = files.read(path, "Schedule", cls.VERSION, oldest=1)  # which knows no options
+        # Version 1 knows no options, and 2 none that send something to the host.
+        content = files.read(path, "Schedule", cls.VERSION, oldest=1)
         try:
             return cls.from_fields(content)
         except (KeyError, TypeError) as error:

@@ -5,6 +5,10 @@ Every solver's answer is judged here, in exact bytes, before anyone sees it (Bea
 The state between two operations is: the activations stored on their own, the saved sets of stages, and one gradient.
 An activation a_l is at hand if it is stored on its own or lies in saved_l. grad_{L+1} is there from the start, and so
 is what the executor keeps in reserve.
+
+Some of what F_all l/o keeps may go to the host. It is copied out while the next operation runs, which is a run forward,
+and leaves the device when that ends; it is copied back while B l+1 runs, from its beginning on. Where a copy takes
+longer than the operation beside it, the operation takes as long as the copy.
 """
 
 from __future__ import annotations
@@ -47,9 +51,19 @@ def simulate(chain: Chain, schedule: Schedule) -> Report:
         recomputations=schedule.recomputations,
         planning_seconds=schedule.planning_seconds,
         bound_seconds=schedule.bound_seconds,
+        host_bytes=host_bytes(chain, schedule.operations),
         note=schedule.note,
         timeline=tuple(timeline),
     )
+
+
+def host_bytes(chain: Chain, operations: Iterable[Operation]) -> int:
+    """Bytes of the host's memory that a sequence takes: each stage's own, for the whole step."""
+    most: dict[int, int] = {}
+    for _, stage, option in operations:
+        if option:
+            most[stage] = max(most.get(stage, 0), chain.options[stage - 1][option - 1].host_bytes)
+    return sum(most.values())
 
 
 def peak_and_makespan(chain: Chain, operations: Iterable[Operation]) -> tuple[int, float]:
@@ -71,17 +85,22 @@ def _durations(chain: Chain, operations: Sequence[Operation]) -> Iterator[float]
     """
     run: set[int] = set()
     partly: dict[int, Option] = {}
+    beside = 0.0  # a copy to the host that is under way
     for position, (kind, stage, option) in enumerate(operations):
         if kind == B:
             rest = partly.pop(stage, None)
-            yield chain.bwd_seconds[stage - 1] + (rest.replay_seconds if rest is not None else 0.0)
+            seconds = chain.bwd_seconds[stage - 1] + (rest.replay_seconds if rest is not None else 0.0)
+            next_one = partly.get(stage - 1)
+            yield max(seconds, next_one.link_seconds if next_one is not None else 0.0)
             continue
         again = stage in run
         run.add(stage)
+        ends_early = again and operations[position : position + 2] == (Operation(F_ALL, stage), Operation(B, stage))
+        yield max((chain.replay_seconds if ends_early else chain.fwd_seconds)[stage - 1], beside)
+        beside = 0.0
         if option:
             partly[stage] = chain.options[stage - 1][option - 1]
-        ends_early = again and operations[position : position + 2] == (Operation(F_ALL, stage), Operation(B, stage))
-        yield (chain.replay_seconds if ends_early else chain.fwd_seconds)[stage - 1]
+            beside = partly[stage].link_seconds
 
 
 def everything(chain: Chain, stage: int) -> Option:
@@ -100,6 +119,7 @@ def _walk(chain: Chain, operations: Iterable[Operation]) -> Iterator[tuple[Opera
     own[0] = True
     pending = chain.length  # the stage whose backward comes next; its gradient is stored
     stored = chain.reserve_bytes + act[0] + grad[pending]
+    leaving = 0  # bytes that are being copied to the host
     step = -1
 
     for step, operation in enumerate(operations):
@@ -109,24 +129,29 @@ def _walk(chain: Chain, operations: Iterable[Operation]) -> Iterator[tuple[Opera
             missing = f"stage {stage} has {len(chain.options[stage - 1])} options"
         if not missing and kind != B and chain.fixed[stage - 1] and (kind != F_ALL or pending < chain.length):
             missing = f"stage {stage} is fixed: it runs forward once, before any backward, as F_all{stage}"
+        if not missing:
+            missing = _what_hides_no_copy(chain, operation, pending, leaving=leaving > 0)
         if missing:
             raise InvalidSchedule(missing, step=step, operation=operation)
         if kind == B:
             index = stage - 1
-            option = kept[stage]
+            option, below = kept[stage], kept[index]
             assert option is not None
+            stored += below.host_bytes if below is not None else 0
             peak = stored + grad[index] + option.bwd_overhead_bytes
-            stored += grad[index] - grad[stage] - option.saved_bytes
+            stored += grad[index] - grad[stage] - option.saved_bytes - option.host_bytes
             kept[stage] = None
             if own[index]:
                 own[index] = False
                 stored -= act[index]
             pending = index
         else:
+            left, leaving = leaving, 0
             if kind == F_ALL:
                 kept[stage] = option = chain.options[stage - 1][number - 1] if number else everything(chain, stage)
-                peak = stored + option.saved_bytes + option.save_overhead_bytes
-                stored += option.saved_bytes
+                leaving = option.host_bytes
+                peak = stored + option.saved_bytes + leaving + option.save_overhead_bytes
+                stored += option.saved_bytes + leaving
             else:
                 peak = stored + act[stage] + chain.fwd_overhead_bytes[stage - 1]
                 stored += 0 if own[stage] else act[stage]
@@ -134,9 +159,20 @@ def _walk(chain: Chain, operations: Iterable[Operation]) -> Iterator[tuple[Opera
             if kind == F_NONE:
                 own[stage - 1] = False
                 stored -= act[stage - 1]
+            stored -= left
         yield operation, peak, stored
     if pending > 0:
         raise InvalidSchedule(f"it ends before B{pending}", step=step + 1, operation="end")
+
+
+def _what_hides_no_copy(chain: Chain, operation: Operation, pending: int, *, leaving: bool) -> str:
+    """Why `operation` cannot run now beside a copy to the host, or begin one, or an empty string."""
+    kind, stage, number = operation
+    if leaving and (kind == B or stage == chain.length or chain.fixed[stage - 1]):
+        return "the operation before it sends something to the host, which a run forward of another stage has to hide"
+    if number and chain.options[stage - 1][number - 1].host_bytes and pending == stage:
+        return f"B{stage} comes next, and what goes to the host comes back while B{stage + 1} runs"
+    return ""
 
 
 def _what_is_missing(  # noqa: PLR0911  # a table of rules, one return each

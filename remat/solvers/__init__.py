@@ -12,6 +12,7 @@ from remat.solvers.chen import Chen
 from remat.solvers.fastest import Fastest
 from remat.solvers.floating import Floating
 from remat.solvers.ilp import Ilp
+from remat.solvers.offload import Offload
 from remat.solvers.persistent import Persistent
 from remat.solvers.recompute_all import RecomputeAll
 from remat.solvers.revolve import Revolve
@@ -25,6 +26,7 @@ __all__ = [
     "Fastest",
     "Floating",
     "Ilp",
+    "Offload",
     "Persistent",
     "Plan",
     "RecomputeAll",
@@ -43,7 +45,19 @@ __all__ = [
 
 SOLVERS: dict[str, type[Solver]] = {
     solver.name: solver
-    for solver in (StoreAll, RecomputeAll, Sequential, Chen, Revolve, Persistent, Floating, Fastest, Ilp, Checkmate)
+    for solver in (
+        StoreAll,
+        RecomputeAll,
+        Sequential,
+        Chen,
+        Revolve,
+        Persistent,
+        Floating,
+        Fastest,
+        Offload,
+        Ilp,
+        Checkmate,
+    )
 }
 
 

@@ -66,9 +66,11 @@ class Table(ABC):
         exact: nothing was rounded.
         columns: a row has the slots 0 .. columns-1.
         flat: float32 (rows * columns,), filled.
+        layers: rows of each sub-chain, of which the first is the one that is asked for.
     """
 
     method: ClassVar[str]
+    layers: int = 1
 
     def __init__(
         self, chain: Chain, budget: int, slots: int, *, limit: int | None = None, optimistic: bool = False
@@ -78,7 +80,7 @@ class Table(ABC):
         self.chain, self.budget = chain, budget
         self.sizes, self.times = sizes_of(chain), times_of(chain)
         parts = options_of(chain)
-        divisor = divisor_of((*self.sizes, *parts[:3]))
+        divisor = divisor_of((*self.sizes, *parts[:3], *self._further_sizes()))
         room = max(budget - always(chain), 0)
         slots = self._slots_within(limit, slots, room // divisor, optimistic)
         # Units are a multiple of the sizes' common divisor, so that rounding loses nothing it need not.
@@ -94,7 +96,7 @@ class Table(ABC):
             self.columns = self._last_slot(room) + 1
         self._room = Room(chain.length)
         self._readings: dict[int, Reading] = {}
-        self.flat = np.empty(self.rows(chain.length) * self.columns, np.float32)
+        self.flat = np.empty(self.rows(chain.length) * self.layers * self.columns, np.float32)
         self._fill()
 
     @staticmethod
@@ -123,9 +125,13 @@ class Table(ABC):
     def _walk(self, slot: int) -> tuple[int, int, float]:
         """Writes the operations at `slot` into `_room`; returns their number, peak beyond `always`, and seconds."""
 
+    def _further_sizes(self) -> tuple[np.ndarray, ...]:
+        """Other bytes that the recurrence adds up."""
+        return ()
+
     def _slots_within(self, limit: int | None, slots: int, distinct: int, optimistic: bool) -> int:
         """`slots`, or as many as fit the limit; `distinct` slots are enough to be exact."""
-        rows = self.rows(self.chain.length)
+        rows = self.rows(self.chain.length) * self.layers
         beyond = 0 if optimistic else _BEYOND
 
         def needed(slots: int) -> int:
@@ -153,7 +159,7 @@ class Table(ABC):
     @property
     def whole(self) -> np.ndarray:
         """Least seconds of the whole chain by slots."""
-        begin = self.whole_row(self.chain.length) * self.columns
+        begin = self.whole_row(self.chain.length) * self.layers * self.columns
         return self.flat[begin : begin + self.columns]
 
     def read(self, budget: int) -> Operations | None:
@@ -266,13 +272,16 @@ def sizes_of(chain: Chain) -> tuple[np.ndarray, ...]:
 
 
 def options_of(chain: Chain) -> tuple[np.ndarray, ...]:
-    """The options as the kernels take them, without their slots: bytes kept, overheads, seconds, and how many."""
-    counts = np.array([len(options) for options in chain.options], np.int64)
+    """The options as the kernels take them, without their slots: bytes kept, overheads, seconds, and how many.
+
+    Those that send something to the host, which come last, are not among them.
+    """
+    counts = np.array([sum(not option.host_bytes for option in options) for options in chain.options], np.int64)
     shape = (chain.length, int(counts.max(initial=0)))
     kept, save, backward = (np.zeros(shape, np.int64) for _ in range(3))
     seconds = np.zeros(shape, np.float64)
     for stage, options in enumerate(chain.options):
-        for number, option in enumerate(options):
+        for number, option in enumerate(options[: counts[stage]]):
             kept[stage, number], save[stage, number] = option.saved_bytes, option.save_overhead_bytes
             backward[stage, number], seconds[stage, number] = option.bwd_overhead_bytes, option.replay_seconds
     return kept, save, backward, seconds, counts

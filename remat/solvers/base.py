@@ -40,9 +40,11 @@ class Solver(ABC):
         name: its name in `solve`, reports and the command line.
         may_exceed: True for baselines with a model of memory of their own, whose schedules may need more than the
             budget. The outcome of their reports is then "over".
+        offloads: True for one that knows of options that send something to the host; others are not shown them.
     """
 
     name: ClassVar[str]
+    offloads: ClassVar[bool] = False
     may_exceed: ClassVar[bool] = False
 
     @abstractmethod
@@ -75,6 +77,7 @@ class Solver(ABC):
 
         No budget gets a slower schedule than a smaller one asked for in the same call.
         """
+        layout, chain = chain.layout, self._shown(chain)
         sizes = [resolve_budget(budget, store_all_peak(chain)) for budget in budgets]
         start = time.perf_counter()
         found, minimum = list(self.plan(chain, sizes)), 0
@@ -98,10 +101,13 @@ class Solver(ABC):
                 planning_seconds=share,
                 bound_seconds=plan.bound_seconds,
                 note=plan.note,
-                layout=chain.layout,
+                layout=layout,
             )
             answers.append(schedule)
         return answers
+
+    def _shown(self, chain: Chain) -> Chain:
+        return chain if self.offloads else chain.without_offload
 
     def _checked(self, chain: Chain, sizes: Sequence[int], plans: Sequence[Plan | None]) -> list[Plan | None]:
         """The plans, judged in bytes, each as fast as those of smaller budgets."""
@@ -126,7 +132,7 @@ class Solver(ABC):
     @final
     def minimum_budget(self, chain: Chain) -> int:
         """The least budget in bytes that this solver can meet, exact: it works there and fails one byte below."""
-        return peak_and_makespan(chain, self.least_memory(chain))[0]
+        return peak_and_makespan(chain, self.least_memory(self._shown(chain)))[0]
 
 
 def store_all_peak(chain: Chain) -> int:

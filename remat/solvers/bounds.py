@@ -18,7 +18,7 @@ _HALF_ULP = 2.0**-24  # relative error of one float32 addition
 def lower_bound(
     chain: Chain, budget: int | str | float, slots: int = 2000, table_limit: int | str | None = None
 ) -> float:
-    """Seconds that every valid schedule of `chain` within `budget` takes at least.
+    """Seconds that every valid schedule of `chain` within `budget` takes at least, without the host's memory.
 
     The floating recurrence (`remat.solvers.floating`), which is exact over all sequences, with sizes rounded down to
     slots and the budget rounded up: every schedule that fits the bytes fits the slots too. More slots bring it nearer
@@ -37,6 +37,7 @@ def lower_bound(
         InfeasibleBudget: no schedule at all fits the budget.
         RematError: the table would not fit.
     """
+    chain = chain.without_offload
     size = resolve_budget(budget, store_all_peak(chain))
     if size >= store_all_peak(chain):
         return chain.store_all_seconds

@@ -1,0 +1,186 @@
+"""Keep, recompute, or send to the host: the memory-persistent recurrence with a third choice for what a stage saves.
+
+POFO (Beaumont, Eyraud-Dubois, Shilova, 2021) combines the two as well. It lets copies queue up for the link, and has
+what waits in its state. Here each copy has one operation to hide behind, the one that `remat.simulation` gives it, and
+one that does not hide there is refused: the link never delays anything, and the state only has to know what the stage
+before has sent. What may be sent is as fine as storages are, so that a stage can send as much as the link carries in
+that time. `docs/offload.md` derives the recurrence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+import numpy as np
+
+from remat.budgets import resolve_budget
+from remat.chain import Chain
+from remat.host.compilation import say_that_it_compiles
+from remat.simulation import host_bytes, peak_and_makespan
+from remat.solvers import _offload_kernels
+from remat.solvers._tables import Room, Table, plan_with_tables, sizes_of, times_of
+from remat.solvers._tables import options_of as recomputed_options_of
+from remat.solvers.base import Operations, Plan, Solver, least_peak
+from remat.solvers.fastest import Fastest
+from remat.solvers.persistent import PersistentTable
+
+_T = TypeVar("_T")
+_TABLE_LIMIT = 2**29  # bytes of a table; long chains get fewer slots
+
+
+@dataclass(frozen=True)
+class Offload(Solver):
+    """The fastest memory-persistent schedule in which what stages save may also wait in the host's memory.
+
+    It weighs what `Fastest` plans without the host too, so no plan is slower than by recomputation alone. Which options
+    of a chain send something to the host a profile says that was asked for it (`remat.profile(..., offload=True)`).
+
+    Attributes:
+        slots: into how many units the budget is divided; more are finer, slower and larger.
+        host_limit: of the host's memory (an int, or "32GiB"); None: as much as there is. Where all that pays would take
+            more, only the first stages of the chain send something, as many as fit: theirs has the longest to wait.
+    """
+
+    slots: int = 500
+    host_limit: int | str | None = None
+
+    name: ClassVar[str] = "offload"
+    offloads: ClassVar[bool] = True
+
+    def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:
+        alone = Fastest(self.slots).plan(chain.without_offload, budgets)
+        if not may_send(chain):
+            return alone
+        say_that_it_compiles(_offload_kernels.fill_offload, "the planner", seconds="some seconds")
+        planned = self._planned(chain, budgets, chain.length)
+        sent = [plan and self._within(chain, budget, plan) for budget, plan in zip(budgets, planned, strict=True)]
+        return [_fastest(chain, plans) for plans in zip(alone, sent, strict=True)]
+
+    def least_memory(self, chain: Chain) -> Operations:
+        candidates = [Fastest(self.slots).least_memory(chain.without_offload), _least_operations(chain, chain.length)]
+        if self._is_over(chain, candidates[-1]):
+            candidates[-1:] = self._limited(chain, lambda first: _least_operations(chain, first), lambda found: found)
+        return least_peak(chain, candidates)
+
+    def _planned(self, chain: Chain, budgets: Sequence[int], first: int) -> list[Plan | None]:
+        """Where the first so many stages may send something."""
+
+        def table(budget: int) -> OffloadTable:
+            return OffloadTable(chain, budget, self.slots, first, limit=_TABLE_LIMIT)
+
+        return plan_with_tables(chain, budgets, table, lambda: _least_operations(chain, first))
+
+    def _within(self, chain: Chain, budget: int, plan: Plan) -> Plan | None:
+        """A plan, or another one that keeps the host's limit too."""
+        if not self._is_over(chain, plan.operations):
+            return plan
+        found = self._limited(
+            chain, lambda first: self._planned(chain, [budget], first)[0], lambda plan: plan.operations
+        )
+        return _fastest(chain, found)
+
+    def _limited(
+        self, chain: Chain, answer: Callable[[int], _T | None], operations: Callable[[_T], Operations]
+    ) -> list[_T]:
+        """The answers within the host's limit that a search for the most stages that may send something comes by."""
+        found: list[_T] = []
+        low, high = 0, chain.length  # as many fit, and are too many
+        while high - low > 1:
+            middle = (low + high) // 2
+            answered = answer(middle)
+            if answered is not None and self._is_over(chain, operations(answered)):
+                high = middle
+                continue
+            low = middle
+            if answered is not None:
+                found.append(answered)
+        return found
+
+    def _is_over(self, chain: Chain, operations: Operations) -> bool:
+        return self.host_limit is not None and host_bytes(chain, operations) > resolve_budget(self.host_limit)
+
+
+class OffloadTable(Table):
+    """Cells (s, t) of the persistent recurrence at each border (`_offload_kernels`)."""
+
+    method: ClassVar[str] = "offload"
+    rows = staticmethod(PersistentTable.rows)
+    whole_row = staticmethod(PersistentTable.whole_row)
+
+    def __init__(self, chain: Chain, budget: int, slots: int, first: int, *, limit: int) -> None:
+        self._moves = moves_of(chain, first)
+        self.layers = 2 * self._moves[0].shape[1] + 1
+        super().__init__(chain, budget, slots, limit=limit)
+
+    def _kept_bytes(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.sizes[0], self.sizes[1]
+
+    def _kept_by(self, kept: np.ndarray) -> np.ndarray:
+        return kept
+
+    def _further_sizes(self) -> tuple[np.ndarray, ...]:
+        return self._moves[:4]
+
+    def _fill(self) -> None:
+        kept, *others = self._moves
+        self._moves = (kept, *others[:3], (kept + self.unit // 2) // self.unit, *others[4:])
+        self._decisions = np.empty(self.flat.size, np.int16)
+        options = (self.sizes, self.slots, self.times, self.unit, self.options, self._moves)
+        _offload_kernels.fill_offload(self.flat, self._decisions, self.columns, *options)
+
+    def _walk(self, slot: int) -> tuple[int, int, float]:
+        options = (self.sizes, self.slots, self.times, self.options, self._moves, *self._room.columns)
+        return _offload_kernels.read_offload(self._decisions, self.columns, slot, *options)
+
+
+def _least_operations(chain: Chain, first: int) -> Operations:
+    """The schedule of least peak, exact in bytes, where the first so many stages may send something."""
+    sizes, times = sizes_of(chain), times_of(chain)
+    parts, moves = recomputed_options_of(chain), moves_of(chain, first)
+    parts = (*parts[:3], np.zeros_like(parts[0]), *parts[3:])
+    decisions = _offload_kernels.fill_least_offload(sizes, times, parts, moves)
+    room = Room(chain.length)
+    slots = (np.zeros_like(sizes[0]), np.zeros_like(sizes[1]))
+    count, *_ = _offload_kernels.read_offload(decisions, 1, 0, sizes, slots, times, parts, moves, *room.columns)
+    return room.operations(count)
+
+
+def beside(chain: Chain, stage: int) -> float:
+    """Seconds for which a copy of what `stage` saves can hide, either way.
+
+    Beside a copy out the next stage runs forward, as far as a recomputation of it may end early, and beside a copy back
+    its backward.
+    """
+    return min(chain.replay_seconds[stage], chain.fwd_seconds[stage], chain.bwd_seconds[stage])
+
+
+def may_send(chain: Chain) -> bool:
+    """Whether any stage has something to send that hides."""
+    return bool(moves_of(chain, chain.length)[-1].any())
+
+
+def moves_of(chain: Chain, first: int) -> tuple[np.ndarray, ...]:
+    """The options that send something, as the kernels take them, of which only the first so many stages may take any.
+
+    The slots are zeros, until a table knows its unit.
+    """
+    away = [[option for option in options if option.host_bytes] for options in chain.options]
+    counts = np.array([*map(len, away)], np.int64)
+    shape = (chain.length, int(counts.max(initial=0)))
+    kept, save, backward, host, slots = (np.zeros(shape, np.int64) for _ in range(5))
+    seconds, allowed = np.zeros(shape, np.float64), np.zeros(shape, np.bool_)
+    for stage, options in enumerate(away, start=1):
+        for number, option in enumerate(options):
+            at = stage - 1, number
+            kept[at], host[at] = option.saved_bytes, option.host_bytes
+            save[at], backward[at] = option.save_overhead_bytes, option.bwd_overhead_bytes
+            seconds[at] = option.replay_seconds
+            allowed[at] = stage <= first and option.link_seconds <= beside(chain, stage)
+    return kept, save, backward, host, slots, seconds, counts, allowed
+
+
+def _fastest(chain: Chain, plans: Sequence[Plan | None]) -> Plan | None:
+    found = [plan for plan in plans if plan is not None]
+    return min(found, key=lambda plan: peak_and_makespan(chain, plan.operations)[1]) if found else None
