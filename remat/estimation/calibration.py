@@ -14,6 +14,7 @@ from torch.nn import functional
 from remat.devices import BY_ARITHMETIC, BY_MEMORY, GIB, Device
 from remat.errors import RematError
 from remat.host.packages import available_bytes
+from remat.runtime.offload import bytes_per_second
 
 _SECONDS = 0.4  # that each operator is run for
 _ELEMENTS = 2**22  # of the tensors that operators bounded by memory work on: more than caches hold
@@ -67,7 +68,7 @@ def calibrate(device: str = "cpu", name: str | None = None) -> Device:
     launch = _least_seconds(place, lambda: [tiny + tiny for _ in range(100)]) / 100
     assert efficiency.keys() == {*BY_ARITHMETIC, *BY_MEMORY}
     return Device(
-        name or _name(place), place.type, _memory(place), rates, bandwidth, launch, _link(place, values), efficiency
+        name or _name(place), place.type, _memory(place), rates, bandwidth, launch, bytes_per_second(place), efficiency
     )
 
 
@@ -83,12 +84,6 @@ def _least_seconds(place: torch.device, run: Callable[..., Any], *args: Any) -> 
         synchronise()
         least = min(least, time.perf_counter() - start)
     return max(least, 1e-9)
-
-
-def _link(place: torch.device, values: torch.Tensor) -> float:
-    """Bytes a second between the device and the host's memory."""
-    host = torch.empty(values.shape, pin_memory=place.type == "cuda")
-    return values.nbytes / _least_seconds(place, lambda: host.copy_(values, non_blocking=True))
 
 
 def _memory(place: torch.device) -> int:

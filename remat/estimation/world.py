@@ -122,6 +122,9 @@ class World(Instruments):
             layout = replace(layout, inputs=tuple(line.removesuffix(" cpu") + there for line in layout.inputs))
         return replace(chain, reserve_bytes=chain.reserve_bytes + besides, layout=layout)
 
+    def link_bytes_per_second(self, device: torch.device) -> float:
+        return self.device.host_bytes_per_second
+
     # Instruments -----------------------------------------------------------------------------------------------------
 
     @contextmanager

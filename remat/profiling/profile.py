@@ -31,6 +31,7 @@ from remat.profiling.preserving import (
     with_graph_of_its_own,
 )
 from remat.profiling.recording import saving_nothing
+from remat.profiling.sending import Parcel, with_offload
 from remat.profiling.sequence_pass import SequencePass
 from remat.profiling.stage_costs import cast_bytes, own_autocast_cache, storage_bytes
 from remat.profiling.stage_pass import Pass
@@ -66,6 +67,7 @@ def profile(
     agreed: Callable[[Chain], Chain] | None = None,
     output_held: bool = True,
     options: bool = True,
+    offload: bool = False,
     keep: Collection[str] = (),
     recompute: Collection[str] = (),
     device: str | None = None,
@@ -93,6 +95,8 @@ def profile(
         options: also measure ways to keep a part of what a stage saves, and to make the rest again before its backward
             (`Chain.options`), which planners then choose from. One step of a stage for each of them, once for stages
             that do the same.
+        offload: also find out what stages could send to the host's memory, and how fast that goes; the planner
+            `offload` takes what hides (`docs/offload.md`). Needs `options`.
         keep: names of operators or of classes of modules, or parts of them ("attention", "mm", "LayerNorm"), that no
             option runs again where that can be helped: where what they make is among what autograd saves.
         recompute: names of those that options may run again although they are kept by themselves: "topk", "sort" and
@@ -117,7 +121,8 @@ def profile(
     check_model(model)
     if estimate:
         options_of_it: Any = {"small": small, "stages": stages, "progress": progress, "agreed": agreed}
-        options_of_it |= {"output_held": output_held, "options": options, "keep": keep, "recompute": recompute}
+        options_of_it |= {"output_held": output_held, "options": options, "offload": offload}
+        options_of_it |= {"keep": keep, "recompute": recompute}
         return estimate_in(World(device_named(device or "cpu")), model, sample, loss, options_of_it)
     if device is not None:
         raise RematError("device= is what an estimate is for; a model is measured where it is. Say estimate=True, too")
@@ -149,7 +154,11 @@ def profile(
             layout = locate(model, call, stages=stages, small=small).layout(call)
             tell("finding chains", 1, 1)
         casts = cast_bytes(place, partial(_forward_only, model, call, protocol.loss))
-        wanted = Wanted(options and agreed is None, keep, recompute)  # processes would find options of their own
+        if offload and not (options and agreed is None):
+            raise RematError("what goes to the host is an option of a stage, of which several processes have none")
+        wanted = Wanted(
+            options and agreed is None, keep, recompute, offload
+        )  # processes would find options of their own
         chain = _measured(model, call, layout, place, foreign, protocol, replaced, wanted, repeats=repeats, tell=tell)
         set_up = storage_bytes(replaced.among(everything.parts))
         chain = replace(chain, reserve_bytes=chain.reserve_bytes + casts + set_up)
@@ -203,6 +212,7 @@ class Wanted(NamedTuple):
     any: bool
     keep: Collection[str]
     recompute: Collection[str]
+    offload: bool
 
 
 def _forward_only(model: nn.Module, call: Arguments, loss: Loss | None) -> None:
@@ -290,12 +300,11 @@ def _measured(
         run(seconds, partial(in_time, sweep), known=memory.facts)
         times.append(seconds.seconds)
     tell("measuring time", repeats * (len(stages) + 1), repeats * (len(stages) + 1))
-    ways = None
-    if wanted.any:
-        again = [i for i, stage in enumerate(stages, start=1) if places is None or not places.fixed[i - 1]]
-        ways = _ways(run, stages, again, memory.facts, device, wanted, repeats, tell)
+    recomputed = [i for i in range(1, len(stages) + 1) if places is None or not places.fixed[i - 1]]
+    ways, offers = _ways(run, stages, recomputed, memory.facts, device, wanted, repeats, tell)
     ends: Any = {"has_loss": loss is not None, "output_held": protocol.output_held}
-    return chain_of(layout, places, stages, memory, variables.let_go, times, ways, **ends)
+    chain = chain_of(layout, places, stages, memory, variables.let_go, times, ways, **ends)
+    return with_offload(chain, offers, instruments().link_bytes_per_second(device)) if offers else chain
 
 
 def _ways(
@@ -307,8 +316,10 @@ def _ways(
     wanted: Wanted,
     repeats: int,
     tell: Progress,
-) -> Ways | None:
-    """What can be kept of the stages that may run again; None where they are all or nothing."""
+) -> tuple[Ways | None, dict[int, list[Parcel]]]:
+    """What can be kept of the stages that may run again, None where they are all or nothing; and what may be sent."""
+    if not wanted.any:
+        return None, {}
     what, passes, done = "looking for what to keep", _RECORDINGS + 1 + repeats, 0
 
     def look(gauge: Gauge, visitor: Visitor) -> None:
@@ -341,7 +352,7 @@ def _ways(
         units = [unit for unit in units if not measuring.failed(unit.stages[0])]
         found = Ways(units, gauge.regions(), sweeps)
     tell(what, passes * (len(stages) + 1), passes * (len(stages) + 1))
-    return found
+    return found, recording.parcels() if wanted.offload else {}
 
 
 _MANY_STEPS = 1500  # operations, each of which runs a stage without computing it

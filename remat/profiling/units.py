@@ -16,6 +16,7 @@ from remat.profiling.facts import StageFacts
 from remat.profiling.gauges import Gauge, Span
 from remat.profiling.options import Choice, choices
 from remat.profiling.recording import no_backward, saving_nothing
+from remat.profiling.sending import Parcel, parcels
 from remat.profiling.stage_costs import Sizes
 from remat.runtime.calls.ending import Ending
 from remat.runtime.calls.environment import BufferWatch, FirstRun
@@ -114,6 +115,10 @@ class Recording:
             if chosen:
                 found.append(Unit(group, tape, chosen))
         return found
+
+    def parcels(self) -> dict[int, list[Parcel]]:
+        """What each stage may send to the host."""
+        return {index: parcels(tape) for index, tape in self._tapes.items()}
 
 
 class _Held:

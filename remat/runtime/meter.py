@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity
 from remat.errors import MeasurementError
 from remat.host.packages import available_bytes
 from remat.host.quiet import without_allocator_warnings
+from remat.runtime.offload import bytes_per_second
 
 _MARK = "remat::region"
 
@@ -170,6 +171,10 @@ class Instruments:
 
     def meter(self, device: torch.device, *, may_be_idle: bool = False) -> Meter:
         return MemoryMeter(device, may_be_idle=may_be_idle)
+
+    def link_bytes_per_second(self, device: torch.device) -> float:
+        """Of the link between a device and the host's memory."""
+        return bytes_per_second(device)
 
     def generator_bytes(self) -> int:
         """Of the state of the CPU's generator."""

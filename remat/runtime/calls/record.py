@@ -8,7 +8,7 @@ may be kept from the first run on; then the others are made by a replay in part 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
 
@@ -24,6 +24,7 @@ from remat.runtime.calls.tape import Recorder
 from remat.runtime.calls.tapes import Tapes
 from remat.runtime.fakes import alias, in_earnest
 from remat.runtime.meter import instruments
+from remat.runtime.offload import HostMemory, Sent
 from remat.runtime.sharding import unsharded
 
 
@@ -68,6 +69,7 @@ class Record:
     Attributes:
         deferred: not all of what autograd saved was kept; slots wait for it.
         filled: the slots have their tensors.
+        sent: what is on the host of those that were kept.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Record:
         self.stage, self.index = stage, index
         self.environment, self.ending, self.tapes, self.again = environment, ending, tapes, again
         self.deferred = self.filled = False
+        self.sent: Sent | None = None
         self._expected: list[_Expected] = []
         self._recorder: Recorder | None = None
 
@@ -90,7 +93,7 @@ class Record:
 
         `dropped`: the numbers of the slots that stay empty, where the others are filled at once; None: all do.
         """
-        self.deferred = True
+        self.deferred = dropped is None or len(dropped) > 0
         if dropped is not None and self._recorder is None and self._is_unknown:
             self._recorder = Recorder()
         hooks = saved_tensors_hooks(_Deferrer(self._expected, owner, self.index, dropped, self._recorder), _unpack)
@@ -211,6 +214,12 @@ class Record:
             if slot is not None and slot.tensor is None:
                 return number
         return 0
+
+    def send(self, numbers: Collection[int], memory: HostMemory) -> Sent:
+        """The tensors of these numbers go to the host, where autograd still holds them."""
+        slots = [self._expected[number].slot() for number in numbers if number < len(self._expected)]
+        self.sent = Sent(memory, [slot for slot in slots if slot is not None], self.stage.name)
+        return self.sent
 
     def never_again(self) -> None:
         """The stage will not run once more: frees the side inputs. What else it holds is counted for the whole step."""

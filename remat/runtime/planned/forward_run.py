@@ -13,7 +13,9 @@ Rules, to which the code points back:
    (`environment`). What autograd saves must come in the same number, shapes and dtypes, else it is an error. Where
    nobody needs its output, it ends with the last tensor that autograd saves (`ending`).
 6. State belongs to one forward. It hangs on that forward's graph and dies with it.
-7. What cannot be right raises: a second backward, `retain_graph`, `create_graph`, an input changed in place since.
+7. What a stage sends to the host (`offload`) leaves the device when the operation behind it has run, and comes back
+   while the backward of the next stage runs.
+8. What cannot be right raises: a second backward, `retain_graph`, `create_graph`, an input changed in place since.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from remat.runtime.calls.environment import BufferWatch, FirstRun
 from remat.runtime.calls.record import Record, Slot
 from remat.runtime.calls.stages import Stage, detached
 from remat.runtime.calls.tapes import Tapes
+from remat.runtime.offload import HostMemory, Sent
 from remat.runtime.patching import Forward
 from remat.runtime.planned.program import Program, Step
 from remat.runtime.pytree import tensors
@@ -69,6 +72,7 @@ class Executor(ABC):
         watches: which buffers each stage was seen to change, in all runs so far.
         endings: where recomputations of each stage may end.
         tapes: what runs of each stage consist of, where they are made again in part.
+        host: where what leaves the device waits; executors of one model share it.
     """
 
     in_place: bool
@@ -92,6 +96,8 @@ class Executor(ABC):
         right = layout.ends_early if layout is not None and layout.ends_early else (False,) * len(stages)
         self.tapes = tuple(Tapes(stage.name) for stage in stages)
         self._dropped = layout.dropped if layout is not None else ()
+        self._sent = layout.offloaded if layout is not None else ()
+        self.host = HostMemory()
         self.endings = tuple(Ending(stage, found_right=found) for stage, found in zip(stages, right, strict=True))
 
     def dropped(self, operation: Operation) -> frozenset[int]:
@@ -99,6 +105,12 @@ class Executor(ABC):
         if not operation.option:
             return frozenset()
         return self._dropped[operation.stage - 1][operation.option - 1]
+
+    def sent(self, operation: Operation) -> frozenset[int]:
+        """The numbers of what a stage saves and this operation sends to the host."""
+        if not operation.option or not self._sent:
+            return frozenset()
+        return self._sent[operation.stage - 1][operation.option - 1]
 
     def run_to_the_end(self) -> None:
         """From now on recomputations of all stages run to their end, as they do in a first step."""
@@ -121,8 +133,8 @@ class Executor(ABC):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the model runs as it is: nothing is recomputed, and nobody looks on."""
-        return not self.program.recomputes and self.observer is None
+        """Whether the model runs as it is: nothing is recomputed or sent away, and nobody looks on."""
+        return self.program.is_plain and self.observer is None
 
 
 class _Stored(NamedTuple):
@@ -158,6 +170,7 @@ class Run:
         self.in_forward = True
         self._stored: dict[int, _Stored] = {}  # activations that recomputations start from
         self._records: dict[int, Record] = {}
+        self._leaving: Sent | None = None  # what the last operation has sent to the host
         self._pending = executor.program.stages  # the stage whose backward comes next
         self._lowest = executor.program.stages + 1  # the first stage with a backward; those before are frozen
         self._graph_task: int | None = None
@@ -177,7 +190,7 @@ class Run:
                 stage, value, self.executor.watches[index - 1], preserve_random=self.executor.preserve_random
             )
         record = None
-        if environment is not None or step.operation.kind != F_ALL:
+        if environment is not None or step.operation.kind != F_ALL or self.executor.sent(step.operation):
             record = self._records[index] = Record(
                 stage, index, environment, self.executor.endings[index - 1], self.executor.tapes[index - 1], again
             )
@@ -211,6 +224,7 @@ class Run:
                 "inplace=False there, or plan with remat.profile, which fuses such a stage with the one before it"
             )
         self.settle(step, output)
+        self._send(step.operation)
         for node in dict.fromkeys(tensor.grad_fn for tensor in tensors(returned) if tensor.grad_fn is not None):
             node.register_prehook(_Trigger(self, index))
             self._lowest = min(self._lowest, index)
@@ -258,6 +272,30 @@ class Run:
             self.store(index, output)
         if step.last:
             self._records[index].never_again()
+        if not step.completes:
+            self._send(step.operation)
+
+    def _send(self, operation: Operation) -> None:
+        """An operation has run forward: what the one before has sent is gone, and what this one sends goes."""
+        if self._leaving is not None:
+            self._leaving.leave()
+            self._leaving = None
+        numbers = self.executor.sent(operation)
+        if numbers:
+            self._leaving = self._records[operation.stage].send(numbers, self.executor.host)
+
+    def _fetch(self, index: int) -> None:
+        """What a stage has sent to the host begins to come back."""
+        record = self._records.get(index)
+        if record is not None and record.sent is not None:
+            record.sent.fetch()
+
+    def _arrive(self, index: int) -> None:
+        """What a stage has sent to the host is back."""
+        record = self._records.get(index)
+        if record is not None and record.sent is not None:
+            record.sent.arrive()
+            record.sent = None
 
     def _replay(self, index: int, value: Any, **how: Any) -> Any:
         self.repeating = True
@@ -292,7 +330,7 @@ class Run:
         """Called when the backward of stage `index` is about to begin (rule 4)."""
         if self._broken:
             raise ReplayError(self._broken)
-        if self.program.recomputes:
+        if not self.program.is_plain:
             self._check_graph_task()
         try:
             # A backward that runs inside of the forward runs under the lock already, perhaps in another thread.
@@ -308,13 +346,19 @@ class Run:
     def _advance(self, index: int) -> None:
         """Runs what the schedule places before the backward of stage `index`."""
         while self._pending >= index:
+            self._arrive(self._pending)
             if self.left:
                 self._fill(self._pending)
             else:
-                steps = self.program.phases[self._pending]
+                *steps, last = (*self.program.phases[self._pending], None)
+                if steps and steps[-1].completes:  # which belongs to the backward
+                    last = steps.pop()
                 for step in steps:
                     self.recompute(step)
-                if not any(step.completes for step in steps):
+                self._fetch(self._pending - 1)
+                if last is not None:
+                    self.recompute(last)
+                else:
                     self.observe(Operation(B, self._pending))
             self._pending -= 1
 
@@ -336,7 +380,7 @@ class Run:
         return record is not None and record.deferred and not record.filled
 
     def _check_graph_task(self) -> None:
-        """Rule 7: one backward for one forward, of first order."""
+        """Rule 8: one backward for one forward, of first order."""
         task = torch._C._current_graph_task_id()
         if self._graph_task == task:
             return

@@ -43,17 +43,19 @@ class Program:
         forward: the steps before the first backward.
         phases: phases[l], the steps between B l+1 and B l (their phase l, Definition 4.2); empty for l = 0.
         stores_input: some recomputation starts from the model's input.
+        sends: something goes to the host's memory.
     """
 
     stages: int
     forward: tuple[Step, ...]
     phases: tuple[tuple[Step, ...], ...]
     stores_input: bool
+    sends: bool = False
 
     @property
-    def recomputes(self) -> bool:
-        """Whether anything runs twice; if not, the model runs as plain PyTorch."""
-        return any(self.phases) or not all(step.first for step in self.forward)
+    def is_plain(self) -> bool:
+        """Whether nothing runs twice, and nothing leaves the device: the model runs as plain PyTorch."""
+        return not (self.sends or any(self.phases)) and all(step.first for step in self.forward)
 
 
 def compile_schedule(schedule: Schedule, fixed: tuple[bool, ...] = ()) -> Program:
@@ -69,7 +71,12 @@ def compile_schedule(schedule: Schedule, fixed: tuple[bool, ...] = ()) -> Progra
         max((op.option for op in schedule.operations if op.stage == stage), default=0) for stage in range(1, length)
     ]
     named = schedule.layout.dropped if schedule.layout is not None else ()
-    options = tuple((Option(0, 0, 0, 0.0),) * count for count in (*(map(len, named) if named else partly), 0))
+    sent = schedule.layout.offloaded if schedule.layout is not None else ()
+    options: tuple[tuple[Option, ...], ...]
+    if sent:
+        options = (*(tuple(Option(0, 0, 0, 0.0, host_bytes=int(bool(each))) for each in stage) for stage in sent), ())
+    else:
+        options = tuple((Option(0, 0, 0, 0.0),) * count for count in (*(map(len, named) if named else partly), 0))
     simulate(Chain((0,) * (length + 1), zeros, zeros, zeros, zeros, zeros, fixed=fixed, options=options), schedule)
     if any(partly) and not named:
         raise PlanMismatch(
@@ -84,7 +91,7 @@ def compile_schedule(schedule: Schedule, fixed: tuple[bool, ...] = ()) -> Progra
                 operation=operation,
             )
 
-    runs = _runs(schedule.operations, length)
+    runs = _runs(schedule.operations, length, named)
     steps = iter(_annotate([run for run in runs if run.operation.kind != B]))
     phases: list[list[Step]] = [[] for _ in range(length + 1)]
     phase = length
@@ -101,6 +108,7 @@ def compile_schedule(schedule: Schedule, fixed: tuple[bool, ...] = ()) -> Progra
         forward=tuple(phases[length]),
         phases=tuple(map(tuple, phases[:length])),
         stores_input=any(step.operation.stage == 1 and not step.first for steps in phases for step in steps),
+        sends=bool(sent) and any(op.option and sent[op.stage - 1][op.option - 1] for op in schedule.operations),
     )
 
 
@@ -111,8 +119,8 @@ class _Run(NamedTuple):
     completes: bool = False
 
 
-def _runs(operations: Sequence[Operation], length: int) -> list[_Run]:
-    """The operations without the loss's, with the replays that options of F_all ask for."""
+def _runs(operations: Sequence[Operation], length: int, dropped: Sequence[Sequence[frozenset[int]]]) -> list[_Run]:
+    """The operations without the loss's, with the replays that options of F_all ask for which drop something."""
     runs: list[_Run] = []
     partly: dict[int, Operation] = {}
     for operation in operations:
@@ -122,7 +130,7 @@ def _runs(operations: Sequence[Operation], length: int) -> list[_Run]:
             continue
         if operation.kind == B and operation.stage in partly:
             runs.append(_Run(partly.pop(operation.stage), completes=True))
-        elif operation.option:
+        elif operation.option and dropped[operation.stage - 1][operation.option - 1]:
             partly[operation.stage] = operation
         runs.append(_Run(operation))
     return runs

@@ -1,0 +1,105 @@
+"""What stages may send to the host: options of a chain in which some of what is kept waits there (`runtime.offload`).
+
+A copy has the run forward of the next stage to hide behind, and its backward on the way back. So a stage is offered to
+send as much as the link carries in the shorter of the two, largest storages first: beside everything that it keeps, and
+beside what the options keep that make little again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from remat.chain import Chain, Option
+from remat.runtime.allocator import rounded
+from remat.runtime.calls.partial import Structure
+from remat.runtime.calls.tape import Tape
+from remat.simulation import everything
+from remat.solvers.offload import beside
+
+COPY_SECONDS = 2e-5  # that each storage takes, however small
+_HIDDEN = 0.8  # of the time beside a copy that it may take: copies slow each other and what computes
+_BESIDE = 3  # options of a stage, besides keeping everything, that are offered once more with something sent
+_LEAST_GAIN = 0.01  # of what a stage saves, below which sending is not worth an option
+
+
+class Parcel(NamedTuple):
+    """A storage that a stage may send.
+
+    Attributes:
+        numbers: of the saved tensors that lie in it.
+        size_bytes: of it, as the allocator counts.
+    """
+
+    numbers: frozenset[int]
+    size_bytes: int
+
+
+def parcels(tape: Tape) -> list[Parcel]:
+    """What a run of a stage has made and only autograd holds, the largest first."""
+    if tape.whole:
+        return []
+    held = tape.returned | tape.escaping
+    found = [
+        Parcel(frozenset(numbers), rounded(tape.storages[storage].nbytes, tape.storages[storage].device))
+        for storage, numbers in Structure(tape).saved.items()
+        if storage not in held
+    ]
+    return sorted(found, key=lambda parcel: -parcel.size_bytes)
+
+
+def with_offload(chain: Chain, offers: Mapping[int, Sequence[Parcel]], bytes_per_second: float) -> Chain:
+    """The chain with options that send something.
+
+    Args:
+        offers: what each stage may send, by number.
+        bytes_per_second: of the link, one way.
+    """
+    layout = chain.layout
+    assert layout is not None
+    stages = chain.length - 1
+    options = list(chain.options)
+    dropped = list(layout.dropped or ((),) * stages)
+    sent = [(frozenset[int](),) * len(each) for each in options[:-1]]
+    for stage in range(1, stages):
+        if chain.fixed[stage - 1] or chain.fixed[stage]:
+            continue
+        limit = _HIDDEN * beside(chain, stage)
+        ways = [(everything(chain, stage), frozenset[int]())]
+        ways += [*zip(options[stage - 1], dropped[stage - 1], strict=True)][:_BESIDE]
+        least = chain.saved_bytes[stage - 1]
+        for way, without in ways:  # of which each makes more again than the one before
+            kept = [parcel for parcel in offers.get(stage, ()) if not parcel.numbers <= without]
+            chosen = _chosen(kept, limit, bytes_per_second)
+            option = _sending(chain, stage, way, chosen, bytes_per_second)
+            if option is not None and option.saved_bytes <= least - _LEAST_GAIN * chain.saved_bytes[stage - 1]:
+                least = option.saved_bytes
+                options[stage - 1] = (*options[stage - 1], option)
+                dropped[stage - 1] = (*dropped[stage - 1], without)
+                sent[stage - 1] = (*sent[stage - 1], frozenset().union(*(parcel.numbers for parcel in chosen)))
+    if not any(any(each) for each in sent):
+        return chain
+    named = replace(layout, dropped=tuple(dropped), offloaded=tuple(sent))
+    return replace(chain, options=tuple(options), layout=named)
+
+
+def _chosen(parcels: Sequence[Parcel], limit: float, bytes_per_second: float) -> list[Parcel]:
+    """Of these, as much as the link carries in `limit` seconds."""
+    chosen = []
+    for parcel in parcels:
+        spent = COPY_SECONDS + parcel.size_bytes / bytes_per_second
+        if spent <= limit and parcel.size_bytes > COPY_SECONDS * bytes_per_second:
+            chosen.append(parcel)
+            limit -= spent
+    return chosen
+
+
+def _sending(chain: Chain, stage: int, way: Option, chosen: Sequence[Parcel], bytes_per_second: float) -> Option | None:
+    """A way to keep what a stage saves of which these are sent; None where that is not worth it."""
+    saved, act = chain.saved_bytes[stage - 1], chain.act_bytes[stage]
+    away = sum(parcel.size_bytes for parcel in chosen)
+    if away < max(_LEAST_GAIN * saved, 1) or way.saved_bytes - away < min(act, way.saved_bytes):
+        return None
+    seconds = len(chosen) * COPY_SECONDS + away / bytes_per_second
+    return replace(way, saved_bytes=way.saved_bytes - away, host_bytes=away, link_seconds=seconds)
