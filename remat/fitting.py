@@ -34,8 +34,8 @@ from remat.runtime.planned.patched_forward import PatchedForward, patched_forwar
 from remat.runtime.planned.wrapper import Wrapper
 from remat.schedule import Schedule
 from remat.simulation import simulate
-from remat.solvers import make_solver
-from remat.solvers.base import store_all_peak
+from remat.solvers import planner
+from remat.solvers.base import Solver, store_all_peak
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -62,6 +62,7 @@ def fit(
     options: bool = True,
     keep: Collection[str] = (),
     recompute: Collection[str] = (),
+    host_limit: int | str | None = None,
 ) -> nn.Module:
     """Makes the training steps of `model` stay within `memory`, by the fastest plan of all planners.
 
@@ -91,6 +92,8 @@ def fit(
         output_held: count the output as held by the caller until the backward is over, as by
             `out = model(x); loss = criterion(out, y); loss.backward()`; False where the loop never names it.
         options, keep, recompute: plan with ways to keep a part of what a stage saves, as for `rotor.Checkpointable`.
+        host_limit: how much of the host's memory may hold what leaves the device meanwhile, as for
+            `rotor.Checkpointable`; DTR sends nothing there.
 
     Returns:
         The model itself, the same object of the same class, trained within the limit until `remat.remove(model)`.
@@ -118,6 +121,7 @@ def fit(
         options=options,
         keep=keep,
         recompute=recompute,
+        host_limit=host_limit,
         in_place=False,
     )
     by_calls_too = stages is None and group is None
@@ -131,7 +135,7 @@ def fit(
         return model
     assert handle.chain is not None
     if memory == AUTO and not quiet:
-        _write(_choices(handle.chain, slots))
+        _write(_choices(handle.chain, planner("fastest", slots, host_limit)))
     try:
         handle.plan_with("fastest", limit)
     except InfeasibleBudget as error:
@@ -276,18 +280,19 @@ def _in_a_line(chain: Chain, schedule: Schedule) -> str:
     report = simulate(chain, schedule)
     assert report.budget_bytes is not None
     overhead = "" if report.overhead is None else f", {report.overhead:.2f} x the time of storing everything"
-    planner, limit = schedule.note.removeprefix("by "), format_bytes(report.budget_bytes)
+    maker, limit = schedule.note.removeprefix("by ") or schedule.strategy, format_bytes(report.budget_bytes)
     most = format_bytes(store_all_peak(chain))
     parts = f", {schedule.parts} stages kept in part" if schedule.parts else ""
+    if report.host_bytes:
+        parts += f", {format_bytes(report.host_bytes)} on the host"
     return (
-        f"{planner} within {limit}: {format_bytes(report.peak_bytes)} of the {most} that storing everything takes"
+        f"{maker} within {limit}: {format_bytes(report.peak_bytes)} of the {most} that storing everything takes"
         f"{overhead}, {report.recomputations} recomputation{'s' * (report.recomputations != 1)} a step{parts}"
     )
 
 
-def _choices(chain: Chain, slots: int) -> str:
+def _choices(chain: Chain, solver: Solver) -> str:
     """What limits there are to choose from: a line each for the least and for the overheads that people ask for."""
-    solver = make_solver("fastest", slots=slots)
     least, most = solver.minimum_budget(chain), store_all_peak(chain)
     limits = sorted({least + (most - least) * step // _TRIED for step in range(_TRIED + 1)})
     found = [

@@ -23,6 +23,7 @@ from remat.report import Report
 from remat.runtime.calls.stages import call_of, flatten, is_sequential
 from remat.runtime.checks import check_count, check_model, checked_loss
 from remat.runtime.meter import free_bytes
+from remat.runtime.offload import HostMemory
 from remat.runtime.patching import beyond_compiler
 from remat.runtime.planned.binding import bound
 from remat.runtime.planned.forward_run import Executor, Lock
@@ -40,7 +41,7 @@ from remat.runtime.pytree import Arguments
 from remat.runtime.sharding import is_sharded
 from remat.schedule import Schedule
 from remat.simulation import simulate
-from remat.solvers import make_solver
+from remat.solvers import WITH_HOST, planner
 from remat.solvers.base import Solver
 from remat.solvers.floating import Floating
 from remat.solvers.persistent import Persistent
@@ -110,6 +111,9 @@ class Checkpointable(Wrapper):
         options: also measure ways to keep a part of what a stage saves, and plan with them; False: stages keep all or
             nothing. Of one process only.
         keep, recompute: names of what no option runs again, and of what it may, as for `remat.profile`.
+        host_limit: how much of the host's memory (an int, or "32GiB") may hold what leaves the device between forward
+            and backward; plans then choose for each stage between keeping, recomputing and sending there what hides
+            behind the computation (`docs/offload.md`). Needs `options`.
         in_place: whether the model itself trains by the plan at once, and not only this wrapper; None: where chains are
             found, which only work so, but not for an `nn.Sequential`. With False `take_place` does it later.
 
@@ -137,9 +141,17 @@ class Checkpointable(Wrapper):
         options: bool = True,
         keep: Collection[str] = (),
         recompute: Collection[str] = (),
+        host_limit: int | str | None = None,
         in_place: bool | None = None,
     ) -> None:
         check_model(model)
+        if host_limit is not None:
+            resolve_budget(host_limit)
+            if not options or group is not None:
+                raise RematError(
+                    "host_limit: what goes to the host is an option of a stage, and there are none with options=False, "
+                    "or of several processes; leave out host_limit"
+                )
         check_count("in_flight", in_flight)
         check_count("mem_slots", mem_slots)
         checked_loss(loss)
@@ -166,6 +178,8 @@ class Checkpointable(Wrapper):
         self.in_flight = in_flight
         self.output_held = output_held
         self.options, self.keep, self.recompute = options, keep, recompute
+        self.host_limit = host_limit
+        self._host = HostMemory()
         self.group = group
         self.__dict__["stages"] = stages  # modules among them must not become children
         self._lock = Lock()
@@ -212,7 +226,7 @@ class Checkpointable(Wrapper):
     def _profile(self, sample: Any, loss: Loss | None, tell: Progress | None = None) -> Chain:
         with unpatched(self.wrapped):
             options: dict[str, Any] = {"loss": loss, "stages": self.stages, "output_held": self.output_held}
-            options |= {"progress": tell, "options": self.options}
+            options |= {"progress": tell, "options": self.options, "offload": self.host_limit is not None}
             options |= {"keep": self.keep, "recompute": self.recompute}
             if self.group is None:
                 return profile(self.wrapped, sample, **options)
@@ -237,7 +251,14 @@ class Checkpointable(Wrapper):
         """
         if mem_slots is not None:
             self.mem_slots = mem_slots
-        self._plan_with(_Request((Floating if floating else Persistent)(self.mem_slots), mem_limit))
+        solver = Floating(self.mem_slots) if floating and self.host_limit is None else self._planner("persistent")
+        self._plan_with(_Request(solver, mem_limit))
+
+    def _planner(self, solver: str | Solver) -> Solver:
+        """The planner of that name, or, where something may go to the host, the one that knows of that."""
+        if self.host_limit is None or solver not in WITH_HOST:
+            return planner(solver, self.mem_slots)
+        return planner(solver, self.mem_slots, max(resolve_budget(self.host_limit) // self.in_flight, 1))
 
     def compute_pytorch_sequence(self) -> None:
         """Plans to store everything, as PyTorch does when left alone."""
@@ -245,7 +266,7 @@ class Checkpointable(Wrapper):
 
     def compute_min_sequence(self) -> None:
         """Plans for the least memory that works."""
-        self._plan_with(_Request(Persistent(self.mem_slots), bounded=False))
+        self._plan_with(_Request(self._planner("persistent"), bounded=False))
 
     def compute_seq_sequence(self, segments: int | None = None) -> None:
         """Plans `segments` equal segments as `torch.utils.checkpoint.checkpoint_sequential` does; None: sqrt(L)."""
@@ -266,7 +287,7 @@ class Checkpointable(Wrapper):
             InfeasibleBudget: nothing fits; the sequence from before stays.
             RematError: an unknown name.
         """
-        self._plan_with(_Request(make_solver(solver, slots=self.mem_slots), mem_limit))
+        self._plan_with(_Request(self._planner(solver), mem_limit))
 
     def _plan_with(self, request: _Request) -> None:
         """Plans for what was measured; plans for other inputs were made as asked for before, and are dropped."""
@@ -296,7 +317,7 @@ class Checkpointable(Wrapper):
     def _adopt(self, chain: Chain | None, schedule: Schedule) -> None:
         layout = schedule.layout or (chain.layout if chain is not None else None)
         executor = bound(self.wrapped, replace(schedule, layout=layout), preserve_random=self.preserve_rng_state)
-        executor.lock = self._lock
+        executor.lock, executor.host = self._lock, self._host
         self._plan = _Prepared(chain, schedule, executor)
 
     def automatic_limit(self) -> int:
@@ -383,7 +404,7 @@ class Checkpointable(Wrapper):
             self.measure(call)
         if state == self._measured_state:
             if self._plan is None:
-                self._plan_with(self._request or _Request(Persistent(self.mem_slots)))
+                self._plan_with(self._request or _Request(self._planner("persistent")))
             assert self._plan is not None
             return self._plan
         if state not in self._plans:
@@ -432,7 +453,7 @@ class Checkpointable(Wrapper):
                 # A loss often holds the targets of the batch it was given with, which another shape does not fit.
                 note = f"; the loss does not take it ({error}) and is taken as free"
                 self.chain = self._profile(call, None)
-            self._plan_as(self._request or _Request(Persistent(self.mem_slots)))
+            self._plan_as(self._request or _Request(self._planner("persistent")))
             assert self._plan is not None
             plan = self._plan
         finally:

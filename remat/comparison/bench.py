@@ -162,6 +162,10 @@ class TrainingStep:
         """What the way in which it runs says of the last one."""
         return self._running.execution.report()
 
+    def host_bytes(self) -> int:
+        """Of the host's memory, that it holds."""
+        return self._running.execution.host_bytes()
+
     def __call__(self, foreign: ForeignGradients | None = None) -> None:
         with self._running.step():
             self._train(foreign)

@@ -42,6 +42,7 @@ from remat.runtime.strategies import (
     takes_long,
 )
 from remat.solvers.base import Solver
+from remat.solvers.offload import Offload
 
 _AUTOMATIC = 5  # budgets, where none are given
 
@@ -59,6 +60,7 @@ def compare(
     file: str | os.PathLike[str] | None = None,
     progress: bool | Progress = True,
     output_held: bool = True,
+    host_limit: int | str | None = None,
 ) -> Comparison:
     """What each strategy costs this model at each budget: planned, and then run on this machine.
 
@@ -92,6 +94,7 @@ def compare(
             of the model is used, what was measured for the same strategies and budgets is not measured again, and what
             it holds of others stays in it.
         output_held: hold the output until the backward is over, as most training loops do; as for `remat.profile`.
+        host_limit: also compare the planner `offload`, which may use so much of the host's memory (an int, or "32GiB").
         progress: whether to show progress on stderr; or a function of what is done, how much of it, and of how much.
 
     Returns:
@@ -115,13 +118,19 @@ def compare(
     chosen = make_strategies(strategies, slots)
     if strategies is None and measure and has_checkpointing(model):
         chosen += make_strategies([CHECKPOINTING])
+    if host_limit is not None:
+        resolve_budget(host_limit)
+        chosen = [
+            *(each for each in chosen if each.name != Offload.name),
+            Static("offload", Offload(slots, host_limit)),
+        ]
     for budget in budgets or ():
         resolve_budget(budget, store_all_bytes=2**62)  # its form, before anything is measured
     if file is not None and not Path(file).absolute().parent.is_dir():
         raise RematError(f"{file}: its folder does not exist; make it first")
     before = Comparison.load(file) if file is not None and Path(file).exists() else None
     with shown(progress) as tell:
-        work = _Work(model, sample, loss, measure, tell, file, output_held=output_held)
+        work = _Work(model, sample, loss, measure, tell, file, output_held=output_held, offload=host_limit is not None)
         if before is not None:
             work.take_up(before)
         try:
@@ -149,8 +158,9 @@ class _Work:
         file: str | os.PathLike[str] | None,
         *,
         output_held: bool,
+        offload: bool,
     ) -> None:
-        self.output_held = output_held
+        self.output_held, self.offload = output_held, offload
         self.model, self.sample, self.loss = model, sample, loss
         self.measure, self.tell, self.file = measure, tell, file
         self.chain: Chain | None = None
@@ -163,7 +173,7 @@ class _Work:
         self.rows: list[Row] = []
         self.before: Comparison | None = None
         self.complete = False
-        self.fingerprint = _fingerprint(model, sample, loss, output_held)
+        self.fingerprint = _fingerprint(model, sample, loss, output_held, offload)
 
     # Planning --------------------------------------------------------------------------------------------------------
 
@@ -232,9 +242,8 @@ class _Work:
             return chosen
         try:
             if self.chain is None:
-                self.chain = profile(
-                    self.model, self.sample, loss=self.loss, progress=self.tell, output_held=self.output_held
-                )
+                wanted: dict[str, Any] = {"output_held": self.output_held, "offload": self.offload}
+                self.chain = profile(self.model, self.sample, loss=self.loss, progress=self.tell, **wanted)
         except UnsupportedModel as error:
             if is_sequential(self.model):
                 raise
@@ -366,11 +375,12 @@ def _batch(sample: Any) -> int:
     return found[0].shape[0] if found else 1
 
 
-def _fingerprint(model: nn.Module, sample: Any, loss: Loss | None, output_held: bool) -> str:
+def _fingerprint(model: nn.Module, sample: Any, loss: Loss | None, output_held: bool, offload: bool) -> str:
     """What a measurement holds for: the model's modules and their flags, its tensors, the sample's form, autocast."""
     parts = [model, loss] if isinstance(loss, nn.Module) else [model]
     found: list[object] = [describe_call(sample), loss is None, output_held]
     found.append(type(loss).__name__)
+    found += ["offload"] * offload
     for part in parts:
         found += [(name, type(module).__name__, module.training) for name, module in part.named_modules()]
         for kind in (part.named_parameters(), part.named_buffers()):

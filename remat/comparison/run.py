@@ -67,6 +67,7 @@ def run(
         seconds=statistics.median(seconds),
         overhead=statistics.median(overheads) if overheads else None,
         recomputations=0,
+        host_bytes=step.host_bytes(),
         reserved_bytes=reserved,
     )
     own = step.report()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from remat.budgets import resolve_budget
 from remat.chain import Chain
 from remat.devices import Device, device_named
 from remat.errors import InfeasibleBudget, RematError
@@ -19,8 +20,8 @@ from remat.profiling.profile import estimate_in
 from remat.runtime.checks import Loss, check_count, check_model
 from remat.runtime.pytree import map_tensors, tensors
 from remat.simulation import peak_and_makespan
-from remat.solvers.base import store_all_peak
-from remat.solvers.persistent import Persistent
+from remat.solvers import planner
+from remat.solvers.base import Solver, store_all_peak
 
 # Bytes of state for each byte of parameters, and besides for each of their elements: mixed precision keeps parameters
 # and both moments in float32.
@@ -60,12 +61,14 @@ class Estimate:
         chain: what its stages cost there, for `solve`, `compare` and the rest.
         static: what is there besides.
         batch: rows of the sample.
+        host_limit: of the host's memory, for what leaves the device meanwhile; None: nothing does.
     """
 
     device: Device
     chain: Chain
     static: Static
     batch: int
+    host_limit: int | str | None = None
     _again: Any = field(default=None, repr=False, compare=False)  # the chain for another number of rows
 
     @property
@@ -76,7 +79,11 @@ class Estimate:
     @property
     def least_bytes(self) -> int:
         """The least limit for activations that any plan keeps."""
-        return Persistent().minimum_budget(self.chain)
+        return self._solver.minimum_budget(self.chain)
+
+    @property
+    def _solver(self) -> Solver:
+        return planner("persistent", host_limit=self.host_limit)
 
     @property
     def fits(self) -> bool:
@@ -90,7 +97,7 @@ class Estimate:
             InfeasibleBudget: no plan keeps it.
         """
         limit = self.left_bytes if limit_bytes is None else limit_bytes
-        schedule = Persistent().solve(self.chain, limit)
+        schedule = self._solver.solve(self.chain, limit)
         return peak_and_makespan(self.chain, schedule.operations)[1] / max(self.chain.store_all_seconds, 1e-12)
 
     def largest_batch(self) -> int:
@@ -107,7 +114,7 @@ class Estimate:
         for _ in range(_TRIES):
             if wanted in known or not fits < wanted < fails:
                 break
-            known[wanted] = Persistent().minimum_budget(self._again(wanted))
+            known[wanted] = self._solver.minimum_budget(self._again(wanted))
             if known[wanted] <= self.left_bytes:
                 fits = max(fits, wanted)
             else:
@@ -139,7 +146,9 @@ class Estimate:
         )
         try:
             overhead = self.overhead()
-            lines.append(f"fits, at {overhead:.3f} times the seconds of storing everything")
+            host = "" if self.host_limit is None else f", with up to {format_bytes(resolve_budget(self.host_limit))} on"
+            there = host and f"{host} the host"
+            lines.append(f"fits, at {overhead:.3f} times the seconds of storing everything{there}")
         except InfeasibleBudget:
             lines.append("does not fit, whatever is recomputed: take a smaller batch, or more devices")
         return "\n".join(lines)
@@ -153,6 +162,7 @@ def estimate(
     loss: Loss | None = None,
     optimiser: str = "adam",
     shards: int = 1,
+    host_limit: int | str | None = None,
     **options: Any,
 ) -> Estimate:
     """What training `model` would take on a device, without that device, and without computing anything.
@@ -164,15 +174,16 @@ def estimate(
         optimiser: whose state counts: "none", "sgd", "momentum", "adam" (both moments in the parameters' own type) or
             "adam-mixed" (parameters and both moments in float32 besides).
         shards: devices over which parameters, gradients and optimiser state are spread, block by block (FSDP).
+        host_limit: how much of the host's memory may hold what leaves the device between forward and backward (an int,
+            or "64GiB").
         options: of `profile`.
 
     Raises:
         RematError: no such device or optimiser.
         UnsupportedModel: as `profile`, or what the model does depends on values that are not computed.
     """
-    return estimated_in(
-        World(device_named(device)), model, sample, loss=loss, optimiser=optimiser, shards=shards, **options
-    )
+    how: dict[str, Any] = {"optimiser": optimiser, "shards": shards, "host_limit": host_limit, **options}
+    return estimated_in(World(device_named(device)), model, sample, loss=loss, **how)
 
 
 def estimated_in(
@@ -183,6 +194,7 @@ def estimated_in(
     loss: Loss | None = None,
     optimiser: str = "adam",
     shards: int = 1,
+    host_limit: int | str | None = None,
     **options: Any,
 ) -> Estimate:
     """`estimate` in a world, in which the model may have been made."""
@@ -190,6 +202,9 @@ def estimated_in(
     check_count("shards", shards)
     if optimiser not in OPTIMISERS:
         raise RematError(f"unknown optimiser {optimiser!r}; choose one of {', '.join(OPTIMISERS)}")
+    if host_limit is not None:
+        resolve_budget(host_limit)
+        options["offload"] = True
     chain = estimate_in(world, model, sample, loss, dict(options))
     rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors(sample)}
     batch = rows.pop() if len(rows) == 1 else 0
@@ -200,7 +215,7 @@ def estimated_in(
         return estimate_in(world, model, other, loss, dict(options))
 
     static = static_bytes(model, chain, optimiser=optimiser, shards=shards)
-    return Estimate(world.device, chain, static, batch, again if batch else None)
+    return Estimate(world.device, chain, static, batch, host_limit, again if batch else None)
 
 
 def static_bytes(model: nn.Module, chain: Chain, *, optimiser: str = "adam", shards: int = 1) -> Static:

@@ -119,6 +119,8 @@ def profile(
         RematError: no such device, or one is given although nothing is estimated.
     """
     check_model(model)
+    if offload and not (options and agreed is None):
+        raise RematError("what goes to the host is an option of a stage; offload=True needs options, and one process")
     if estimate:
         options_of_it: Any = {"small": small, "stages": stages, "progress": progress, "agreed": agreed}
         options_of_it |= {"output_held": output_held, "options": options, "offload": offload}
@@ -154,8 +156,6 @@ def profile(
             layout = locate(model, call, stages=stages, small=small).layout(call)
             tell("finding chains", 1, 1)
         casts = cast_bytes(place, partial(_forward_only, model, call, protocol.loss))
-        if offload and not (options and agreed is None):
-            raise RematError("what goes to the host is an option of a stage, of which several processes have none")
         wanted = Wanted(
             options and agreed is None, keep, recompute, offload
         )  # processes would find options of their own

@@ -51,6 +51,10 @@ class Execution:
         """Whether `warm_up` steps were enough; asked after them, and after each of a few more."""
         return True
 
+    def host_bytes(self) -> int:
+        """Of the host's memory, that it holds for what leaves the device."""
+        return 0
+
     def report(self) -> Report | None:
         """What it says itself of the last step (outcome, evictions, recomputations); None: nothing."""
         return None

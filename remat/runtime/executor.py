@@ -91,6 +91,9 @@ class BySchedule(Execution):
 
         return forward
 
+    def host_bytes(self) -> int:
+        return 0 if self.executor is None else self.executor.host.bytes
+
 
 class UnderDTR(Execution):
     """Steps in a block of DTR each.

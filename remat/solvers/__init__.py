@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from remat.budgets import resolve_budget
 from remat.chain import Chain
 from remat.errors import RematError
 from remat.schedule import Schedule
@@ -39,6 +40,7 @@ __all__ = [
     "lower_bound",
     "make_solver",
     "minimum_budget",
+    "planner",
     "solve",
     "store_all_peak",
 ]
@@ -61,6 +63,9 @@ SOLVERS: dict[str, type[Solver]] = {
 }
 
 
+WITH_HOST = (Persistent.name, Fastest.name, Offload.name)  # for which a limit of the host's memory has a meaning
+
+
 def make_solver(solver: str | Solver, **options: object) -> Solver:
     """The solver of that name with those of the options that it has, or the object itself.
 
@@ -76,7 +81,13 @@ def make_solver(solver: str | Solver, **options: object) -> Solver:
     return kind(**{name: value for name, value in options.items() if name in known})
 
 
-def solve(chain: Chain, budget: int | str | float, solver: str | Solver = "persistent", slots: int = 500) -> Schedule:
+def solve(
+    chain: Chain,
+    budget: int | str | float,
+    solver: str | Solver = "persistent",
+    slots: int = 500,
+    host_limit: int | str | None = None,
+) -> Schedule:
     """The fastest schedule that `solver` finds within `budget`.
 
     Args:
@@ -85,14 +96,39 @@ def solve(chain: Chain, budget: int | str | float, solver: str | Solver = "persi
             chain, the input included; parameters, their gradients and optimiser state are outside.
         solver: a name of `remat.solvers.SOLVERS`, or a `Solver`.
         slots: memory units of the dynamic programs.
+        host_limit: how much of the host's memory (an int, or "32GiB") may hold what leaves the device meanwhile, where
+            the chain was profiled with `offload=True`. The planner is then `offload`.
 
     Raises:
         InfeasibleBudget: nothing fits; `minimum` is the least budget that works.
         InvalidBudget: none of the three forms.
+        RematError: no such planner, or a `host_limit` for one that sends nothing to the host.
     """
-    return make_solver(solver, slots=slots).solve(chain, budget)
+    return planner(solver, slots, host_limit).solve(chain, budget)
 
 
-def minimum_budget(chain: Chain, solver: str | Solver = "persistent") -> int:
-    """The least budget in bytes that `solver` can meet on `chain`: it works there and fails one byte below."""
-    return make_solver(solver).minimum_budget(chain)
+def planner(solver: str | Solver, slots: int = 500, host_limit: int | str | None = None) -> Solver:
+    """`make_solver`, or, with a limit of the host's memory, the planner that sends something there.
+
+    Raises:
+        RematError: no such planner, or one that sends nothing to the host.
+        InvalidBudget: a limit that is no number of bytes.
+    """
+    if host_limit is None:
+        return make_solver(solver, slots=slots)
+    resolve_budget(host_limit)
+    if solver not in WITH_HOST:
+        named = solver if isinstance(solver, str) else solver.name
+        raise RematError(
+            f"host_limit is for the planner 'offload', and {named!r} sends nothing to the host; leave one of them out, "
+            "or pass remat.solvers.Offload(host_limit=...)"
+        )
+    return Offload(slots, host_limit)
+
+
+def minimum_budget(chain: Chain, solver: str | Solver = "persistent", host_limit: int | str | None = None) -> int:
+    """The least budget in bytes that `solver` can meet on `chain`: it works there and fails one byte below.
+
+    `host_limit` as for `solve`; where that is what limits, the least that was found.
+    """
+    return planner(solver, host_limit=host_limit).minimum_budget(chain)

@@ -21,7 +21,7 @@ def optimum(chain: Chain, budget: int) -> float:
     known, queue, number = {start: 0.0}, [(0.0, 0, start)], 0
     while queue:
         seconds, _, state = heapq.heappop(queue)
-        own, kept, pending, leaving = state
+        own, kept, pending, _ = state
         if seconds > known[state]:
             continue
         if pending == 0:
