@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import remat
-from remat.cli import _in_a_name
+from remat.cli.comparing import in_a_name
 from remat.plotting.overview import plot_overview
 from remat.plotting.style import style_at, styles
 from remat.plotting.timeline import plot_schedule
@@ -75,5 +75,5 @@ def test_legends_of_a_plan_lie_beside_its_data(chain: remat.Chain, tmp_path: Pat
 
 
 def test_sizes_in_file_names_are_as_people_write_them() -> None:
-    assert _in_a_name(38915176, [38915176, 2**30]) == "37.1MiB"
-    assert _in_a_name(38915176, [38915176, 38915177]) == "37.1MiB_38915176"
+    assert in_a_name(38915176, [38915176, 2**30]) == "37.1MiB"
+    assert in_a_name(38915176, [38915176, 38915177]) == "37.1MiB_38915176"

@@ -62,6 +62,7 @@ class Recording:
     def __init__(self, wanted: Mapping[int, Stage]) -> None:
         self._wanted = wanted
         self._tapes: dict[int, Tape] = {}
+        self._held: dict[int, frozenset[int]] = {}  # storages that others than autograd hold until the backward
         self._seconds: dict[int, list[float]] = {}
 
     def visit(self, index: int, run: Run, given: Sequence[Any], end_of: Ends) -> Any:
@@ -82,6 +83,7 @@ class Recording:
         with saved_tensors_hooks(note, no_backward), recorder:
             output = run(source)
         recorder.returned(output)
+        self._held[index] = recorder.alive()
         freed = frozenset(number for number, token in enumerate(held) if token() is None)
         following = detached(output)
         del output, source
@@ -118,7 +120,7 @@ class Recording:
 
     def parcels(self) -> dict[int, list[Parcel]]:
         """What each stage may send to the host."""
-        return {index: parcels(tape) for index, tape in self._tapes.items()}
+        return {index: parcels(tape, self._held[index]) for index, tape in self._tapes.items()}
 
 
 class _Held:

@@ -29,8 +29,6 @@ import torch
 from remat.errors import RematError, ReplayError
 from remat.formatting import format_bytes
 
-_GRANULE = 64  # bytes, of which places in a buffer are multiples
-
 
 class Slot(Protocol):
     """Holds a tensor that autograd saved, or nothing while that is elsewhere."""
@@ -260,17 +258,20 @@ class Sent:
     def __init__(self, memory: HostMemory, slots: Collection[Slot], name: str) -> None:
         self._memory, self._name = memory, name
         self._pieces: dict[int, _Piece] = {}
+        self._device = torch.device("cpu")  # until there is a piece
         end = 0
         for slot in slots:
             tensor = slot.tensor
-            if tensor is None:
+            if tensor is None or type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
                 continue
             storage = tensor.untyped_storage()
+            if self._pieces and storage.device != self._device:
+                continue
             piece = self._pieces.get(storage._cdata)
             if piece is None:
                 whole = _bytes_of(storage)
                 piece = self._pieces[storage._cdata] = _Piece(whole, end)
-                end += -(-piece.size // _GRANULE) * _GRANULE
+                end += piece.size
                 self._device = storage.device
             look = (tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor._version)
             piece.looks.append(_Look(weakref.ref(slot), *look))

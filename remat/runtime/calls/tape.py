@@ -247,10 +247,13 @@ class Recorder(TorchDispatchMode):
         self.tape.returned = self.tape.returned | (frozenset(numbers) - {OUTSIDE})
         self.tape.outputs = [value_of(tensor, number) for tensor, number in zip(found, numbers, strict=True)]
 
+    def alive(self) -> frozenset[int]:
+        """Storages of what the run has made and somebody holds, autograd's hooks aside."""
+        return frozenset(storage for result, storage in self._results if result() is not None)
+
     def ended(self) -> None:
         """The run is over, and all that it needs is gone: what is still there of its results is held by others."""
-        held = {storage for result, storage in self._results if result() is not None}
-        self.tape.escaping = frozenset(held - self.tape.returned)
+        self.tape.escaping = self.alive() - self.tape.returned
         self._results.clear()
 
     def number(self, tensor: torch.Tensor) -> int:

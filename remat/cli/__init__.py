@@ -1,0 +1,6 @@
+"""The command line: `remat profile`, `plan`, `compare`, `simulate`, `experiment`, also as `python -m remat`."""
+
+from remat.cli import planning, comparing, replaying  # noqa: I001  # commands, in the order in which help lists them
+from remat.cli.app import app, main
+
+__all__ = ["app", "comparing", "main", "planning", "replaying"]

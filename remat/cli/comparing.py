@@ -1,0 +1,123 @@
+"""`remat compare`: strategies side by side, planned and run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from remat.budgets import resolve_budget
+from remat.cli.app import INTERRUPTED, NOTHING_FITS, Batch, Device, HostLimit, Model, app, budget_in, console
+from remat.errors import InfeasibleBudget
+from remat.formatting import format_bytes
+
+if TYPE_CHECKING:
+    from remat.comparison.result import Comparison
+
+
+@app.command()
+def compare(
+    model: Model,
+    budgets: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated: fractions of the store-all peak, bytes, or amounts with a unit. By default five, "
+            "from the least that works to that peak."
+        ),
+    ] = None,
+    strategies: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated planners, also as 'persistent, options'; dtr; 'dtr, operators'; heuristics of DTR."
+        ),
+    ] = None,
+    measure: Annotated[bool, typer.Option(help="Run every plan, or stop after the predictions.")] = True,
+    repeats: Annotated[int, typer.Option(help="Steps that are timed for each.", min=1)] = 3,
+    slots: Annotated[int, typer.Option(help="Memory units of the dynamic programs.", min=1)] = 500,
+    batch: Batch = 8,
+    device: Device = "cpu",
+    host_limit: HostLimit = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the table as JSON and CSV and the figures; what it holds already is taken up."),
+    ] = None,
+) -> None:
+    """Compare strategies at several budgets: plan with each, run each next to plain PyTorch, name the best."""
+    from remat.comparison.compare import compare as compare_strategies
+    from remat.models.examples import load_example
+
+    sizes = None if budgets is None else [budget_in(text) for text in budgets.split(",")]
+    names = None if strategies is None else _strategies_in(strategies)
+    for size in sizes or ():
+        resolve_budget(size, store_all_bytes=sys.maxsize)  # its form, before anything is measured
+    example = load_example(model, batch, device)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    found = compare_strategies(
+        example.model,
+        example.sample,
+        sizes,
+        names,
+        example.loss,
+        measure=measure,
+        repeats=repeats,
+        slots=slots,
+        host_limit=None if host_limit is None else resolve_budget(budget_in(host_limit)),
+        file=None if out is None else out / "comparison.json",
+    )
+    console.print(f"[bold]{escape(model)}[/bold]", highlight=False)
+    console.print(found, highlight=False)
+    if out is not None:
+        for path in _write_comparison(out, found):
+            console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    if not found.complete:
+        raise typer.Exit(INTERRUPTED)
+    if not any(_works(found, size) for size in found.budgets):
+        raise typer.Exit(NOTHING_FITS)
+
+
+def _strategies_in(text: str) -> list[str]:
+    """Names of strategies, of which some have a comma in them."""
+    names: list[str] = []
+    for part in text.split(","):
+        if names and part.strip() in ("options", "operators"):
+            names[-1] += f", {part.strip()}"
+        else:
+            names.append(part.strip())
+    return names
+
+
+def _works(found: Comparison, size: int) -> bool:
+    """Whether anything stays within this budget."""
+    try:
+        found.best(size)
+    except InfeasibleBudget:
+        return False
+    return True
+
+
+def _write_comparison(out: Path, found: Comparison) -> list[Path]:
+    """The table as CSV, and the figures: of all, and of the best plan at each budget."""
+    found.to_csv(out / "comparison.csv")
+    paths = [out / "comparison.json", out / "comparison.csv", out / "comparison.png"]
+    found.plot().savefig(paths[-1], dpi=150)
+    for size in sorted(set(found.budgets)):
+        planned = [entry for entry in found.entries if entry.budget_bytes == size and entry.schedule is not None]
+        working = [entry.report for entry in planned if entry.outcome == "pass" and entry.report is not None]
+        timed = [report for report in working if report.seconds and report.measured == found.timed]
+        if timed:
+            best = min(timed, key=lambda report: report.seconds)
+            paths.append(out / f"plan_{in_a_name(size, found.budgets)}.png")
+            found.plot(strategy=best.strategy, budget=size).savefig(paths[-1], dpi=150)
+    return paths
+
+
+def in_a_name(size: int, among: Iterable[int]) -> str:
+    """A budget in a file name, as people write it; with its bytes where others among them would be called the same."""
+    text = format_bytes(size).replace(" ", "")
+    alike = {other for other in among if format_bytes(other).replace(" ", "") == text}
+    return text if alike == {size} else f"{text}_{size}"

@@ -1,0 +1,287 @@
+"""`remat profile`, `plan` and `calibrate`: what a model costs, here or on a device that need not be there."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from remat.budgets import resolve_budget
+from remat.cli.app import (
+    NOTHING_FITS,
+    Batch,
+    Device,
+    HostLimit,
+    Model,
+    ModelOrChain,
+    Out,
+    Planned,
+    app,
+    budget_in,
+    chain_in,
+    console,
+    profiled,
+    progress_bar,
+)
+from remat.errors import InfeasibleBudget, RematError
+from remat.formatting import format_bytes, format_seconds
+from remat.plotting.terminal import columns_table, stage_table
+
+if TYPE_CHECKING:
+    from remat.chain import Chain
+    from remat.schedule import Schedule
+    from remat.solvers.base import Solver
+
+_PLACES = ("cpu", "cuda", "mps", "xpu")  # where a model can be put, if the machine has such a device
+_COMPARED = ("store_all", "recompute_all", "sequential", "chen", "revolve", "persistent", "floating")
+
+
+@app.command()
+def profile(model: Model, batch: Batch = 8, device: Device = "cpu", out: Out = None) -> None:
+    """Measure every stage of a model: bytes and seconds."""
+    chain = profiled(model, batch, device)
+    console.print(stage_table(model, chain))
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        chain.save(out / "chain.json")
+        console.print(f"wrote {out / 'chain.json'}")
+
+
+@app.command()
+def plan(
+    model: ModelOrChain,
+    budgets: Annotated[
+        str, typer.Option(help="Comma-separated: fractions of the store-all peak, bytes, or amounts with a unit.")
+    ] = "0.3,0.5,0.8",
+    solver: Annotated[str, typer.Option(help="The planner whose plans are drawn and written.")] = "persistent",
+    also: Annotated[str, typer.Option(help="Comma-separated planners to compare too: ilp, checkmate, floating.")] = "",
+    slots: Annotated[int, typer.Option(help="Memory units of the dynamic programs.", min=1)] = 500,
+    pictures: Annotated[bool, typer.Option(help="Draw each plan and its memory over time.")] = True,
+    batch: Batch = 8,
+    device: Planned = "cpu",
+    optimiser: Annotated[
+        str, typer.Option(help="Of a device that is estimated: none, sgd, momentum, adam or adam-mixed.")
+    ] = "adam",
+    shards: Annotated[int, typer.Option(help="Devices over which parameters are spread, as by FSDP.", min=1)] = 1,
+    largest: Annotated[
+        bool, typer.Option("--largest-batch", help="Also look for the largest batch that fits an estimated device.")
+    ] = False,
+    host_limit: HostLimit = None,
+    out: Out = None,
+) -> None:
+    """Plan for several budgets: what every planner's plans cost, and what those of one look like.
+
+    With the name of a device that need not be there (h100, a100, h200, l4, rtx4090, mi300x), or a file that
+    `remat calibrate` wrote, nothing is computed: bytes and seconds are estimated.
+    """
+    from remat.solvers import make_solver
+    from remat.solvers import planner as planner_of
+    from remat.solvers.base import store_all_peak
+
+    room = None if host_limit is None else resolve_budget(budget_in(host_limit))
+    planner = planner_of(solver, slots, room)
+    asked = [make_solver(name.strip(), slots=slots) for name in also.split(",") if name.strip()]
+    texts = [text.strip() for text in budgets.split(",")]
+    wanted = [budget_in(text) for text in texts]
+    for budget in wanted:
+        resolve_budget(budget, store_all_bytes=sys.maxsize)  # its form, before anything is measured
+    if _is_estimated(device):
+        chain = _estimate(model, batch, device, optimiser, shards, largest, room)
+    else:
+        chain = chain_in(model, batch, device, offload=room is not None)
+    sizes = [resolve_budget(budget, store_all_peak(chain)) for budget in wanted]
+    headings = [f"{text} =\n{format_bytes(size)}" for text, size in zip(texts, sizes, strict=True)]
+    table, answers = _comparison(model, chain, sizes, headings, planner, asked, slots)
+    console.print(table)
+    for text, answer in zip(texts, answers, strict=True):
+        if isinstance(answer, InfeasibleBudget):
+            console.print(f"[bold]{text}[/bold]: {escape(str(answer))}\n", highlight=False, soft_wrap=True)
+            continue
+        if pictures:
+            _draw(text, chain, answer)
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            answer.save(out / f"schedule_{text}.json")
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        chain.save(out / "chain.json")
+        console.print(f"wrote the chain and the schedules to {out}")
+    if all(isinstance(answer, InfeasibleBudget) for answer in answers):
+        raise typer.Exit(NOTHING_FITS)
+
+
+def _comparison(
+    model: str,
+    chain: Chain,
+    sizes: Sequence[int],
+    headings: Sequence[str],
+    planner: Solver,
+    asked: Sequence[Solver],
+    slots: int,
+) -> tuple[Table, list[Schedule | InfeasibleBudget]]:
+    """The plans of every planner in a table, a row each, and the answers of `planner`."""
+    from remat.solvers import make_solver
+    from remat.solvers.base import store_all_peak
+    from remat.solvers.floating import is_quick
+
+    console.print(
+        f"{model}: {chain.length - 1} stages and the loss, {format_bytes(store_all_peak(chain))} and "
+        f"{format_seconds(chain.store_all_seconds)} when everything is stored.\n"
+        "Predicted seconds of a step over those of storing everything:",
+        highlight=False,
+        markup=False,
+    )
+    table = columns_table("", "planner", "least\nbudget", *headings, "planned\nin")
+    chosen = {_named(solver, chain): solver for solver in (*asked, planner)}
+    answers: list[Schedule | InfeasibleBudget] = []
+    for name in dict.fromkeys((*_COMPARED, *chosen)):
+        solver = chosen.get(name) or make_solver(name, slots=slots, options=False)
+        if name == "floating" and name not in chosen and not is_quick(chain, slots):
+            console.print("(floating is left out: it takes long here; `--also floating --slots 50` tries it)")
+            continue
+        with console.status(f"planning with {name}"):
+            start = time.perf_counter()
+            found = solver.solve_many(chain, sizes)
+            seconds = time.perf_counter() - start
+            least = solver.minimum_budget(chain)
+        style = "bold" if solver is planner else ""
+        cells = [_overhead(chain, answer) for answer in found]
+        table.add_row(name, format_bytes(least), *cells, format_seconds(seconds), style=style)
+        if solver is planner:
+            answers = found
+    bounds = _bounds(chain, sizes)
+    if any(bounds):
+        cells = ["-" if bound is None else f"{bound / chain.store_all_seconds:.3f}" for bound in bounds]
+        table.add_row("lower bound", "", *cells, "")
+    if planner.offloads:  # bounds are of plans without the host
+        return table, answers
+    return table, [_bounded(answer, bound) for answer, bound in zip(answers, bounds, strict=True)]
+
+
+def _named(solver: Solver, chain: Chain) -> str:
+    """As in comparisons: "persistent" is the paper's, "persistent, options" may keep a part of a stage."""
+    from remat.runtime.strategies import OPTIONS
+
+    return f"{solver.name}{OPTIONS}" if getattr(solver, "options", False) and any(chain.options) else solver.name
+
+
+def _bounded(answer: Schedule | InfeasibleBudget, bound: float | None) -> Schedule | InfeasibleBudget:
+    """The answer with what no schedule can beat, so that its report can say how far from optimal it may be."""
+    if isinstance(answer, InfeasibleBudget) or bound is None:
+        return answer
+    return replace(answer, bound_seconds=max(bound, answer.bound_seconds or 0.0))
+
+
+def _overhead(chain: Chain, answer: Schedule | InfeasibleBudget) -> str:
+    from remat.simulation import simulate
+
+    if isinstance(answer, InfeasibleBudget):
+        return "-"
+    report = simulate(chain, answer)
+    return f"{1.0 if report.overhead is None else report.overhead:.3f}{' over' if report.outcome == 'over' else ''}"
+
+
+def _bounds(chain: Chain, sizes: Sequence[int]) -> list[float | None]:
+    """What no plan can beat, by budget; None below the least, or where telling takes long or is too coarse to help."""
+    from remat.solvers import lower_bound
+    from remat.solvers.floating import MODEST_WORK, work
+
+    slots = int(min(MODEST_WORK / work(chain), 2000))
+    bounds: list[float | None] = []
+    for size in sizes:
+        try:
+            useful = slots >= 100 and chain.store_all_seconds > 0  # noqa: PLR2004  # see above
+            bounds.append(lower_bound(chain, size, slots) if useful else None)
+        except InfeasibleBudget:
+            bounds.append(None)
+    return bounds
+
+
+def _draw(text: str, chain: Chain, schedule: Schedule) -> None:
+    from remat.plotting.text import draw_memory, draw_plan, symbols_for
+    from remat.simulation import simulate
+
+    width = min(console.width, 120)
+    report = simulate(chain, schedule)
+    symbols = symbols_for(console.encoding)
+    console.print(f"[bold]{text}[/bold]: {escape(str(report))}", highlight=False, soft_wrap=True)
+    console.print(draw_plan(chain, schedule, width, symbols), highlight=False, markup=False)
+    console.print(draw_memory(report, width, symbols=symbols) + "\n", highlight=False, markup=False)
+
+
+def _is_estimated(device: str) -> bool:
+    """Whether a device is one that need not be there."""
+    from remat.devices import device_named
+
+    if device.partition(":")[0] in _PLACES and device.removeprefix("cuda:").isdigit() | (":" not in device):
+        return False
+    device_named(device)
+    return True
+
+
+def _estimate(
+    name: str, batch: int, device: str, optimiser: str, shards: int, largest: bool, room: int | None
+) -> Chain:
+    """The chain of a model on a device that need not be there; shows what it takes there."""
+    from remat.devices import device_named
+    from remat.estimation.world import World
+    from remat.models.examples import load_unplaced
+    from remat.profiling.estimate import estimated_in
+
+    if name.endswith(".json"):
+        raise RematError(
+            f"{name} holds what a model costs where it was measured; leave out --device, or name the model"
+        )
+    world = World(device_named(device))
+    with world.entered():  # so that parameters take no memory
+        example = load_unplaced(name, batch)
+    with progress_bar() as progress:
+        task = progress.add_task("starting")
+
+        def tell(what: str, done: int, total: int) -> None:
+            progress.update(task, description=what, completed=done, total=total)
+
+        found = estimated_in(
+            world,
+            example.model,
+            example.sample,
+            loss=example.loss,
+            optimiser=optimiser,
+            shards=shards,
+            host_limit=room,
+            progress=tell,
+        )
+        rows = found.largest_batch() if largest else None
+    console.print(f"{found}", highlight=False, markup=False, soft_wrap=True)
+    if rows is not None:
+        console.print(f"largest batch that fits: {rows or 'none'}", highlight=False)
+    return found.chain
+
+
+@app.command()
+def calibrate(
+    device: Device = "cpu",
+    out: Annotated[Path, typer.Option(help="The file to write, for `remat plan --device FILE`.")] = Path("device.json"),
+) -> None:
+    """Measure what operators get of a device that is here, for estimates: half a minute."""
+    from remat.estimation.calibration import calibrate as measure
+
+    with console.status("measuring"):
+        found = measure(device)
+    found.save(out)
+    table = columns_table("", "kind of operator", "of the peak")
+    for kind, share in sorted(found.efficiency.items(), key=lambda entry: -entry[1]):
+        table.add_row(kind, f"{share:.2f}")
+    console.print(table)
+    console.print(
+        f"{found.name}: {found.flops_per_second['float32'] / 1e9:.0f} GFLOP/s of float32, "
+        f"{found.bytes_per_second / 1e9:.0f} GB/s, {found.launch_seconds * 1e6:.1f} us an operator; wrote {out}",
+        highlight=False,
+    )

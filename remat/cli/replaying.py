@@ -1,0 +1,139 @@
+"""`remat simulate` and `experiment`: traces replayed as DTR would run them, and the papers' figures made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import Progress, TaskID
+
+from remat.cli.app import app, budget_in, chain_in, console, progress_bar
+from remat.errors import RematError
+from remat.formatting import format_bytes
+from remat.plotting.terminal import sweep_table
+
+if TYPE_CHECKING:
+    from remat.runtime.dtr.simulator import Cell
+    from remat.runtime.dtr.trace import Trace
+
+
+@app.command()
+def simulate(
+    traces: Annotated[
+        list[str], typer.Argument(help="Logs: files, .gz files, members of a zip (logs.zip/unet.log), or a chain.json.")
+    ],
+    budgets: Annotated[
+        str, typer.Option(help="Comma-separated: fractions of the unconstrained peak, bytes, or amounts with a unit.")
+    ] = "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9,1.0",
+    heuristics: Annotated[str, typer.Option(help="Comma-separated names.")] = "h_dtr,h_dtr_eq,h_dtr_local,h_lru",
+    deallocation: Annotated[str, typer.Option(help="eager, banish or ignore.")] = "eager",
+    thrash_limit: Annotated[float, typer.Option(help="Overhead above which a run ends.")] = 2.0,
+    out: Annotated[Path | None, typer.Option(help="Folder for the table as JSON and CSV.")] = None,
+) -> None:
+    """Replay traces under budgets as dynamic tensor rematerialisation (DTR) would run them."""
+    from remat.runtime.dtr.heuristics import make_heuristic
+    from remat.runtime.dtr.simulator import Replay, sweep
+
+    names = [name.strip() for name in heuristics.split(",")]
+    for name in names:
+        make_heuristic(name)
+    sizes = [budget_in(text) for text in budgets.split(",")]
+    replays = {name: Replay(trace) for name, trace in _traces(traces).items()}
+    with progress_bar() as progress:
+        task = progress.add_task("simulating")
+
+        def tell(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+
+        chosen = {name: name for name in names}
+        cells = sweep(replays, sizes, chosen, [deallocation], thrash_limit=thrash_limit, progress=tell)
+    for model, replay in replays.items():
+        shown = [cell for cell in cells if cell.model == model]
+        peak, constants = map(format_bytes, (replay.baseline.peak_bytes, replay.baseline.constant_bytes))
+        console.print(f"{model}: peak {peak}, of which constants {constants}; overhead by heuristic:", highlight=False)
+        console.print(sweep_table(shown, names))
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        _write_cells(out, cells)
+        console.print(f"wrote the table to {out}")
+
+
+@app.command()
+def experiment(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            help="Of the DTR paper: overhead (Figure 2), ablation (7-10), deallocation (11) and accesses (12), which "
+            "take --traces; linear (5), adversary (6) and static (3)."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the figures, as PNG, and the simulations, as JSON and CSV.")],
+    traces: Annotated[list[str] | None, typer.Option(help="A log, as for `remat simulate`; may be repeated.")] = None,
+) -> None:
+    """Make the simulated experiments of the DTR paper again, with their figures."""
+    from remat.experiments import WITH_TRACES, WITHOUT_TRACES
+
+    for name in names:
+        if name not in WITH_TRACES and name not in WITHOUT_TRACES:
+            raise RematError(f"unknown experiment {name!r}; choose from {', '.join((*WITH_TRACES, *WITHOUT_TRACES))}")
+        if name in WITH_TRACES and not traces:
+            raise RematError(f"experiment {name!r} replays logs; name them with --traces")
+    loaded = _traces(traces or [])
+    for name in names:
+        with progress_bar() as progress:
+            task = progress.add_task(name, total=None)
+
+            def tell(done: int, total: int, progress: Progress = progress, task: TaskID = task) -> None:
+                progress.update(task, completed=done, total=total)
+
+            made = WITH_TRACES[name](loaded, progress=tell) if name in WITH_TRACES else WITHOUT_TRACES[name]()
+        for path in made.save(out):
+            console.print(f"wrote {path}")
+        if made.cells:
+            (out / name).mkdir(exist_ok=True)
+            _write_cells(out / name, made.cells)
+
+
+def _traces(paths: Sequence[str]) -> dict[str, Trace]:
+    """Traces by name: of the file, or of the path where several files have the same name."""
+    stems = [Path(path).stem for path in paths]
+    return {stem if stems.count(stem) == 1 else path: _trace(path) for stem, path in zip(stems, paths, strict=True)}
+
+
+def _trace(path: str) -> Trace:
+    from remat.runtime.dtr.trace import Trace
+
+    if path.endswith(".json"):
+        return Trace.from_chain(chain_in(path, 1, "cpu"))
+    try:
+        return Trace.load(path)
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise RematError(f"cannot read {path}: {error}") from error
+
+
+def _write_cells(out: Path, cells: Sequence[Cell]) -> None:
+    """One row a simulation, as JSON and as CSV."""
+    import csv
+    import io
+    import json
+
+    from remat.files import write_whole
+
+    keep = ("outcome", "budget_bytes", "peak_bytes", "overhead", "evictions", "recomputations", "accesses")
+    rows = [
+        {
+            "model": cell.model,
+            "heuristic": cell.heuristic,
+            "deallocation": cell.deallocation,
+            **{name: getattr(cell.report, name) for name in keep},
+        }
+        for cell in cells
+    ]
+    write_whole(out / "simulations.json", (json.dumps(rows, indent=1) + "\n").encode())
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_whole(out / "simulations.csv", text.getvalue().encode())

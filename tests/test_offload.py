@@ -1,0 +1,490 @@
+"""What autograd saved waits in the host's memory: results to the bit, peaks, and buffers that come back."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gc
+import os
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat import rotor
+from remat.chain import Chain
+from remat.errors import PlanMismatch, RematError, ReplayError
+from remat.profiling import sending
+from remat.profiling.sending import Parcel, with_offload
+from remat.runtime import offload
+from remat.runtime.calls.stages import describe_call
+from remat.runtime.meter import Instruments, MemoryMeter
+from remat.runtime.offload import FileLink, HostMemory, Link, Sent, bytes_per_second, link_of
+from remat.runtime.planned.patched_forward import patched_forward_of
+from remat.schedule import F_ALL, Schedule, store_all_operations
+from remat.simulation import simulate
+from remat.solvers import Offload
+from support.library_models import EVERY
+from support.steps import assert_same, peak_of_a_step, small_gpt, train_step
+from support.training import made, train
+
+
+@pytest.fixture(autouse=True)
+def _fast_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages of small models run so briefly that no copy of theirs would hide."""
+    monkeypatch.setattr(sending, "COPY_SECONDS", 0.0)
+    monkeypatch.setattr(Instruments, "link_bytes_per_second", lambda self, device: 1e18)
+
+
+def profiled(model: nn.Module, sample: Any, **options: Any) -> Chain:
+    return remat.profile(model, sample, repeats=1, offload=True, **options)
+
+
+def sending_all(chain: Chain, number: int = 0) -> Schedule:
+    """Storing everything, each stage with its option `number` of those that send something, where it has any."""
+    operations = []
+    for operation in store_all_operations(chain.length):
+        if operation.kind == F_ALL:
+            options = enumerate(chain.options[operation.stage - 1], start=1)
+            away = [at for at, option in options if option.host_bytes]
+            operation = operation._replace(option=away[min(number, len(away) - 1)] if away else 0)
+        operations.append(operation)
+    return Schedule(tuple(operations), strategy="sending", layout=chain.layout)
+
+
+class Late:
+    """A copy that is made only when something waits for it."""
+
+    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._pairs = pairs
+
+    def wait(self) -> None:
+        for target, source in self._pairs:
+            target.numpy()[:] = source.numpy()
+        self._pairs = ()
+
+
+class LateLink(FileLink):
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Late:
+        return Late(pairs)
+
+
+class EarlyLink(FileLink):
+    """One whose copies are over at once."""
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Late:
+        copied = Late(pairs)
+        copied.wait()
+        return copied
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "vit", "t5", "convnext", "shared", "records", "unet", "resnet50"])
+def test_results_are_equal_to_the_bit_and_peaks_as_predicted(name: str) -> None:
+    model, sample = made(name)
+    chain = profiled(model, sample)
+    expected = train(*made(name))
+    least, most = remat.minimum_budget(chain, "offload"), chain.store_all_bytes
+    budgets = [least, (least + most) // 2, (least + 4 * most) // 5]
+    schedules = [sending_all(chain), sending_all(chain, 9), *Offload().solve_many(chain, budgets)]
+    sent = 0
+    for schedule in schedules:
+        assert isinstance(schedule, Schedule)
+        model, sample = made(name)
+        predicted = simulate(chain, schedule)
+        assert_same(expected, train(remat.apply(model, schedule), sample), str(schedule))
+        measured = remat.run(*made(name), schedule, repeats=1)
+        assert measured.peak_bytes <= predicted.peak_bytes
+        assert 0.98 * predicted.host_bytes <= measured.host_bytes <= predicted.host_bytes
+        sent += measured.host_bytes > 0
+    assert sent >= 2
+
+
+@pytest.mark.parametrize("kind", [LateLink, EarlyLink])
+def test_it_does_not_matter_when_copies_are_made(kind: type[Link], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sample = small_gpt()
+    chain = profiled(model, sample)
+    monkeypatch.setattr(offload, "link_of", lambda device: kind())
+    expected = train_step(copy.deepcopy(model), sample)
+    for number in (0, 9):
+        schedule = sending_all(chain, number)
+        wrapped = remat.apply(copy.deepcopy(model), schedule)
+        assert_same(expected, train_step(wrapped, sample), str(schedule))
+        step = partial(train_step, wrapped, sample)
+        assert peak_of_a_step(step, sample) <= simulate(chain, schedule).peak_bytes
+
+
+def test_the_device_gives_the_memory_up_while_it_is_on_the_host() -> None:
+    """All that is predicted to leave does leave: less is in use when the forward has ended."""
+    model, sample = small_gpt()
+    chain = profiled(model, sample)
+    schedule = sending_all(chain)
+    stored = remat.apply(copy.deepcopy(model), Schedule(store_all_operations(chain.length), layout=chain.layout))
+    wrapped = remat.apply(copy.deepcopy(model), schedule)
+    levels = []
+    for each in (stored, wrapped):
+        each(sample)  # allocates what lasts
+        meter = MemoryMeter(torch.device("cpu"))
+        with meter.session(), meter.region():
+            output = each(sample)
+        levels.append(meter.regions[0].end_bytes - meter.regions[0].start_bytes)
+        del output
+    away = simulate(chain, schedule).host_bytes
+    assert away > 0.3 * levels[0]
+    assert levels[0] - levels[1] == pytest.approx(away, rel=0.02)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inside(x)
+
+
+class Alternating(nn.Module):
+    """Takes another path where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+        self.skip = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for at, block in enumerate(self.blocks):
+            if not (self.skip and at == 2):
+                x = block(x)
+        return x
+
+
+def test_a_forward_that_takes_another_path_while_something_is_on_its_way() -> None:
+    torch.manual_seed(0)
+    model, sample = Alternating(), torch.randn(8, 16, requires_grad=True)
+    chain = profiled(model, sample, stages=[f"blocks.{at}" for at in range(5)])
+    schedule = sending_all(chain)
+    assert simulate(chain, schedule).host_bytes
+    plain = copy.deepcopy(model)
+    plain.skip = True
+    expected = train_step(plain, sample)
+    sample.grad = None
+    remat.apply(model, schedule)
+    model.skip = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_same(expected, train_step(model, sample))
+
+
+def sending_model() -> tuple[nn.Module, torch.Tensor, HostMemory]:
+    model, sample = small_gpt()
+    wrapped = remat.apply(model, sending_all(profiled(model, sample)))
+    return wrapped, sample, wrapped.executor.host
+
+
+def test_buffers_are_kept_from_step_to_step_and_come_back_without_a_backward() -> None:
+    wrapped, sample, host = sending_model()
+    train_step(wrapped, sample)
+    held = host.bytes
+    assert held > 0
+    for _ in range(3):
+        train_step(wrapped, sample)
+        wrapped(sample)  # whose backward never comes
+        gc.collect()
+        assert host.bytes == held == sum(size * len(free) for (_, size), free in host._free.items())
+    two = [wrapped(sample).square().mean() for _ in range(2)]
+    assert host.bytes == 2 * held  # two forwards wait for their backwards
+    for loss in two:
+        loss.backward()
+    del loss, two
+    other = host.take(torch.device("cpu"), held + 1)  # as after a batch of another shape
+    assert host.bytes == other.numel()  # what nobody needs is let go of
+
+
+def test_two_forwards_in_flight_are_right_in_either_order() -> None:
+    model, sample = small_gpt()
+    plain = copy.deepcopy(model)
+    wrapped = remat.apply(model, sending_all(profiled(model, sample)))
+    other = sample.flip(0).contiguous()
+    for order in (slice(None), slice(None, None, -1)):
+        found = []
+        for each in (plain, wrapped):
+            each.zero_grad()
+            torch.manual_seed(3)
+            losses = [each(tokens).square().mean() for tokens in (sample, other)]
+            for loss in losses[order]:
+                loss.backward()
+            found.append([parameter.grad.clone() for parameter in each.parameters()])
+        assert_same(*found)
+
+
+def test_what_was_saved_and_is_changed_while_it_is_copied_is_an_error() -> None:
+    class Keeps(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.kept = x * 2
+            return torch.sin(self.kept)
+
+    class Changes(nn.Module):
+        def __init__(self, before: Keeps) -> None:
+            super().__init__()
+            self.before = [before]
+            self.now = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.now:
+                self.before[0].kept.detach().add_(1)
+            return x * 3
+
+    keeps = Keeps()
+    changes = Changes(keeps)
+    model, sample = nn.Sequential(keeps, changes, nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4, requires_grad=True)
+    schedule = Schedule.parse("F_all1/1 F_all2 F_all3 F_all4 F_all5 B5 B4 B3 B2 B1")
+    layout = remat.Layout(
+        (1,) * 4, describe_call(sample), dropped=((frozenset(),), (), (), ()), offloaded=((frozenset({0}),), (), (), ())
+    )
+    wrapped = remat.apply(model, Schedule(schedule.operations, layout=layout))
+    wrapped(sample).sum().backward()
+    changes.now = True
+    with pytest.raises(ReplayError, match="stage '0' saved for its backward was modified in place"):
+        wrapped(sample)
+
+
+def test_the_same_numbers_of_another_kind_of_tensor_stay_where_they_are() -> None:
+    """A run may save other tensors than the one that was measured: sparse ones, none, or fewer."""
+    slots = [_Slot(torch.eye(3).to_sparse()), _Slot(torch.ones(5)), _Slot(None)]
+    memory = HostMemory()
+    sent = Sent(memory, slots, "stage")
+    sent.leave()
+    assert slots[0].tensor is not None and slots[1].tensor is None
+    sent.arrive()
+    assert torch.equal(slots[1].tensor, torch.ones(5)) and slots[2].tensor is None
+    nothing = Sent(memory, [], "stage")
+    nothing.leave()
+    nothing.arrive()
+
+
+class _Slot:
+    def __init__(self, tensor: torch.Tensor | None) -> None:
+        self.tensor = tensor
+
+
+def test_tensors_that_share_memory_come_back_sharing_it() -> None:
+    whole = torch.arange(24.0).reshape(4, 6)
+    looks = [whole, whole.t(), whole[1:3, ::2], whole.view(torch.int32), torch.arange(3).to(torch.bfloat16)]
+    slots = [_Slot(look) for look in looks]
+    expected = [look.clone() for look in looks]
+    del whole, looks
+    memory = HostMemory()
+    sent = Sent(memory, slots, "stage")
+    sent.leave()
+    assert all(slot.tensor is None for slot in slots) and memory.bytes == 24 * 4 + 3 * 2
+    del slots[1]  # autograd has let go of one
+    del expected[1]
+    sent.fetch()
+    sent.arrive()
+    for slot, tensor in zip(slots, expected, strict=True):
+        assert torch.equal(slot.tensor, tensor) and slot.tensor.stride() is not None
+    assert len({slot.tensor.untyped_storage().data_ptr() for slot in slots}) == 2
+
+
+def test_no_room_for_the_file_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped, sample, host = sending_model()
+
+    def full(file: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(RematError, match=r"there is no room for .* set TMPDIR"):
+            wrapped(sample)
+    assert host.bytes == 0
+    train_step(wrapped, sample)  # nothing is lost
+    assert host.bytes > 0
+
+
+def test_a_copy_that_fails_is_an_error_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped, sample, _ = sending_model()
+
+    def broken(target: Any, source: Any) -> None:
+        raise ValueError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(offload.np, "copyto", broken)
+        with pytest.raises(RematError, match="copying to or from the host's memory failed: broken"):
+            wrapped(sample)
+    train_step(wrapped, sample)
+
+
+def test_only_the_cpu_and_cuda_have_a_link() -> None:
+    with pytest.raises(RematError, match="nothing is known of a link between 'xpu'"):
+        link_of(torch.device("xpu"))
+    assert bytes_per_second(torch.device("cpu")) > 1e6
+
+
+def test_threads_may_train_copies_of_one_model_at_a_time() -> None:
+    wrapped, sample, _ = sending_model()
+    wrapped.eval()  # dropout would draw from the generator that threads share
+    models = [wrapped, copy.deepcopy(wrapped)]
+    expected = train_step(copy.deepcopy(wrapped.wrapped), sample)[1:-1]
+    found: list[list[torch.Tensor]] = []
+
+    def work(model: nn.Module) -> None:
+        output = model(sample)
+        output.float().square().mean().backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+
+    threads = [threading.Thread(target=work, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2
+    for gradients in found:
+        assert_same(expected[: len(gradients)], gradients)
+
+
+# Profiles -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_profile_offers_what_hides_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sample = small_gpt()
+    chain = profiled(model, sample)
+    assert chain.layout is not None
+    without = chain.without_offload
+    bytes_per_second = max(chain.saved_bytes) / max(chain.fwd_seconds) / 2  # half a stage hides
+    offers = {
+        stage: [Parcel(frozenset({number}), size // 4) for number in range(4)]
+        for stage, size in enumerate(without.saved_bytes[:-1], start=1)
+    }
+    found = with_offload(without, offers, bytes_per_second)
+    for stage, options in enumerate(found.options, start=1):
+        for option in options:
+            if option.host_bytes:
+                beside = min(chain.fwd_seconds[stage], chain.replay_seconds[stage], chain.bwd_seconds[stage])
+                assert option.link_seconds == pytest.approx(option.host_bytes / bytes_per_second)
+                assert option.link_seconds <= 0.8 * beside
+    assert with_offload(without, offers, 1.0) is without  # a link so slow hides nothing
+    monkeypatch.setattr(sending, "COPY_SECONDS", 1.0)
+    assert with_offload(without, offers, 1e18) is without
+
+
+def test_what_a_stage_holds_besides_is_not_offered() -> None:
+    """What a Function keeps on its `ctx` stays in memory, whoever else saves it."""
+
+    class Holding(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.kept = x
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient + 0 * ctx.kept
+
+    class Holds(nn.Module):
+        def __init__(self, holds: bool) -> None:
+            super().__init__()
+            self.linear, self.holds = nn.Linear(32, 32), holds
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.sigmoid(self.linear(x))  # saved by the sigmoid
+            return self.linear(Holding.apply(y) if self.holds else y.clone())
+
+    sent = []
+    for holds in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Holds(holds) for _ in range(4)), nn.Linear(32, 32))
+        chain = remat.profile(model, torch.randn(64, 32), repeats=1, offload=True, small=0.0)
+        sent.append(sum(max((option.host_bytes for option in each), default=0) for each in chain.options))
+    assert 0 < sent[1] < sent[0]
+
+
+def test_offload_needs_options_and_one_process() -> None:
+    model, sample = small_gpt()
+    with pytest.raises(RematError, match="needs options, and one process"):
+        remat.profile(model, sample, offload=True, options=False)
+    with pytest.raises(RematError, match="needs options, and one process"):
+        remat.profile(model, sample, offload=True, agreed=lambda chain: chain)
+    with pytest.raises(RematError, match="leave out host_limit"):
+        rotor.Checkpointable(model, host_limit="1GiB", options=False)
+
+
+def test_schedules_that_send_need_a_layout_that_says_what() -> None:
+    model, sample = small_gpt()
+    chain = profiled(model, sample)
+    assert chain.layout is not None
+    with pytest.raises(PlanMismatch, match="names options of stages, and not what they keep"):
+        layout = replace(chain.layout, dropped=(), offloaded=())
+        remat.apply(model, Schedule(sending_all(chain).operations, layout=layout))
+
+
+# Where people ask for it ---------------------------------------------------------------------------------------------
+
+
+def test_fit_with_a_limit_of_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    model, sample = EVERY["gpt2"]()
+    reference = copy.deepcopy(model)
+    expected = train(reference.train(), sample)
+    chain = profiled(model.train(), sample)
+    budget = (remat.minimum_budget(chain, "offload") + 2 * chain.store_all_bytes) // 3
+    remat.fit(model, sample, memory=budget, host_limit="1GiB")
+    assert "on the host" in capsys.readouterr().err
+    assert_same(expected, train(model, sample))
+    found = patched_forward_of(model)
+    assert found is not None
+    remat.remove(model)
+
+
+def test_plans_for_several_shapes_share_the_hosts_memory() -> None:
+    model, sample = small_gpt()
+    wrapped = rotor.Checkpointable(model, sample, "1GiB", host_limit="64MiB")
+    assert wrapped.chain is not None
+    budget = (remat.minimum_budget(wrapped.chain, "offload") + 2 * wrapped.chain.store_all_bytes) // 3
+    wrapped.compute_sequence(budget)
+    assert wrapped.get_expected_memory() <= budget
+    train_step(wrapped, sample)
+    held = wrapped._host.bytes
+    assert 0 < held <= 64 * 2**20
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            train_step(wrapped, sample[:, :24])
+            train_step(wrapped, sample)
+    assert wrapped._host.bytes == held
+    wrapped.compute_min_sequence()
+    wrapped.plan_with("floating", budget)  # which knows nothing of it
+    train_step(wrapped, sample)
+
+
+def test_compare_with_a_limit_of_the_host() -> None:
+    model, sample = small_gpt()
+    found = remat.compare(model, sample, 0.6, ["persistent, options"], host_limit="64MiB", progress=False, repeats=1)
+    entries = {entry.strategy: entry for entry in found.entries}
+    offloaded = entries["offload"].measured
+    assert offloaded is not None and offloaded.outcome == "pass" and offloaded.host_bytes > 0
+    predicted = {name: entry.report.seconds for name, entry in entries.items() if entry.report is not None}
+    assert entries["offload"].predicted is not None and entries["persistent, options"].predicted is not None
+    assert entries["offload"].predicted.seconds <= entries["persistent, options"].predicted.seconds
+    assert predicted
+
+
+def test_estimates_with_a_limit_of_the_host() -> None:
+    model, sample = small_gpt()
+    alone = remat.estimate(model, sample, device="h100")
+    found = remat.estimate(model, sample, device="h100", host_limit="1GiB")
+    assert found.chain.act_bytes == alone.chain.act_bytes and found.chain.saved_bytes == alone.chain.saved_bytes
+    assert found.least_bytes <= alone.least_bytes
+    limit = (alone.least_bytes + 2 * alone.chain.store_all_bytes) // 3
+    assert found.overhead(limit) <= alone.overhead(limit)
+    assert "with up to 1.00 GiB on the host" in str(found)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("remat: copies")]
