@@ -13,6 +13,7 @@ from benchmarks.frontier import frontier
 from benchmarks.learned import learned
 from benchmarks.live import live
 from benchmarks.live_units import live_units
+from benchmarks.offload import offload
 from benchmarks.options import options
 from benchmarks.paper import dtr_paper, rotor_paper
 from benchmarks.peaks import peaks
@@ -41,6 +42,7 @@ BENCHMARKS = {
     "any_model_compile": against_compile,
     "rivals": rivals,
     "options": options,
+    "offload": offload,
     "paper_rotor": lambda: rotor_paper(9),
     "paper_dtr": dtr_paper,
     "table1": table1,

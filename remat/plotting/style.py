@@ -51,6 +51,7 @@ _PLACES = (
     "ilp, options",
     "block_checkpointing",
     "selective_checkpointing",
+    "offload",
 )
 
 

@@ -1,8 +1,8 @@
 """What stages may send to the host: options of a chain in which some of what is kept waits there (`runtime.offload`).
 
 A copy has the run forward of the next stage to hide behind, and its backward on the way back. So a stage is offered to
-send as much as the link carries in the shorter of the two, largest storages first: beside everything that it keeps, and
-beside what the options keep that make little again.
+send as much as the link carries in the shorter of the two, largest storages first: of everything that it keeps, and of
+what each of its other options keeps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from remat.solvers.offload import beside
 
 COPY_SECONDS = 2e-5  # that each storage takes, however small
 _HIDDEN = 0.8  # of the time beside a copy that it may take: copies slow each other and what computes
-_BESIDE = 3  # options of a stage, besides keeping everything, that are offered once more with something sent
 _LEAST_GAIN = 0.01  # of what a stage saves, below which sending is not worth an option
 
 
@@ -67,7 +66,7 @@ def with_offload(chain: Chain, offers: Mapping[int, Sequence[Parcel]], bytes_per
             continue
         limit = _HIDDEN * beside(chain, stage)
         ways = [(everything(chain, stage), frozenset[int]())]
-        ways += [*zip(options[stage - 1], dropped[stage - 1], strict=True)][:_BESIDE]
+        ways += zip(options[stage - 1], dropped[stage - 1], strict=True)
         least = chain.saved_bytes[stage - 1]
         for way, without in ways:  # of which each makes more again than the one before
             kept = [parcel for parcel in offers.get(stage, ()) if not parcel.numbers <= without]

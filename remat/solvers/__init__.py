@@ -40,7 +40,6 @@ __all__ = [
     "lower_bound",
     "make_solver",
     "minimum_budget",
-    "planner",
     "solve",
     "store_all_peak",
 ]

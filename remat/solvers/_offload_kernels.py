@@ -11,8 +11,7 @@ the device while the cell's first operation runs, and again while its last one d
     j = 1 .. K        what option j of `moves` of stage s-1 sends, at both ends
     j = K+1 .. 2K     what option j-K sends, at the end only: the first operation is no longer the one behind it
 
-Rows are packed as the persistent recurrence's, with 2K+1 of them for a cell. Decisions are int16: -1 infeasible; s
-"save all of s"; above s the split point; -2, -3, ... the options of s and, behind these, its moves.
+Rows are packed as the persistent recurrence's, with 2K+1 of them for a cell.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from remat.solvers._table_kernels import _need_forward, _row
+from remat.solvers._table_kernels import _need_forward, _relax, _row
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -71,24 +70,28 @@ def _need_move(s, t, move, first, last, sizes, moves):
 
 
 @njit(cache=True, nogil=True)
-def _offer(flat, decisions, columns, row, rest, shift, need, cost, decision):
+def _offer(flat, first, columns, row, rest, shift, need, cost):
     """Relaxes a row with `cost` and row `rest` at `shift` slots fewer (none: -1), from `need` slots on."""
+    start = max(need, shift, 0) if rest < 0 else max(need, shift + first[rest], 0)
     at = row * columns
-    for m in range(max(need, shift, 0), columns):
-        seconds = cost if rest < 0 else flat[rest * columns + m - shift] + cost
-        if seconds < flat[at + m]:
-            flat[at + m] = seconds
-            decisions[at + m] = decision
+    if rest < 0:
+        for m in range(start, columns):
+            flat[at + m] = min(flat[at + m], cost)
+    else:
+        other = rest * columns - shift
+        for m in range(start, columns):
+            flat[at + m] = min(flat[at + m], flat[other + m] + cost)
+    first[row] = min(first[row], start)
 
 
 @njit(cache=True, nogil=True)
-def fill_offload(flat, decisions, columns, sizes, slots, times, unit, options, moves):
+def fill_offload(flat, columns, sizes, slots, times, unit, options, moves):
     """Fills all cells of the persistent recurrence with borders (`docs/offload.md`)."""
     act, saved, fwd_over, bwd_extra, grad, save_over = sizes
     prefix, both, adjacent = times
     n, borders = saved.size, 2 * moves[0].shape[1] + 1
+    first_slots = np.full(_row(0, n) * borders, columns, np.int64)  # of each row that is feasible
     flat[:] = np.inf
-    decisions[:] = -1
     for t in range(n):
         for s in range(t, -1, -1):
             rest = _row(s + 1, t) * borders if s < t else -1
@@ -99,38 +102,76 @@ def fill_offload(flat, decisions, columns, sizes, slots, times, unit, options, m
                 row = _row(s, t) * borders + j
                 need = -(-_need_all(s, t, first, last, sizes) // unit)
                 cost = np.float32(both[s] if s < t else adjacent[s])
-                _offer(flat, decisions, columns, row, rest, slots[1][s] if s < t else 0, need, cost, s)
+                _offer(flat, first_slots, columns, row, rest, slots[1][s] if s < t else 0, need, cost)
                 for option in range(options[5][s]):
                     need = -(-_need_part(s, t, option, first, last, sizes, options) // unit)
                     cost = np.float32(both[s] + options[4][s, option])
-                    shift = options[3][s, option] if s < t else 0
-                    _offer(flat, decisions, columns, row, rest, shift, need, cost, -2 - option)
+                    _offer(flat, first_slots, columns, row, rest, options[3][s, option] if s < t else 0, need, cost)
                 for move in range(moves[6][s] if s < t else 0):
-                    if not moves[7][s, move]:
-                        continue
-                    need = -(-_need_move(s, t, move, first, last, sizes, moves) // unit)
-                    cost = np.float32(both[s] + moves[5][s, move])
-                    decision = -2 - options[5][s] - move
-                    _offer(flat, decisions, columns, row, rest + 1 + move, moves[4][s, move], need, cost, decision)
+                    if moves[7][s, move]:
+                        need = -(-_need_move(s, t, move, first, last, sizes, moves) // unit)
+                        cost = np.float32(both[s] + moves[5][s, move])
+                        _offer(flat, first_slots, columns, row, rest + 1 + move, moves[4][s, move], need, cost)
                 sweep = _need_forward(s, s, sizes) + first
                 for split in range(s + 1, t + 1):
                     need = -(-(grad[t + 1] + sweep) // unit)
                     left = _row(s, split - 1) * borders + _left_border(j, moves)
                     right, shift = _row(split, t) * borders, slots[0][split]
-                    cost = np.float32(prefix[split] - prefix[s])
-                    for m in range(max(need, shift, 0), columns):
-                        seconds = flat[right * columns + m - shift] + flat[left * columns + m] + cost
-                        if seconds < flat[row * columns + m]:
-                            flat[row * columns + m] = seconds
-                            decisions[row * columns + m] = split
+                    start = max(need, shift + first_slots[right], first_slots[left], 0)
+                    if start < columns:
+                        cost = np.float32(prefix[split] - prefix[s])
+                        at = (row * columns + start, left * columns + start, right * columns + start - shift)
+                        _relax(flat, at[0], at[1], at[2], cost, columns - start)
+                        first_slots[row] = min(first_slots[row], start)
                     sweep = max(sweep, _need_forward(s, split, sizes))
+
+
+@njit(cache=True, nogil=True)
+def _best(flat, columns, s, t, j, m, sizes, slots, times, unit, options, moves):
+    """The decision behind cell (s, t, j) at m slots: s "save all of s"; above s the split point; -2, -3, ... the
+    options of s and, behind these, its moves; -1 infeasible. Reading a schedule out visits few cells.
+    """
+    prefix, both, adjacent = times
+    grad, borders = sizes[4], 2 * moves[0].shape[1] + 1
+    first, last = _border(s, j, moves)
+    best, decision = np.float32(np.inf), -1
+    rest = (_row(s + 1, t) * borders if s < t else 0) * columns
+    after = m - slots[1][s] if s < t else 0
+    if after >= 0 and m * unit >= _need_all(s, t, first, last, sizes):
+        best = np.float32(both[s] if s < t else adjacent[s])
+        best += flat[rest + after] if s < t else np.float32(0)
+        decision = s if best < np.inf else -1
+    for option in range(options[5][s]):
+        after = m - options[3][s, option] if s < t else 0
+        if after >= 0 and m * unit >= _need_part(s, t, option, first, last, sizes, options):
+            seconds = np.float32(both[s] + options[4][s, option])
+            seconds += flat[rest + after] if s < t else np.float32(0)
+            if seconds < best:
+                best, decision = seconds, -2 - option
+    for move in range(moves[6][s] if s < t else 0):
+        after = m - moves[4][s, move]
+        if moves[7][s, move] and after >= 0 and m * unit >= _need_move(s, t, move, first, last, sizes, moves):
+            seconds = np.float32(both[s] + moves[5][s, move]) + flat[rest + (1 + move) * columns + after]
+            if seconds < best:
+                best, decision = seconds, -2 - options[5][s] - move
+    sweep = _need_forward(s, s, sizes) + first
+    for split in range(s + 1, t + 1):
+        after = m - slots[0][split]
+        if after >= 0 and m * unit >= grad[t + 1] + sweep:
+            left = (_row(s, split - 1) * borders + _left_border(j, moves)) * columns
+            seconds = flat[_row(split, t) * borders * columns + after] + flat[left + m]
+            seconds += np.float32(prefix[split] - prefix[s])
+            if seconds < best:
+                best, decision = seconds, split
+        sweep = max(sweep, _need_forward(s, split, sizes))
+    return decision
 
 
 @njit(cache=True, nogil=True)
 def fill_least_offload(sizes, times, options, moves):  # noqa: PLR0912  # one loop nest, as `fill_offload`
     """Least memory of every cell, exact in bytes, by the same recurrence with max in place of sum; ties by time.
 
-    Returns the decisions, one for each row.
+    Returns the decisions, one for each row, as `_best` has them.
     """
     act, saved, fwd_over, bwd_extra, grad, save_over = sizes
     prefix, both, adjacent = times
@@ -179,8 +220,13 @@ def fill_least_offload(sizes, times, options, moves):  # noqa: PLR0912  # one lo
 
 
 @njit(cache=True, nogil=True)
-def read_offload(decisions, columns, m, sizes, slots, times, options, moves, kinds, stages, chosen):
-    """Writes the operations of the whole chain at m slots; as `_table_kernels.read_persistent`."""
+def read_offload(  # noqa: PLR0915  # four decisions, a paragraph each
+    flat, columns, m, decisions, sizes, slots, times, unit, options, moves, kinds, stages, chosen
+):
+    """Writes the operations of the whole chain at m slots; as `_table_kernels.read_persistent`.
+
+    decisions: int16, one for each row, to follow; of shape (0,) they are found from the table.
+    """
     act, saved, fwd_over, bwd_extra, grad, save_over = sizes
     prefix, both, adjacent = times
     n, borders = saved.size, 2 * moves[0].shape[1] + 1
@@ -194,7 +240,10 @@ def read_offload(decisions, columns, m, sizes, slots, times, options, moves, kin
             count += 1
             continue
         first, last = _border(s, j, moves)
-        decision = np.int64(decisions[(_row(s, t) * borders + j) * columns + m])
+        if decisions.size:
+            decision = np.int64(decisions[_row(s, t) * borders + j])
+        else:
+            decision = _best(flat, columns, s, t, j, m, sizes, slots, times, unit, options, moves)
         option = -2 - decision
         move = option - options[5][s]
         if decision < -1 and move >= 0:

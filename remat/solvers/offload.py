@@ -126,13 +126,14 @@ class OffloadTable(Table):
     def _fill(self) -> None:
         kept, *others = self._moves
         self._moves = (kept, *others[:3], (kept + self.unit // 2) // self.unit, *others[4:])
-        self._decisions = np.empty(self.flat.size, np.int16)
         options = (self.sizes, self.slots, self.times, self.unit, self.options, self._moves)
-        _offload_kernels.fill_offload(self.flat, self._decisions, self.columns, *options)
+        _offload_kernels.fill_offload(self.flat, self.columns, *options)
 
     def _walk(self, slot: int) -> tuple[int, int, float]:
-        options = (self.sizes, self.slots, self.times, self.options, self._moves, *self._room.columns)
-        return _offload_kernels.read_offload(self._decisions, self.columns, slot, *options)
+        none, options = np.empty(0, np.int16), (self.sizes, self.slots, self.times, self.unit, self.options)
+        return _offload_kernels.read_offload(
+            self.flat, self.columns, slot, none, *options, self._moves, *self._room.columns
+        )
 
 
 def _least_operations(chain: Chain, first: int) -> Operations:
@@ -142,8 +143,9 @@ def _least_operations(chain: Chain, first: int) -> Operations:
     parts = (*parts[:3], np.zeros_like(parts[0]), *parts[3:])
     decisions = _offload_kernels.fill_least_offload(sizes, times, parts, moves)
     room = Room(chain.length)
-    slots = (np.zeros_like(sizes[0]), np.zeros_like(sizes[1]))
-    count, *_ = _offload_kernels.read_offload(decisions, 1, 0, sizes, slots, times, parts, moves, *room.columns)
+    nothing, slots = np.empty(0, np.float32), (np.zeros_like(sizes[0]), np.zeros_like(sizes[1]))
+    options = (sizes, slots, times, 1, parts, moves, *room.columns)
+    count, *_ = _offload_kernels.read_offload(nothing, 1, 0, decisions, *options)
     return room.operations(count)
 
 
