@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+import remat
 from remat.check import __main__ as command
-from remat.check import checks
+from remat.check import benchmarks, checks
 from remat.check.workloads import CHAINS, make
 
 
@@ -49,6 +50,7 @@ def test_a_call_goes_on_where_the_last_one_stopped(
 
     monkeypatch.setattr(command, "CHECKS", {"fine": fine, "broken": broken, "absent": absent})
     monkeypatch.setattr(command, "BENCHMARKS", {})
+    monkeypatch.setattr(command, "BATCHES", {})
     out = ("--device", "cpu", "--out", str(tmp_path))
     assert _call(monkeypatch, *out) == 1
     assert calls == ["fine", "broken", "absent"]
@@ -69,11 +71,12 @@ def test_a_call_goes_on_where_the_last_one_stopped(
 
 def test_checks_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kind once; all of them take minutes."""
-    names = ["plans of llama", "DTR on gpt2", "attention", "allocator", "streams", "two devices", "out of memory"]
+    names = ["plans of llama", "DTR on gpt2", "attention", "offload on gpt2", "allocator", "streams", "two devices"]
+    names += ["out of memory"]
     only = [word for name in names for word in ("--only", name)]
     assert _call(monkeypatch, "--device", "cpu", "--out", str(tmp_path), *only) == 0
     found = _results(tmp_path)
-    assert {name for name in names if found[name]["outcome"] == "pass"} == set(names[:3])
+    assert {name for name in names if found[name]["outcome"] == "pass"} == set(names[:4])
     plans = found["plans of llama"]["found"]
     assert max(plans["peak_over_limit"]) <= 1 and min(plans["predicted_over_peak"]) >= 1
 
@@ -104,7 +107,16 @@ def _store_all(chain: Any) -> Any:
     return make_solver("store_all").solve(chain, 2**40)
 
 
-@pytest.mark.parametrize("name", [*CHAINS, "treelstm"])
+def test_the_largest_batch_by_each_way() -> None:
+    """The ways that keep less train more rows; each within the limit, and not with noticeably more rows."""
+    work = make("gpt2", torch.device("cpu"), small=True)
+    limit = 4 * remat.run(work.model, work.sample, remat.Execution(), loss=work.loss, repeats=1).peak_bytes
+    found = {way: benchmarks._largest(way, work, limit)["batch"] for way in ("plain", "persistent, options")}
+    assert 14 <= found["plain"] <= 16  # four times the sample's rows
+    assert found["persistent, options"] > 1.3 * found["plain"]
+
+
+@pytest.mark.parametrize("name", [*CHAINS, "treelstm", "llama of 1.3 billion", "resnet1001"])
 def test_workloads_train(name: str) -> None:
     work = make(name, torch.device("cpu"), small=True)
     work.loss(work.model(work.sample)).backward()

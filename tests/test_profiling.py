@@ -107,9 +107,9 @@ def test_stages_too_small_to_matter_are_fused() -> None:
         nn.Tanh(), nn.Linear(900, 900), nn.Linear(900, 1), nn.Tanh(), nn.Linear(1, 900), nn.Linear(900, 900)
     )
     sample = torch.randn(1000, 900)
-    chain = remat.profile(model, sample, small=0.3)
-    assert chain.layout is not None
-    assert sum(chain.layout.modules) == len(model) and len(chain.layout.modules) < len(model) - 1
+    for _ in range(3):  # told from what they have to do, not from how long they took
+        chain = remat.profile(model, sample, repeats=1, small=0.3)
+        assert chain.layout is not None and chain.layout.modules == (5, 1)
     fine = remat.profile(model, sample, small=0.0)
     assert fine.layout is not None
     # Linear and Tanh belong together in any case: nobody saves what passes between them.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from remat.check.benchmarks import BENCHMARKS, compared
+from remat.check.benchmarks import BATCHES, BENCHMARKS, compared, largest_batch
 from remat.check.checks import CHECKS, Skipped
 from remat.errors import RematError
 from remat.files import write_whole
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=480, help="begin nothing after so many; 480 by default")
     parser.add_argument("--list", action="store_true", help="name what there is, and stop")
     given = parser.parse_args()
-    everything = [*CHECKS, *BENCHMARKS]
+    everything = [*CHECKS, *BATCHES, *BENCHMARKS]
     if given.list:
         print("\n".join(everything))
         return
@@ -81,8 +81,10 @@ class _Session:
         found: dict[str, Any] = {"outcome": "pass"}
         try:
             if name in BENCHMARKS:
-                own = self.file.with_name(f"{self.file.stem}_{BENCHMARKS[name]}.json")
+                own = self.file.with_name(f"{self.file.stem}_{BENCHMARKS[name].replace(' ', '_')}.json")
                 found |= compared(BENCHMARKS[name], self.device, self.small, own)
+            elif name in BATCHES:
+                found |= {"found": largest_batch(BATCHES[name], self.device, self.small)}
             else:
                 torch.use_deterministic_algorithms(True, warn_only=True)
                 found |= {"found": CHECKS[name](self.device, self.small)}

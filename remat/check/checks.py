@@ -53,6 +53,44 @@ def plans(name: str, device: torch.device, small: bool) -> Found:
     }
 
 
+def offload(name: str, device: torch.device, small: bool) -> Found:
+    """Some limits, and half of what would be sent: bits, measured peaks, and what the host holds."""
+    work = make(name, device, small=small)
+    chain = remat.profile(work.model, work.sample, loss=work.loss, repeats=1, offload=True)
+    planner = remat.solvers.Offload()
+    least, most = planner.minimum_budget(chain), store_all_peak(chain)
+    plain = _left_by(work)
+    found: Found = {"least_bytes": least, "store_all_bytes": most, "limits": []}
+    sent = 0
+    for number in range(_LIMITS // 2):
+        limit = least + (most - least) * number // (_LIMITS // 2)
+        schedule = planner.solve(chain, limit)
+        predicted = remat.simulate(chain, schedule)
+        sent = max(sent, predicted.host_bytes)
+        found["limits"].append(_offloaded(work, chain, schedule, limit, plain))
+    limit = (least + most) // 2
+    half = remat.solve(chain, limit, host_limit=max(sent // 2, 1))
+    assert remat.simulate(chain, half).host_bytes <= max(sent // 2, 1)
+    found["half"] = _offloaded(work, chain, half, limit, plain)
+    return found
+
+
+def _offloaded(
+    work: Workload, chain: remat.Chain, schedule: remat.Schedule, limit: int, plain: list[torch.Tensor]
+) -> Found:
+    _same_bits(plain, _left_by(work, schedule), f"sending to the host within {limit} bytes")
+    predicted = remat.simulate(chain, schedule)
+    measured = remat.run(work.model, work.sample, schedule, loss=work.loss, repeats=3, baseline=True)
+    assert measured.peak_bytes <= limit, f"the peak is {measured.peak_bytes / limit:.4f} of the limit"
+    assert measured.host_bytes <= predicted.host_bytes, "the host holds more than was planned"
+    return {
+        "peak_over_limit": measured.peak_bytes / limit,
+        "host_bytes": measured.host_bytes,
+        "overhead": measured.overhead,
+        "predicted": predicted.overhead,
+    }
+
+
 def dtr(name: str, device: torch.device, small: bool) -> Found:
     """DTR at shares of the peak, by calls and by operators: bits, and the allocator's peak."""
     work = make(name, device, small=small)
@@ -337,6 +375,7 @@ def _under_everything(
 CHECKS: dict[str, Callable[[torch.device, bool], Found]] = {
     **{f"plans of {name}": lambda device, small, name=name: plans(name, device, small) for name in CHAINS},  # type: ignore[misc]
     **{f"DTR on {name}": lambda device, small, name=name: dtr(name, device, small) for name in ("treelstm", "gpt2")},  # type: ignore[misc]
+    **{f"offload on {name}": lambda device, small, name=name: offload(name, device, small) for name in CHAINS[:3]},  # type: ignore[misc]
     "allocator": allocator,
     "streams": streams,
     "autocast": autocast,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from remat.models import TreeLSTM, complete_tree, gpt, resnet50
+from remat.models import TreeLSTM, complete_tree, gpt, resnet50, resnet1001
 
 
 class Workload(NamedTuple):
@@ -103,6 +103,12 @@ def make(name: str, device: torch.device, *, small: bool) -> Workload:
     return Workload(model.to(device).train(), _moved(sample, device), _of_words)
 
 
+def with_rows(work: Workload, rows: int) -> Workload:
+    """The same model with a sample of so many rows."""
+    sample: torch.Tensor = work.sample
+    return work._replace(sample=sample.repeat(-(-rows // len(sample)), *(1,) * (sample.dim() - 1))[:rows])
+
+
 def _moved(sample: Any, device: torch.device) -> Any:
     return sample.to(device) if isinstance(sample, torch.Tensor) else sample
 
@@ -123,6 +129,17 @@ def _llama(small: bool) -> tuple[nn.Module, torch.Tensor]:
     return _Llama(16, 2048, 32, 32000).to(torch.bfloat16), torch.randint(0, 32000, (4, 2048))
 
 
+def _large_llama(small: bool) -> tuple[nn.Module, torch.Tensor]:
+    """1.3 billion parameters, as they are at random."""
+    if small:
+        return _Llama(6, 96, 4, 300), torch.randint(0, 300, (1, 96))
+    return _Llama(24, 2048, 16, 32000).to(torch.bfloat16), torch.randint(0, 32000, (2, 4096))
+
+
+def _resnet1001(small: bool) -> tuple[nn.Module, torch.Tensor]:
+    return resnet1001(), torch.randn(1 if small else 64, 3, 32, 32)
+
+
 def _vit(small: bool) -> tuple[nn.Module, torch.Tensor]:
     if small:
         return _ViT(4, 64, 4, 8, 32), torch.randn(4, 3, 32, 32)
@@ -139,5 +156,7 @@ _MAKERS: dict[str, Callable[[bool], tuple[nn.Module, Any]]] = {
     "llama": _llama,
     "vit": _vit,
     "treelstm": _tree,
+    "llama of 1.3 billion": _large_llama,
+    "resnet1001": _resnet1001,
 }
 CHAINS = ("resnet50", "gpt2", "llama", "vit")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,19 +14,19 @@ from torch.autograd.graph import saved_tensors_hooks
 from remat.chain import Layout
 from remat.errors import UnsupportedModel
 from remat.host.progress import Progress
-from remat.profiling.recording import saving_nothing
 from remat.profiling.stage_costs import SavedStorages
+from remat.profiling.work import Work
 from remat.runtime.calls.stages import describe_call, detached, flatten, input_of
 from remat.runtime.checks import failing_on_the_sample
-from remat.runtime.meter import elapsed
+from remat.runtime.patching import blocks_as_written
 from remat.runtime.pytree import Arguments, map_tensors, tensors
 
 
 def in_a_row(model: nn.Module, call: Arguments, small: float, tell: Progress) -> Layout:
     """How the stages lie on an `nn.Sequential`, whose modules follow one another.
 
-    Modules that work in place on their input, return views of it, or take less time than the share `small` of the upper
-    quartile, are fused with their neighbour.
+    Modules that work in place on their input, return views of it, or have less to do than the share `small` of the
+    upper quartile, are fused with their neighbour.
 
     Raises:
         UnsupportedModel: it is empty, works in place on the sample, or a module of it returns no dense tensor.
@@ -44,11 +43,11 @@ class _Probed:
     view: bool
     saves_input: bool
     saves_output: bool
-    seconds: float
+    work: float
 
 
 def _probed(flat: Sequence[tuple[str, nn.Module]], value: Any, tell: Progress) -> Iterator[_Probed]:
-    """Runs the modules one by one, saving nothing. `value` is not touched: each module gets a copy of its input."""
+    """Runs the modules one by one, keeping nothing. `value` is not touched: each module gets a copy of its input."""
     value = detached(value)
     for index, (name, module) in enumerate(flat):
         tell("probing stages", index, len(flat))
@@ -56,21 +55,17 @@ def _probed(flat: Sequence[tuple[str, nn.Module]], value: Any, tell: Progress) -
         versions = [tensor._version for tensor in tensors(copy)]
         inputs = {tensor.untyped_storage()._cdata for tensor in tensors(copy) if tensor.numel()}
         saved = SavedStorages()
-        with failing_on_the_sample(partial(str, name)), saved_tensors_hooks(saved.note, cannot_unpack):
+        work = Work()
+        hooks = saved_tensors_hooks(saved.note, cannot_unpack)
+        with failing_on_the_sample(partial(str, name)), blocks_as_written(), hooks, work:
             output = module(copy)
         _check_output(name, output)
         saves = saved.among(copy), saved.among(output)
         in_place = [tensor._version for tensor in tensors(copy)] != versions
         view = any(tensor.untyped_storage()._cdata in inputs for tensor in tensors(output) if tensor.numel())
+        value = detached(output)
         del copy, output
-        # Further runs, for its time: the first one pays for what is set up once.
-        seconds = math.inf
-        for _ in range(2):
-            box = [map_tensors(torch.clone, value)]
-            with saving_nothing(cannot_unpack):
-                seconds = min(seconds, elapsed(tensors(value)[0].device, partial(_run_in, module, box)))
-        value = detached(box.pop())
-        yield _Probed(in_place, view, *saves, seconds)
+        yield _Probed(in_place, view, *saves, work.work)
     tell("probing stages", len(flat), len(flat))
 
 
@@ -101,25 +96,19 @@ def _fused(flat: Sequence[tuple[str, nn.Module]], traits: Sequence[_Probed], sma
         else:
             groups.append([index])
         only_views = only_views and trait.view
-    seconds = [sum(traits[index].seconds for index in members) for members in groups]
-    # Not the mean, which one stage that was disturbed while it was timed would raise above all others.
-    threshold = small * sorted(seconds)[3 * len(seconds) // 4]
+    work = [sum(traits[index].work for index in members) for members in groups]
+    threshold = small * sorted(work)[3 * len(work) // 4]
     joined: list[int] = []
-    joined_seconds: list[float] = []
-    for members, spent in zip(groups, seconds, strict=True):
+    joined_work: list[float] = []
+    for members, own in zip(groups, work, strict=True):
         # The neighbour is the stage before, so that its output stays a place to cut; the first has only the next.
-        if joined and (spent < threshold or joined_seconds[-1] < threshold):
+        if joined and (own < threshold or joined_work[-1] < threshold):
             joined[-1] += len(members)
-            joined_seconds[-1] += spent
+            joined_work[-1] += own
         else:
             joined.append(len(members))
-            joined_seconds.append(spent)
+            joined_work.append(own)
     return joined
-
-
-def _run_in(run: Callable[[Any], Any], box: list[Any]) -> None:
-    """Replaces the one value in `box` by the run's output; nothing else refers to the value during the run."""
-    box.append(run(box.pop()))
 
 
 def cannot_unpack(_: None) -> torch.Tensor:

@@ -87,7 +87,8 @@ def profile(
         repeats: sweeps over the model whose median is each stage's time.
         loss: a function of the output that returns a scalar. Without one, the loss is the output's own where a model
             computes it (`output.loss`), else it is taken as free.
-        small: modules whose forward takes less than this share of the upper quartile are fused with their neighbour.
+        small: modules whose forward has less to do than this share of the upper quartile (in bytes moved and
+            operations) are fused with their neighbour.
         stages: names or modules to take for the stages, as in `find_chain`; None: they are found.
         output_held: count the output as held by the caller until the backward is over, as by
             `out = model(x); loss = criterion(out, y); loss.backward()`. False where the loop drops it before, or never
@@ -149,7 +150,7 @@ def profile(
         own_autocast_cache(),
     ):
         if in_sequence:
-            # Fused by how long they took, small modules could make up other stages in each process.
+            # What is small may differ from process to process, where their samples do.
             layout = in_a_row(model, call, small if agreed is None else 0.0, tell)
         else:
             tell("finding chains", 0, 1)

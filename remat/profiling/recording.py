@@ -15,16 +15,15 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from remat.errors import UnsupportedModel
+from remat.profiling.work import work_of
 from remat.runtime.checks import failing_on_the_sample
 from remat.runtime.operators import flat, only_views, statistics
 from remat.runtime.operators import written as written_by
 from remat.runtime.patching import Forward, blocks_as_written, intercepted, outside_of_compiled
 from remat.runtime.pytree import Arguments, Key, activation_of, first_tensor, key_of, tensors
 
-_OPERATIONS_PER_BYTE = 8  # that take about as long as moving one, on usual machines
 BEFORE = -1  # when what a model's parameters, buffers and inputs hold was computed
 
 
@@ -241,9 +240,7 @@ class _Operators(TorchDispatchMode):
             recorder.storage(tensor, born=now)
         recorder.clock += 1
         if written or not only_views(inputs, outputs):
-            count = flop_registry.get(operator._overloadpacket)
-            operations = count(*args, **kwargs, out_val=output) if count is not None else 0
-            work = sum(tensor.nbytes for tensor in (*inputs, *outputs)) + operations / _OPERATIONS_PER_BYTE
+            work = work_of(operator, args, kwargs, output, inputs, outputs)
             for holder in _outwards(call):
                 holder.work += work
         return output
