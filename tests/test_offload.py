@@ -9,6 +9,7 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -324,6 +325,73 @@ def test_only_the_cpu_and_cuda_have_a_link() -> None:
     with pytest.raises(RematError, match="nothing is known of a link between 'xpu'"):
         link_of(torch.device("xpu"))
     assert bytes_per_second(torch.device("cpu")) > 1e6
+
+
+def test_cudas_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of calls, which is what there is to see without a device."""
+    calls: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            calls.append(f"{self.name} waits for {other.name}")
+
+        def wait_event(self, event: Event) -> None:
+            calls.append(f"{self.name} waits for the event of {event.recorded}")
+
+    class Event:
+        def record(self, stream: Stream) -> None:
+            self.recorded = stream.name
+            calls.append(f"event of {stream.name}")
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        calls.append(f"on {stream.name}")
+        yield
+        calls.append("off")
+
+    class Runtime:
+        failing = False
+
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            calls.append(f"pin {size}")
+            return 2 if self.failing else 0
+
+        def cudaHostUnregister(self, address: int) -> None:
+            calls.append("unpin")
+
+    def check(code: int) -> None:
+        if code:
+            raise torch.cuda.CudaError(code)
+
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("side"))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main"))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", check)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronise"))
+    monkeypatch.setattr(torch.cuda.CudaError, "__init__", lambda self, code: Exception.__init__(self, f"error {code}"))
+    link = link_of(torch.device("cuda"))
+    buffer = link.buffer(100)
+    source = torch.arange(100, dtype=torch.uint8)
+    copied = link.copy([(buffer, source)])
+    assert torch.equal(buffer, source)
+    # Memory that is given again was used by what the main stream did before; nobody reads it before the copy is over.
+    assert calls == ["pin 100", "side waits for main", "on side", "event of side", "off"]
+    copied.wait()
+    assert calls[-1] == "main waits for the event of side"
+    del buffer, copied
+    gc.collect()
+    assert calls[-2:] == ["synchronise", "unpin"]
+    runtime.failing = True
+    with pytest.raises(RematError, match="the system does not pin 100 B of the host's memory"):
+        link.buffer(100)
+    gc.collect()
+    assert calls[-1] == "pin 100"
 
 
 def test_threads_may_train_copies_of_one_model_at_a_time() -> None:
