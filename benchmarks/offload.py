@@ -3,7 +3,8 @@
     python -m benchmarks offload
 
 Of GPT-2 and ResNet-50, steps within some limits: whether bits are equal, the measured peak, and seconds. A thread
-copies beside the one that computes, so there are two ratios to plain PyTorch: of the clock, and of the CPU time of both.
+copies beside the one that computes, so there are two ratios to plain PyTorch: of the clock, and of the CPU time of
+both.
 """
 
 from __future__ import annotations
