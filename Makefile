@@ -14,7 +14,7 @@ help:
 	@echo "make test-slow   run those that take long: notebooks, several processes, the largest models"
 	@echo "make gpu   check what remat promises on this machine's GPU, and what it costs there (goes on where it stopped)"
 	@echo "make mutants   put mistakes into the code and see which the tests notice (hours; goes on where it stopped)"
-	@echo "make lint   ruff, mypy and the import rules"
+	@echo "make lint   ruff, mypy, the import rules, and whether the documents say what the results say"
 	@echo "make docs   the documentation as a site, in build/site"
 	@echo "make notebooks   run the notebooks and keep what they show in them"
 	@echo "make bench  measure speed and memory, write benchmarks/results/"
@@ -51,6 +51,7 @@ lint: $(DONE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m benchmarks.text --check
 	$(BIN)/lint-imports
 
 bench: $(DONE)
