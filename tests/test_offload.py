@@ -204,7 +204,68 @@ def test_buffers_are_kept_from_step_to_step_and_come_back_without_a_backward() -
         loss.backward()
     del loss, two
     other = host.take(torch.device("cpu"), held + 1)  # as after a batch of another shape
-    assert host.bytes == other.numel()  # what nobody needs is let go of
+    assert host.bytes == other.memory.numel()  # what nobody needs is let go of
+
+
+def test_what_several_forwards_in_flight_took_is_let_go_of_again() -> None:
+    wrapped, sample, host = sending_model()
+    train_step(wrapped, sample)
+    held = host.bytes
+    waiting = [wrapped(sample) for _ in range(5)]
+    assert host.bytes == 5 * held
+    del waiting
+    gc.collect()
+    for _ in range(2):  # the first knows of five
+        train_step(wrapped, sample)
+    wrapped(sample)
+    assert host.bytes == held
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_process_that_was_forked_has_memory_of_its_own() -> None:
+    """It shares the pages of the file: a step there must not write into what a forward here waits for."""
+    wrapped, sample, _ = sending_model()
+    expected = train_step(copy.deepcopy(wrapped.wrapped), sample)
+    train_step(wrapped, sample)
+    wrapped.zero_grad()
+    torch.manual_seed(7)
+    output = wrapped(sample)
+    child = os.fork()
+    if not child:
+        train_step(wrapped, torch.zeros_like(sample), seed=1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    output.float().square().mean().backward()
+    found = [parameter.grad for parameter in wrapped.parameters()]
+    assert_same(expected[1 : 1 + len(found)], found)
+
+
+def test_who_is_interrupted_while_waiting_has_not_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped, sample, host = sending_model()
+    expected = train_step(copy.deepcopy(wrapped.wrapped), sample)
+    join = threading.Thread.join
+    copying = offload.np.copyto
+    with monkeypatch.context() as patch:
+        go_on = threading.Event()
+
+        def slow(target: Any, source: Any) -> None:
+            go_on.wait(10)
+            copying(target, source)
+
+        def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
+            patch.setattr(threading.Thread, "join", join)
+            threading.Timer(0.05, go_on.set).start()
+            raise KeyboardInterrupt
+
+        patch.setattr(offload.np, "copyto", slow)
+        patch.setattr(threading.Thread, "join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            wrapped(sample)
+        gc.collect()
+        assert go_on.is_set()  # its buffer came back when its copy was over
+    wrapped.zero_grad()
+    assert_same(expected, train_step(wrapped, sample))
+    assert host.bytes > 0
 
 
 def test_two_forwards_in_flight_are_right_in_either_order() -> None:
@@ -257,16 +318,19 @@ def test_what_was_saved_and_is_changed_while_it_is_copied_is_an_error() -> None:
 
 def test_the_same_numbers_of_another_kind_of_tensor_stay_where_they_are() -> None:
     """A run may save other tensors than the one that was measured: sparse ones, none, or fewer."""
-    slots = [_Slot(torch.eye(3).to_sparse()), _Slot(torch.ones(5)), _Slot(None)]
+    complex_ones = torch.ones(3) + 2j
+    kept = [torch.eye(3).to_sparse(), complex_ones.conj(), complex_ones.conj().imag, torch.empty(0, 3), nn.Parameter()]
+    slots = [_Slot(torch.ones(5)), _Slot(None), *map(_Slot, kept)]
     memory = HostMemory()
     sent = Sent(memory, slots, "stage")
     sent.leave()
-    assert slots[0].tensor is not None and slots[1].tensor is None
+    assert slots[0].tensor is None and [slot.tensor for slot in slots[2:]] == kept
     sent.arrive()
-    assert torch.equal(slots[1].tensor, torch.ones(5)) and slots[2].tensor is None
-    nothing = Sent(memory, [], "stage")
-    nothing.leave()
-    nothing.arrive()
+    assert torch.equal(slots[0].tensor, torch.ones(5)) and slots[1].tensor is None
+    for nothing in ([], [_Slot(torch.empty(0))]):
+        sent = Sent(memory, nothing, "stage")
+        sent.leave()
+        sent.arrive()
 
 
 class _Slot:

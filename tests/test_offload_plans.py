@@ -23,8 +23,9 @@ def sending_chain(seed: int, most_stages: int = 5) -> Chain:
     """A chain at random, most of whose stages may send something, not all of which hides."""
     draw = random.Random(seed)
     stages = draw.randint(3, most_stages)
-    act = [draw.randint(0, 4) for _ in range(stages + 1)]
-    extra = [draw.randint(2, 10) for _ in range(stages)]
+    scale = draw.choice([1, 6])  # of all sizes but those of options, which then do not share their divisor
+    act = [scale * draw.randint(0, 4) for _ in range(stages + 1)]
+    extra = [scale * draw.randint(2, 10) for _ in range(stages)]
     saved = [size + more for size, more in zip(act[1:], extra, strict=True)]
     options = []
     for stage in range(stages):
@@ -42,10 +43,11 @@ def sending_chain(seed: int, most_stages: int = 5) -> Chain:
             found.append(Option(*terms, host_bytes=sent, link_seconds=draw.randint(0, 5)))
         options.append(tuple(found))
 
-    def some(least: int, most: int) -> list[int]:
-        return [draw.randint(least, most) for _ in range(stages)]
+    def some(least: int, most: int, times: int = 1) -> list[int]:
+        return [times * draw.randint(least, most) for _ in range(stages)]
 
-    return Chain(act, saved, some(0, 2), some(0, 2), some(1, 6), some(1, 9), options=tuple(options))
+    overheads = some(0, 2, scale), some(0, 2, scale)
+    return Chain(act, saved, *overheads, some(1, 6), some(1, 9), options=tuple(options))
 
 
 def hidden(chain: Chain) -> Chain:
@@ -106,15 +108,35 @@ def test_the_hosts_limit_is_kept() -> None:
             used += report.host_bytes > 0
         with pytest.raises(InfeasibleBudget, match=f"{least} bytes"):
             solver.solve(chain, least - 1)
-    assert used > 20
+    assert used > 10
+
+
+def test_a_limit_of_the_host_is_used_up() -> None:
+    """Of ten stages that are alike the first send something, as many as there is room for."""
+    stages = 10
+    option = Option(4, 0, 0, 0.0, host_bytes=6, link_seconds=1.0)
+    zeros = (0,) * (stages + 1)
+    options = ((option,),) * (stages - 1) + ((), ())
+    chain = Chain((1,) * (stages + 2), (10,) * stages + (0,), zeros, zeros, (1.0,) * 11, (2.0,) * 11, options=options)
+    for room in (1, 4, 9):
+        for limit in (6 * room, 6 * room + 5):
+            budget = store_all_peak(chain) - 6 * (room - 1)  # one of those that are sent is still, or again, there
+            report = simulate(chain, remat.solve(chain, budget, host_limit=limit))
+            assert report.host_bytes <= limit and report.peak_bytes <= budget
+            assert report.seconds == chain.store_all_seconds
+        alone = simulate(chain, remat.solve(chain, store_all_peak(chain) - 6 * room + 5))
+        assert alone.seconds > chain.store_all_seconds
 
 
 # Three stages and the loss: F 1 s each, B 2 s; stage 1 may send 6 of its 10 bytes.
 def small_chain(link_seconds: float = 1.0, **changes: object) -> Chain:
     option = Option(4, 0, 0, 0.0, host_bytes=6, link_seconds=link_seconds)
-    zeros = (0,) * 4
-    terms = {"grad_bytes": (1, 1, 1, 1, 1), "options": ((option,), (), (), ())}
-    return Chain((1, 2, 2, 2, 1), (10, 5, 5, 1), zeros, zeros, (1.0,) * 4, (2.0,) * 4, **(terms | changes))  # type: ignore[arg-type]
+    terms = {
+        **{"act_bytes": (1, 2, 2, 2, 1), "saved_bytes": (10, 5, 5, 1), "grad_bytes": (1, 1, 1, 1, 1)},
+        **{"fwd_overhead_bytes": (0,) * 4, "bwd_overhead_bytes": (0,) * 4, "options": ((option,), (), (), ())},
+        **{"fwd_seconds": (1.0,) * 4, "bwd_seconds": (2.0,) * 4},
+    }
+    return Chain(**(terms | changes))  # type: ignore[arg-type]
 
 
 SENDING = "F_all1/1 F_all2 F_all3 F_all4 B4 B3 B2 B1"
@@ -187,6 +209,9 @@ def test_a_copy_that_takes_too_long_is_refused() -> None:
     assert store_all_peak(small_chain()) > budget
     assert simulate(small_chain(1.0), remat.solve(small_chain(1.0), budget, "offload")).host_bytes == 6
     assert simulate(small_chain(1.1), remat.solve(small_chain(1.1), budget, "offload")).host_bytes == 0
+    for slow in ({"fwd_seconds": (1.0, 0.5, 1.0, 1.0)}, {"bwd_seconds": (2.0, 0.5, 2.0, 2.0)}):
+        chain = small_chain(0.6, **slow)
+        assert simulate(chain, remat.solve(chain, budget, "offload")).host_bytes == 0
     early = small_chain(0.6, replay_seconds=(1.0, 0.5, 1.0, 1.0))  # a recomputation of stage 2 would end before
     assert simulate(early, remat.solve(early, budget, "offload")).host_bytes == 0
     assert not any(option for option in remat.solve(small_chain(1.0), 1.0, "offload").operations if option.option)

@@ -20,7 +20,9 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -61,6 +63,7 @@ class _Thread(threading.Thread):
     def __init__(self, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         super().__init__(name="remat: copies", daemon=True)
         self._pairs = pairs
+        self._process = os.getpid()
         self._error: BaseException | None = None
         self.start()
 
@@ -73,6 +76,8 @@ class _Thread(threading.Thread):
 
     def wait(self) -> None:
         self.join()
+        if self._process != os.getpid():  # a process that was forked meanwhile has no such thread
+            self.run()
         self._pairs = ()
         if self._error is not None:
             raise RematError(f"copying to or from the host's memory failed: {self._error}") from self._error
@@ -82,15 +87,15 @@ class FileLink(Link):
     """From the CPU's memory to a file."""
 
     def buffer(self, size: int) -> torch.Tensor:
-        with tempfile.TemporaryFile(prefix="remat-") as file:
-            try:
+        try:
+            with tempfile.TemporaryFile(prefix="remat-") as file:
                 _reserve(file.fileno(), size)
-            except OSError as error:
-                raise RematError(
-                    f"there is no room for {format_bytes(size)} in {tempfile.gettempdir()}, where the CPU's offload is "
-                    f"a file ({error.strerror}); set TMPDIR to another folder, or take a smaller host_limit"
-                ) from error
-            pages = mmap.mmap(file.fileno(), size)  # the file lives as long as they do
+                pages = mmap.mmap(file.fileno(), size)  # the file lives as long as they do
+        except OSError as error:
+            raise RematError(
+                f"there is no room for {format_bytes(size)} in {tempfile.gettempdir()}, where the CPU's offload is a "
+                f"file ({error.strerror}); set TMPDIR to another folder, or take a smaller host_limit"
+            ) from error
         return torch.from_numpy(np.frombuffer(pages, np.uint8))
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Copy:
@@ -151,41 +156,86 @@ def _unpin(address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
+class Buffer(NamedTuple):
+    """Bytes of the host's memory.
+
+    Attributes:
+        process: that took them; another one that was forked from it shares them, and must not hand them out.
+    """
+
+    memory: torch.Tensor
+    device: torch.device
+    process: int
+
+
 class HostMemory:
     """Buffers of the host's memory, kept from step to step: what one step has given back the next one takes.
 
-    Where that is not of the size that is wanted, as after a batch of another shape, it is let go of first, so that
-    there is never more than one step needs.
+    Where a size is wanted that is not there, as after a batch of another shape, the others are let go of first; and
+    what the last forward has not needed goes when the next one begins. So there is no more than one step needs.
 
     Attributes:
         bytes: of all of them.
     """
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()  # buffers come back whenever a graph dies, in whichever thread
+        self._begin()
+
+    def _begin(self) -> None:
         self.bytes = 0
+        self._process = os.getpid()
         self._links: dict[torch.device, Link] = {}
-        self._free: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
+        self._free: dict[tuple[torch.device, int], list[Buffer]] = {}
+        self._used: Counter[tuple[torch.device, int]] = Counter()  # now, and at most since a forward began
+        self._most: Counter[tuple[torch.device, int]] = Counter()
 
     def __reduce__(self) -> tuple[type[HostMemory], tuple[()]]:
         return HostMemory, ()  # a copy of a model has its own
 
     def link(self, device: torch.device) -> Link:
-        if device not in self._links:
-            self._links[device] = link_of(device)
-        return self._links[device]
+        with self._lock:
+            if device not in self._links:
+                self._links[device] = link_of(device)
+            return self._links[device]
 
-    def take(self, device: torch.device, size: int) -> torch.Tensor:
-        free = self._free.get((device, size))
-        if free:
-            return free.pop()
-        self.bytes -= sum(held * len(buffers) for (_, held), buffers in self._free.items())
-        self._free.clear()
-        buffer = self.link(device).buffer(size)
-        self.bytes += size
-        return buffer
+    def forward_begins(self) -> None:
+        """Lets go of what the one before has not needed."""
+        with self._lock:
+            if not self._used.total():
+                self._keep(self._most)
+                self._most.clear()
 
-    def give_back(self, device: torch.device, buffer: torch.Tensor) -> None:
-        self._free.setdefault((device, buffer.numel()), []).append(buffer)
+    def _keep(self, most: Counter[tuple[torch.device, int]]) -> None:
+        """Of each size at most so many of those that are free."""
+        free, self._free = self._free, {}
+        for key, buffers in free.items():
+            self.bytes -= key[1] * max(len(buffers) - most[key], 0)
+            if most[key]:
+                self._free[key] = buffers[: most[key]]
+
+    def take(self, device: torch.device, size: int) -> Buffer:
+        with self._lock:
+            if self._process != os.getpid():
+                self._begin()
+            key = device, size
+            free = self._free.get(key)
+            if free:
+                buffer = free.pop()
+            else:
+                self._keep(Counter())
+                buffer = Buffer(self.link(device).buffer(size), device, self._process)
+                self.bytes += size
+            self._used[key] += 1
+            self._most[key] = max(self._most[key], self._used[key])
+            return buffer
+
+    def give_back(self, buffer: Buffer) -> None:
+        with self._lock:
+            if buffer.process == self._process == os.getpid():
+                key = buffer.device, buffer.memory.numel()
+                self._used[key] -= 1
+                self._free.setdefault(key, []).append(buffer)
 
 
 _PROBE = 2**25  # bytes that are copied to see how fast the link is
@@ -257,15 +307,18 @@ class Sent:
 
     def __init__(self, memory: HostMemory, slots: Collection[Slot], name: str) -> None:
         self._memory, self._name = memory, name
+        self._copy: Copy | None = None
+        self._buffer: Buffer | None = None
+        self.is_away = False
         self._pieces: dict[int, _Piece] = {}
         self._device = torch.device("cpu")  # until there is a piece
         end = 0
         for slot in slots:
             tensor = slot.tensor
-            if tensor is None or type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
+            if tensor is None or not _is_plain(tensor):
                 continue
             storage = tensor.untyped_storage()
-            if self._pieces and storage.device != self._device:
+            if not storage.nbytes() or (self._pieces and storage.device != self._device):
                 continue
             piece = self._pieces.get(storage._cdata)
             if piece is None:
@@ -275,9 +328,6 @@ class Sent:
                 self._device = storage.device
             look = (tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor._version)
             piece.looks.append(_Look(weakref.ref(slot), *look))
-        self._copy: Copy | None = None
-        self._buffer: torch.Tensor | None = None
-        self.is_away = False
         if self._pieces:
             self._buffer = memory.take(self._device, end)
             self._copy = memory.link(self._device).copy(
@@ -286,7 +336,7 @@ class Sent:
 
     def _part(self, piece: _Piece) -> torch.Tensor:
         assert self._buffer is not None
-        return self._buffer[piece.place : piece.place + piece.size]
+        return self._buffer.memory[piece.place : piece.place + piece.size]
 
     def leave(self) -> None:
         """The device gives up the memory.
@@ -334,9 +384,9 @@ class Sent:
         self._end()
 
     def _wait(self) -> None:
-        copy, self._copy = self._copy, None
-        if copy is not None:
-            copy.wait()
+        if self._copy is not None:
+            self._copy.wait()
+            self._copy = None  # not before: who is interrupted has not waited
 
     def _end(self) -> None:
         """The buffer is free for others, once no copy reads or writes it."""
@@ -344,12 +394,22 @@ class Sent:
         self.is_away = False
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
-            self._memory.give_back(self._device, buffer)
+            self._memory.give_back(buffer)
 
     def __del__(self) -> None:
         if self._buffer is not None:  # its backward never came
-            self._wait()
+            with suppress(RematError):  # of a copy that failed, which has been said
+                self._wait()
             self._end()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory, shape and strides are all there is to it."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout == torch.strided
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+    )
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

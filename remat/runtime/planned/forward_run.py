@@ -170,6 +170,7 @@ class Run:
         self.in_forward = True
         self._stored: dict[int, _Stored] = {}  # activations that recomputations start from
         self._records: dict[int, Record] = {}
+        executor.host.forward_begins()
         self._leaving: Sent | None = None  # what the last operation has sent to the host
         self._pending = executor.program.stages  # the stage whose backward comes next
         self._lowest = executor.program.stages + 1  # the first stage with a backward; those before are frozen
