@@ -125,6 +125,61 @@ def test_under_autocast(kind: str, inside: bool) -> None:
         assert_same(gradients_of(plain), gradients_of(trained))
 
 
+class _Tied(nn.Module):
+    """Blocks around one layer, whose weight is the output's too; autocast as the model's own, or its caller's."""
+
+    def __init__(self, own: bool, width: int = 64) -> None:
+        super().__init__()
+        layer = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(_Around(layer) for _ in range(6))
+        self.out = nn.Linear(width, width)
+        self.out.weight = layer.weight
+        self.own = own
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16) if self.own else contextlib.nullcontext():
+            for block in self.blocks:
+                x = block(x)
+            return self.out(x).float()
+
+
+class _Around(nn.Module):
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer, self.norm = layer, nn.LayerNorm(layer.in_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.sin(self.layer(self.norm(x)))
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["in the model", "around it"])
+def test_casts_of_a_layer_that_many_stages_share(own: bool) -> None:
+    """The forward has one copy of it, and each stage that is made again its own."""
+    torch.manual_seed(0)
+    model, sample = _Tied(own), torch.randn(16, 64)
+
+    def loop(model: nn.Module, sample: Any) -> None:
+        with contextlib.nullcontext() if own else torch.autocast("cpu", torch.bfloat16):
+            loss = model(sample).float().square().mean()
+        loss.backward()
+
+    with contextlib.nullcontext() if own else torch.autocast("cpu", torch.bfloat16):
+        chain = remat.profile(model, sample, repeats=1)
+    least = remat.minimum_budget(chain)
+    plain = copy.deepcopy(model)
+    loop(plain, sample)
+    for share in (1.0, 1.03, 1.06, 1.1, 1.2, 1.4):
+        trained = copy.deepcopy(model)
+        limit = int(share * least)
+        remat.apply(trained, remat.solve(chain, limit))
+        for parameter in trained.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        loop(trained, sample)
+        assert_same(gradients_of(plain), gradients_of(trained), f"{share}")
+        peak = peak_of_a_step(lambda trained=trained: loop(trained, sample), sample, warm_up=0)
+        assert peak <= limit, f"{peak / limit:.3f} of the limit, {share} times the least"
+
+
 def test_under_autocast_without_its_cache() -> None:
     """A recomputation makes its casts anew and keeps none, as the first run did."""
     sample = torch.randn(64, 256)

@@ -29,6 +29,7 @@ from remat.runtime.calls.stages import describe_call
 from remat.runtime.meter import Instruments, MemoryMeter
 from remat.runtime.offload import FileLink, HostMemory, Link, Sent, bytes_per_second, link_of
 from remat.runtime.planned.patched_forward import patched_forward_of
+from remat.runtime.planned.program import compile_schedule
 from remat.schedule import F_ALL, Schedule, store_all_operations
 from remat.simulation import simulate
 from remat.solvers import Offload
@@ -139,6 +140,37 @@ def test_the_device_gives_the_memory_up_while_it_is_on_the_host() -> None:
     away = simulate(chain, schedule).host_bytes
     assert away > 0.3 * levels[0]
     assert levels[0] - levels[1] == pytest.approx(away, rel=0.02)
+
+
+def test_copies_back_begin_before_the_backward_that_hides_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a stage whose data nobody holds any more nothing is copied back."""
+    log: list[str] = []
+
+    class Logged(FileLink):
+        def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+            log.append(f"copy {len(pairs)}")
+            return super().copy(pairs)
+
+    monkeypatch.setattr(offload, "link_of", lambda device: Logged())
+    model, sample = small_gpt()
+    schedule = sending_all(profiled(model, sample))
+    wrapped = remat.apply(model, schedule)
+    wrapped.executor.observer = lambda operation: log.append(str(operation))
+    train_step(wrapped, sample)
+    copies = [at for at, entry in enumerate(log) if entry.startswith("copy")]
+    sending = [operation for operation in schedule.operations if operation.option]
+    sent = [operation.stage for operation in sending]
+    assert len(copies) == 2 * len(sent)
+    # Out: while the next stage runs forward. Back: as the next stage's backward begins.
+    assert [log[at - 1] for at in copies[: len(sent)]] == [*map(str, sending)]
+    assert [log[at + 1] for at in copies[len(sent) :]] == [f"B{stage + 1}" for stage in reversed(sent)]
+    slots = [_Slot(torch.ones(5)), _Slot(torch.ones(6))]
+    parcel = Sent(HostMemory(), slots, "stage")
+    parcel.leave()
+    del slots[0]  # autograd has let go of it
+    parcel.fetch()
+    assert log[-1] == "copy 1"
+    parcel.arrive()
 
 
 class Block(nn.Module):
@@ -553,6 +585,15 @@ def test_schedules_that_send_need_a_layout_that_says_what() -> None:
     with pytest.raises(PlanMismatch, match="names options of stages, and not what they keep"):
         layout = replace(chain.layout, dropped=(), offloaded=())
         remat.apply(model, Schedule(sending_all(chain).operations, layout=layout))
+
+
+def test_what_is_only_sent_is_not_made_again() -> None:
+    layout = remat.Layout((1, 1, 1), ("x",), dropped=((frozenset(),), (), ()), offloaded=((frozenset({0}),), (), ()))
+    sending = Schedule.parse("F_all1/1 F_all2 F_all3 F_all4 B4 B3 B2 B1")
+    program = compile_schedule(replace(sending, layout=layout))
+    assert not any(program.phases) and program.sends and not program.is_plain
+    plain = compile_schedule(Schedule(store_all_operations(4), layout=layout))
+    assert plain.is_plain and not plain.sends
 
 
 # Where people ask for it ---------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from remat.profiling.preserving import (
 from remat.profiling.recording import saving_nothing
 from remat.profiling.sending import Parcel, with_offload
 from remat.profiling.sequence_pass import SequencePass
-from remat.profiling.stage_costs import cast_bytes, own_autocast_cache, storage_bytes
+from remat.profiling.stage_costs import cast_bytes, casts_made_again, own_autocast_cache, storage_bytes
 from remat.profiling.stage_pass import Pass
 from remat.profiling.units import Measuring, Recording, Visitor
 from remat.profiling.variables import Variables
@@ -156,7 +156,8 @@ def profile(
             tell("finding chains", 0, 1)
             layout = locate(model, call, stages=stages, small=small).layout(call)
             tell("finding chains", 1, 1)
-        casts = cast_bytes(place, partial(_forward_only, model, call, protocol.loss))
+        forward = partial(_forward_only, model, call, protocol.loss)
+        casts = casts_made_again(model, _recomputed(model, layout), forward) + cast_bytes(place, forward)
         wanted = Wanted(
             options and agreed is None, keep, recompute, offload
         )  # processes would find options of their own
@@ -198,6 +199,14 @@ def estimate_in(world: World, model: nn.Module, sample: Any, loss: Loss | None, 
             ) from error
         raise
     return world.finished(chain)
+
+
+def _recomputed(model: nn.Module, layout: Layout) -> list[Stage]:
+    """The stages that may run again."""
+    if layout.calls is None:
+        return group(model, layout, len(layout.modules) + 1)
+    places = Places(model, layout)
+    return [stage for stage, fixed in zip(places.stages, places.fixed, strict=False) if not fixed]
 
 
 class Protocol(NamedTuple):

@@ -39,7 +39,7 @@ def parcels(tape: Tape, held: frozenset[int]) -> list[Parcel]:
     """What a run of a stage has made and only autograd holds, the largest first; `held`: storages that others hold."""
     if tape.whole:
         return []
-    held = held | tape.returned | tape.escaping
+    held = held | tape.returned
     found = [
         Parcel(frozenset(numbers), rounded(tape.storages[storage].nbytes, tape.storages[storage].device))
         for storage, numbers in Structure(tape).saved.items()

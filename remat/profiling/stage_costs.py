@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.runtime.allocator import rounded
 from remat.runtime.calls.environment import working_bytes
 from remat.runtime.calls.stages import Stage
+from remat.runtime.calls.tape import is_cast_of_a_leaf
 from remat.runtime.meter import Region, instruments
 from remat.runtime.patching import uncompiled
 from remat.runtime.pytree import tensors
@@ -149,6 +153,41 @@ def cast_bytes(device: torch.device, forward: Callable[[], object]) -> int:
         forward()
     (region,) = meter.regions
     return region.end_bytes - region.start_bytes
+
+
+class _Casts(TorchDispatchMode):
+    """Notes what autocast makes of parameters inside: bytes, by the parameter's identity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: dict[int, int] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or each call would pass a wrapper that keeps the compiler out
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if is_cast_of_a_leaf(func, args) and torch.is_autocast_cache_enabled():  # else all make their own anyway
+            self.bytes[id(args[0])] = rounded(output.untyped_storage().nbytes(), output.device)
+        return output
+
+
+def casts_made_again(model: nn.Module, stages: Sequence[Stage], forward: Callable[[], object]) -> int:
+    """Bytes of casts of shared parameters that recomputations of `stages` may hold beyond those of the forward.
+
+    In the forward all share the copy in autocast's cache; each stage that runs again makes one of its own.
+    """
+    users = Counter(id(parameter) for stage in stages for parameter in set(stage.parameters()))
+    inside = {id(part) for stage in stages for part in stage.parts}
+    outside = [part for part in model.modules() if id(part) not in inside]
+    users.update({id(parameter) for part in outside for parameter in part._parameters.values()} & users.keys())
+    if all(count == 1 for count in users.values()):
+        return 0
+    torch.clear_autocast_cache()
+    with _Casts() as casts:
+        forward()
+    return sum(size * (users[parameter] - 1) for parameter, size in casts.bytes.items() if parameter in users)
 
 
 @contextmanager

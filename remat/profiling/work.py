@@ -25,7 +25,14 @@ def work_of(
     """Of one operator, in bytes: those that it reads and writes, and as many as could be moved while it computes."""
     count = flop_registry.get(operator._overloadpacket)
     operations = count(*args, **kwargs, out_val=output) if count is not None else 0
-    return sum(tensor.nbytes for tensor in (*inputs, *outputs)) + float(operations) / _OPERATIONS_PER_BYTE
+    return sum(map(_bytes, (*inputs, *outputs))) + float(operations) / _OPERATIONS_PER_BYTE
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Those of the elements that there are; of sparse tensors, whose forms differ, of one for each of them."""
+    if tensor.layout == torch.strided:
+        return tensor.nbytes
+    return int(tensor._nnz()) * tensor.element_size() if tensor.layout != torch._mkldnn else 0  # type: ignore[attr-defined]
 
 
 class Work(TorchDispatchMode):
