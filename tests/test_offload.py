@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -632,6 +633,28 @@ def test_plans_for_several_shapes_share_the_hosts_memory() -> None:
     wrapped.compute_min_sequence()
     wrapped.plan_with("floating", budget)  # which knows nothing of it
     train_step(wrapped, sample)
+
+
+def test_forwards_in_flight_share_the_hosts_limit() -> None:
+    model, sample = small_gpt()
+    chain = profiled(model, sample)
+    room = sum(sorted(max((o.host_bytes for o in each), default=0) for each in chain.options)[-2:])
+    wrapped = rotor.Checkpointable(model, sample, "1GiB", host_limit=room, in_flight=2)
+    assert wrapped.chain is not None
+    least = remat.minimum_budget(wrapped.chain, "offload")
+    wrapped.compute_sequence(2 * (least + 2 * wrapped.chain.store_all_bytes) // 3)
+    losses = [wrapped(sample).square().mean() for _ in range(2)]
+    assert 0 < wrapped._host.bytes <= room
+    for loss in losses:
+        loss.backward()
+
+
+def test_a_comparison_without_the_host_is_not_taken_up_by_one_with_it(tmp_path: Path) -> None:
+    model, sample = small_gpt()
+    options: dict[str, Any] = {"file": tmp_path / "compared.json", "measure": False, "progress": False}
+    remat.compare(model, sample, 0.6, ["persistent"], **options)
+    with pytest.raises(RematError, match="comparison of another model or sample"):
+        remat.compare(model, sample, 0.6, ["persistent"], host_limit="1GiB", **options)
 
 
 def test_compare_with_a_limit_of_the_host() -> None:
