@@ -25,10 +25,11 @@ from remat.chain import Chain
 from remat.errors import PlanMismatch, RematError, ReplayError
 from remat.profiling import sending
 from remat.profiling.sending import Parcel, with_offload
-from remat.runtime import offload
+from remat.runtime import links, offload
 from remat.runtime.calls.stages import describe_call
+from remat.runtime.links import FileLink, Link, bytes_per_second, link_of
 from remat.runtime.meter import Instruments, MemoryMeter
-from remat.runtime.offload import FileLink, HostMemory, Link, Sent, bytes_per_second, link_of
+from remat.runtime.offload import HostMemory, Sent
 from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.runtime.planned.program import compile_schedule
 from remat.schedule import F_ALL, Schedule, store_all_operations
@@ -72,6 +73,9 @@ class Late:
         for target, source in self._pairs:
             target.numpy()[:] = source.numpy()
         self._pairs = ()
+
+    def finish(self) -> None:
+        self.wait()
 
 
 class LateLink(FileLink):
@@ -277,7 +281,7 @@ def test_who_is_interrupted_while_waiting_has_not_waited(monkeypatch: pytest.Mon
     wrapped, sample, host = sending_model()
     expected = train_step(copy.deepcopy(wrapped.wrapped), sample)
     join = threading.Thread.join
-    copying = offload.np.copyto
+    copying = links.np.copyto
     with monkeypatch.context() as patch:
         go_on = threading.Event()
 
@@ -290,7 +294,7 @@ def test_who_is_interrupted_while_waiting_has_not_waited(monkeypatch: pytest.Mon
             threading.Timer(0.05, go_on.set).start()
             raise KeyboardInterrupt
 
-        patch.setattr(offload.np, "copyto", slow)
+        patch.setattr(links.np, "copyto", slow)
         patch.setattr(threading.Thread, "join", interrupted)
         with pytest.raises(KeyboardInterrupt):
             wrapped(sample)
@@ -412,7 +416,7 @@ def test_a_copy_that_fails_is_an_error_of_the_step(monkeypatch: pytest.MonkeyPat
         raise ValueError("broken")
 
     with monkeypatch.context() as patch:
-        patch.setattr(offload.np, "copyto", broken)
+        patch.setattr(links.np, "copyto", broken)
         with pytest.raises(RematError, match="copying to or from the host's memory failed: broken"):
             wrapped(sample)
     train_step(wrapped, sample)
@@ -442,6 +446,9 @@ def test_cudas_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> N
         def record(self, stream: Stream) -> None:
             self.recorded = stream.name
             calls.append(f"event of {stream.name}")
+
+        def synchronize(self) -> None:
+            calls.append("event is over")
 
     @contextmanager
     def on(stream: Stream) -> Iterator[None]:
@@ -481,6 +488,8 @@ def test_cudas_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> N
     assert calls == ["pin 100", "side waits for main", "on side", "event of side", "off"]
     copied.wait()
     assert calls[-1] == "main waits for the event of side"
+    copied.finish()
+    assert calls[-1] == "event is over"
     del buffer, copied
     gc.collect()
     assert calls[-2:] == ["synchronise", "unpin"]

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity
 from remat.errors import MeasurementError
 from remat.host.packages import available_bytes
 from remat.host.quiet import without_allocator_warnings
-from remat.runtime.offload import bytes_per_second
+from remat.runtime.links import bytes_per_second
 
 _MARK = "remat::region"
 

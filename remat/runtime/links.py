@@ -1,0 +1,191 @@
+"""Ways from a device's memory to the host's, for copies beside what the device computes.
+
+A CUDA device copies on a stream of its own, to and from pinned memory. For the CPU the host's memory is a file that is
+mapped into memory, and a thread copies; so all of what uses a link can be tried where there is no other device.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+import statistics
+import tempfile
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from remat.errors import RematError
+from remat.formatting import format_bytes
+
+
+class Copy(Protocol):
+    """A copy that is under way."""
+
+    def wait(self) -> None:
+        """What the device computes from now on comes behind it."""
+
+    def finish(self) -> None:
+        """The copy is over, for everybody."""
+
+
+class Link(ABC):
+    """Between a device and the host's memory."""
+
+    @abstractmethod
+    def buffer(self, size: int) -> torch.Tensor:
+        """So many bytes of the host's memory."""
+
+    @abstractmethod
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Copy:
+        """Begins to copy: each pair is a target and a source of as many bytes."""
+
+
+class _Thread(threading.Thread):
+    """Copies bytes of the CPU's memory."""
+
+    def __init__(self, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        super().__init__(name="remat: copies", daemon=True)
+        self._pairs = pairs
+        self._process = os.getpid()
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            for target, source in self._pairs:
+                np.copyto(target, source)
+        except BaseException as error:
+            self._error = error
+
+    def wait(self) -> None:
+        self.join()
+        if self._process != os.getpid():  # a process that was forked meanwhile has no such thread
+            self.run()
+        self._pairs = ()
+        if self._error is not None:
+            raise RematError(f"copying to or from the host's memory failed: {self._error}") from self._error
+
+    def finish(self) -> None:
+        self.wait()
+
+
+class FileLink(Link):
+    """From the CPU's memory to a file."""
+
+    def buffer(self, size: int) -> torch.Tensor:
+        try:
+            with tempfile.TemporaryFile(prefix="remat-") as file:
+                _reserve(file.fileno(), size)
+                pages = mmap.mmap(file.fileno(), size)  # the file lives as long as they do
+        except OSError as error:
+            raise RematError(
+                f"there is no room for {format_bytes(size)} in {tempfile.gettempdir()}, where the CPU's offload is a "
+                f"file ({error.strerror}); set TMPDIR to another folder, or take a smaller host_limit"
+            ) from error
+        return torch.from_numpy(np.frombuffer(pages, np.uint8))
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Copy:
+        return _Thread([(target.numpy(), source.numpy()) for target, source in pairs])
+
+
+def _reserve(file: int, size: int) -> None:
+    """Makes room in a file; a page that finds none when it is written to would end the process."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size)
+    else:
+        os.ftruncate(file, size)
+
+
+class _Event:
+    """A copy on a stream of a CUDA device."""
+
+    def __init__(self, device: torch.device, event: torch.cuda.Event) -> None:
+        self._device, self._event = device, event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def finish(self) -> None:
+        self._event.synchronize()
+
+
+class CudaLink(Link):
+    """From a CUDA device's memory to pinned memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def buffer(self, size: int) -> torch.Tensor:
+        # PyTorch's own pinned memory comes in powers of two: up to twice of what a limit allows.
+        pages = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+        address = pages.ctypes.data
+        try:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+        except torch.cuda.CudaError as error:
+            raise RematError(
+                f"the system does not pin {format_bytes(size)} of the host's memory ({error}); a smaller host_limit "
+                "needs less"
+            ) from error
+        weakref.finalize(pages, _unpin, address).atexit = False
+        return torch.from_numpy(pages)
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Copy:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return _Event(self._device, event)
+
+
+def _unpin(address: int) -> None:
+    torch.cuda.synchronize()  # a copy may still be under way
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+_PROBE = 2**25  # bytes that are copied to see how fast the link is
+
+
+@functools.cache
+def bytes_per_second(device: torch.device) -> float:
+    """Of the link between a device and the host's memory, in the slower direction, while nothing else runs.
+
+    Raises:
+        RematError: nothing is known of one.
+    """
+    link = link_of(device)
+    there, here = link.buffer(_PROBE), torch.zeros(_PROBE, dtype=torch.uint8, device=device)
+    spent = []
+    for _ in range(4):
+        for pair in ((there, here), (here, there)):
+            start = time.perf_counter()
+            link.copy([pair]).wait()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            spent.append(time.perf_counter() - start)
+    out, back = (statistics.median(spent[direction + 2 :: 2]) for direction in (0, 1))  # the first touch pages
+    return _PROBE / max(out, back)
+
+
+def link_of(device: torch.device) -> Link:
+    """The way from a device's memory to the host's.
+
+    Raises:
+        RematError: none is known.
+    """
+    if device.type == "cpu":
+        return FileLink()
+    if device.type == "cuda":
+        return CudaLink(device)
+    raise RematError(
+        f"nothing is known of a link between {device.type!r} and the host's memory; plan without host_limit"
+    )
