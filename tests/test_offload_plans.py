@@ -118,14 +118,15 @@ def test_a_limit_of_the_host_is_used_up() -> None:
     zeros = (0,) * (stages + 1)
     options = ((option,),) * (stages - 1) + ((), ())
     chain = Chain((1,) * (stages + 2), (10,) * stages + (0,), zeros, zeros, (1.0,) * 11, (2.0,) * 11, options=options)
-    for room in (1, 4, 9):
+    for room in (1, 4, 7):
+        budget = store_all_peak(chain) - 6 * room
         for limit in (6 * room, 6 * room + 5):
-            budget = store_all_peak(chain) - 6 * (room - 1)  # one of those that are sent is still, or again, there
             report = simulate(chain, remat.solve(chain, budget, host_limit=limit))
-            assert report.host_bytes <= limit and report.peak_bytes <= budget
+            assert report.host_bytes == 6 * room and report.peak_bytes <= budget
             assert report.seconds == chain.store_all_seconds
-        alone = simulate(chain, remat.solve(chain, store_all_peak(chain) - 6 * room + 5))
-        assert alone.seconds > chain.store_all_seconds
+        assert simulate(chain, remat.solve(chain, budget, "offload")).host_bytes == 6 * room  # no more than is needed
+        below = simulate(chain, remat.solve(chain, budget, host_limit=6 * room - 1))
+        assert below.seconds > chain.store_all_seconds and below.host_bytes == 6 * (room - 1)
 
 
 # Three stages and the loss: F 1 s each, B 2 s; stage 1 may send 6 of its 10 bytes.

@@ -11,7 +11,7 @@ from remat.budgets import resolve_budget
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget, RematError
 from remat.schedule import Operation, Schedule, store_all_operations
-from remat.simulation import peak_and_makespan
+from remat.simulation import host_bytes, peak_and_makespan
 
 Operations: TypeAlias = tuple[Operation, ...]
 
@@ -110,9 +110,9 @@ class Solver(ABC):
         return chain if self.offloads else chain.without_offload
 
     def _checked(self, chain: Chain, sizes: Sequence[int], plans: Sequence[Plan | None]) -> list[Plan | None]:
-        """The plans, judged in bytes, each as fast as those of smaller budgets."""
+        """The plans, judged in bytes: each as fast as those of smaller budgets; of such, the one that sends least."""
         checked = list(plans)
-        fastest: tuple[float, Plan] | None = None
+        fastest: tuple[tuple[float, int], Plan] | None = None
         for index in sorted(range(len(sizes)), key=sizes.__getitem__):
             plan = checked[index]
             if plan is not None:
@@ -122,8 +122,9 @@ class Solver(ABC):
                         f"solver {self.name!r} returned a schedule that needs {peak} bytes under a budget of "
                         f"{sizes[index]}; this is a bug of the solver"
                     )
-                if fastest is None or seconds < fastest[0]:
-                    fastest = seconds, plan
+                cost = seconds, host_bytes(chain, plan.operations)
+                if fastest is None or cost < fastest[0]:
+                    fastest = cost, plan
             if fastest is not None and plan is not fastest[1] and not self.may_exceed:
                 # What fits a smaller budget fits this one; bound and note are this one's.
                 checked[index] = (plan or Plan(()))._replace(operations=fastest[1].operations)

@@ -27,6 +27,7 @@ from remat.solvers.fastest import Fastest
 from remat.solvers.persistent import PersistentTable
 
 _T = TypeVar("_T")
+_PREFERENCE = 1e-3  # of a copy's seconds, that it counts for, although it hides: of plans as fast, that sends least
 _TABLE_LIMIT = 2**29  # bytes of a table; long chains get fewer slots
 
 
@@ -178,7 +179,7 @@ def moves_of(chain: Chain, first: int) -> tuple[np.ndarray, ...]:
             at = stage - 1, number
             kept[at], host[at] = option.saved_bytes, option.host_bytes
             save[at], backward[at] = option.save_overhead_bytes, option.bwd_overhead_bytes
-            seconds[at] = option.replay_seconds
+            seconds[at] = option.replay_seconds + _PREFERENCE * option.link_seconds
             allowed[at] = stage <= first and option.link_seconds <= beside(chain, stage)
     return kept, save, backward, host, slots, seconds, counts, allowed
 
