@@ -690,6 +690,40 @@ def table1() -> str:
 
 
 @figure
+def table1__seconds() -> str:
+    lines = []
+    for model, found in by("table1", "model").items():
+        cells = [model]
+        for way in ("plain", "static", "calls", "operators"):
+            passed = [row for row in found if row["way"] == way and row["outcome"] == "pass"]
+            cells.append(
+                f"{passed[-1]['size']} ({passed[0]['seconds']:.2g}, {passed[-1]['seconds']:.2g})" if passed else "-"
+            )
+        lines.append(cells)
+    return table(["model", "plain", "best static plan", "by calls", "operator by operator"], lines)
+
+
+@figure
+def live_units__table() -> str:
+    lines = []
+    for model, found in by("live_units", "model").items():
+        by_memory = {row["of the memory"]: row for row in found}
+        half = by_memory[0.5]
+        cells = [
+            f"{_middle(row, 'calls')} ({_middle(row, 'operator')})" for row in (by_memory["more than enough"], half)
+        ]
+        lines.append([model, *cells, _middle(half, "static")])
+    return table(["model", "nothing evicted", "half of the memory", "the best static plan there"], lines)
+
+
+def _middle(row: dict[str, Any], key: str) -> str:
+    """Of quartiles; else why there are none."""
+    found = row.get(key, "-")
+    words = {"Thrashing": "thrashes", "OutOfBudget": "too little", "InfeasibleBudget": "too little"}
+    return f"{found[1]:.2f}" if isinstance(found, list) else words.get(found, found)
+
+
+@figure
 def paper__least_dtr() -> str:
     heuristics = ("h_dtr_eq", "h_dtr", "h_lru")
     lines = [
