@@ -13,9 +13,9 @@ from remat.chain import Chain, Layout, Option
 from remat.errors import InfeasibleBudget, InvalidBudget, InvalidChain, InvalidSchedule, RematError
 from remat.schedule import Schedule
 from remat.simulation import simulate
-from remat.solvers import Fastest, Offload
+from remat.solvers import Fastest, Offload, offload
 from remat.solvers.base import store_all_peak
-from remat.solvers.offload import beside
+from remat.solvers.offload import beside, may_send
 from support.exhaustive import optimum
 
 
@@ -94,6 +94,16 @@ def test_long_chains_in_slots_are_no_slower_than_by_recomputation() -> None:
         alone = simulate(chain, remat.solve(chain, share, "fastest"))
         assert report.peak_bytes <= share * store_all_peak(chain)
         assert report.host_bytes > 0 and report.seconds < alone.seconds
+
+
+def test_chains_too_long_for_a_table_are_planned_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = next(chain for chain in map(sending_chain, range(40)) if may_send(chain))
+    least = remat.minimum_budget(chain, "offload")
+    monkeypatch.setattr(offload, "_TABLE_LIMIT", 100)
+    for budget in (least, store_all_peak(chain) - 1):
+        report = simulate(chain, remat.solve(chain, budget, "offload"))
+        assert report.peak_bytes <= budget
+    assert report.host_bytes == 0
 
 
 def test_the_hosts_limit_is_kept() -> None:

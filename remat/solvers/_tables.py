@@ -28,9 +28,9 @@ from remat.solvers.base import Operations, Plan, store_all_peak
 _KINDS = (F_ALL, F_CK, F_NONE, B)  # by the numbers that the kernels write
 _BEYOND = 1 / 32  # how far past the budget's slot schedules are read out; what rounding errors add up to
 _AROUND = 3  # slots tried above the largest one found to fit: peaks need not rise from slot to slot
-_FEWEST_SLOTS = 16  # with fewer, a table that must stay under a limit is not worth filling
+FEWEST_SLOTS = 16  # with fewer, a table that must stay under a limit is not worth filling
 _NEVER = 2**60  # bytes
-_ENTRY = np.dtype(np.float32).itemsize
+ENTRY = np.dtype(np.float32).itemsize
 
 
 class Reading(NamedTuple):
@@ -135,16 +135,16 @@ class Table(ABC):
         beyond = 0 if optimistic else _BEYOND
 
         def needed(slots: int) -> int:
-            return math.ceil(min(slots, distinct) * (1 + beyond) + 1) * rows * _ENTRY
+            return math.ceil(min(slots, distinct) * (1 + beyond) + 1) * rows * ENTRY
 
         allowed = available_bytes() if limit is None else limit
         if needed(slots) <= allowed:
             return slots
-        fitting = int((allowed / (rows * _ENTRY) - 2) / (1 + beyond))
-        if limit is not None and fitting >= _FEWEST_SLOTS:
+        fitting = int((allowed / (rows * ENTRY) - 2) / (1 + beyond))
+        if limit is not None and fitting >= FEWEST_SLOTS:
             return fitting
         advice = "Free memory" if limit is None else "Raise table_limit"
-        if fitting >= _FEWEST_SLOTS:
+        if fitting >= FEWEST_SLOTS:
             advice = f"Take slots={fitting}"
         raise RematError(
             f"the {self.method} planner needs a table of {format_bytes(needed(slots))} for {self.chain.length} stages "

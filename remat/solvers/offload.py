@@ -20,7 +20,7 @@ from remat.chain import Chain
 from remat.host.compilation import say_that_it_compiles
 from remat.simulation import host_bytes, peak_and_makespan
 from remat.solvers import _offload_kernels
-from remat.solvers._tables import Room, Table, plan_with_tables, sizes_of, times_of
+from remat.solvers._tables import ENTRY, FEWEST_SLOTS, Room, Table, plan_with_tables, sizes_of, times_of
 from remat.solvers._tables import options_of as recomputed_options_of
 from remat.solvers.base import Operations, Plan, Solver, least_peak
 from remat.solvers.fastest import Fastest
@@ -28,7 +28,7 @@ from remat.solvers.persistent import PersistentTable
 
 _T = TypeVar("_T")
 _PREFERENCE = 1e-3  # of a copy's seconds, that it counts for, although it hides: of plans as fast, that sends least
-_TABLE_LIMIT = 2**29  # bytes of a table; long chains get fewer slots
+_TABLE_LIMIT = 2**29  # bytes of a table; long chains get fewer slots, and beyond a thousand stages or so none
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Offload(Solver):
 
     def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:
         alone = Fastest(self.slots).plan(chain.without_offload, budgets)
-        if not may_send(chain):
+        if not may_send(chain) or _least_table_bytes(chain) > _TABLE_LIMIT:
             return alone
         say_that_it_compiles(_offload_kernels.fill_offload, "the planner", seconds="some seconds")
         planned = self._planned(chain, budgets, chain.length)
@@ -135,6 +135,12 @@ class OffloadTable(Table):
         return _offload_kernels.read_offload(
             self.flat, self.columns, slot, none, *options, self._moves, *self._room.columns
         )
+
+
+def _least_table_bytes(chain: Chain) -> int:
+    """Of a table with the fewest slots that are worth it."""
+    layers = 2 * moves_of(chain, chain.length)[0].shape[1] + 1
+    return OffloadTable.rows(chain.length) * layers * (FEWEST_SLOTS + 2) * ENTRY
 
 
 def _least_operations(chain: Chain, first: int) -> Operations:
