@@ -597,7 +597,7 @@ def paper__revolve() -> str:
             ]
             if other and other[0]["outcome"] == "pass":
                 both += 1
-                faster += row["measured_seconds"] < other[0]["measured_seconds"]
+                faster += row["measured_overhead"] < other[0]["measured_overhead"]
     return f"slower in {both - faster} of {both} runs"
 
 
