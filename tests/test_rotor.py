@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import warnings
@@ -334,7 +335,8 @@ def _train_distributed(rank: int, folder: str) -> None:
             results.append([*model.state_dict().values(), *(parameter.grad for parameter in model.parameters())])
         assert_same(*results)
         Path(folder, f"done{rank}").touch()
-        del body, parallel, optimizer  # the reducer of DDP belongs to the group that is destroyed now
+        del body, parallel, optimizer
+        gc.collect()  # reducers of DDP, which lie in cycles, belong to the group that is destroyed now
         dist.barrier()  # no process leaves while the other still needs it
     finally:
         dist.destroy_process_group()
