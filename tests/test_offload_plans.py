@@ -106,6 +106,17 @@ def test_chains_too_long_for_a_table_are_planned_without_the_host(monkeypatch: p
     assert report.host_bytes == 0
 
 
+def test_what_is_sent_counts_in_its_own_bytes_where_all_else_is_in_tens() -> None:
+    stages = 8
+    zeros = (0,) * (stages + 1)
+    option = Option(34, 0, 0, 0.0, host_bytes=66, link_seconds=0.5)
+    options = ((option,),) * (stages - 1) + ((), ())
+    times = (1.0,) * (stages + 1), (2.0,) * (stages + 1)
+    chain = Chain((10,) * (stages + 2), (100,) * stages + (0,), zeros, zeros, *times, options=options)
+    for budget in range(remat.minimum_budget(chain, "offload"), store_all_peak(chain), 7):
+        assert simulate(chain, remat.solve(chain, budget, "offload")).peak_bytes <= budget
+
+
 def test_the_hosts_limit_is_kept() -> None:
     used = 0
     for seed in range(60):
