@@ -116,6 +116,33 @@ def test_stages_too_small_to_matter_are_fused() -> None:
     assert fine.layout.modules == (1, 1, 2, 1, 1)
 
 
+class Inside(nn.Module):
+    """Works on a tensor of another layout, or of a batch at once, or by an operator of one's own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        if self.kind == "vmap":
+            return torch.vmap(torch.sin)(y)
+        if self.kind == "jagged":
+            nested = torch.nested.nested_tensor([each.detach() for each in y], layout=torch.jagged)
+            return y + nested.values().reshape(y.shape)
+        if self.kind == "mkldnn":
+            return y + y.detach().to_mkldnn().to_dense()
+        layouts = {"coo": torch.Tensor.to_sparse, "csr": torch.Tensor.to_sparse_csr, "csc": torch.Tensor.to_sparse_csc}
+        return y + layouts[self.kind](y.detach()).to_dense()
+
+
+@pytest.mark.parametrize("kind", ["coo", "csr", "csc", "jagged", "mkldnn", "vmap"])
+def test_modules_are_probed_whatever_they_work_on(kind: str) -> None:
+    model = nn.Sequential(*(Inside(kind) for _ in range(3)))
+    chain = remat.profile(model, torch.randn(8, 16), repeats=1)
+    assert chain.layout is not None and chain.layout.modules == (1, 1, 1)
+
+
 def test_marks() -> None:
     model = nn.Sequential(
         nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 4)

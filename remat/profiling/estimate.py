@@ -146,9 +146,9 @@ class Estimate:
         )
         try:
             overhead = self.overhead()
-            host = "" if self.host_limit is None else f", with up to {format_bytes(resolve_budget(self.host_limit))} on"
-            there = host and f"{host} the host"
-            lines.append(f"fits, at {overhead:.3f} times the seconds of storing everything{there}")
+            room = None if self.host_limit is None else format_bytes(resolve_budget(self.host_limit))
+            host = "" if room is None else f", with up to {room} on the host"
+            lines.append(f"fits, at {overhead:.3f} times the seconds of storing everything{host}")
         except InfeasibleBudget:
             lines.append("does not fit, whatever is recomputed: take a smaller batch, or more devices")
         return "\n".join(lines)

@@ -158,9 +158,8 @@ def profile(
             tell("finding chains", 1, 1)
         forward = partial(_forward_only, model, call, protocol.loss)
         casts = casts_made_again(model, _recomputed(model, layout), forward) + cast_bytes(place, forward)
-        wanted = Wanted(
-            options and agreed is None, keep, recompute, offload
-        )  # processes would find options of their own
+        own = options and agreed is None  # several processes would each find others
+        wanted = Wanted(own, keep, recompute, offload)
         chain = _measured(model, call, layout, place, foreign, protocol, replaced, wanted, repeats=repeats, tell=tell)
         set_up = storage_bytes(replaced.among(everything.parts))
         chain = replace(chain, reserve_bytes=chain.reserve_bytes + casts + set_up)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from remat.profiling.work import Watching
 from remat.runtime.allocator import rounded
 from remat.runtime.calls.environment import working_bytes
 from remat.runtime.calls.stages import Stage
@@ -155,22 +155,16 @@ def cast_bytes(device: torch.device, forward: Callable[[], object]) -> int:
     return region.end_bytes - region.start_bytes
 
 
-class _Casts(TorchDispatchMode):
+class _Casts(Watching):
     """Notes what autocast makes of parameters inside: bytes, by the parameter's identity."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes: dict[int, int] = {}
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # or each call would pass a wrapper that keeps the compiler out
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        if is_cast_of_a_leaf(func, args) and torch.is_autocast_cache_enabled():  # else all make their own anyway
+    def seen(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
+        if is_cast_of_a_leaf(operator, args) and torch.is_autocast_cache_enabled():  # else all make their own anyway
             self.bytes[id(args[0])] = rounded(output.untyped_storage().nbytes(), output.device)
-        return output
 
 
 def casts_made_again(model: nn.Module, stages: Sequence[Stage], forward: Callable[[], object]) -> int:

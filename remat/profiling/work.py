@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,14 +29,34 @@ def work_of(
     return sum(map(_bytes, (*inputs, *outputs))) + float(operations) / _OPERATIONS_PER_BYTE
 
 
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
 def _bytes(tensor: torch.Tensor) -> int:
-    """Those of the elements that there are; of sparse tensors, whose forms differ, of one for each of them."""
+    """Those of the elements that there are; of sparse tensors one for each; 0 where the layout does not tell."""
     if tensor.layout == torch.strided:
         return tensor.nbytes
-    return int(tensor._nnz()) * tensor.element_size() if tensor.layout != torch._mkldnn else 0  # type: ignore[attr-defined]
+    return int(tensor._nnz()) * tensor.element_size() if tensor.layout in _SPARSE else 0
 
 
-class Work(TorchDispatchMode):
+class Watching(TorchDispatchMode, ABC):
+    """Is shown every operator that runs inside, once it has run."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or each call would pass a wrapper that keeps the compiler out
+
+    @abstractmethod
+    def seen(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
+        """An operator has run."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        self.seen(func, args, kwargs or {}, output)
+        return output
+
+
+class Work(Watching):
     """Adds up the work of the operators inside; views are none.
 
     Attributes:
@@ -46,14 +67,7 @@ class Work(TorchDispatchMode):
         super().__init__()
         self.work = 0.0
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # or each call would pass a wrapper that keeps the compiler out
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        output = func(*args, **kwargs)
+    def seen(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
         inputs, outputs = flat((*args, *kwargs.values())), flat((output,))
-        if written(func, args, kwargs) or not only_views(inputs, outputs):
-            self.work += work_of(func, args, kwargs, output, inputs, outputs)
-        return output
+        if written(operator, args, kwargs) or not only_views(inputs, outputs):
+            self.work += work_of(operator, args, kwargs, output, inputs, outputs)

@@ -62,7 +62,7 @@ def compile_schedule(schedule: Schedule, fixed: tuple[bool, ...] = ()) -> Progra
     """The program of a valid schedule, on a chain with these `fixed` stages.
 
     Raises:
-        PlanMismatch: it names options, and its layout does not say what they keep.
+        PlanMismatch: it names options, and its layout does not say what they keep, or contradicts itself.
         InvalidSchedule: it breaks the rules of its operations, or asks for the loss to run again.
     """
     length = schedule.length
@@ -72,6 +72,8 @@ def compile_schedule(schedule: Schedule, fixed: tuple[bool, ...] = ()) -> Progra
     ]
     named = schedule.layout.dropped if schedule.layout is not None else ()
     sent = schedule.layout.offloaded if schedule.layout is not None else ()
+    if sent and [*map(len, sent)] != [*map(len, named)]:
+        raise PlanMismatch("the schedule's layout.offloaded says of other options than layout.dropped what they keep")
     options: tuple[tuple[Option, ...], ...]
     if sent:
         options = (*(tuple(Option(0, 0, 0, 0.0, host_bytes=int(bool(each))) for each in stage) for stage in sent), ())
