@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks import text
+from benchmarks.figures import common
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def test_figures_are_written_and_other_ones_noticed() -> None:
     written = text.written(document)
     assert written == "It takes <!--=speed-->1.25<!--/--> of <!--=bytes.least-->3 MiB<!--/-->."
     assert list(text.complaints(written)) == []
-    assert list(text.complaints("<!--=size-->3<!--/-->")) == ["'size' is no figure of benchmarks/text.py"]
+    assert list(text.complaints("<!--=size-->3<!--/-->")) == ["'size' is no figure of benchmarks/figures"]
 
 
 @pytest.mark.usefixtures("figures")
@@ -54,4 +55,4 @@ def test_all_figures_can_be_made() -> None:
     for name, make in text.FIGURES.items():
         assert make().strip(), name
     with pytest.raises(KeyError, match=r"store_all.json has no row with"):
-        text.rows("store_all", model="none")
+        common.rows("store_all", model="none")

@@ -18,7 +18,7 @@ from remat.runtime.calls.environment import working_bytes
 from remat.runtime.calls.stages import Stage
 from remat.runtime.calls.tape import is_cast_of_a_leaf
 from remat.runtime.meter import Region, instruments
-from remat.runtime.patching import uncompiled
+from remat.runtime.patching import blocks_as_written, uncompiled
 from remat.runtime.pytree import tensors
 
 
@@ -179,7 +179,7 @@ def casts_made_again(model: nn.Module, stages: Sequence[Stage], forward: Callabl
     if all(count == 1 for count in users.values()):
         return 0
     torch.clear_autocast_cache()
-    with _Casts() as casts:
+    with blocks_as_written(), _Casts() as casts:
         forward()
     return sum(size * (users[parameter] - 1) for parameter, size in casts.bytes.items() if parameter in users)
 

@@ -1,0 +1,373 @@
+"""Figures of plans: speed, planners, models as they are, estimates, and the host."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from typing import Any
+
+from benchmarks.figures.common import (
+    Rows,
+    by,
+    figure,
+    file,
+    holds_one,
+    interval,
+    percent,
+    quartiles,
+    rows,
+    seconds,
+    short,
+    span,
+    table,
+)
+
+# Speed --------------------------------------------------------------------------------------------------------------
+
+
+@figure
+def store_all() -> str:
+    return ", ".join(f"{short(row['model'])} {interval(row['ratio'])}" for row in rows("store_all"))
+
+
+@figure
+def sequential() -> str:
+    found = rows("sequential")
+    return f"{span([row['ratio']['median'] for row in found], 3)}; {holds_one(found)}"
+
+
+def _frontier(model: str) -> Rows:
+    return [row for row in rows("frontier") if row["model"].startswith(model)]
+
+
+@figure
+def frontier__resnet() -> str:
+    return f"{span([row['ratio']['median'] for row in _frontier('ResNet-101')])} of its seconds"
+
+
+@figure
+def frontier__gpt() -> str:
+    found = _frontier("GPT")
+    saved = max(1 - row["persistent_bytes"] / row["bytes"] for row in found)
+    ratios = span([row["ratio"]["median"] for row in found])
+    return f"{ratios}, {holds_one(found)}, with up to {percent(saved)} % less memory"
+
+
+@figure
+def prediction() -> str:
+    said = []
+    for model, found in by("prediction", "model").items():
+        ratios = " and ".join(f"{row['ratio']['median']:.2f}" for row in found)
+        said.append(f"{short(model)} {ratios}")
+    return ", ".join(said)
+
+
+@figure
+def paper__advantage() -> str:
+    found = rows("paper_rotor", what="advantage over checkpoint_sequential")
+    least, most = (f([row["ratio"]["median"] - 1 for row in found]) for f in (min, max))
+    (mean,) = rows("paper_rotor", what="mean advantage")
+    faster = f"{percent(mean['advantage'], 1)} % faster on average"
+    return f"{faster}, from {percent(least)} to {percent(most)} %"
+
+
+@figure
+def paper__peaks() -> str:
+    found = [
+        row["measured_peak_bytes"] / row["budget_bytes"]
+        for row in rows("paper_rotor", outcome="pass")
+        if row.get("budget_bytes") and row.get("measured_peak_bytes")
+    ]
+    return f"at most {max(found):.4f} in {len(found)} runs"
+
+
+# Planners ------------------------------------------------------------------------------------------------------------
+
+
+def _planner(name: str, stages: int) -> dict[str, Any]:
+    return rows("planners", planner=name, stages=stages, slots=500)[0]
+
+
+@figure
+def planners__persistent() -> str:
+    small, middle, large = (_planner("persistent", stages) for stages in (100, 339, 1000))
+    table = f"a table of {middle['table_mb']:.0f} MB"
+    return f"{seconds(small['seconds'])}, {seconds(middle['seconds'])} ({table}), {seconds(large['seconds'])}"
+
+
+@figure
+def planners__floating() -> str:
+    found = [_planner("floating", stages) for stages in (50, 100, 150, 200)]
+    large = 1000
+    return ", ".join(
+        seconds(row["seconds"]) + (f" ({row['table_mb'] / large:.1f} GB)" if row["table_mb"] > large else "")
+        for row in found
+    )
+
+
+@figure
+def planners__further() -> str:
+    middle, large = (_planner("persistent", stages)["further_budget_milliseconds"] for stages in (339, 1000))
+    return f"{middle:.0f} ms at 339 stages, {large:.0f} ms at 1000"
+
+
+def _most(what: str) -> float:
+    (row,) = (row for row in rows("planners") if row.get("what", "").startswith(what))
+    return float(row["most"])
+
+
+@figure
+def planners__slots() -> str:
+    return f"at most {percent(_most('makespan, persistent'), 2)} % of the makespan"
+
+
+@figure
+def planners__bound() -> str:
+    return f"at most {percent(_most('makespan over lower bound'), 2)} %"
+
+
+@figure
+def planners__ilp() -> str:
+    said = []
+    for backend, name in (("highs", "HiGHS"), ("cbc", "CBC")):
+        spent = [row["seconds"] for row in rows("planners", planner=f"ilp ({backend})")]
+        said.append(f"{span(spent, 1)} s ({name})")
+    return ", ".join(said)
+
+
+# Any model -----------------------------------------------------------------------------------------------------------
+
+
+@figure
+def any_model__limits() -> str:
+    found = rows("any_model", what="found")
+    over, predicted = (
+        [ratio for row in found for ratio in row[key]] for key in ("measured_over_limit", "measured_over_predicted")
+    )
+    kept = sum(ratio <= 1 for ratio in over)
+    share = span([100 * row["memory_share"] for row in found], 0)
+    return (
+        f"{kept} of {len(over)} measured peaks at or below the limit and {span(predicted, 3)} of what was predicted; "
+        f"{share} % of the activation memory lies in the chains; {_least_of(found)}"
+    )
+
+
+def _least_of(found: Rows) -> str:
+    return f"least limit {span([row['least_bytes'] / row['store_all_bytes'] for row in found])} of storing everything"
+
+
+@figure
+def any_model__short() -> str:
+    found = rows("any_model", what="found")
+    over = [ratio for row in found for ratio in row["measured_over_limit"]]
+    return (
+        f"{sum(ratio <= 1 for ratio in over)} of {len(over)} measured peaks at or below the limit; {_least_of(found)}"
+    )
+
+
+@figure
+def any_model__libraries() -> str:
+    said = []
+    for row in rows("any_model_libraries", what="fastest over gradient_checkpointing at its peak"):
+        low, middle, high = statistics.quantiles(row["ratios"], n=4)
+        said.append(f"{row['model']} {middle:.3f} ({len(row['ratios'])} pairs, quartiles {low:.2f} and {high:.2f})")
+    return ", ".join(said)
+
+
+@figure
+def rivals() -> str:
+    said = []
+    for rival, title in (("every block checkpointed", "every block"), ("selective", "selective")):
+        found = rows("rivals", rival=rival)
+        said.append(f"{title}: " + ", ".join(f"{row['model']} {quartiles(row['remat over rival'])}" for row in found))
+    return "; ".join(said)
+
+
+@figure
+def options__overheads() -> str:
+    measured, planned = [], []
+    for model, found in by("options", "model", way="options").items():
+        whole = rows("options", model=model, way="whole blocks")
+        parts, blocks = (", ".join(percent(row["measured"][1] - 1, 1) for row in each) for each in (found, whole))
+        measured.append(f"{model} {parts} (whole blocks: {blocks})")
+        planned.append(f"{model} {', '.join(percent(row['planned'] - 1, 1) for row in found)}")
+    return f"in %: {'; '.join(measured)}; planned: {'; '.join(planned)}"
+
+
+@figure
+def options__replay() -> str:
+    (row,) = (row for row in rows("options") if "operators" in row)
+    return f"{row['replay, us an operator']:.1f} us ({row['plain, us an operator']:.1f} us)"
+
+
+@figure
+def options__planning() -> str:
+    said = ", ".join(
+        f"`{row['planner']}` {row['with over without'][1]:.2f}" for row in rows("options") if "planner" in row
+    )
+    gpt, resnet = (
+        rows("options", model=model, way="plain")[0]["profiling_options_in_steps"] for model in ("GPT-2", "ResNet-50")
+    )
+    return f"{said}; {gpt:.1f} (ResNet-50: {resnet:.1f})"
+
+
+@figure
+def peaks() -> str:
+    random, blocks = (rows("peaks", what=what) for what in ("ten budgets, random times", "every block checkpointed"))
+    others = [ratio for row in random if row["model"] != "ResNet-50" for ratio in row["predicted_over_measured"]]
+    (resnet,) = (row["predicted_over_measured"] for row in random if row["model"] == "ResNet-50")
+    each = [ratio for row in blocks for ratio in row["predicted_over_measured"]]
+    return (
+        f"with parts of blocks: {span(others, 3)} for {len(others)} schedules of ResNet-18, a GPT and Linear layers, "
+        f"{span(resnet, 3)} for {len(resnet)} of ResNet-50; every block checkpointed, {len(each)} models of "
+        f"transformers: {span(each, 3)}"
+    )
+
+
+@figure
+def compare() -> str:
+    row = rows("compare", what="compare, seconds")[0]
+    return f"{row['seconds']:.0f} s, of which {percent(row['own_share'])} % are not training steps"
+
+
+@figure
+def fuzz() -> str:
+    counts: Counter[str] = Counter()
+    for each in file("fuzz")["counts"].values():
+        counts.update(each)
+    refused = counts.pop("refused", 0)
+    passed = counts.pop("pass")
+    others = ", ".join(f"{count} {name}" for name, count in counts.items()) or "nothing else"
+    return f"{passed} trained within their limit with equal bits; {refused} refused with a sentence; {others}"
+
+
+@figure
+def zoo() -> str:
+    found = rows("zoo")
+    limits = [limit for row in found for limit in row["limits"]]
+    kept = sum(limit["outcome"] == "pass" for limit in limits)
+    near = sum(abs(row["predicted_over_plain_held"] - 1) <= 0.03 for row in found)
+    return (
+        f"{kept} of {len(limits)} peaks within the limit, with equal gradients and buffers; storing everything "
+        f"predicted within 3 % of its peak for {near} of {len(found)}"
+    )
+
+
+# Estimates, and the host ---------------------------------------------------------------------------------------------
+
+_ODD = ("DenseNet-121", "UNet")  # whose own predictions are wider
+
+
+def _plans(key: str, *, odd: str = "") -> list[float]:
+    found = [row for row in rows("estimates") if "plans" in row]
+    chosen = [row for row in found if row["model"] == odd] if odd else [r for r in found if r["model"] not in _ODD]
+    values = [plan[key] for row in chosen for plan in row["plans"]]
+    return [value[1] if isinstance(value, list) else value for value in values]
+
+
+@figure
+def estimates__short() -> str:
+    equal = all(row["activations_equal"] for row in rows("estimates") if "plans" in row)
+    dense, unet = (max(_plans("predicted_over_peak", odd=odd)) for odd in _ODD)
+    usual = _plans("seconds") + _plans("seconds", odd=_ODD[0])
+    return (
+        f"bytes of activations {'equal' if equal else 'not equal in all'}; peaks "
+        f"{span(_plans('predicted_over_peak'), 3)} of what is measured (DenseNet-121 {dense:.3f}, UNet {unet:.2f}); "
+        f"plans of an estimate take {span(usual)} of the CPU time of plans of a profile (UNet "
+        f"{span(_plans('seconds', odd='UNet'))})"
+    )
+
+
+@figure
+def estimates__least() -> str:
+    found = [row for row in rows("estimates") if "plans" in row]
+    return f"{span([row['least'] for row in found], 3)}; {span([row['store_all'] for row in found], 3)}"
+
+
+@figure
+def estimates__saved() -> str:
+    off = [(row["model"], row["most_saved_bytes_differ_by"]) for row in rows("estimates") if "plans" in row]
+    others = ", ".join(f"{model}: {size} bytes of one stage" for model, size in off if size)
+    return f"equal; equal{f' ({others})' if others else ''}"
+
+
+@figure
+def estimates__peaks() -> str:
+    over = [ratio for odd in ("", *_ODD) for ratio in _plans("peak_over_limit", odd=odd)]
+    return f"at most {max(over):.3f}"
+
+
+@figure
+def estimates__predicted() -> str:
+    said = [span(_plans("predicted_over_peak"), 3)]
+    said += [f"{odd} {span(_plans('predicted_over_peak', odd=odd), 3)}" for odd in _ODD]
+    return "; ".join(said)
+
+
+@figure
+def estimates__seconds() -> str:
+    usual = _plans("seconds") + _plans("seconds", odd=_ODD[0])
+    return f"{span(usual)}; UNet {span(_plans('seconds', odd='UNet'))}"
+
+
+@figure
+def estimates__time() -> str:
+    found = [row for row in rows("estimates") if "plans" in row]
+    return span([row["estimate_seconds"] / row["profile_seconds"] for row in found], 1)
+
+
+@figure
+def estimates__llama() -> str:
+    eight, sixteen = rows("estimates", model="Llama of 70 billion parameters")
+    gib = 2**30
+    static = f"{eight['static_bytes'] / gib:.1f} GiB are static"
+    verdict = "fits 8" if eight["fits"] else f"does not fit 8 under Adam ({static})"
+    then = f"fits 16 at {sixteen['overhead']:.2f} times the seconds of storing everything"
+    return f"{eight['seconds']:.0f} s, {eight['process_bytes'] / gib:.1f} GiB; {verdict}, {then}"
+
+
+def _sent(model: str, way: str) -> Rows:
+    return [row for row in rows("offload", model=model, way=way) if "by_clock" in row]
+
+
+@figure
+def offload__table() -> str:
+    models = ("GPT-2", "ResNet-50")
+    headings = ["limit, of storing everything"]
+    headings += [text for model in models for text in (f"{model}, recompute", "or send", "on the host")]
+    lines = []
+    for number, row in enumerate(_sent(models[0], "recompute")):
+        cells = [f"{row['limit']}"]
+        for model in models:
+            alone, sent = (_sent(model, way)[number] for way in ("recompute", "offload"))
+            cells += [f"{each['by_clock'][1]:.2f} ({each['predicted']:.2f})" for each in (alone, sent)]
+            cells.append(f"{sent['host_bytes'] / 2**20:.0f} MiB")
+        lines.append(cells)
+    return table(headings, lines)
+
+
+@figure
+def offload__kept() -> str:
+    found = [row for model in ("GPT-2", "ResNet-50") for way in ("recompute", "offload") for row in _sent(model, way)]
+    equal = sum(row["bits_equal"] for row in found)
+    most = max(row["peak_over_limit"] for row in found)
+    return f"bits are equal in {equal} of {len(found)} rows, and peaks at most {most:.3f} of the limit"
+
+
+@figure
+def offload__short() -> str:
+    said = []
+    for model in ("GPT-2", "ResNet-50"):
+        sent, alone = (
+            ", ".join(f"{row['by_clock'][1]:.2f}" for row in _sent(model, way)) for way in ("offload", "recompute")
+        )
+        said.append(f"{model} {sent} ({alone})")
+    return "; ".join(said)
+
+
+@figure
+def offload__planning() -> str:
+    found = [row for row in rows("offload") if "stages" in row]
+    spent = ", ".join(f"{seconds(row['offload_seconds'])} for {row['stages']} stages" for row in found[1:])
+    alone = ", ".join(seconds(row["recompute_seconds"]) for row in found[1:])
+    return f"{spent} (`fastest` without the host, which is part of it: {alone})"
