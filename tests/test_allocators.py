@@ -137,7 +137,7 @@ def test_what_an_allocator_has_given_out_besides(monkeypatch: pytest.MonkeyPatch
     hidden, begun = [0], [False]
 
     def level() -> int:
-        found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+        found = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
         found = [each for each in found if each.layout == torch.strided]  # others that other tests have left
         in_use = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in found}
         first, begun[0] = not begun[0], True
@@ -302,3 +302,8 @@ def test_what_is_reserved_is_a_figure_of_its_own(monkeypatch: pytest.MonkeyPatch
     assert remat.Report.load(tmp_path / "report.json") == report
     found = remat.compare(model, sample, budgets=[1.0], strategies=["store_all"], repeats=1, progress=False)
     assert [entry.measured.reserved_bytes for entry in found.entries if entry.measured] == [2**30, 2**30]
+
+
+def test_operators_that_only_ask_have_traits() -> None:
+    """A tensor of another kind answers for its layout by one that has no kernel."""
+    assert not traits_of(torch.ops.prim.layout.default).writes

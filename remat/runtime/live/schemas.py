@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from remat.runtime.operators import is_collective
+from remat.runtime.operators import is_collective, only_asks
 from remat.runtime.surroundings import BACKENDS, Readers, readers_for
 
 _OWN = (
@@ -118,7 +118,9 @@ def _read(function: Any) -> Traits:
     )
     aliases = [returned.alias_info is not None for returned in schema.returns]
     # A composite one that is seen whole (in inference mode) may copy although its schema speaks of a view.
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd")
+    composite = not only_asks(function) and torch._C._dispatch_has_kernel_for_dispatch_key(
+        function.name(), "CompositeImplicitAutograd"
+    )
     namespace, _, label = schema.name.partition("::")
     foreign = namespace not in _OWN
     traits = Traits(
