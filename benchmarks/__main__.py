@@ -19,6 +19,7 @@ from benchmarks.paper import dtr_paper, rotor_paper
 from benchmarks.peaks import peaks
 from benchmarks.planners import planners
 from benchmarks.rivals import rivals
+from benchmarks.rotor import rotor
 from benchmarks.speed import prediction, sequential, store_all
 from benchmarks.table1 import table1
 
@@ -43,6 +44,7 @@ BENCHMARKS = {
     "rivals": rivals,
     "options": options,
     "offload": offload,
+    "rotor": rotor,
     "paper_rotor": lambda: rotor_paper(9),
     "paper_dtr": dtr_paper,
     "table1": table1,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import remat
-from benchmarks.pairing import write
+from benchmarks.keeping import write
 from benchmarks.paper import FIGURES
 from remat.comparison.bench import Bench
 from remat.plotting.style import new_figure

@@ -11,7 +11,7 @@ import torch
 
 import remat
 import remat.comparison.compare
-from benchmarks.pairing import write
+from benchmarks.keeping import write
 from benchmarks.paper import FIGURES
 from remat.comparison.bench import Bench
 from remat.models import resnet50

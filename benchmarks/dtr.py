@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from benchmarks.pairing import write
+from benchmarks.keeping import write
 
 ROOT = Path(__file__).parents[1]
 LOGS = ROOT.parent / "shared" / "data" / "dtr_logs.zip"

@@ -20,7 +20,7 @@ from torch import nn
 
 import remat
 from benchmarks import any_model
-from benchmarks.pairing import write
+from benchmarks.keeping import write
 from remat import models
 from remat.errors import InfeasibleBudget
 from remat.profiling.estimate import static_bytes

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from typing import Any
 
-from benchmarks.pairing import RESULTS, revision, write
+from benchmarks.keeping import RESULTS, revision, write
 
 _FIRST_BLOCK = """
 import time, torch, remat

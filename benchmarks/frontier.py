@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 import remat
-from benchmarks.pairing import paired, write
+from benchmarks.keeping import write
+from benchmarks.pairing import paired
 from benchmarks.workloads import checkpointed, large, peak_bytes, step
 from remat.errors import InfeasibleBudget
 from remat.solvers.persistent import Persistent

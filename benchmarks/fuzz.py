@@ -29,7 +29,7 @@ import remat
 from benchmarks.fuzz_loops import Criterion, Side, draw_limit, draw_loop
 from benchmarks.fuzz_models import Draw, in_words, other, seasoned, sequential
 from benchmarks.fuzz_results import Results
-from benchmarks.pairing import RESULTS
+from benchmarks.keeping import RESULTS
 from remat import rotor
 from remat.runtime.meter import MemoryMeter
 from remat.runtime.pytree import loss_in, map_tensors, tensors

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.keeping import origin
 from remat.files import write_whole
-from remat.host.machine import machine
 
 
 class Results:
@@ -18,7 +18,7 @@ class Results:
         self.path = path
         self.found: dict[str, Any] = {
             "note": "Random models, limits and training loops: python -m benchmarks.fuzz. All cases that did not pass",
-            "machine": machine(),
+            "machine": origin(),
             "seed": seed,
             "next": dict.fromkeys(kinds, 0),
             "counts": {kind: {} for kind in kinds},

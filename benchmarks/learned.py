@@ -11,7 +11,7 @@ import json
 import time
 
 from benchmarks.dtr import LOGS
-from benchmarks.pairing import RESULTS, write
+from benchmarks.keeping import RESULTS, write
 from remat.experiments.networks import mobilenet, unet, vgg16
 from remat.runtime.dtr.heuristics import HEURISTICS
 from remat.runtime.dtr.learning import PLANNED

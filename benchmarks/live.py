@@ -14,7 +14,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
-from benchmarks.pairing import median_with_interval, paired, write
+from benchmarks.keeping import write
+from benchmarks.pairing import median_with_interval, paired
 from benchmarks.workloads import Workload, small
 from remat.models import gpt, resnet50
 from remat.runtime.dtr import _kernels as k

@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import remat
-from benchmarks.pairing import RESULTS, write
+from benchmarks.keeping import RESULTS, write
 from remat.runtime.meter import MemoryMeter
 
 ROWS, WIDTH = 48, 64

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import remat
-from benchmarks.pairing import write
+from benchmarks.keeping import write
 from benchmarks.zoo import declare_operators
 from benchmarks.zoo import make as make_of_zoo
 from remat.models import TreeLSTM, complete_tree

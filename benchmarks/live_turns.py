@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from benchmarks.pairing import write
+from benchmarks.keeping import write
 from remat.errors import RematError
 from remat.runtime.live.units.block import UnitsBlock
 from remat.runtime.meter import MemoryMeter

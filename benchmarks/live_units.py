@@ -25,8 +25,8 @@ from torch.nn import functional
 
 import remat
 from benchmarks.any_model import _images, _language
+from benchmarks.keeping import write
 from benchmarks.live_models import MODELS as SMALL
-from benchmarks.pairing import write
 from benchmarks.zoo import declare_operators
 from benchmarks.zoo import make as make_of_zoo
 from remat.errors import OverBudgetWarning, RematError, ThrashingWarning

@@ -23,8 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pairing import RESULTS, revision
-from remat.host.machine import machine
+from benchmarks.keeping import RESULTS, origin
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / ".mutants"  # with a clone for each worker, since mistakes are written to files
@@ -124,7 +123,7 @@ def _write(file: Path, sample: int, rows: Sequence[dict[str, Any]]) -> None:
     noticed = sum(row["outcome"] != "survived" for row in rows)
     content = {
         "note": "a random sample of Cosmic Ray's mistakes; noticed: a test failed, or ran out of time",
-        "machine": {**machine(), "revision": revision()},
+        "machine": origin(),
         **{"sample": sample, "tried": len(rows), "noticed": noticed, "share": noticed / len(rows)},
         "rows": rows,
     }

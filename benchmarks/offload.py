@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 import remat
+from benchmarks.keeping import write
 from benchmarks.options import MODELS
-from benchmarks.pairing import write
+from benchmarks.pairing import ROUNDS, quartiles
 from benchmarks.planners import random_chain
-from benchmarks.rivals import ROUNDS, quartiles
 from remat.chain import Chain, Option
 from remat.comparison.bench import Bench, TrainingStep
 from remat.errors import InfeasibleBudget

@@ -20,9 +20,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import remat
 from benchmarks.any_model import Made, _language
-from benchmarks.pairing import write
+from benchmarks.keeping import write
+from benchmarks.pairing import in_turn, quartiles
 from benchmarks.planners import random_chain
-from benchmarks.rivals import in_turn, quartiles
 from remat.chain import Option
 from remat.comparison.bench import Bench
 from remat.models import resnet50

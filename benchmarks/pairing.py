@@ -1,19 +1,48 @@
-"""Two ways to do the same thing, timed in turn, so that a machine that drifts drifts for both."""
+"""Ways to do the same thing, timed in turn, so that a machine that drifts drifts for all.
+
+The protocol: one thread, its CPU time, all ways once in each round in changing order; what is told is the quartiles of
+the ratios within a round. Time by the clock stands beside it where more threads, or a copy, take part.
+"""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from remat.host.machine import machine
+ROUNDS = 15
 
-RESULTS = Path(__file__).parent / "results"
+
+class Step(Protocol):
+    """A training step, and what it is done within; the latter is not timed."""
+
+    def around(self) -> AbstractContextManager[Any]: ...
+
+    def __call__(self) -> None: ...
+
+
+def in_turn(
+    steps: Sequence[Step], rounds: int = ROUNDS, clock: Callable[[], float] = time.process_time
+) -> list[list[float]]:
+    """Seconds of each step in each round, in which all take their turn; CPU seconds, if the clock is not another."""
+    times: list[list[float]] = [[] for _ in steps]
+    for number in range(rounds):
+        for place in range(len(steps)):
+            which = (number + place) % len(steps)
+            with steps[which].around():
+                start = clock()
+                steps[which]()
+                times[which].append(clock() - start)
+    return times
+
+
+def quartiles(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    """Quartiles of the ratios of the rounds: lower, median, upper."""
+    return [round(value, 4) for value in statistics.quantiles([a / b for a, b in zip(first, second, strict=True)], n=4)]
 
 
 @dataclass(frozen=True)
@@ -56,15 +85,3 @@ def paired(first: Callable[[], object], second: Callable[[], object], pairs: int
             times[which].append(time.perf_counter() - start)
     ratios = [a / b for a, b in zip(*times, strict=True)]
     return median_with_interval(ratios), statistics.median(times[0]), statistics.median(times[1])
-
-
-def revision() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, cwd=RESULTS, check=False).stdout.strip()
-
-
-def write(name: str, rows: list[dict[str, object]], note: str) -> None:
-    """Writes the rows as JSON, with the machine they came from."""
-    RESULTS.mkdir(exist_ok=True)
-    content = {"note": note, "machine": {**machine(), "revision": revision()}, "rows": rows}
-    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1, default=asdict) + "\n")

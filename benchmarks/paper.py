@@ -20,7 +20,8 @@ from torch import nn
 from torch.nn import functional
 
 import remat
-from benchmarks.pairing import median_with_interval, paired, write
+from benchmarks.keeping import write
+from benchmarks.pairing import median_with_interval, paired
 from benchmarks.workloads import Workload, checkpointed, peak_bytes, step
 from remat import models
 from remat.comparison.bench import Bench

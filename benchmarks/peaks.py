@@ -12,7 +12,7 @@ from torch import nn
 
 import remat
 from benchmarks.any_model import MODELS
-from benchmarks.pairing import write
+from benchmarks.keeping import write
 from remat.models import gpt, resnet18, resnet50
 from remat.solvers.base import store_all_peak
 

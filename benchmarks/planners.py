@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 
-from benchmarks.pairing import write
+from benchmarks.keeping import write
 
 ROUNDS, MANY_ROUNDS = 5, 25
 FEW_ENTRIES, MANY_ENTRIES = 2 * 10**7, 5 * 10**8  # of a table

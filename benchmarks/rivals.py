@@ -6,19 +6,16 @@ products and attention. Each has its own peak; remat gets that as its limit.
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 import remat
 from benchmarks.any_model import Made, _images, _language
-from benchmarks.pairing import write
-from remat.comparison.bench import Bench, TrainingStep
+from benchmarks.keeping import write
+from benchmarks.pairing import in_turn, quartiles
+from remat.comparison.bench import Bench
 from remat.runtime.library import BlockCheckpointing
-
-ROUNDS = 15
 
 
 def _gpt2() -> Made:
@@ -69,21 +66,3 @@ def rivals() -> list[dict[str, object]]:
             print(row, flush=True)
     write("rivals", rows, "remat at the peak of PyTorch's checkpointing: CPU time of one thread, median and quartiles")
     return rows
-
-
-def in_turn(steps: Sequence[TrainingStep]) -> list[list[float]]:
-    """CPU seconds of each step in each round, in which all take their turn."""
-    times: list[list[float]] = [[] for _ in steps]
-    for number in range(ROUNDS):
-        for place in range(len(steps)):
-            which = (number + place) % len(steps)
-            with steps[which].around():
-                start = time.process_time()
-                steps[which]()
-                times[which].append(time.process_time() - start)
-    return times
-
-
-def quartiles(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    """Quartiles of the ratios of the rounds: lower, median, upper."""
-    return [round(value, 4) for value in statistics.quantiles([a / b for a, b in zip(first, second, strict=True)], n=4)]

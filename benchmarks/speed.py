@@ -6,7 +6,8 @@ import statistics
 import time
 
 import remat
-from benchmarks.pairing import median_with_interval, paired, write
+from benchmarks.keeping import write
+from benchmarks.pairing import median_with_interval, paired
 from benchmarks.workloads import checkpointed, small, step
 from remat.solvers.sequential import Sequential
 from remat.solvers.store_all import StoreAll

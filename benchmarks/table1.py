@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 import remat
-from benchmarks.pairing import write
+from benchmarks.keeping import write
 from remat import models
 from remat.comparison.bench import Bench
 from remat.errors import RematError

@@ -33,8 +33,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import remat
-from benchmarks.pairing import RESULTS
-from remat.host.machine import machine
+from benchmarks.keeping import RESULTS, origin
 from remat.runtime.meter import MemoryMeter
 from remat.solvers.base import store_all_peak
 
@@ -442,7 +441,7 @@ def _write(file: Path, rows: dict[str, dict[str, Any]]) -> None:
     import torchvision
 
     versions = {"timm": timm.__version__, "torchvision": torchvision.__version__}
-    content = {"note": NOTE, "machine": {**machine(), **versions}, "rows": list(rows.values())}
+    content = {"note": NOTE, "machine": {**origin(), **versions}, "rows": list(rows.values())}
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_suffix(".part")
     beside.write_text(json.dumps(content, indent=1) + "\n")

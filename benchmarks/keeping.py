@@ -1,0 +1,68 @@
+"""Results: rows in `benchmarks/results`, with the machine, the versions and the revision that they came from."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from remat.files import write_whole
+from remat.host.machine import machine
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
+FIGURES = ROOT / "docs" / "figures"
+
+Rows = list[dict[str, Any]]
+
+
+def revision() -> str:
+    """The commit, with a "+" where the code differs from it."""
+    commit = _git("rev-parse", "--short", "HEAD")
+    changed = _git("status", "--porcelain", "--", "remat", "benchmarks", ":!benchmarks/results")
+    return commit + "+" * bool(changed)
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], capture_output=True, text=True, cwd=ROOT, check=False).stdout.strip()
+
+
+def origin() -> dict[str, Any]:
+    """Where a result comes from."""
+    return {**machine(), "revision": revision()}
+
+
+def write(name: str, rows: Rows, note: str) -> None:
+    """Writes the rows as JSON, with where they come from and, in `note`, how they were made."""
+    RESULTS.mkdir(exist_ok=True)
+    content = {"note": note, "machine": origin(), "rows": rows}
+    write_whole(RESULTS / f"{name}.json", (json.dumps(content, indent=1, default=asdict) + "\n").encode())
+
+
+class Kept:
+    """A result that is made of parts, each written when it is done: a run that was interrupted goes on behind them.
+
+    Parts of another revision, machine or version are made again.
+    """
+
+    def __init__(self, name: str, note: str) -> None:
+        self.name, self.note = name, note
+        self.rows: Rows = []
+        path = RESULTS / f"{name}.json"
+        if path.exists():
+            found = json.loads(path.read_text())
+            if found["machine"] == origin():
+                self.rows = found["rows"]
+
+    def part(self, key: str, make: Callable[[], Iterable[dict[str, Any]]]) -> Rows:
+        """The rows of a part; made if they are not there."""
+        found = [row for row in self.rows if row.get("part") == key]
+        if not found:
+            found = [{"part": key, **row} for row in make()]
+            self.rows += found
+            write(self.name, self.rows, self.note)
+            print(f"{self.name}: {key}, {len(found)} rows", flush=True)
+        return found
