@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import remat
+from remat import models
 from remat.errors import MeasurementError, UnsupportedModel
 from remat.profiling.preserving import aliased_parameters
 from remat.profiling.stage_costs import SavedStorages
@@ -114,6 +116,35 @@ def test_stages_too_small_to_matter_are_fused() -> None:
     assert fine.layout is not None
     # Linear and Tanh belong together in any case: nobody saves what passes between them.
     assert fine.layout.modules == (1, 1, 2, 1, 1)
+
+
+class Concatenated(nn.Module):
+    """A residual block whose layers see a copy of its input, which therefore no backward keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layers(torch.cat([x[:, :32], x[:, 32:]], dim=1))
+
+
+@pytest.mark.parametrize("casts", [False, True], ids=["as it is", "under autocast"])
+def test_blocks_stay_stages_where_no_backward_keeps_their_input(casts: bool) -> None:
+    """Else a network of such blocks, or of any under autocast, would be one stage, of which nothing can be freed."""
+    model = nn.Sequential(*(Concatenated() for _ in range(6)))
+    with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+        chain = remat.profile(model, torch.randn(256, 64), repeats=1)
+    assert chain.layout is not None and chain.layout.modules == (1,) * 6
+    assert remat.minimum_budget(chain) < 0.7 * chain.store_all_bytes
+
+
+@pytest.mark.parametrize("make", [models.densenet121, models.resnet34], ids=["DenseNet-121", "ResNet-34"])
+def test_networks_of_the_papers_have_a_stage_for_each_block(make: Callable[..., nn.Sequential]) -> None:
+    model = make()
+    blocks = sum(name.startswith(("layer", "block")) for name, _ in model.named_children())
+    chain = remat.profile(model, torch.randn(1, 3, 64, 64), estimate=True, repeats=1)
+    assert chain.length >= blocks
 
 
 class Inside(nn.Module):

@@ -81,7 +81,7 @@ class Concatenating(nn.Module):
         self.layer = DenseLayer(inputs, growth)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([x, self.layer([x])], dim=1)
+        return torch.cat([x, self.layer.layers(x)], dim=1)
 
 
 def _densenet(layers: Sequence[int], growth: int, num_classes: int, width: int) -> nn.Sequential:

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from remat.chain import Layout
 from remat.errors import UnsupportedModel
 from remat.host.progress import Progress
-from remat.profiling.stage_costs import SavedStorages
+from remat.profiling.stage_costs import SavedStorages, storage_bytes
 from remat.profiling.work import Work
 from remat.runtime.calls.stages import describe_call, detached, flatten, input_of
 from remat.runtime.checks import failing_on_the_sample
@@ -26,7 +26,8 @@ def in_a_row(model: nn.Module, call: Arguments, small: float, tell: Progress) ->
     """How the stages lie on an `nn.Sequential`, whose modules follow one another.
 
     Modules that work in place on their input, return views of it, or have less to do than the share `small` of the
-    upper quartile, are fused with their neighbour.
+    upper quartile, are fused with their neighbour; so are two where no backward keeps what passes between them, unless
+    both keep more than that inside.
 
     Raises:
         UnsupportedModel: it is empty, works in place on the sample, or a module of it returns no dense tensor.
@@ -43,6 +44,8 @@ class _Probed:
     view: bool
     saves_input: bool
     saves_output: bool
+    inside_bytes: int  # that it saves, beside its input and its parameters
+    input_bytes: int
     work: float
 
 
@@ -61,11 +64,13 @@ def _probed(flat: Sequence[tuple[str, nn.Module]], value: Any, tell: Progress) -
             output = module(copy)
         _check_output(name, output)
         saves = saved.among(copy), saved.among(output)
+        inside = saved.bytes_besides((copy, *module.parameters(), *module.buffers()))
         in_place = [tensor._version for tensor in tensors(copy)] != versions
         view = any(tensor.untyped_storage()._cdata in inputs for tensor in tensors(output) if tensor.numel())
+        size = storage_bytes(copy)
         value = detached(output)
         del copy, output
-        yield _Probed(in_place, view, *saves, work.work)
+        yield _Probed(in_place, view, *saves, inside, size, work.work)
     tell("probing stages", len(flat), len(flat))
 
 
@@ -82,6 +87,7 @@ def _check_output(name: str, output: Any) -> None:
 def _fused(flat: Sequence[tuple[str, nn.Module]], traits: Sequence[_Probed], small: float) -> list[int]:
     """How many modules, one after the other, make up each stage."""
     groups: list[list[int]] = []
+    inside = 0  # bytes that the modules of the last group save inside
     only_views = True  # so far nothing but views of the model's input
     for index, trait in enumerate(traits):
         if only_views and trait.in_place:
@@ -89,12 +95,16 @@ def _fused(flat: Sequence[tuple[str, nn.Module]], traits: Sequence[_Probed], sma
                 f"module {flat[index][0]!r} works in place on the model's input, which could then not be computed "
                 "from again; construct it with inplace=False"
             )
-        # An activation that no backward needs is not kept by autograd; a stage boundary there would count it.
+        # An activation that no backward needs is not kept by autograd; a stage's end there would keep it. It is worth
+        # that between blocks, which keep more inside: fused, nothing of both could be freed by itself.
         unsaved = not (trait.saves_input or (index > 0 and traits[index - 1].saves_output))
-        if groups and (trait.in_place or trait.view or only_views or unsaved):
+        needless = unsaved and min(inside, trait.inside_bytes) <= trait.input_bytes
+        if groups and (trait.in_place or trait.view or only_views or needless):
             groups[-1].append(index)
+            inside += trait.inside_bytes
         else:
             groups.append([index])
+            inside = trait.inside_bytes
         only_views = only_views and trait.view
     work = [sum(traits[index].work for index in members) for members in groups]
     threshold = small * sorted(work)[3 * len(work) // 4]

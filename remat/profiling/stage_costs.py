@@ -58,14 +58,15 @@ class SavedStorages:
     """
 
     def __init__(self) -> None:
-        self._storages: dict[int, StorageWeakRef] = {}
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self.note = uncompiled(self._note)
 
     def _note(self, tensor: torch.Tensor) -> None:
         if tensor.layout != torch.strided:  # of several storages; none of them is an activation's
             return
-        storage = StorageWeakRef(tensor.untyped_storage())
-        self._storages.setdefault(storage.cdata, storage)
+        storage = tensor.untyped_storage()
+        reference = StorageWeakRef(storage)
+        self._storages.setdefault(reference.cdata, (reference, rounded(storage.nbytes(), tensor.device)))
 
     def among(self, value: Any) -> bool:
         return any(
@@ -73,6 +74,11 @@ class SavedStorages:
             for tensor in tensors(value)
             if tensor.numel()
         )
+
+    def bytes_besides(self, value: Any) -> int:
+        """Of all that would have been kept, but for storages of this value."""
+        others = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in tensors(value) if tensor.numel()}
+        return sum(size for key, (_, size) in self._storages.items() if key not in others)
 
 
 @dataclass(frozen=True)
