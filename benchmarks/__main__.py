@@ -20,6 +20,7 @@ from benchmarks.peaks import peaks
 from benchmarks.planners import planners
 from benchmarks.rivals import rivals
 from benchmarks.rotor import rotor
+from benchmarks.rotor_planned import rotor_planned
 from benchmarks.speed import prediction, sequential, store_all
 from benchmarks.table1 import table1
 
@@ -45,6 +46,7 @@ BENCHMARKS = {
     "options": options,
     "offload": offload,
     "rotor": rotor,
+    "rotor_planned": rotor_planned,
     "paper_rotor": lambda: rotor_paper(9),
     "paper_dtr": dtr_paper,
     "table1": table1,
