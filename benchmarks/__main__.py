@@ -6,7 +6,9 @@ import argparse
 
 from benchmarks.any_model import against_compile, against_libraries, any_model
 from benchmarks.comparing import comparing
-from benchmarks.dtr import dtr, static
+from benchmarks.dtr import dtr
+from benchmarks.dtr_logs import dtr_logs
+from benchmarks.dtr_simulated import dtr_simulated
 from benchmarks.estimates import estimates
 from benchmarks.first_use import first_use
 from benchmarks.frontier import frontier
@@ -27,7 +29,8 @@ from benchmarks.table1 import table1
 BENCHMARKS = {
     "planners": planners,
     "dtr": dtr,
-    "static": static,
+    "dtr_logs": dtr_logs,
+    "dtr_simulated": dtr_simulated,
     "store_all": lambda: store_all(30),
     "sequential": lambda: sequential(10),
     "prediction": lambda: prediction(6),

@@ -74,23 +74,6 @@ def growth() -> list[dict[str, object]]:
     return rows
 
 
-def static() -> None:
-    """DTR beside static methods on training graphs; a minute for each integer program."""
-    from remat.experiments import static_methods
-
-    rows: list[dict[str, object]] = []
-    for cell in static_methods(ratios=(0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0), time_limit=60.0).cells:
-        report = cell.report
-        row = {"network": cell.model, "method": cell.heuristic, "budget": cell.budget, "outcome": report.outcome}
-        if report.outcome == "pass":
-            row["overhead"] = report.overhead
-        if report.note:
-            row |= {"note": report.note, "bound_seconds": report.bound_seconds}
-        rows.append(row)
-        print(*(f"{key} {value}" for key, value in row.items()))
-    write("static", rows, "budget: of the peak when nothing is recomputed; overhead: over running every node once")
-
-
 def dtr() -> None:
     rows = [*cells(), *growth()]
     for row in rows:

@@ -17,6 +17,7 @@ import remat
 from conftest import DATA, DTR_LOGS, needs_dtr_logs
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget, RematError
+from remat.experiments.plain_dtr import SCORES, OutOfMemory, PlainDtr
 from remat.experiments.theorems import optimal_linear_operators, run_adversary, run_linear
 from remat.experiments.training_graph import TrainingGraph
 from remat.host.compilation import InBackground
@@ -32,7 +33,6 @@ from remat.simulation import simulate
 from remat.solvers.base import store_all_peak
 from support.chains import chains
 from support.exhaustive import fastest
-from support.plain_dtr import SCORES, OutOfMemory, PlainDtr
 from support.random_traces import traces
 
 MODELS = ("unet", "resnet32", "transformer", "densenet121", "treelstm")

@@ -195,7 +195,7 @@ def test_command_line_simulates_and_makes_experiments(cli, tmp_path: Path) -> No
     done = cli("experiment", "accesses", "adversary", "--traces", "a.log.gz", "--out", "figures")
     assert done.returncode == 0, done.stderr
     pictures = sorted(path.name for path in (tmp_path / "figures").glob("*.png"))
-    assert pictures == ["figure12_accesses.png", "theorem32_adversary.png"]
+    assert pictures == ["accesses.png", "theorem32_adversary.png"]
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,9 @@ def experiment(
     names: Annotated[
         list[str],
         typer.Argument(
-            help="Of the DTR paper: overhead (Figure 2), ablation (7-10), deallocation (11) and accesses (12), which "
-            "take --traces; linear (5), adversary (6) and static (3)."
+            help="Of the DTR paper: overhead (Figure 2), ablation (7-10), deallocation (11), paper-accesses (12, as "
+            "counted there; minutes) and accesses (as counted here), which take --traces; linear (5), adversary (6) "
+            "and static (3)."
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the figures, as PNG, and the simulations, as JSON and CSV.")],

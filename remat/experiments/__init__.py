@@ -13,6 +13,7 @@ from remat.experiments.runs import (
     linear_network,
     methods_at,
     overhead_by_heuristic,
+    papers_storage_accesses,
     static_methods,
     storage_accesses,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "linear_network",
     "methods_at",
     "overhead_by_heuristic",
+    "papers_storage_accesses",
     "plot_overhead",
     "plot_static",
     "static_methods",

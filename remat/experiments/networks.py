@@ -1,7 +1,8 @@
-"""Layer-level training graphs of VGG-16, MobileNet and U-Net, from shapes: sizes by shape, costs by operations."""
+"""Layer-level training graphs of VGG-16, MobileNet and U-Nets, from shapes: sizes by shape, costs by operations."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from remat.experiments.training_graph import Layer, TrainingGraph, with_backward
@@ -109,3 +110,31 @@ def unet(batch: int = 4, side: int = 256) -> TrainingGraph:
         last = net.conv(net.upsample(last), channels, kernel=1)
         last = net.conv(net.conv(net.concat(skipped, last), channels), channels)
     return net.loss(net.conv(last, 2, kernel=1))
+
+
+def vgg_unet(batch: int = 32, side: int = 512) -> TrainingGraph:
+    """The U-Net of Checkmate's evaluation (Jain et al., 2020): VGG-16's convolutions down, a convolution a level up.
+
+    Theirs has 416 x 608 pixels, about as many as 512 x 512.
+    """
+    net = _Builder(batch, side)
+    last: int | None = None
+    across: list[int] = []
+    for channels, convolutions in ((64, 2), (128, 2), (256, 3), (512, 3)):
+        for _ in range(convolutions):
+            last = net.conv(last, channels)
+        assert last is not None
+        last = net.pool(last, 2)
+        across.append(last)
+    last = net.conv(across.pop(), 512)
+    for channels in (256, 128, 64):
+        last = net.conv(net.concat(across.pop(), net.upsample(last)), channels)
+    return net.loss(net.conv(last, 101))
+
+
+NETWORKS: Mapping[str, Callable[[], TrainingGraph]] = {
+    "VGG-16": vgg16,
+    "MobileNet": mobilenet,
+    "U-Net": unet,
+    "U-Net, of Checkmate": vgg_unet,
+}

@@ -1,6 +1,7 @@
-"""DTR written down as Appendix C has it, with sets, recursion and searches afresh, to check the compiled core against.
+"""DTR written down as Appendix C has it (Kirisame et al.), with sets, recursion and searches afresh.
 
-Eager eviction only. Storages are numbered in the order in which they are made.
+The compiled core is checked against it, and `accesses` counts with it. Eager eviction only. Storages are numbered
+in the order in which they are made.
 """
 
 from __future__ import annotations
@@ -17,6 +18,13 @@ class OutOfMemory(Exception):
 
 
 class PlainDtr:
+    """One run of a trace's program within a budget in bytes, operator by operator; `log` has its decisions.
+
+    Args:
+        score: what a storage is worth; the last one of those with the least is evicted.
+        skip_small: those under 1 % of the mean size are not looked at (Appendix E.2).
+    """
+
     def __init__(
         self, program: CompiledTrace, budget: int, score: Callable[[PlainDtr, int], float], *, skip_small: bool = False
     ) -> None:
@@ -42,6 +50,7 @@ class PlainDtr:
         self.program = program
 
     def run(self) -> None:
+        """Raises OutOfMemory where an operator does not fit whatever is evicted."""
         for kind, what in self.program.instructions.tolist():
             if kind == k.COMPUTE:
                 self.call(what)
@@ -92,6 +101,7 @@ class PlainDtr:
         self.clock += self.cost[operator]
         self.memory += total
         self.peak = max(self.peak, self.memory)
+        made = []
         for u in [*(u for u in own if u != tensor), tensor]:
             storage = self.storage_of[u]
             if u in self.defined:
@@ -101,9 +111,14 @@ class PlainDtr:
             if own[u]:
                 self.resident.add(storage)
                 self.pool.append(storage)
+                made.append(storage)
+        self.made(made)
         self.log.append(("recompute" if again else "compute", tensor))
         for used in inputs:
             self.unlock(self.storage_of[used])
+
+    def made(self, storages: list[int]) -> None:
+        """These have come into memory."""
 
     def lock(self, storage: int) -> None:
         self.locks[storage] = self.locks.get(storage, 0) + 1
