@@ -42,7 +42,7 @@ def dtr_simulated() -> Rows:
     torch.set_num_threads(1)
     kept = Kept("dtr_simulated", NOTE)
     own = {path.name.partition(".")[0]: path for path in sorted(LOGS.glob("*.log.gz"))}
-    sources = {"own": {name: Trace.load(path) for name, path in own.items()}}
+    sources = {"own": {name: Trace.load(path).as_in_paper for name, path in own.items()}}
     if PAPERS_LOGS.is_file():
         sources["paper"] = {name: Trace.load(PAPERS_LOGS / f"{name}.log") for name in _PAPERS}
     else:

@@ -4,9 +4,11 @@ import json
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import remat
 from conftest import DATA, DTR_LOGS, needs_dtr_logs
 from remat.errors import RematError
 from remat.experiments import classic
@@ -16,6 +18,7 @@ from remat.experiments.networks import NETWORKS
 from remat.experiments.theorems import run_adversary
 from remat.experiments.training_graph import NodeStep
 from remat.experiments.training_graph import replay as replay_steps
+from remat.runtime.dtr.graph import compile_trace
 from remat.runtime.dtr.simulator import Replay
 from remat.runtime.dtr.trace import Trace
 from support.random_traces import traces
@@ -75,6 +78,19 @@ def test_accesses_of_the_papers_own_simulator() -> None:
                 assert counted == row["accesses"]
     with pytest.raises(RematError, match="h_lru"):
         papers_accesses(replay, 0.5, "h_lru")
+
+
+def test_a_running_programs_trace_is_read_as_in_the_paper() -> None:
+    net = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(8)))
+    with remat.DTR("1GiB", granularity="operator") as dtr:
+        net(torch.randn(4, 16)).sum().backward()
+    trace = dtr.trace
+    assert trace.as_in_paper.as_in_paper == trace.as_in_paper != trace
+    assert len(compile_trace(trace.as_in_paper).graph.operators) == len(compile_trace(trace).graph.operators)
+    with pytest.raises(RematError, match="as_in_paper"):
+        papers_accesses(Replay(trace), 1.0, "h_dtr")
+    for name in COUNTED:
+        assert papers_accesses(Replay(trace.as_in_paper), 1.0, name) is not None
 
 
 def test_articulation_points_are_where_no_connection_passes() -> None:

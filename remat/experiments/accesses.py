@@ -26,10 +26,13 @@ def papers_accesses(replay: Replay, budget: int | str | float, heuristic: str) -
     h_dtr_eq's count depends, by some tens, on the order in which neighbours are met.
 
     Raises:
-        RematError: another heuristic than the three of Figure 12.
+        RematError: another heuristic than the three of Figure 12; or a trace with remat's own marks, which the paper's
+            simulator does not know: take `Trace.as_in_paper`.
     """
     if heuristic not in COUNTED:
         raise RematError(f"the paper counts accesses of {', '.join(COUNTED)}; not of {heuristic!r}")
+    if replay.trace != replay.trace.as_in_paper:
+        raise RematError("the trace has marks that the paper's simulator does not know; count in trace.as_in_paper")
     report, core = replay.run(budget, heuristic, log=True)
     if report.outcome != "pass" or report.budget_bytes is None:
         return None

@@ -118,8 +118,11 @@ def storage_accesses(
 def papers_storage_accesses(
     traces: Mapping[str, Trace], ratios: Sequence[float] = RATIOS, progress: Progress | None = None
 ) -> Experiment:
-    """Figure 12: how many storages the paper's own bookkeeping looks at (Appendix D.3); minutes for h_dtr."""
-    replays = {name: Replay(trace) for name, trace in traces.items()}
+    """Figure 12: how many storages the paper's own bookkeeping looks at (Appendix D.3); minutes for h_dtr.
+
+    Traces of running programs are read as the paper's simulator would (`Trace.as_in_paper`).
+    """
+    replays = {name: Replay(trace.as_in_paper) for name, trace in traces.items()}
     cells: list[Cell] = []
     total = len(replays) * len(COUNTED) * len(ratios)
     for name, replay_of in replays.items():

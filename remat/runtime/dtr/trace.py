@@ -81,7 +81,14 @@ class Annotate(NamedTuple):
 Instruction: TypeAlias = Constant | Call | Mutate | Copy | CopyFrom | Release | Annotate
 
 
+_MARKS = frozenset(
+    {"HELD", "SCRATCH", "OVERWRITE", "LOCK", "UNLOCK", "DROP", "HOLD", "FORGET", "EVICT", "RETAIN"}  # remat's own
+)
 REPLAY = "_replay"  # under which a trace keeps what the simulator made of it
+
+
+def _is_mark(text: str) -> bool:
+    return text.partition(" ")[0] in _MARKS
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,13 @@ class Trace:
         """Writes the log to `path`, compressed where that ends in `.gz`; whole or not at all."""
         text = "".join(line + "\n" for line in self.lines()).encode()
         write_whole(path, gzip.compress(text, mtime=0) if str(path).endswith(".gz") else text)
+
+    @property
+    def as_in_paper(self) -> Trace:
+        """The same without remat's own marks, as the paper's simulator reads it: what operators need besides their
+        outputs, and what a running program still holds, do not count there."""
+        kept = (each for each in self.instructions if not (isinstance(each, Annotate) and _is_mark(each.text)))
+        return Trace(tuple(kept))
 
     def lines(self) -> Iterator[str]:
         """The log, line by line."""
