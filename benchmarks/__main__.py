@@ -8,6 +8,7 @@ from benchmarks.any_model import against_compile, against_libraries, any_model
 from benchmarks.comparing import comparing
 from benchmarks.dtr import dtr
 from benchmarks.dtr_logs import dtr_logs
+from benchmarks.dtr_run import dtr_run
 from benchmarks.dtr_simulated import dtr_simulated
 from benchmarks.estimates import estimates
 from benchmarks.first_use import first_use
@@ -20,8 +21,10 @@ from benchmarks.options import options
 from benchmarks.paper import dtr_paper, rotor_paper
 from benchmarks.peaks import peaks
 from benchmarks.planners import planners
+from benchmarks.protocol import protocol
 from benchmarks.rivals import rivals
 from benchmarks.rotor import rotor
+from benchmarks.rotor_growing import rotor_growing
 from benchmarks.rotor_planned import rotor_planned
 from benchmarks.speed import prediction, sequential, store_all
 from benchmarks.table1 import table1
@@ -31,6 +34,7 @@ BENCHMARKS = {
     "dtr": dtr,
     "dtr_logs": dtr_logs,
     "dtr_simulated": dtr_simulated,
+    "dtr_run": dtr_run,
     "store_all": lambda: store_all(30),
     "sequential": lambda: sequential(10),
     "prediction": lambda: prediction(6),
@@ -50,6 +54,8 @@ BENCHMARKS = {
     "offload": offload,
     "rotor": rotor,
     "rotor_planned": rotor_planned,
+    "rotor_growing": rotor_growing,
+    "protocol": protocol,
     "paper_rotor": lambda: rotor_paper(9),
     "paper_dtr": dtr_paper,
     "table1": table1,

@@ -1,4 +1,4 @@
-"""What live DTR costs: without eviction, for a tiny operator, at half the memory, for a choice, and in its parts."""
+"""What live DTR costs: without eviction, for a tiny operator, at half the memory, and for a choice."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import remat
 from benchmarks.keeping import write
 from benchmarks.pairing import median_with_interval, paired
-from benchmarks.workloads import Workload, small
+from benchmarks.workloads import Workload
 from remat.models import gpt, resnet50
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.core import Core
 from remat.runtime.dtr.graph import Graph
 from remat.runtime.dtr.heuristics import make_heuristic
-from remat.runtime.live.ledger import Ledger
-from remat.runtime.live.store import Store
 
 Block = Callable[[], AbstractContextManager[object]]
 
@@ -211,88 +209,6 @@ def _at_half(pairs: int) -> list[dict[str, object]]:
     return [{**row, "static_seconds": theirs, "recomputations": dtr.report().recomputations}]
 
 
-class _Watch:
-    """Seconds spent in a method, by whoever calls it."""
-
-    def __init__(self, owner: type, name: str) -> None:
-        self.owner, self.name, self.method, self.seconds = owner, name, getattr(owner, name), 0.0
-        self.of: Any = None  # whose method was called last
-
-    def __enter__(self) -> _Watch:
-        def watched(*args: object, **kwargs: object) -> object:
-            self.of = args[0]
-            start = time.perf_counter()
-            try:
-                return self.method(*args, **kwargs)
-            finally:
-                self.seconds += time.perf_counter() - start
-
-        setattr(self.owner, self.name, watched)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        setattr(self.owner, self.name, self.method)
-
-
-def _search_seconds(ledger: Ledger) -> float:
-    """What one pass over the pool takes, as it is at the end."""
-    core = ledger.core
-    shown, scalars = core._state.shown, core._state.scalars
-    end, now = int(scalars[k.POOL_END]), float(scalars[k.CLOCK])
-
-    def look() -> None:
-        k._bound(end, now, 0.0, shown)
-        k._least(end, shown)
-
-    return _microseconds(look) / 1e6
-
-
-def _split(rounds: int) -> list[dict[str, object]]:
-    """Where a step's time goes (the paper's Figure 4): operators, recomputation, costs, search, the rest; medians.
-
-    Operators take what a plain step takes. Costs are what the policy core does beside searching: scores and the upkeep
-    of what they are made of. The search is a pass over the pool, times the evictions.
-    """
-    rows: list[dict[str, object]] = []
-    for workload in small():
-        plain = _step(workload)
-        plain()
-        with remat.DTR("100GiB", granularity="operator") as dtr:
-            plain()
-        most = dtr.report().peak_bytes
-        for share in (1.0, 0.7, 0.5, 0.35):
-            dtr = remat.DTR(int(share * most), thrash_limit=None, granularity="operator")
-            limited = _step(workload, lambda dtr=dtr: dtr)
-            for _ in range(2):
-                limited()
-            columns = []
-            for _ in range(rounds):
-                start = time.perf_counter()
-                plain()
-                operators = time.perf_counter() - start
-                with _Watch(Store, "repeat") as again, _Watch(Ledger, "consult") as deciding:
-                    start = time.perf_counter()
-                    limited()
-                    total = time.perf_counter() - start
-                evictions = dtr.report().evictions or 0
-                search = min(evictions * _search_seconds(deciding.of), deciding.seconds) if evictions else 0.0
-                columns.append((total, operators, again.seconds, deciding.seconds - search, search))
-            total, operators, recomputing, costs, search = (
-                statistics.median(column) for column in zip(*columns, strict=True)
-            )
-            parts = {"operators": operators, "recomputation": recomputing, "costs": costs, "search": search}
-            rest = total - sum(parts.values())
-            rows.append(
-                {"what": "time split", "model": workload.name, "share": share, "total": total, **parts, "rest": rest}
-            )
-            print(
-                f"{workload.name} at {share}: "
-                + ", ".join(f"{k} {v:.4f} s" for k, v in rows[-1].items() if k in parts),
-                flush=True,
-            )
-    return rows
-
-
 def live(pairs: int) -> list[dict[str, object]]:
     """All of them."""
     rows = [
@@ -302,7 +218,6 @@ def live(pairs: int) -> list[dict[str, object]]:
         *_choice(200),
         *_without_eviction(pairs),
         *_at_half(pairs),
-        *_split(pairs),
     ]
     write("live", rows, "live DTR against plain PyTorch and static plans; see benchmarks/live.py for each row")
     return rows
