@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import remat
+from remat import models
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.core import Core
 from remat.runtime.dtr.graph import Graph
@@ -132,3 +135,26 @@ def test_what_the_program_holds_is_passed_on() -> None:
         assert dtr.decisions == [(d.kind, d.what) for d in core.decisions() if d.kind in ("evict", "recompute")]
         assert report.recomputations == dtr.report().recomputations
     assert retained
+
+
+def test_a_report_says_over_where_its_peak_is_above_the_budget() -> None:
+    """What replays take at most is more than the budget here; the warning and the report say the same."""
+    torch.manual_seed(0)
+    model = models.UNet(width=16, levels=4)
+    images, target = torch.randn(4, 3, 64, 64), torch.randint(0, 2, (4, 64, 64))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def step(budget: int | str, **options: str) -> remat.Report:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with remat.DTR(budget, **options) as dtr:
+                torch.nn.functional.cross_entropy(model(images), target).backward()
+        return dtr.report()
+
+    for _ in range(2):
+        most = step("1TiB", granularity="operator").peak_bytes
+    for share in (0.55, 0.5, 0.45):
+        for _ in range(4):
+            report = step(int(share * most))
+            assert (report.outcome == "over") == (report.peak_bytes > report.budget_bytes) or report.outcome == "thrash"
