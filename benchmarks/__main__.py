@@ -13,6 +13,7 @@ from benchmarks.dtr_simulated import dtr_simulated
 from benchmarks.estimates import estimates
 from benchmarks.first_use import first_use
 from benchmarks.frontier import frontier
+from benchmarks.keeping import Kept
 from benchmarks.learned import learned
 from benchmarks.live import live
 from benchmarks.live_units import live_units
@@ -65,7 +66,10 @@ BENCHMARKS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; all by default")
-    names = parser.parse_args().names or list(BENCHMARKS)
+    parser.add_argument("--go-on", action="store_true", help="keep parts that another revision of the code has made")
+    given = parser.parse_args()
+    Kept.goes_on = given.go_on
+    names = given.names or list(BENCHMARKS)
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
         parser.error(f"unknown benchmark {unknown[0]!r}; choose from {', '.join(BENCHMARKS)}")

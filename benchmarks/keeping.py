@@ -45,23 +45,30 @@ def write(name: str, rows: Rows, note: str) -> None:
 class Kept:
     """A result that is made of parts, each written when it is done: a run that was interrupted goes on behind them.
 
-    Parts of another revision, machine or version are made again.
+    Parts of another machine or version are made again; so are those of another revision, unless `goes_on` is set.
+    Every row says its revision.
     """
+
+    goes_on = False
 
     def __init__(self, name: str, note: str) -> None:
         self.name, self.note = name, note
         self.rows: Rows = []
         path = RESULTS / f"{name}.json"
-        if path.exists():
-            found = json.loads(path.read_text())
-            if found["machine"] == origin():
-                self.rows = found["rows"]
+        if not path.exists():
+            return
+        found, here = json.loads(path.read_text()), origin()
+        revision = found["machine"].pop("revision")
+        rows = [{"revision": revision, **row} for row in found["rows"]]
+        if found["machine"] == {key: value for key, value in here.items() if key != "revision"}:
+            self.rows = [row for row in rows if self.goes_on or row["revision"] == here["revision"]]
 
     def part(self, key: str, make: Callable[[], Iterable[dict[str, Any]]]) -> Rows:
         """The rows of a part; made if they are not there."""
         found = [row for row in self.rows if row.get("part") == key]
         if not found:
-            found = [{"part": key, **row} for row in make()]
+            own = revision()
+            found = [{"part": key, "revision": own, **row} for row in make()]
             self.rows += found
             write(self.name, self.rows, self.note)
             print(f"{self.name}: {key}, {len(found)} rows", flush=True)

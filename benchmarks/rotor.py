@@ -2,7 +2,7 @@
 
     python -m benchmarks rotor    # hours; goes on where it stopped
 
-Each network at 224 px and at a larger size: plain PyTorch, `checkpoint_sequential` at its fastest numbers of segments,
+Each network at 224 px and at 384: plain PyTorch, `checkpoint_sequential` at its fastest numbers of segments,
 the plans at the memory of the fastest, and plans at shares of what storing everything takes. ResNet-1001 at 32 px.
 `benchmarks/rotor_planned.py` has the paper's own sizes, which this machine cannot run.
 """
@@ -33,7 +33,7 @@ from remat.plotting.style import axes_for, legend, style_at
 from remat.runtime.calls.stages import group
 from remat.runtime.execution import Execution
 from remat.runtime.executor import How
-from remat.solvers.base import Solver
+from remat.runtime.meter import Instruments, measured_by
 from remat.solvers.checkmate import Checkmate
 from remat.solvers.sequential import Sequential, segment_counts
 
@@ -58,8 +58,9 @@ NETWORKS: dict[str, Callable[[], nn.Sequential]] = {
 }
 CELLS = [(name, 2, 224) for name in NETWORKS if name != "ResNet-1001"]
 CELLS += [("ResNet-1001", 2, 32)]
-CELLS += [(name, 1, 500) for name in NETWORKS if name != "ResNet-1001"]
+CELLS += [(name, 1, 384) for name in NETWORKS if name != "ResNet-1001"]
 SHARES = (0.7, 0.5, 0.3)  # of the memory of storing everything, at which plans are measured
+FEW = (0.5,)  # at the larger size
 LIMITS = 10  # for which they are made
 _ROUNDS, _BY_CLOCK = 5, 3
 _CHECKMATE_SECONDS = 20.0
@@ -102,6 +103,13 @@ class Way:
     headed: bool = False
 
 
+class CpuTime(Instruments):
+    """Seconds of the process, which others on the machine do not lengthen; for one thread."""
+
+    def now(self, device: torch.device) -> float:
+        return time.process_time()
+
+
 def made(name: str, batch: int, side: int) -> tuple[nn.Sequential, torch.Tensor, Callable[[Any], torch.Tensor]]:
     """A network with a sample and a loss, from the same random numbers each time."""
     torch.manual_seed(0)
@@ -115,7 +123,7 @@ def rotor() -> Rows:
     kept = Kept("rotor", NOTE)
     for name, batch, side in CELLS:
         kept.part(f"{name}, {side} px", partial(_cell, name, batch, side))
-    for side, file in ((224, "rotor_224.png"), (500, "rotor_500.png")):
+    for side, file in ((224, "rotor_224.png"), (384, "rotor_384.png")):
         figure([row for row in kept.rows if row["side"] == side], file)
     return kept.rows
 
@@ -128,10 +136,10 @@ def planners(chain: remat.Chain) -> dict[str, Callable[[int], remat.Schedule]]:
 
 
 def tried(plan: Callable[[int], remat.Schedule], limit: int) -> remat.Schedule | None:
-    """A schedule within the limit; None where there is none."""
+    """A schedule within the limit; None where there is none, or none was found in the time that a solver may take."""
     try:
         return plan(limit)
-    except remat.InfeasibleBudget:
+    except (remat.InfeasibleBudget, SolverStopped):
         return None
 
 
@@ -149,11 +157,12 @@ def fastest_setting(chain: remat.Chain) -> int:
 
 def _cell(name: str, batch: int, side: int) -> Iterator[dict[str, Any]]:
     model, sample, loss = made(name, batch, side)
-    chain = remat.profile(model, sample, loss=loss)
+    with measured_by(CpuTime()):
+        chain = remat.profile(model, sample, loss=loss)
     says = {"network": name, "batch": batch, "side": side, "stages": chain.length}
     yield from ({**says, "what": "planned", **row} for row in _planned(chain))
     with Bench(model, sample, loss) as bench:
-        ways = [Way({"way": "plain"}, None, headed=True), *_ways(bench, chain, few=side > 300)]
+        ways = [Way({"way": "plain"}, None, headed=True), *_ways(bench, chain, few=side > 224)]
         steps = [bench.step(way.how) for way in ways]
         peaks = [bench.peak_bytes(step) for step in steps]
         plain = bench.left(steps[0])
@@ -193,9 +202,9 @@ def _predicted(report: remat.Report) -> dict[str, Any]:
 
 
 def _ways(bench: Bench, chain: remat.Chain, *, few: bool) -> Iterator[Way]:
-    """What is measured beside plain PyTorch; `few`: of the planners, only those that are compared at the end."""
+    """What is measured beside plain PyTorch; `few`: only what is compared at the end, and at one share."""
     reports = settings(chain)
-    counts = sorted(reports, key=lambda count: reports[count].seconds)[:3]
+    counts = sorted(reports, key=lambda count: reports[count].seconds)[: 2 if few else 3]
     theirs = {count: CheckpointSequential(segments=count, chain=chain) for count in counts}
     tries = {count: bench.step(how) for count, how in theirs.items()}
     medians = dict(zip(counts, map(statistics.median, in_turn([*tries.values()], 3)), strict=True))
@@ -207,27 +216,18 @@ def _ways(bench: Bench, chain: remat.Chain, *, few: bool) -> Iterator[Way]:
     wanted = [("checkpoint_sequential", limit, name) for name in ("persistent", "options")]
     wanted += [
         (f"{share:g} of storing everything", int(share * chain.store_all_bytes), name)
-        for share in SHARES
-        for name in (("persistent", "options") if few else PLANNERS)
+        for share in (FEW if few else SHARES)
+        for name in (("options",) if few else PLANNERS)
     ]
     if not few:
         half = int(0.5 * chain.store_all_bytes)
-        checkmate = Checkmate(time_limit=_CHECKMATE_SECONDS)
-        plans["checkmate"] = partial(_stopped, checkmate, chain.without_options)
+        plans["checkmate"] = partial(Checkmate(time_limit=_CHECKMATE_SECONDS).solve, chain.without_options)
         wanted.append(("0.5 of storing everything", half, "checkmate"))
     for place, size, name in wanted:
         schedule = tried(plans[name], size)
         if schedule is not None:
             says = {"way": name, "at": place, "limit_bytes": size, **_predicted(remat.simulate(chain, schedule))}
             yield Way(says, schedule, headed=place == "checkpoint_sequential")
-
-
-def _stopped(solver: Solver, chain: remat.Chain, limit: int) -> remat.Schedule:
-    """A schedule of a solver with a time limit; that it found none in time counts as none."""
-    try:
-        return solver.solve(chain, limit)
-    except SolverStopped as error:
-        raise remat.InfeasibleBudget(str(error)) from error
 
 
 def _on_all_cores(steps: Sequence[TrainingStep]) -> list[list[float]]:
