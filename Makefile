@@ -6,7 +6,7 @@ DONE := $(VENV)/.installed
 # Each test runs in one thread. A file stays in one process: blocks of a document build on each other.
 PARALLEL := --numprocesses 2 --dist loadfile
 
-.PHONY: help demo test test-slow gpu mutants lint docs bench notebooks clean
+.PHONY: help demo test test-slow gpu mutants lint docs bench notebooks dist clean
 
 help:
 	@echo "make demo   compare strategies on two networks, with figures in demo/ (about three minutes once installed)"
@@ -17,6 +17,7 @@ help:
 	@echo "make lint   ruff, mypy, the import rules, and whether the documents say what the results say"
 	@echo "make docs   the documentation as a site, in build/site"
 	@echo "make notebooks   run the notebooks and keep what they show in them"
+	@echo "make dist   wheel and sdist in dist/, each installed into an empty environment and tried there"
 	@echo "make bench  measure speed and memory, write benchmarks/results/"
 
 $(DONE): pyproject.toml constraints.txt
@@ -59,6 +60,19 @@ bench: $(DONE)
 
 notebooks: $(DONE)
 	$(BIN)/python notebooks/execute.py
+
+# What is built is tried where nothing else is: by a new environment, from a folder that is not this one.
+dist: $(DONE)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dist]'
+	rm -rf dist build/tried
+	$(BIN)/python -m build --outdir dist . >/dev/null
+	$(PYTHON) -m venv build/tried
+	build/tried/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	for built in dist/*.tar.gz dist/*.whl; do \
+		build/tried/bin/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps $$built && \
+		build/tried/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $$built && \
+		(cd build/tried && bin/python ../../tests/installed.py) || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV)

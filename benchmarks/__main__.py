@@ -19,15 +19,15 @@ from benchmarks.live import live
 from benchmarks.live_units import live_units
 from benchmarks.offload import offload
 from benchmarks.options import options
-from benchmarks.paper import dtr_paper, rotor_paper
 from benchmarks.peaks import peaks
 from benchmarks.planners import planners
+from benchmarks.prediction import prediction
 from benchmarks.protocol import protocol
 from benchmarks.rivals import rivals
 from benchmarks.rotor import rotor
 from benchmarks.rotor_growing import rotor_growing
 from benchmarks.rotor_planned import rotor_planned
-from benchmarks.speed import prediction, sequential, store_all
+from benchmarks.speed import sequential, store_all
 from benchmarks.table1 import table1
 
 BENCHMARKS = {
@@ -38,7 +38,7 @@ BENCHMARKS = {
     "dtr_run": dtr_run,
     "store_all": lambda: store_all(30),
     "sequential": lambda: sequential(10),
-    "prediction": lambda: prediction(6),
+    "prediction": prediction,
     "peaks": peaks,
     "learned": learned,
     "live": lambda: live(7),
@@ -57,8 +57,6 @@ BENCHMARKS = {
     "rotor_planned": rotor_planned,
     "rotor_growing": rotor_growing,
     "protocol": protocol,
-    "paper_rotor": lambda: rotor_paper(9),
-    "paper_dtr": dtr_paper,
     "table1": table1,
 }
 

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import remat
-from benchmarks.keeping import write
-from benchmarks.paper import FIGURES
+from benchmarks.keeping import FIGURES, write
 from remat.comparison.bench import Bench
 from remat.plotting.style import new_figure
 from remat.runtime.library import Checkpointing

@@ -11,8 +11,7 @@ import torch
 
 import remat
 import remat.comparison.compare
-from benchmarks.keeping import write
-from benchmarks.paper import FIGURES
+from benchmarks.keeping import FIGURES, write
 from remat.comparison.bench import Bench
 from remat.models import resnet50
 

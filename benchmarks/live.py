@@ -1,4 +1,4 @@
-"""What live DTR costs: without eviction, for a tiny operator, at half the memory, and for a choice."""
+"""What live DTR costs for a tiny operator, by mechanisms that it could be built on, and for a choice."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
 from benchmarks.keeping import write
-from benchmarks.pairing import median_with_interval, paired
-from benchmarks.workloads import Workload
-from remat.models import gpt, resnet50
+from benchmarks.pairing import median_with_interval
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.core import Core
 from remat.runtime.dtr.graph import Graph
@@ -26,53 +23,11 @@ from remat.runtime.dtr.heuristics import make_heuristic
 Block = Callable[[], AbstractContextManager[object]]
 
 
-def _step(workload: Workload, block: Block = nullcontext) -> Callable[[], None]:
-    """Forward, loss, backward in a block; gradients are allocated beforehand."""
-    for parameter in workload.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-
-    def run() -> None:
-        with block():
-            workload.loss(workload.model(workload.sample)).backward()
-
-    return run
-
-
-def _resnet() -> Workload:
-    target = torch.randint(0, 1000, (16,))
-    images = torch.randn(16, 3, 128, 128)
-    return Workload("ResNet-50, batch 16, 128 px", resnet50(), images, lambda y: functional.cross_entropy(y, target))
-
-
-def _gpt2() -> Workload:
-    tokens, target = torch.randint(0, 50257, (2, 4, 256))
-    model = gpt(12, 768, 12, vocabulary=50257, context=256)
-    return Workload(
-        "GPT-2 small, batch 4, 256 tokens",
-        model,
-        tokens,
-        lambda y: functional.cross_entropy(y.flatten(0, 1), target.flatten()),
-    )
-
-
-def _without_eviction(pairs: int) -> list[dict[str, object]]:
-    rows: list[dict[str, object]] = []
-    for make in (_resnet, _gpt2):
-        workload = make()
-        limited = _step(workload, lambda: remat.DTR("20GiB", granularity="operator"))
-        for _ in range(3):  # until operators are known
-            limited()
-        ratio, mine, theirs = paired(limited, _step(workload), pairs)
-        rows.append({"what": "no eviction", "model": workload.name, "ratio": ratio, "seconds": mine, "plain": theirs})
-        print(f"DTR without eviction / plain PyTorch, {workload.name}: {ratio}", flush=True)
-    return rows
-
-
 def _microseconds(function: Callable[[], object], calls: int = 300) -> float:
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(calls):
         function()
-    return (time.perf_counter() - start) / calls * 1e6
+    return (time.process_time() - start) / calls * 1e6
 
 
 def _addition(rounds: int) -> list[dict[str, object]]:
@@ -100,9 +55,9 @@ def _cold_addition(rounds: int) -> list[dict[str, object]]:
 
     def microseconds() -> float:
         large.clone()
-        start = time.perf_counter()
+        start = time.process_time()
         torch.add(a, b)
-        return (time.perf_counter() - start) * 1e6
+        return (time.process_time() - start) * 1e6
 
     extra = []
     for _ in range(rounds):
@@ -180,9 +135,9 @@ def _choice(rounds: int) -> list[dict[str, object]]:
         for i in range(10_000, 10_000 + rounds):
             graph.add("f", 10, [i - 1], [(100_000, -1)])
             instruction = np.array([(k.COMPUTE, i)], np.int64)
-            start = time.perf_counter()
+            start = time.process_time()
             core.run(instruction)
-            times.append((time.perf_counter() - start) * 1e6)
+            times.append((time.process_time() - start) * 1e6)
         assert core.scalar(k.EVICTIONS) == rounds
         result = median_with_interval(times)
         rows.append({"what": "choice among 10,000, microseconds", "heuristic": name, "ratio": result})
@@ -190,34 +145,9 @@ def _choice(rounds: int) -> list[dict[str, object]]:
     return rows
 
 
-def _at_half(pairs: int) -> list[dict[str, object]]:
-    """DTR against the best static plan of the same chain, both at half the store-all memory."""
-    workload = _resnet()
-    chain = remat.profile(workload.model, workload.sample, loss=workload.loss, repeats=3)
-    schedule = remat.solve(chain, 0.5)
-    assert schedule.budget_bytes is not None
-    sample = workload.sample.untyped_storage().nbytes()
-    module = remat.apply(workload.model, schedule)
-    static = _step(workload._replace(model=module))
-    dtr = remat.DTR(schedule.budget_bytes - sample, thrash_limit=None, granularity="operator")
-    limited = _step(workload, lambda: dtr)
-    for _ in range(3):
-        limited()
-    ratio, mine, theirs = paired(limited, static, pairs)
-    print(f"DTR / best static plan at half the memory, {workload.name}: {ratio}", flush=True)
-    row = {"what": "half the memory, against static", "model": workload.name, "ratio": ratio, "seconds": mine}
-    return [{**row, "static_seconds": theirs, "recomputations": dtr.report().recomputations}]
-
-
-def live(pairs: int) -> list[dict[str, object]]:
+def live(rounds: int) -> list[dict[str, object]]:
     """All of them."""
-    rows = [
-        *_mechanisms(3 * pairs),
-        *_addition(3 * pairs),
-        *_cold_addition(pairs),
-        *_choice(200),
-        *_without_eviction(pairs),
-        *_at_half(pairs),
-    ]
-    write("live", rows, "live DTR against plain PyTorch and static plans; see benchmarks/live.py for each row")
+    torch.set_num_threads(1)
+    rows = [*_mechanisms(3 * rounds), *_addition(3 * rounds), *_cold_addition(rounds), *_choice(200)]
+    write("live", rows, "live DTR: CPU time of single operators and choices, one thread; see benchmarks/live.py")
     return rows

@@ -13,14 +13,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import remat
-from benchmarks.keeping import write
+from benchmarks.keeping import FIGURES, write
 from benchmarks.options import MODELS
 from benchmarks.pairing import ROUNDS, quartiles
 from benchmarks.planners import random_chain
@@ -30,7 +29,6 @@ from remat.errors import InfeasibleBudget
 from remat.plotting.style import axes_for, legend, style_at
 from remat.solvers import Fastest, Offload
 
-FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 _NOTE = "seconds over plain PyTorch: quartiles over rounds in which all take their turn; one thread computes"
 _MEASURED = (0.9, 0.7, 0.5, 0.4, 0.3)  # of the memory of storing everything
 _ESTIMATED = (0.8, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import remat
 from benchmarks.any_model import Made, _language
-from benchmarks.keeping import write
+from benchmarks.keeping import FIGURES, write
 from benchmarks.pairing import in_turn, quartiles
 from benchmarks.planners import random_chain
 from remat.chain import Option
@@ -33,7 +32,6 @@ from remat.runtime.library import BlockCheckpointing, Compiled
 from remat.solvers.floating import Floating
 from remat.solvers.persistent import Persistent
 
-FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 _NOTE = "overhead over plain PyTorch: CPU time of one thread, median and quartiles"
 SHARES = (0.9, 0.7, 0.5, 0.3)
 COMPILED = (0.1, 0.5, 1.0)  # of activation_memory_budget, which says nothing of bytes

@@ -39,7 +39,7 @@ V100 = Device(
     12e9,
     DEVICES["a100"].efficiency,
 )
-BATCHES = {224: (8, 32), 500: (2, 8), 1000: (1, 4)}
+BATCHES = {224: (8, 32), 500: (2, 8), 1000: (1, 8)}
 _LONG, _SLOTS_OF_LONG = 300, 150  # floating takes O(n^3) memory for each slot
 SHARES = (0.8, 0.6, 0.4, 0.2)  # of the way from the least limit to storing everything
 

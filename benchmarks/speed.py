@@ -1,13 +1,10 @@
-"""What running by a schedule costs beside what it recomputes, and how well the time is predicted."""
+"""What running by a schedule costs beside what it recomputes."""
 
 from __future__ import annotations
 
-import statistics
-import time
-
 import remat
 from benchmarks.keeping import write
-from benchmarks.pairing import median_with_interval, paired
+from benchmarks.pairing import paired
 from benchmarks.workloads import checkpointed, small, step
 from remat.solvers.sequential import Sequential
 from remat.solvers.store_all import StoreAll
@@ -54,32 +51,4 @@ def sequential(pairs: int) -> list[dict[str, object]]:
                     flush=True,
                 )
     write("sequential", rows, "seconds under a sequential schedule / seconds of checkpoint_sequential, same segments")
-    return rows
-
-
-def prediction(rounds: int) -> list[dict[str, object]]:
-    """Predicted seconds over measured ones. Profiles and steps alternate, so that both see the same machine."""
-    rows: list[dict[str, object]] = []
-    for workload in small():
-        first = remat.profile(workload.model, workload.sample, loss=workload.loss, repeats=1)
-        for share in (0.2, 1.0):
-            least = remat.minimum_budget(first)
-            most = remat.solvers.StoreAll().minimum_budget(first)
-            schedule = remat.solve(first, round(least + share * (most - least)))
-            run = step(remat.apply(workload.model, schedule), workload)
-            run()
-            ratios = []
-            for _ in range(rounds):
-                chain = remat.profile(workload.model, workload.sample, loss=workload.loss)
-                times = []
-                for _ in range(5):
-                    start = time.perf_counter()
-                    run()
-                    times.append(time.perf_counter() - start)
-                if chain.layout == first.layout:
-                    ratios.append(remat.simulate(chain, schedule).seconds / statistics.median(times))
-            ratio = median_with_interval(ratios)
-            rows.append({"model": workload.name, "share": share, "ratio": ratio})
-            print(f"predicted / measured seconds, {workload.name}, at {share:.0%}: {ratio}", flush=True)
-    write("prediction", rows, "predicted seconds / measured seconds of a step")
     return rows

@@ -50,8 +50,8 @@ def _deep(size: int) -> Task:
 
 def _treelstm(size: int) -> Task:
     """Complete trees; sizes are nodes."""
-    model = models.TreeLSTM(words=32, width=64, rows=16)
-    return _classified(model, models.complete_tree(size.bit_length()), 16, 2)
+    model = models.TreeLSTM(words=32, width=128, rows=256)
+    return _classified(model, models.complete_tree(size.bit_length()), 256, 2)
 
 
 def _unrolled(size: int) -> Task:

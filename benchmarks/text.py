@@ -4,7 +4,8 @@
     python -m benchmarks.text --check   # says which are not what the files say, as `make lint` does
 
 In a document a figure stands between `<!--=name-->` and `<!--/-->`, where `name` is one of `benchmarks.figures`.
-Columns of tables that are headed "figure" hold nothing else with a number in it.
+Columns of tables that are headed "figure" hold nothing else with a number in it; and no number with a unit stands
+anywhere but between such marks, in code, or in `benchmarks/given.txt`, which has what is set and not measured.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 _FIGURE = re.compile(r"<!--=([\w.]+)-->(.*?)<!--/-->", re.DOTALL)
 _COLUMN = "figure"  # heading of a column that is made of figures alone
+_CODE = re.compile(r"```.*?```|`[^`\n]*`|<!--.*?-->", re.DOTALL)
+_MEASURE = re.compile(r"\b\d[\d,.]*\s*(?:%|(?:ns|us|ms|s|seconds|minutes|hours|times|kB|[KMG]i?B)\b)")
+GIVEN = (Path(__file__).parent / "given.txt").read_text(encoding="utf-8").splitlines()
 
 
 def written(text: str) -> str:
@@ -36,10 +40,22 @@ def complaints(text: str) -> Iterator[str]:
             yield f"{name!r} is no figure of benchmarks/figures"
         elif FIGURES[name]() != found:
             yield f"{name}: the text says {found.strip()!r}, the file {FIGURES[name]().strip()!r}"
+    for measure in _loose(text):
+        yield f"{measure!r} comes from no file, and is not in benchmarks/given.txt"
     for line, cell in _cells(text):
         rest = _FIGURE.sub("", cell)
         if re.search(r"\d", rest):
             yield f"line {line}: {rest.strip()!r} is a figure that comes from no file"
+
+
+def _loose(text: str) -> Iterator[str]:
+    """Numbers with a unit that stand in a document's prose, with the words around them."""
+    prose = _CODE.sub("", _FIGURE.sub("", text))
+    prose = " ".join(line.strip() for line in prose.splitlines() if not line.startswith("    "))
+    for phrase in GIVEN:
+        prose = prose.replace(phrase, "")
+    for match in _MEASURE.finditer(prose):
+        yield prose[max(match.start() - 30, 0) : match.end() + 20]
 
 
 def _cells(text: str) -> Iterator[tuple[int, str]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from benchmarks import text
 from benchmarks.figures import common
+from benchmarks.keeping import RESULTS
 
 
 @pytest.fixture
@@ -56,3 +59,28 @@ def test_all_figures_can_be_made() -> None:
         assert make().strip(), name
     with pytest.raises(KeyError, match=r"store_all.json has no row with"):
         common.rows("store_all", model="none")
+
+
+@pytest.mark.usefixtures("figures")
+def test_a_number_with_a_unit_in_prose_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it is code, stands between marks, or is set and not measured."""
+    for prose in ("It is 12 % faster.", "| a step | 3.5 ms |", "It takes\n2 GiB of memory."):
+        (complaint,) = text.complaints(prose)
+        assert "comes from no file" in complaint
+    code = "Say `remat plan --budgets 2GiB`.\n\n    20 % of it\n\n```\n3 ms\n```\n"
+    quiet = code + "It is <!--=speed-->1.25<!--/--> times it."
+    assert list(text.complaints(quiet)) == []
+    monkeypatch.setattr(text, "GIVEN", ["a gap of 1 %"])
+    assert list(text.complaints("Solved to\na gap of 1 %.")) == []
+
+
+def test_what_is_given_is_said_somewhere() -> None:
+    prose = " ".join(" ".join(path.read_text(encoding="utf-8").split()) for path in text.DOCUMENTS)
+    assert [phrase for phrase in text.GIVEN if phrase not in prose.replace("`", "`")] == []
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_results_say_where_they_come_from(path: Path) -> None:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert {"processor", "cores", "threads", "torch", "python", "revision"} <= found["machine"].keys()
+    assert found["note"] and found["machine"]["revision"]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from typing import Any
 
-from benchmarks.figures.common import by, figure, interval, percent, rows, table
+from benchmarks.figures.common import Rows, by, figure, percent, rows, span, table
+from benchmarks.keeping import ROOT
+
+_NEAR = 0.01
 
 # DTR -----------------------------------------------------------------------------------------------------------------
 
@@ -89,43 +93,17 @@ def learned() -> str:
 
 
 @figure
-def live__idle() -> str:
-    return ", ".join(f"{row['model']} {interval(row['ratio'], 2)}" for row in rows("live", what="no eviction"))
-
-
-@figure
-def live__static() -> str:
-    found = rows("live", what="half the memory, against static")
-    return ", ".join(f"{row['model']} {interval(row['ratio'], 2)}" for row in found)
-
-
-@figure
-def paper__dtr() -> str:
-    found = rows("paper_rotor", what="DTR over persistent", kind="measured")
-    return ", ".join(f"{row['network']} {row['ratio']['median']:.2f}" for row in found)
-
-
-@figure
-def live__split() -> str:
-    keys = ("operators", "recomputation", "costs")
-    lines = [
-        [
-            row["model"],
-            f"{row['share']:.2f}",
-            f"{row['total']:.3f} s",
-            *(f"{row[key]:.3f}" for key in keys),
-            f"{row['search']:.4f}",
-            f"{row['rest']:.3f}",
-        ]
-        for row in rows("live", what="time split")
-    ]
-    return table(["model", "share", "total", *keys, "search", "the rest"], lines)
-
-
-@figure
-def live__costs() -> str:
-    shares = [(row["costs"] + row["search"]) / row["total"] for row in rows("live", what="time split")]
-    return f"at most {percent(max(shares), 1)} %"
+def table1() -> str:
+    lines = []
+    ways = ("plain", "static", "calls", "operators")
+    for model, found in by("table1", "model").items():
+        cells = [model, f"{found[0]['limit_bytes'] / 2**20:.1f} MiB"]
+        for way in ways:
+            passed = [row["size"] for row in found if row["way"] == way and row["outcome"] == "pass"]
+            tried = {row["outcome"] for row in found if row["way"] == way}
+            cells.append(str(max(passed)) if passed else "no chain" if "UnsupportedModel" in tried else "-")
+        lines.append(cells)
+    return table(["model", "limit", "plain", "static", "DTR by calls", "DTR, operators"], lines)
 
 
 @figure
@@ -160,3 +138,77 @@ def _middle(row: dict[str, Any], key: str) -> str:
     found = row.get(key, "-")
     words = {"Thrashing": "thrashes", "OutOfBudget": "too little", "InfeasibleBudget": "too little"}
     return f"{found[1]:.2f}" if isinstance(found, list) else words.get(found, found)
+
+
+def _microseconds(row: dict[str, Any]) -> str:
+    return f"{row['ratio']['median']:.0f} us"
+
+
+@figure
+def live__mechanisms() -> str:
+    named = {row["name"]: row for row in rows("live", what="mechanism, extra microseconds")}
+    wrapper, mode, bare = (
+        _microseconds(named[name])
+        for name in ("wrapper subclass", "dispatch mode", "dispatch mode that torch.compile may trace")
+    )
+    return f"wrappers {wrapper} more, a mode {mode} ({bare} where `torch.compile` is not kept out of it)"
+
+
+@figure
+def live__additions() -> str:
+    warm = [_microseconds(row) for row in rows("live", what="addition, extra microseconds")]
+    (cold,) = rows("live", what="addition with cold caches, extra microseconds")
+    return f"{warm[0]} more of tensors made in the block, {warm[1]} of others; {_microseconds(cold)} with cold caches"
+
+
+@figure
+def live__operator() -> str:
+    """From the least to the most that an operator costs more."""
+    found = [*rows("live", what="addition, extra microseconds")]
+    found += rows("live", what="addition with cold caches, extra microseconds")
+    return f"{span([row['ratio']['median'] for row in found], 0)} us"
+
+
+@figure
+def live__choice() -> str:
+    found = rows("live", what="choice among 10,000, microseconds")
+    return ", ".join(f"{_microseconds(row)} (`{row['heuristic']}`)" for row in found)
+
+
+@figure
+def live_units__gpt2() -> str:
+    (row,) = rows("live_units", model="GPT-2", **{"of the memory": "more than enough"})
+    return f"{row['calls'][1]:.2f} times plain PyTorch's, where operators cost {row['operator'][1]:.2f}"
+
+
+def _on_graphs() -> Rows:
+    return [row for row in rows("learned") if "graph" in row and row.get("optimum") and "overhead" in row]
+
+
+@figure
+def learned__graphs() -> str:
+    found = _on_graphs()
+    over = [row["overhead"] / row["optimum"] for row in found]
+    online = [row["its overhead"] / row["optimum"] for row in found]
+    return (
+        f"plans take {span(over, 3)} of what integer programming found in a minute, the best heuristic "
+        f"{span(online, 3)} ({len(found)} budgets)"
+    )
+
+
+@figure
+def simulated__ignored() -> str:
+    """Where releases are ignored and the overhead is not the paper's simulator's."""
+    answers = json.loads((ROOT / "tests" / "data" / "dtr_simulation.json").read_text())["results"]
+    theirs = {
+        (row["model"], row["ratio"]): row["overhead"]
+        for row in answers
+        if (row["deallocation"], row["outcome"]) == ("ignore", "pass")
+    }
+    ours = rows("dtr_simulated", part="deallocation, paper", deallocation="ignore", outcome="pass")
+    off = [
+        f"{row['log']} at {row['budget']} ({row['overhead']:.3f}, there {theirs[row['log'], row['budget']]:.3f})"
+        for row in ours
+        if abs(row["overhead"] / theirs[row["log"], row["budget"]] - 1) > _NEAR
+    ]
+    return " and ".join(off) or "none"

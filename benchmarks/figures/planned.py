@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import Counter
 from typing import Any
@@ -51,34 +52,6 @@ def frontier__gpt() -> str:
     saved = max(1 - row["persistent_bytes"] / row["bytes"] for row in found)
     ratios = span([row["ratio"]["median"] for row in found])
     return f"{ratios}, {holds_one(found)}, with up to {percent(saved)} % less memory"
-
-
-@figure
-def prediction() -> str:
-    said = []
-    for model, found in by("prediction", "model").items():
-        ratios = " and ".join(f"{row['ratio']['median']:.2f}" for row in found)
-        said.append(f"{short(model)} {ratios}")
-    return ", ".join(said)
-
-
-@figure
-def paper__advantage() -> str:
-    found = rows("paper_rotor", what="advantage over checkpoint_sequential")
-    least, most = (f([row["ratio"]["median"] - 1 for row in found]) for f in (min, max))
-    (mean,) = rows("paper_rotor", what="mean advantage")
-    faster = f"{percent(mean['advantage'], 1)} % faster on average"
-    return f"{faster}, from {percent(least)} to {percent(most)} %"
-
-
-@figure
-def paper__peaks() -> str:
-    found = [
-        row["measured_peak_bytes"] / row["budget_bytes"]
-        for row in rows("paper_rotor", outcome="pass")
-        if row.get("budget_bytes") and row.get("measured_peak_bytes")
-    ]
-    return f"at most {max(found):.4f} in {len(found)} runs"
 
 
 # Planners ------------------------------------------------------------------------------------------------------------
@@ -371,3 +344,48 @@ def offload__planning() -> str:
     spent = ", ".join(f"{seconds(row['offload_seconds'])} for {row['stages']} stages" for row in found[1:])
     alone = ", ".join(seconds(row["recompute_seconds"]) for row in found[1:])
     return f"{spent} (`fastest` without the host, which is part of it: {alone})"
+
+
+@figure
+def options__half() -> str:
+    """Overhead at half of the memory, with options."""
+    found = [row["measured"][1] - 1 for row in rows("options", way="options", limit=0.5)]
+    return f"{span([100 * value for value in found], 0)} %"
+
+
+@figure
+def peaks__above() -> str:
+    """The most that predictions lie above what is measured."""
+    found = rows("peaks", what="ten budgets, random times")
+    most = {row["model"]: max(row["predicted_over_measured"]) - 1 for row in found}
+    resnet = most.pop("ResNet-50")
+    count = sum(len(row["predicted_over_measured"]) for row in found)
+    return (
+        f"at most {percent(resnet, 1)} % above, which a ResNet-50 reaches, the others "
+        f"{percent(max(most.values()), 1)} % ({count} schedules"
+    )
+
+
+@figure
+def planners__step() -> str:
+    found = [row["nanoseconds_per_step"] for row in rows("planners", slots=500) if row.get("stages", 0) >= 100]
+    return f"{span(found)} ns"
+
+
+@figure
+def compile__more_is_less() -> str:
+    """Where a larger activation_memory_budget took less."""
+    found = [row for row in rows("any_model_compile") if row["strategy"].startswith("torch.compile")]
+    for pair in itertools.pairwise(found):
+        one, other = (
+            f"{row['strategy'].partition('@')[2]} ({row['measured_peak_bytes'] / 2**20:.1f} MiB)" for row in pair
+        )
+        if pair[0]["measured_peak_bytes"] > pair[1]["measured_peak_bytes"]:
+            return f"{other} took less than {one}"
+    return "not here"
+
+
+@figure
+def estimates__llama_took() -> str:
+    (row,) = (row for row in rows("estimates", model="Llama of 70 billion parameters") if "process_bytes" in row)
+    return f"{row['seconds']:.0f} seconds and {row['process_bytes'] / 2**30:.1f} GiB of memory"
