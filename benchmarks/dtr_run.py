@@ -78,7 +78,11 @@ def dtr_run() -> Rows:
         warnings.simplefilter("ignore")
         for name, make in MODELS.items():
             for share in SHARES:
-                kept.part(f"{name} at {share}", partial(_at, name, make, share))
+                found = kept.part(f"{name} at {share}", partial(_at, name, make, share))
+                eq = next(row for row in found if row["way"] == "h_dtr_eq")
+                if eq["outcome"] == "pass":
+                    again = partial(_split_at, name, make, share, eq["budget_bytes"])
+                    kept.part(f"{name} at {share}, split", again)
     figure(kept.rows)
     return kept.rows
 
@@ -107,8 +111,11 @@ def _at(name: str, make: Callable[[], Recorded], share: float) -> Iterator[dict[
     for way, outcome in found.items():
         ratios = {"over_plain": quartiles(times[way], times["plain"])} if way in times else {}
         yield {**says, "what": "overhead", "way": way, **outcome, **ratios}
-    if "h_dtr_eq" in times:
-        yield {**says, "what": "split", **_split(model, sample, loss, budget)}
+
+
+def _split_at(name: str, make: Callable[[], Recorded], share: float, budget: int) -> Iterator[dict[str, Any]]:
+    torch.manual_seed(0)
+    yield {"model": name, "share": share, "what": "split", **_split(*make(), budget)}
 
 
 def _settled(bench: Bench, how: Any) -> TrainingStep:

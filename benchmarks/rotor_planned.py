@@ -39,7 +39,7 @@ V100 = Device(
     12e9,
     DEVICES["a100"].efficiency,
 )
-BATCHES = {224: (8, 32), 500: (2, 8), 1000: (1, 8)}
+BATCHES = {224: (8, 32), 500: (2, 8), 1000: (1, 4, 8)}
 _LONG, _SLOTS_OF_LONG = 300, 150  # floating takes O(n^3) memory for each slot
 SHARES = (0.8, 0.6, 0.4, 0.2)  # of the way from the least limit to storing everything
 
@@ -67,7 +67,6 @@ def _planned(name: str, make: Callable[[], torch.nn.Sequential], batch: int, sid
     row["segments_that_fit"] = sorted(theirs)
     report = settings(chain)[fastest_setting(chain)]
     row["segments"], row["limit_bytes"] = fastest_setting(chain), report.peak_bytes
-    row["checkpoint_sequential"] = report.overhead
     for way in ("persistent", "options"):
         seconds = remat.simulate(chain, planners(chain)[way](report.peak_bytes)).seconds
         row[way] = report.seconds / seconds

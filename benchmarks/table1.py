@@ -12,6 +12,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 import remat
-from benchmarks.keeping import write
+from benchmarks.keeping import Kept
 from remat import models
 from remat.comparison.bench import Bench
 from remat.errors import RematError
@@ -83,13 +84,12 @@ WAYS = ("plain", "static", "calls", "operators")
 def table1() -> list[dict[str, object]]:
     """A row for each model, size and way."""
     torch.set_num_threads(1)
-    rows: list[dict[str, object]] = []
+    kept = Kept("table1", "seconds: CPU time of one thread, medians of 3 steps; peaks by the allocator")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, (make, sizes) in TASKS.items():
-            rows += _of(name, make, sizes)
-            write("table1", rows, "seconds: CPU time of one thread, medians of 3 steps; peaks by the allocator")
-    return rows
+            kept.part(name, partial(_of, name, make, sizes))
+    return kept.rows
 
 
 def _of(name: str, make: Callable[[int], Task], sizes: list[int]) -> list[dict[str, object]]:

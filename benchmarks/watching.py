@@ -17,15 +17,19 @@ class Watch:
     def __init__(self, owner: type, name: str) -> None:
         self.owner, self.name, self.method, self.seconds = owner, name, getattr(owner, name), 0.0
         self.of: Any = None  # whose method was called last
+        self._depth = 0  # of calls within calls, which count once
 
     def __enter__(self) -> Watch:
         def watched(*args: object, **kwargs: object) -> object:
             self.of = args[0]
-            start = time.perf_counter()
+            self._depth += 1
+            start = time.process_time()
             try:
                 return self.method(*args, **kwargs)
             finally:
-                self.seconds += time.perf_counter() - start
+                self._depth -= 1
+                if not self._depth:
+                    self.seconds += time.process_time() - start
 
         setattr(self.owner, self.name, watched)
         return self
