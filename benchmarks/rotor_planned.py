@@ -67,6 +67,7 @@ def _planned(name: str, make: Callable[[], torch.nn.Sequential], batch: int, sid
     row["segments_that_fit"] = sorted(theirs)
     report = settings(chain)[fastest_setting(chain)]
     row["segments"], row["limit_bytes"] = fastest_setting(chain), report.peak_bytes
+    row["checkpoint_sequential_over_plain"] = report.overhead
     for way in ("persistent", "options"):
         seconds = remat.simulate(chain, planners(chain)[way](report.peak_bytes)).seconds
         row[way] = report.seconds / seconds

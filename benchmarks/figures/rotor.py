@@ -185,6 +185,17 @@ def planned__table() -> str:
 
 
 @figure
+def planned__lost() -> str:
+    """What checkpoint_sequential loses at its fastest, by family, where that was noted."""
+    lost: dict[str, list[float]] = {}
+    for row in _planned():
+        if "checkpoint_sequential_over_plain" in row:
+            family = row["network"].partition("-")[0].removesuffix(" v3")
+            lost.setdefault(family, []).append(row["checkpoint_sequential_over_plain"] - 1)
+    return ", ".join(f"{family} {percent(statistics.mean(values), 1)} %" for family, values in lost.items())
+
+
+@figure
 def planned__sizes() -> str:
     found = _planned()
     networks = {row["network"] for row in found}
