@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 import remat
-from benchmarks.dtr_logs import Recorded
 from benchmarks.keeping import FIGURES, Kept, Rows
 from benchmarks.pairing import in_turn, quartiles
+from benchmarks.tasks import Task, classified, transformer, treelstm, unet, unrolled_gan
 from benchmarks.watching import Watch, search_seconds
 from remat import models
 from remat.comparison.bench import Bench, TrainingStep
@@ -43,31 +42,15 @@ _THRASH = 5.0  # times the program's own time
 _HEURISTICS = ("h_dtr_eq", "h_dtr", "h_lru")
 
 
-def _classified(model: nn.Module, sample: Any, examples: int) -> Recorded:
-    target = torch.randint(0, 2, (examples,))
-    return Recorded(model, sample, lambda output: functional.cross_entropy(output, target))
-
-
-def _unet() -> Recorded:
-    target = torch.randint(0, 2, (4, 128, 128))
-    model = models.UNet(width=32, levels=4)
-    return Recorded(model, torch.randn(4, 3, 128, 128), lambda output: functional.cross_entropy(output, target))
-
-
-def _transformer() -> Recorded:
-    model = models.Transformer(6, 256, 8, vocabulary=1000, context=128)
-    return _classified(model, torch.randint(1, 1000, (8, 128)), 8)
-
-
-MODELS: dict[str, Callable[[], Recorded]] = {
-    "ResNet-50": lambda: _classified(models.resnet50(), torch.randn(4, 3, 128, 128), 4),
-    "DenseNet-121": lambda: _classified(models.densenet121(), torch.randn(4, 3, 128, 128), 4),
-    "Inception v3": lambda: _classified(models.inception_v3(), torch.randn(4, 3, 160, 160), 4),
-    "UNet": _unet,
-    "Transformer": _transformer,
-    "LSTM": lambda: _classified(models.LSTM(128, 512), torch.randn(48, 64, 128), 64),
-    "TreeLSTM": lambda: _classified(models.TreeLSTM(words=32, width=256, rows=64), models.complete_tree(5), 64),
-    "Unrolled GAN": lambda: Recorded(models.UnrolledGAN(steps=5, width=256), torch.randn(1024, 2), lambda loss: loss),
+MODELS: dict[str, Callable[[], Task]] = {
+    "ResNet-50": lambda: classified(models.resnet50(), torch.randn(4, 3, 128, 128), 4),
+    "DenseNet-121": lambda: classified(models.densenet121(), torch.randn(4, 3, 128, 128), 4),
+    "Inception v3": lambda: classified(models.inception_v3(), torch.randn(4, 3, 160, 160), 4),
+    "UNet": lambda: unet(4, 128, width=32),
+    "Transformer": lambda: transformer(8, 128, width=256, heads=8),
+    "LSTM": lambda: classified(models.LSTM(128, 512), torch.randn(48, 64, 128), 64),
+    "TreeLSTM": lambda: treelstm(31, width=256, rows=64),
+    "Unrolled GAN": lambda: unrolled_gan(1024, width=256),
 }
 
 
@@ -87,7 +70,7 @@ def dtr_run() -> Rows:
     return kept.rows
 
 
-def _at(name: str, make: Callable[[], Recorded], share: float) -> Iterator[dict[str, Any]]:
+def _at(name: str, make: Callable[[], Task], share: float) -> Iterator[dict[str, Any]]:
     torch.manual_seed(0)
     model, sample, loss = make()
     says: dict[str, Any] = {"model": name, "share": share}
@@ -113,7 +96,7 @@ def _at(name: str, make: Callable[[], Recorded], share: float) -> Iterator[dict[
         yield {**says, "what": "overhead", "way": way, **outcome, **ratios}
 
 
-def _split_at(name: str, make: Callable[[], Recorded], share: float, budget: int) -> Iterator[dict[str, Any]]:
+def _split_at(name: str, make: Callable[[], Task], share: float, budget: int) -> Iterator[dict[str, Any]]:
     torch.manual_seed(0)
     yield {"model": name, "share": share, "what": "split", **_split(*make(), budget)}
 

@@ -13,14 +13,13 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
-from torch.nn import functional
 
 import remat
 from benchmarks.keeping import Kept
+from benchmarks.tasks import Task, classified, transformer, treelstm, unet, unrolled_gan
 from remat import models
 from remat.comparison.bench import Bench
 from remat.errors import RematError
@@ -31,51 +30,17 @@ _SIZES = 6
 _SECONDS = 240.0  # for a model; what is not tried then is left out
 
 
-class Task(NamedTuple):
-    """A model at one size: its sample and loss."""
-
-    model: nn.Module
-    sample: Any
-    loss: Callable[[Any], torch.Tensor]
-
-
-def _classified(model: nn.Module, sample: Any, examples: int, classes: int) -> Task:
-    target = torch.randint(0, classes, (examples,))
-    return Task(model, sample, lambda output: functional.cross_entropy(output, target))
-
-
 def _deep(size: int) -> Task:
     """1001 layers, narrow; sizes are batches."""
-    return _classified(models.resnet1001(width=4), torch.randn(size, 3, 32, 32), size, 10)
+    return classified(models.resnet1001(width=4), torch.randn(size, 3, 32, 32), size, 10)
 
 
-def _treelstm(size: int) -> Task:
-    """Complete trees; sizes are nodes."""
-    model = models.TreeLSTM(words=32, width=128, rows=256)
-    return _classified(model, models.complete_tree(size.bit_length()), 256, 2)
-
-
-def _unrolled(size: int) -> Task:
-    """Sizes are steps of the discriminator."""
-    return Task(models.UnrolledGAN(steps=size, width=64), torch.randn(256, 2), lambda loss: loss)
-
-
-def _unet(size: int) -> Task:
-    target = torch.randint(0, 2, (size, 96, 96))
-    model = models.UNet(width=16, levels=4)
-    return Task(model, torch.randn(size, 3, 96, 96), lambda output: functional.cross_entropy(output, target))
-
-
-def _transformer(size: int) -> Task:
-    tokens = torch.randint(1, 1000, (size, 64))
-    return _classified(models.Transformer(6, 128, 4, vocabulary=1000, context=64), tokens, size, 10)
-
-
+# Sizes are nodes of a tree, steps of the discriminator, and batches.
 TASKS: dict[str, tuple[Callable[[int], Task], list[int]]] = {
-    "TreeLSTM": (_treelstm, [2**depth - 1 for depth in range(5, 5 + _SIZES)]),
-    "Unrolled GAN": (_unrolled, [round(4 * 1.5**step) for step in range(_SIZES)]),
-    "UNet": (_unet, [round(4 * 1.5**step) for step in range(_SIZES)]),
-    "Transformer": (_transformer, [round(8 * 1.5**step) for step in range(_SIZES)]),
+    "TreeLSTM": (lambda nodes: treelstm(nodes, width=128, rows=256), [2**depth - 1 for depth in range(5, 5 + _SIZES)]),
+    "Unrolled GAN": (lambda steps: unrolled_gan(256, 64, steps), [round(4 * 1.5**step) for step in range(_SIZES)]),
+    "UNet": (lambda batch: unet(batch, 96), [round(4 * 1.5**step) for step in range(_SIZES)]),
+    "Transformer": (lambda batch: transformer(batch, 64, classes=10), [round(8 * 1.5**step) for step in range(_SIZES)]),
     "ResNet-1001": (_deep, [4, 6, 9, 14, 20, 30]),
 }
 WAYS = ("plain", "static", "calls", "operators")
