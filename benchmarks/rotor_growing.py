@@ -28,7 +28,7 @@ NOTE = (
 )
 GROWING = {
     "ResNet-50, 96 px": ("ResNet-50", 96, (2, 4, 8, 16, 24)),
-    "ResNet-50, 32 px": ("ResNet-50", 32, (1, 2, 4, 8, 16)),
+    "ResNet-50, 32 px": ("ResNet-50", 32, (2, 4, 8, 16, 32)),
     "ResNet-1001, 32 px": ("ResNet-1001", 32, (1, 2, 4, 8)),
 }
 _ROUNDS = 5
