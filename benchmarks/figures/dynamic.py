@@ -107,6 +107,23 @@ def table1() -> str:
 
 
 @figure
+def table1__treelstm() -> str:
+    """What stops the ways at the size behind their largest."""
+    said = []
+    words = {
+        "InfeasibleBudget": "has no plan",
+        "OutOfBudget": "does not fit",
+        "Thrashing": "thrashes",
+        "over": "is over",
+    }
+    for way, name in (("static", "a plan"), ("calls", "DTR by calls"), ("operators", "operator by operator")):
+        found = [row for row in rows("table1", model="TreeLSTM", way=way) if row["outcome"] != "pass"]
+        if found:
+            said.append(f"{name} {words.get(found[0]['outcome'], found[0]['outcome'])} at {found[0]['size']}")
+    return ", ".join(said)
+
+
+@figure
 def table1__seconds() -> str:
     lines = []
     for model, found in by("table1", "model").items():
