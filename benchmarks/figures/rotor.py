@@ -26,9 +26,9 @@ def _shown(values: Sequence[float]) -> str:
 @figure
 def protocol() -> str:
     said = []
-    for row in rows("protocol"):
-        medians = [run[1] for run in row["runs"]]
-        said.append(f"{row['clock']}: {span(medians, 3)}, {percent(row['apart'], 1)} % apart")
+    for clock, found in by("protocol", "clock").items():
+        apart = (f"{percent(row['apart'], 1)} % apart with {row['rounds']} rounds" for row in found)
+        said.append(f"{clock}: {', '.join(apart)}")
     return "; ".join(said)
 
 
