@@ -250,8 +250,9 @@ def planned__resnet1001() -> str:
         rates = (f"{name} {_rate(row[way])}" for way, name in (("plain", "plain PyTorch"), ("checkpoint_sequential",
                  "`checkpoint_sequential`"), ("persistent", "`persistent`"), ("options", "options")))  # fmt: skip
         said.append(f"batch {row['batch']}: {', '.join(rates)}")
-    assert batches
-    return "; ".join(said)
+    most = rows("rotor_planned", what="advantage", network="ResNet-1001", side=224, batch=batches[0])[0]
+    stored = f"storing everything takes {most['store_all_bytes'] / 2**30:.0f} GiB at batch {batches[0]}"
+    return f"{'; '.join(said)} ({stored})"
 
 
 def _rate(value: float | None) -> str:
