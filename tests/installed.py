@@ -12,6 +12,7 @@ from importlib.metadata import metadata, version
 from pathlib import Path
 
 import remat
+from remat.solvers import Ilp
 
 SOURCE = Path(__file__).parents[1]
 
@@ -43,7 +44,7 @@ def main() -> None:
         check = (sys.executable, "-m", "remat.check", "--device", "cpu", "--out", folder)
         tried(*check, "--only", "channels_last")
     try:
-        remat.solve(remat.Chain([1, 1], [1], [0], [0], [1.0], [1.0]), 1.0, solver="ilp", backend="highs")
+        Ilp(backend="highs").solve(remat.Chain([1, 1], [1], [0], [0], [1.0], [1.0]), 1.0)
     except remat.RematError as error:
         assert "remat[ilp]" in str(error), error
     print(f"remat {version('remat')}, as installed: all tried")
