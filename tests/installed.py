@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from importlib.metadata import metadata, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import remat
@@ -47,6 +48,8 @@ def main() -> None:
         Ilp(backend="highs").solve(remat.Chain([1, 1], [1], [0], [0], [1.0], [1.0]), 1.0)
     except remat.RematError as error:
         assert "remat[ilp]" in str(error), error
+    else:
+        assert find_spec("highspy"), "an integer program was solved by a package that is not there"
     print(f"remat {version('remat')}, as installed: all tried")
 
 

@@ -18,9 +18,10 @@ from remat.experiments.networks import NETWORKS
 from remat.experiments.theorems import run_adversary
 from remat.experiments.training_graph import NodeStep
 from remat.experiments.training_graph import replay as replay_steps
+from remat.runtime.dtr import graph
 from remat.runtime.dtr.graph import compile_trace
 from remat.runtime.dtr.simulator import Replay
-from remat.runtime.dtr.trace import Trace
+from remat.runtime.dtr.trace import Annotate, Trace
 from support.random_traces import traces
 
 
@@ -93,12 +94,18 @@ def test_a_running_programs_trace_is_read_as_in_the_paper() -> None:
         assert papers_accesses(Replay(trace.as_in_paper), 1.0, name) is not None
 
 
+def test_every_mark_of_a_running_programs_trace_is_known_as_one() -> None:
+    marks = {*graph._MARKS, "HELD", "SCRATCH", "OVERWRITE"}
+    trace = Trace((*(Annotate(f"{mark} 1") for mark in sorted(marks)), Annotate("BACKWARD")))
+    assert trace.as_in_paper.instructions == (Annotate("BACKWARD"),)
+
+
 def test_articulation_points_are_where_no_connection_passes() -> None:
-    graph = NETWORKS["U-Net"]()
-    points = classic.articulation_points(graph)
-    edges = [(used, node) for node in range(graph.forward) for used in graph.inputs[node]]
-    assert points == [p for p in range(graph.forward) if not any(low < p < high for low, high in edges)]
-    assert 1 < len(points) < graph.forward
+    unet = NETWORKS["U-Net"]()
+    points = classic.articulation_points(unet)
+    edges = [(used, node) for node in range(unet.forward) for used in unet.inputs[node]]
+    assert points == [p for p in range(unet.forward) if not any(low < p < high for low, high in edges)]
+    assert 1 < len(points) < unet.forward
     chain = NETWORKS["VGG-16"]()
     assert classic.articulation_points(chain) == [*range(chain.forward)]
 

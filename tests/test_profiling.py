@@ -129,14 +129,44 @@ class Concatenated(nn.Module):
         return x + self.layers(torch.cat([x[:, :32], x[:, 32:]], dim=1))
 
 
-@pytest.mark.parametrize("casts", [False, True], ids=["as it is", "under autocast"])
-def test_blocks_stay_stages_where_no_backward_keeps_their_input(casts: bool) -> None:
+class Convolved(nn.Module):
+    """A residual block of convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(8, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 8, 3, padding=1)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layers(x)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=["as it is", "bfloat16", "float16"])
+@pytest.mark.parametrize(("make", "shape"), [(Concatenated, (256, 64)), (Convolved, (4, 8, 16, 16))])
+def test_blocks_stay_stages_where_no_backward_keeps_their_input(
+    make: type[nn.Module], shape: tuple[int, ...], dtype: torch.dtype | None
+) -> None:
     """Else a network of such blocks, or of any under autocast, would be one stage, of which nothing can be freed."""
-    model = nn.Sequential(*(Concatenated() for _ in range(6)))
-    with torch.autocast("cpu", torch.bfloat16, enabled=casts):
-        chain = remat.profile(model, torch.randn(256, 64), repeats=1)
-    assert chain.layout is not None and chain.layout.modules == (1,) * 6
-    assert remat.minimum_budget(chain) < 0.7 * chain.store_all_bytes
+    model, sample = nn.Sequential(*(make() for _ in range(6))), torch.randn(shape)
+    state = copy.deepcopy(model.state_dict())
+
+    def left_by(module: nn.Module) -> list[torch.Tensor]:
+        model.load_state_dict(state)
+        model.zero_grad()
+        module(sample).float().square().mean().backward()
+        return [*(parameter.grad.clone() for parameter in model.parameters()), *map(torch.clone, model.buffers())]
+
+    with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        chain = remat.profile(model, sample, repeats=1)
+        assert chain.layout is not None and chain.layout.modules == (1,) * 6
+        least, most = remat.minimum_budget(chain), chain.store_all_bytes
+        assert least < 0.7 * most
+        plain = left_by(model)
+        for limit in (least, (least + most) // 2):
+            schedule = remat.solve(chain, limit)
+            assert remat.run(model, sample, schedule, repeats=1).peak_bytes <= limit
+            assert_same(left_by(remat.apply(model, schedule)), plain)
 
 
 @pytest.mark.parametrize("make", [models.densenet121, models.resnet34], ids=["DenseNet-121", "ResNet-34"])

@@ -221,11 +221,8 @@ def planned__equal() -> str:
 
 @figure
 def planned__planning() -> str:
-    groups: dict[str, Rows] = {}
-    for row in rows("rotor_planned", what="planners"):
-        groups.setdefault(row["network"], []).append(row)
     lines = []
-    for network, found in groups.items():
+    for network, found in by("rotor_planned", "network", what="planners").items():
         spent = (max(row[f"{way}_planning_seconds"] for row in found) for way in ("persistent", "floating"))
         stages = span([row["stages"] for row in found], 0)
         lines.append([network, stages, str(found[0]["slots"]), *map(seconds, spent)])
@@ -244,14 +241,14 @@ def planned__resnet101() -> str:
 @figure
 def planned__resnet1001() -> str:
     found = rows("rotor_planned", what="throughput", network="ResNet-1001", side=224)
-    batches = [row["batch"] for row in found]
     said = []
     for row in found:
         rates = (f"{name} {_rate(row[way])}" for way, name in (("plain", "plain PyTorch"), ("checkpoint_sequential",
                  "`checkpoint_sequential`"), ("persistent", "`persistent`"), ("options", "options")))  # fmt: skip
         said.append(f"batch {row['batch']}: {', '.join(rates)}")
-    most = rows("rotor_planned", what="advantage", network="ResNet-1001", side=224, batch=batches[0])[0]
-    stored = f"storing everything takes {most['store_all_bytes'] / 2**30:.0f} GiB at batch {batches[0]}"
+    batch = found[0]["batch"]
+    (most,) = rows("rotor_planned", what="advantage", network="ResNet-1001", side=224, batch=batch)
+    stored = f"storing everything takes {most['store_all_bytes'] / 2**30:.0f} GiB at batch {batch}"
     return f"{'; '.join(said)} ({stored})"
 
 

@@ -16,6 +16,10 @@ def _cells(part: str, source: str, **having: Any) -> Rows:
     return rows("dtr_simulated", part=f"{part}, {source}", **having)
 
 
+def _by(key: str, part: str, source: str, **having: Any) -> dict[str, Rows]:
+    return by("dtr_simulated", key, part=f"{part}, {source}", **having)
+
+
 def _passed(found: Rows) -> Rows:
     return [row for row in found if row["outcome"] == "pass"]
 
@@ -30,10 +34,7 @@ def _share(value: float | None) -> str:
 
 def _leasts(source: str) -> str:
     lines = []
-    groups: dict[str, Rows] = {}
-    for row in _cells("overhead", source):
-        groups.setdefault(row["log"], []).append(row)
-    for log, found in groups.items():
+    for log, found in _by("log", "overhead", source).items():
         own = {name: [row for row in found if row["heuristic"] == name] for name in HEURISTICS}
         lines.append([log, *(_share(_least(own[name])) for name in HEURISTICS)])
     return table(["log", *(f"`{name}`" for name in HEURISTICS)], lines)
@@ -72,10 +73,7 @@ def simulated__eq() -> str:
 def simulated__lru() -> str:
     said = []
     for source in SOURCES:
-        groups: dict[str, Rows] = {}
-        for row in _cells("overhead", source, heuristic="h_lru"):
-            groups.setdefault(row["log"], []).append(row)
-        least = [_least(found) or 1.0 for found in groups.values()]
+        least = [_least(found) or 1.0 for found in _by("log", "overhead", source, heuristic="h_lru").values()]
         said.append(f"{percent(1 - statistics.median(least))} % in the median")
     return f"{said[0]} on the paper's logs, {said[1]} on ours"
 
@@ -111,10 +109,7 @@ def simulated__accesses() -> str:
 def simulated__deallocation() -> str:
     lines = []
     for source in SOURCES:
-        groups: dict[str, Rows] = {}
-        for row in _cells("deallocation", source):
-            groups.setdefault(row["log"], []).append(row)
-        for log, found in groups.items():
+        for log, found in _by("log", "deallocation", source).items():
             name = f"{log} (the paper's)" if source == "paper" else log
             policies = ("eager", "banish", "ignore")
             own = {policy: [row for row in found if row["deallocation"] == policy] for policy in policies}
@@ -127,10 +122,7 @@ def simulated__ablation() -> str:
     """How often a heuristic without staleness, or without size, does worse than the whole one."""
     said = []
     for source in SOURCES:
-        worst: dict[str, Rows] = {}
-        for row in _cells("ablation", source):
-            worst.setdefault(row["heuristic"], []).append(row)
-        passes = {name: len(_passed(found)) for name, found in worst.items()}
+        passes = {name: len(_passed(found)) for name, found in _by("heuristic", "ablation", source).items()}
         best = max(passes, key=passes.__getitem__)
         least = min(passes, key=passes.__getitem__)
         said.append(f"{best} gets through {passes[best]} cells, {least} through {passes[least]}")
