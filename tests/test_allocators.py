@@ -21,9 +21,9 @@ from remat.profiling import preserving
 from remat.runtime import allocator
 from remat.runtime.live import costs
 from remat.runtime.live.costs import Knowledge, OperatorFacts, observe, working_device
-from remat.runtime.live.schemas import traits_of
 from remat.runtime.live.units import block
 from remat.runtime.meter import MemoryMeter, Region
+from remat.runtime.operators import traits_of
 from support.unit_blocks import Model, blocks, by_calls, left_by, memory_of, mlp, mlps, step_of
 
 _GRANULE = 512

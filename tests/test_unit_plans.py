@@ -198,7 +198,7 @@ def test_a_plan_that_fails_is_not_tried_again(error: RematError, monkeypatch: py
 def test_times_of_kernels_are_told_apart_from_what_recording_takes() -> None:
     def operator(function: Any, seconds: float, *, view: bool = False) -> Operator:
         value = Value(0, (1,), (1,), 0, torch.float32)
-        return Operator(function, (0,) if view else (1,), (), (value,), torch.Tensor, False, seconds)
+        return Operator(function, (0,) if view else (1,), (), (value,), torch.Tensor, False, False, (), seconds)
 
     add, mul, view = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor, torch.ops.aten.view.default
     tape = [operator(add, 5e-5), operator(view, 3e-5, view=True), operator(mul, 1e-6), operator(add, 4e-5)]

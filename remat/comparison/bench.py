@@ -29,7 +29,7 @@ from remat.runtime.checks import Loss, check_model, check_sample, checked_loss
 from remat.runtime.executor import How, Running, executing
 from remat.runtime.meter import MemoryMeter, elapsed
 from remat.runtime.planned.patched_forward import unpatched
-from remat.runtime.pytree import Arguments, loss_in, tensors
+from remat.runtime.pytree import Arguments, loss_in, storage_of, tensors
 
 _MORE = 12  # steps to warm up, where an execution asks for them
 
@@ -63,7 +63,7 @@ class Bench:
         self._call = with_graph_of_its_own(call_of(model, sample))
         values = tensors(self._call)
         self.device = check_device([whole], self._call) if values else next(model.parameters()).device
-        storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in values)}
+        storages = {id(storage): storage for storage in (storage_of(tensor) for tensor in values)}
         self.sample_bytes = sum(rounded(storage.nbytes(), self.device) for storage in storages.values())
         self._gradients: list[torch.Tensor] | None = None  # that outputs are backpropagated with; None: not known yet
         self._devices = accelerators(whole, self._call)

@@ -18,7 +18,7 @@ import torch
 from remat.runtime.fakes import in_earnest
 from remat.runtime.meter import MemoryMeter
 from remat.runtime.operators import flat
-from remat.runtime.pytree import map_tensors, tensors
+from remat.runtime.pytree import map_tensors, storage_of, tensors
 
 _HOST = torch.device("cpu")
 _RUNS = 3  # that are timed
@@ -52,7 +52,7 @@ class Kernels:
         given = flat((*args, *kwargs.values()))
         if _reads_what_others_wrote(operator):
             return Asked(3 * sum(tensor.numel() * tensor.element_size() for tensor in given) // 2, ())
-        if sum(tensor.untyped_storage().nbytes() for tensor in given) > _MOST_BYTES:
+        if sum(storage_of(tensor).nbytes() for tensor in given) > _MOST_BYTES:
             return None
         key = (operator, *map(_look, (*args, *kwargs.items())))
         if key not in self._known:
@@ -111,10 +111,9 @@ def _run(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Asked
         except _UNUSABLE:
             return None
         (region,) = meter.regions
-        there = {tensor.untyped_storage()._cdata for tensor in tensors((given, named))}
+        there = {storage_of(tensor)._cdata for tensor in tensors((given, named))}
         results = [
-            None if tensor.untyped_storage()._cdata in there else tensor.untyped_storage().nbytes()
-            for tensor in flat((output,))
+            None if storage_of(tensor)._cdata in there else storage_of(tensor).nbytes() for tensor in flat((output,))
         ]
     scratch = max(region.peak_bytes - max(region.end_bytes, region.start_bytes), 0)
     return Asked(scratch, tuple(results), seconds)
@@ -157,7 +156,7 @@ def _made_up(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any,
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of such a shape, in memory, that has values: zeros where they may be positions of others."""
-    count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    count = storage_of(tensor).nbytes() // tensor.element_size()
     whole = torch.empty(count, dtype=tensor.dtype)
     if tensor.dtype.is_floating_point:
         whole.uniform_(0.1, 0.9)

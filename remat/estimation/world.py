@@ -34,8 +34,8 @@ from remat.estimation.variants import AsOnCuda
 from remat.runtime.allocator import granule_of_host, rounded
 from remat.runtime.fakes import fake_on, is_fake, storage_without_data
 from remat.runtime.meter import Instruments, Meter, Region, measured_by
-from remat.runtime.operators import argument_at, flat, only_asks, only_views
-from remat.runtime.pytree import map_tensors, tensors
+from remat.runtime.operators import Argument, flat, only_asks, only_views
+from remat.runtime.pytree import map_tensors, storage_of, tensors
 from remat.solvers.persistent import Persistent
 
 LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # that nobody knows
@@ -83,7 +83,7 @@ class World(Instruments):
 
     def _like(self, tensor: torch.Tensor) -> torch.Tensor:
         look = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
-        return fake_on(self._fake, storage_without_data(tensor.untyped_storage().nbytes()), look, _HOST)
+        return fake_on(self._fake, storage_without_data(storage_of(tensor).nbytes()), look, _HOST)
 
     def stand_in_for(self, model: nn.Module) -> nn.Module:
         """A copy of a model whose parameters and buffers, and other tensors that its modules hold, are fake."""
@@ -99,7 +99,7 @@ class World(Instruments):
             return self._known[id(tensor)][1]
         if is_fake(tensor):  # made here
             return tensor
-        storage = tensor.untyped_storage()
+        storage = storage_of(tensor)
         shadow = self._shadows.get(storage._cdata)
         if shadow is None:
             shadow = self._shadows[storage._cdata] = storage_without_data(storage.nbytes())
@@ -159,7 +159,7 @@ class World(Instruments):
         if only_asks(operator):
             return
         inputs = flat((*args, *kwargs.values()))
-        given = {tensor.untyped_storage()._cdata for tensor in inputs if tensor.layout == torch.strided}
+        given = {storage_of(tensor)._cdata for tensor in inputs if tensor.layout == torch.strided}
         made = flat((output,))
         if not operator._schema.is_mutable and only_views(inputs, made):
             return
@@ -194,7 +194,7 @@ class World(Instruments):
     def _enter(self, tensor: torch.Tensor, given: set[int], known_bytes: int | None) -> None:
         if tensor.layout != torch.strided:
             return
-        storage = tensor.untyped_storage()
+        storage = storage_of(tensor)
         key = storage._cdata
         if key in self._there or key in given:
             return
@@ -212,8 +212,8 @@ def _draws(operator: Any, args: Any, kwargs: Any) -> bool:
     """Whether it draws random numbers; attention without dropout does not, whatever its tags say."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
-    places = [(position, argument.name) for position, argument in enumerate(operator._schema.arguments)]
-    found = [argument_at(args, kwargs, *place) for place in places if place[1] == "dropout_p"]
+    places = [Argument(position, argument.name) for position, argument in enumerate(operator._schema.arguments)]
+    found = [place.of(args, kwargs) for place in places if place.name == "dropout_p"]
     return any(found) or not found
 
 

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat.profiling.facts import Facts
 from remat.profiling.stage_costs import storage_bytes
-from remat.runtime.pytree import tensors
+from remat.runtime.pytree import storage_of, tensors
 
 
 class _Held(NamedTuple):
@@ -22,7 +22,7 @@ class _Held(NamedTuple):
 
 
 def _held_by(tensor: torch.Tensor, run: int = 0) -> _Held:
-    return _Held(StorageWeakRef(tensor.untyped_storage()), storage_bytes(tensor), run)
+    return _Held(StorageWeakRef(storage_of(tensor)), storage_bytes(tensor), run)
 
 
 def _gone_of(held: Sequence[_Held]) -> int:
@@ -50,7 +50,7 @@ class Alive:
 
     def run_begins(self, index: int, activation: torch.Tensor) -> None:
         """Stage `index` is the first of a run; code outside computed its activation."""
-        self._run, self._run_input = index, StorageWeakRef(activation.untyped_storage())
+        self._run, self._run_input = index, StorageWeakRef(storage_of(activation))
 
     def follows(self, index: int, activation: torch.Tensor) -> None:
         """Stage `index` begins, which works on the activation of the one before it."""
@@ -72,7 +72,7 @@ class Alive:
 
     def code_begins(self, index: int, activation: torch.Tensor | None, before: torch.Tensor) -> None:
         """A piece of code outside begins with the activation of the stage before it, which worked on `before`."""
-        self._code_input = None if activation is None else StorageWeakRef(activation.untyped_storage())
+        self._code_input = None if activation is None else StorageWeakRef(storage_of(activation))
         if activation is not None:
             self._handed_on[index] = _held_by(activation, self._run)
         self._named = [*self._still_returned(activation), _held_by(before, self._run)]
@@ -118,4 +118,4 @@ class Alive:
 
 def storages_of(value: Any) -> set[int]:
     """Which storages the tensors in a value lie in, while they live."""
-    return {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in tensors(value)}
+    return {StorageWeakRef(storage_of(tensor)).cdata for tensor in tensors(value)}

@@ -18,7 +18,7 @@ from remat.estimation.world import World
 from remat.formatting import format_bytes, format_seconds
 from remat.profiling.profile import estimate_in
 from remat.runtime.checks import Loss, check_count, check_model
-from remat.runtime.pytree import map_tensors, tensors
+from remat.runtime.pytree import map_tensors, storage_of, tensors
 from remat.simulation import peak_and_makespan
 from remat.solvers import planner
 from remat.solvers.base import Solver, store_all_peak
@@ -243,7 +243,7 @@ def static_bytes(model: nn.Module, chain: Chain, *, optimiser: str = "adam", sha
 
 
 def _once(found: Any) -> dict[int, torch.Tensor]:
-    return {tensor.untyped_storage()._cdata: tensor for tensor in found}
+    return {storage_of(tensor)._cdata: tensor for tensor in found}
 
 
 def _stages(model: nn.Module, chain: Chain) -> list[list[int]]:

@@ -19,7 +19,7 @@ from remat.profiling.work import Work
 from remat.runtime.calls.stages import describe_call, detached, flatten, input_of
 from remat.runtime.checks import failing_on_the_sample
 from remat.runtime.patching import blocks_as_written
-from remat.runtime.pytree import Arguments, map_tensors, tensors
+from remat.runtime.pytree import Arguments, map_tensors, storage_of, tensors
 
 
 def in_a_row(model: nn.Module, call: Arguments, small: float, tell: Progress) -> Layout:
@@ -56,7 +56,7 @@ def _probed(flat: Sequence[tuple[str, nn.Module]], value: Any, tell: Progress) -
         tell("probing stages", index, len(flat))
         copy = map_tensors(torch.clone, value)
         versions = [tensor._version for tensor in tensors(copy)]
-        inputs = {tensor.untyped_storage()._cdata for tensor in tensors(copy) if tensor.numel()}
+        inputs = {storage_of(tensor)._cdata for tensor in tensors(copy) if tensor.numel()}
         saved = SavedStorages()
         work = Work()
         hooks = saved_tensors_hooks(saved.note, cannot_unpack)
@@ -66,7 +66,7 @@ def _probed(flat: Sequence[tuple[str, nn.Module]], value: Any, tell: Progress) -
         saves = saved.among(copy), saved.among(output)
         inside = saved.bytes_besides((copy, *module.parameters(), *module.buffers()))
         in_place = [tensor._version for tensor in tensors(copy)] != versions
-        view = any(tensor.untyped_storage()._cdata in inputs for tensor in tensors(output) if tensor.numel())
+        view = any(storage_of(tensor)._cdata in inputs for tensor in tensors(output) if tensor.numel())
         size = storage_bytes(copy)
         value = detached(output)
         del copy, output

@@ -13,7 +13,7 @@ from remat.runtime.allocator import rounded
 from remat.runtime.calls.environment import RandomState, rescaled
 from remat.runtime.fakes import is_fake
 from remat.runtime.parts import parts_of
-from remat.runtime.pytree import map_tensors, tensors
+from remat.runtime.pytree import map_tensors, storage_of, tensors
 from remat.runtime.sharding import is_sharded
 
 
@@ -310,7 +310,7 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Form:
-        memory = tensor.untyped_storage().nbytes()
+        memory = storage_of(tensor).nbytes()
         return cls(
             tensor.shape,
             tensor.stride(),

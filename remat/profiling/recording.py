@@ -22,7 +22,7 @@ from remat.runtime.checks import failing_on_the_sample
 from remat.runtime.operators import flat, only_views, statistics
 from remat.runtime.operators import written as written_by
 from remat.runtime.patching import Forward, blocks_as_written, intercepted, outside_of_compiled
-from remat.runtime.pytree import Arguments, Key, activation_of, first_tensor, key_of, tensors
+from remat.runtime.pytree import Arguments, Key, activation_of, first_tensor, key_of, storage_of, tensors
 
 BEFORE = -1  # when what a model's parameters, buffers and inputs hold was computed
 
@@ -197,7 +197,7 @@ class _ForwardRecorder:
         return output
 
     def storage(self, tensor: torch.Tensor, born: int = BEFORE) -> Storage:
-        memory = tensor.untyped_storage()
+        memory = storage_of(tensor)
         known = self.storages.get(memory._cdata)
         if known is None:
             # The weak reference keeps the address from being given to other memory.
@@ -256,7 +256,7 @@ def _outwards(call: ModuleCall | None) -> Iterator[ModuleCall]:
 def _own_storages(module: nn.Module) -> frozenset[int]:
     owned = (*module._parameters.values(), *module._buffers.values())
     return frozenset(
-        tensor.untyped_storage()._cdata for tensor in owned if tensor is not None and tensor.layout == torch.strided
+        storage_of(tensor)._cdata for tensor in owned if tensor is not None and tensor.layout == torch.strided
     )
 
 

@@ -19,7 +19,7 @@ from remat.runtime.calls.stages import Stage
 from remat.runtime.calls.tape import is_cast_of_a_leaf
 from remat.runtime.meter import Region, instruments
 from remat.runtime.patching import blocks_as_written, uncompiled
-from remat.runtime.pytree import tensors
+from remat.runtime.pytree import storage_of, tensors
 
 
 @dataclass(frozen=True)
@@ -64,20 +64,18 @@ class SavedStorages:
     def _note(self, tensor: torch.Tensor) -> None:
         if tensor.layout != torch.strided:  # of several storages; none of them is an activation's
             return
-        storage = tensor.untyped_storage()
+        storage = storage_of(tensor)
         reference = StorageWeakRef(storage)
         self._storages.setdefault(reference.cdata, (reference, rounded(storage.nbytes(), tensor.device)))
 
     def among(self, value: Any) -> bool:
         return any(
-            StorageWeakRef(tensor.untyped_storage()).cdata in self._storages
-            for tensor in tensors(value)
-            if tensor.numel()
+            StorageWeakRef(storage_of(tensor)).cdata in self._storages for tensor in tensors(value) if tensor.numel()
         )
 
     def bytes_besides(self, value: Any) -> int:
         """Of all that would have been kept, but for storages of this value."""
-        others = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in tensors(value) if tensor.numel()}
+        others = {StorageWeakRef(storage_of(tensor)).cdata for tensor in tensors(value) if tensor.numel()}
         return sum(size for key, (_, size) in self._storages.items() if key not in others)
 
 
@@ -170,7 +168,7 @@ class _Casts(Watching):
 
     def seen(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
         if is_cast_of_a_leaf(operator, args) and torch.is_autocast_cache_enabled():  # else all make their own anyway
-            self.bytes[id(args[0])] = rounded(output.untyped_storage().nbytes(), output.device)
+            self.bytes[id(args[0])] = rounded(storage_of(output).nbytes(), output.device)
 
 
 def casts_made_again(model: nn.Module, stages: Sequence[Stage], forward: Callable[[], object]) -> int:
@@ -201,8 +199,8 @@ def own_autocast_cache() -> Iterator[None]:
 
 def storage_bytes(value: Any) -> int:
     """What keeping a value keeps: whole storages, each once."""
-    storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors(value) if tensor.numel()}
-    return sum(rounded(tensor.untyped_storage().nbytes(), tensor.device) for tensor in storages.values())
+    storages = {storage_of(tensor)._cdata: tensor for tensor in tensors(value) if tensor.numel()}
+    return sum(rounded(storage_of(tensor).nbytes(), tensor.device) for tensor in storages.values())
 
 
 def gradient_bytes(value: Any) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat.runtime.allocator import rounded
-from remat.runtime.pytree import tensors
+from remat.runtime.pytree import storage_of, tensors
 
 
 class LetGo(NamedTuple):
@@ -63,12 +63,12 @@ class Variables:
             for tensor in tensors(value):
                 storage = self._see(tensor)
                 if storage is not None:
-                    size = rounded(tensor.untyped_storage().nbytes(), tensor.device)
+                    size = rounded(storage_of(tensor).nbytes(), tensor.device)
                     self._held.append((index, storage, size))
 
     def _see(self, tensor: torch.Tensor) -> StorageWeakRef | None:
         """A weak reference to the memory of a tensor, if it was not seen before."""
-        storage = StorageWeakRef(tensor.untyped_storage())
+        storage = StorageWeakRef(storage_of(tensor))
         return storage if self._seen.setdefault(storage.cdata, storage) is storage else None
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from remat.runtime.pytree import storage_of
+
 in_earnest = torch._C._DisableTorchDispatch  # inside, operators see no modes; they compute
 
 
@@ -24,7 +26,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor apart from its graph; no mode sees that it is made."""
     if isinstance(tensor, FakeTensor):  # without its mode its alias would be one without data on no device
         look = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
-        return fake_on(tensor.fake_mode, tensor.untyped_storage(), look, tensor.device)
+        return fake_on(tensor.fake_mode, storage_of(tensor), look, tensor.device)
     with in_earnest():
         return tensor.detach()
 

@@ -20,6 +20,7 @@ import torch
 
 from remat.errors import RematError, ReplayError
 from remat.runtime.links import Copy, Link, link_of
+from remat.runtime.pytree import storage_of
 
 
 class Slot(Protocol):
@@ -150,7 +151,7 @@ class Sent:
             tensor = slot.tensor
             if tensor is None or not _is_plain(tensor):
                 continue
-            storage = tensor.untyped_storage()
+            storage = storage_of(tensor)
             if not storage.nbytes() or (self._pieces and storage.device != self._device):
                 continue
             piece = self._pieces.get(storage._cdata)
@@ -213,7 +214,7 @@ class Sent:
                 slot = look.slot()
                 if slot is not None and slot.tensor is None and piece.whole is not None:
                     empty = torch.empty(0, dtype=look.dtype, device=self._device)
-                    slot.tensor = empty.set_(piece.whole.untyped_storage(), look.offset, look.size, look.stride)
+                    slot.tensor = empty.set_(storage_of(piece.whole), look.offset, look.size, look.stride)
         self._end()
 
     def _wait(self) -> None:

@@ -1,16 +1,33 @@
-"""What an operator is given, and what of that it changes: by its schema, and where that says nothing of it."""
+"""What an operator is given, what it changes, and how calls of it are treated, by its schema and besides."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-_COLLECTIVE = ("c10d", "_c10d", "_dtensor", "symm_mem")  # how namespaces of operators begin in which processes meet
+from remat.runtime.fakes import fake_mode, in_earnest
+from remat.runtime.pytree import storage_of
+from remat.runtime.surroundings import BACKENDS, Readers, readers_for
+
+_OWN = (
+    "aten",
+    "prims",
+    "prim",
+    "c10d",
+    "_c10d_functional",
+    "_dtensor",
+    "symm_mem",
+)  # namespaces of PyTorch's own operators
+INDEXING = ("index", "_unsafe_index")
+PUTTING = ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
 _STATISTICS = ("running_mean", "running_var")
 _TRAINING = ("training", "train")
+
+
+_COLLECTIVE = ("c10d", "_c10d", "_dtensor", "symm_mem")  # how namespaces of operators begin in which processes meet
 
 
 def is_collective(namespace: str) -> bool:
@@ -23,50 +40,188 @@ def only_asks(operator: Any) -> bool:
     return getattr(operator, "namespace", "") == "prim"
 
 
-def flat(values: Iterable[Any]) -> list[torch.Tensor]:
+def flat(values: Iterable[Any]) -> list[Tensor]:
     """The tensors among the arguments or results of an operator, which nests them in lists at most."""
     found = []
     for value in values:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, (list, tuple)):
-            found += [item for item in value if isinstance(item, torch.Tensor)]
+            found += [item for item in value if isinstance(item, Tensor)]
     return found
 
 
-def only_views(inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]) -> bool:
+def only_views(inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> bool:
     """Whether an operator, which writes to nothing, only looks at its inputs in another way."""
-    there = {tensor.untyped_storage()._cdata for tensor in inputs if tensor.layout == torch.strided}
-    return all(tensor.layout == torch.strided and tensor.untyped_storage()._cdata in there for tensor in outputs)
+    there = {storage_of(tensor)._cdata for tensor in inputs if tensor.layout == torch.strided}
+    return all(tensor.layout == torch.strided and storage_of(tensor)._cdata in there for tensor in outputs)
 
 
-def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors among the arguments that the operator changes, by its schema."""
-    return flat(argument_at(args, kwargs, *place) for place in _places(operator).writes)
+    return flat(argument.of(args, kwargs) for argument in traits_of(operator).writes)
 
 
-def statistics(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+def statistics(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Running statistics among the arguments that batch normalisation changes, of which its schema says nothing."""
-    places = _places(operator)
-    if not places.statistics or not all(argument_at(args, kwargs, *place) for place in places.training):
-        return []
-    return flat(argument_at(args, kwargs, *place) for place in places.statistics)
+    traits = traits_of(operator)
+    return flat(argument.of(args, kwargs) for argument in traits.statistics) if traits.trains(args, kwargs) else []
 
 
-class _Places:
-    """Positions and names of arguments: that are written to, running statistics, and whether it is in training."""
+class Argument(NamedTuple):
+    """Where a call has an argument: at `position` of the positional ones, or by name."""
 
-    def __init__(self, operator: Any) -> None:
-        arguments = operator._schema.arguments
-        places = [(position, argument.name) for position, argument in enumerate(arguments)]
-        changed = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments]
-        self.writes = [place for place, writes in zip(places, changed, strict=True) if writes]
-        self.statistics = [place for place in places if place[1] in _STATISTICS and place not in self.writes]
-        self.training = [place for place in places if place[1] in _TRAINING]
+    position: int
+    name: str
+
+    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return args[self.position] if self.position < len(args) else kwargs.get(self.name)
 
 
-_places = functools.cache(_Places)
+class Traits(NamedTuple):
+    """How calls of one operator are treated.
+
+    Attributes:
+        label: its name.
+        is_view: it only makes views and touches no data.
+        is_fresh: it hands out a tensor that was made behind the dispatcher's back (`torch.tensor`).
+        passes: it is none of ours to repeat and changes what a tensor is (`set_`); run it and forget it.
+        writes: arguments that it changes.
+        statistics: arguments that batch normalisation changes in training and whose old values do not matter then.
+        training: the argument that says whether it is in training.
+        random: it draws random numbers.
+        repeatable: running it again does the same; collective communication does not.
+        data_dependent: the size of its output may depend on data; `sized_by_data` says of a call whether it does.
+        usual: it is none of all that.
+        several: it returns more than one tensor; what these are may depend on whether gradients are on.
+        reads: the flags that it may depend on besides its arguments.
+        scalars: positions of numbers that it computes with elements of tensors, and scalar_names: their names.
+        foreign: not an operator of PyTorch, so its tags may be missing.
+    """
+
+    label: str
+    is_view: bool
+    is_fresh: bool
+    passes: bool
+    writes: tuple[Argument, ...]
+    statistics: tuple[Argument, ...]
+    training: Argument | None
+    random: bool
+    repeatable: bool
+    data_dependent: bool
+    usual: bool = False
+    several: bool = False
+    reads: Readers = BACKENDS
+    scalars: frozenset[int] = frozenset()
+    scalar_names: frozenset[str] = frozenset()
+    foreign: bool = False
+
+    def sized_by_data(self, args: Sequence[Any]) -> bool:
+        """Whether the size of what a call makes, or of its scratch memory, depends on data. Indexing by numbers is
+        among such operators by its tags, but only indexing by masks is one."""
+        if not self.data_dependent and self.label not in PUTTING:
+            return False
+        if self.label in (*INDEXING, *PUTTING):
+            return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors_in(args[1]))
+        return True
+
+    def trains(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call updates running statistics."""
+        return bool(self.statistics) and (self.training is None or bool(self.training.of(args, kwargs)))
 
 
-def argument_at(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str) -> Any:
-    return args[position] if position < len(args) else kwargs.get(name)
+def traits_of(function: Any) -> Traits:
+    """The traits of an operator (`torch._ops.OpOverload`), read from its schema and tags, once."""
+    traits = _PLANS.get(function)
+    if traits is None:
+        traits = _PLANS[function] = _read(function)
+    return traits
+
+
+def _scalars(schema: Any) -> frozenset[int]:
+    """Without a tensor among the arguments numbers may be sizes, as those of `arange` are."""
+    kinds = [str(argument.type) for argument in schema.arguments]
+    if not any(kind.startswith("Tensor") for kind in kinds):
+        return frozenset()
+    return frozenset(position for position, kind in enumerate(kinds) if kind in _COMPUTED_WITH)
+
+
+_COMPUTED_WITH = ("number", "Optional[number]", "Tensor")  # a number may stand for a tensor
+_PLANS: dict[Any, Traits] = {}
+
+
+def _read(function: Any) -> Traits:
+    schema, tags = function._schema, function.tags
+    arguments = [Argument(position, argument.name) for position, argument in enumerate(schema.arguments)]
+    statistics = tuple(argument for argument in arguments if argument.name in _STATISTICS)
+    writes = tuple(
+        argument
+        for argument, declared in zip(arguments, schema.arguments, strict=True)
+        if declared.alias_info is not None and declared.alias_info.is_write and argument not in statistics
+    )
+    aliases = [returned.alias_info is not None for returned in schema.returns]
+    # A composite one that is seen whole (in inference mode) may copy although its schema speaks of a view.
+    composite = not only_asks(function) and torch._C._dispatch_has_kernel_for_dispatch_key(
+        function.name(), "CompositeImplicitAutograd"
+    )
+    namespace, _, label = schema.name.partition("::")
+    foreign = namespace not in _OWN
+    traits = Traits(
+        label,
+        is_view=bool(aliases) and all(aliases) and not writes and not composite,
+        is_fresh=label in ("lift_fresh", "lift"),
+        passes=label in ("set_", "set_data", "record_stream"),
+        writes=writes,
+        statistics=statistics,
+        training=next((argument for argument in arguments if argument.name in _TRAINING), None),
+        random=foreign or torch.Tag.nondeterministic_seeded in tags,
+        repeatable=not is_collective(namespace),
+        data_dependent=torch.Tag.dynamic_output_shape in tags,
+        several=len(schema.returns) > 1,
+        reads=readers_for(label, pointwise=torch.Tag.pointwise in tags),
+        scalars=_scalars(schema),
+        scalar_names=frozenset(schema.arguments[position].name for position in _scalars(schema)),
+        foreign=foreign,
+    )
+    special = any(traits[1:6]) or traits.random or traits.data_dependent or not traits.repeatable
+    return traits._replace(usual=not special)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in what an operator takes or returns: a tensor, or (nested) lists and tuples of them."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []
+
+
+def on_meta(value: Any, shadows: dict[int, Tensor]) -> Any:
+    """`value` with tensors without data in the place of its tensors, the same for the same."""
+    if isinstance(value, Tensor):
+        if id(value) not in shadows:
+            shadows[id(value)] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return shadows[id(value)]
+    if isinstance(value, (list, tuple)):
+        return [on_meta(item, shadows) for item in value]
+    if isinstance(value, dict):
+        return {name: on_meta(item, shadows) for name, item in value.items() if name != "generator"}
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+def is_sized_by_data(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> bool:
+    """Whether how the results of a call look may depend on what its arguments hold.
+
+    It does not where an operator knows how they look without any data, whatever its tags say: those of others than
+    PyTorch's own are often missing.
+    """
+    if fake_mode() is not None:
+        return traits_of(operator).sized_by_data(args)
+    shadows: dict[int, Tensor] = {}
+    try:
+        with in_earnest(), torch.no_grad():
+            expected = tensors_in(operator(*on_meta(args, shadows), **on_meta(dict(kwargs), shadows)))
+    except Exception:  # of any kind: it needs data, or nobody has said how its results look
+        return True
+    found = tensors_in(output)
+    return [tensor.shape for tensor in expected] != [tensor.shape for tensor in found]

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+# Not what stands in for it where accesses to memory are watched (`raw_memory`).
+storage_of: Callable[[torch.Tensor], torch.UntypedStorage] = torch._C.TensorBase.untyped_storage
+
 
 def tensors(value: Any) -> list[torch.Tensor]:
     """All tensors in a value, in order."""
@@ -128,5 +131,5 @@ class Key(NamedTuple):
 
 
 def key_of(tensor: torch.Tensor) -> Key:
-    storage = tensor.untyped_storage()._cdata
+    storage = storage_of(tensor)._cdata
     return Key(storage, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype)

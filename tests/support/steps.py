@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+import remat
 from remat.chain import Chain
 from remat.models import gpt
 from remat.profiling.profile import profile
@@ -75,6 +77,19 @@ def in_parts(chain: Chain, option: int) -> tuple[Operation, ...]:
         else operation
         for operation in store_all_operations(chain.length)
     )
+
+
+def parted(chain: Chain, dropped: Sequence[frozenset[int]]) -> Schedule:
+    """Storing everything but the saved tensors of these numbers, stage by stage."""
+    assert chain.layout is not None
+    ways = tuple((numbers,) if not fixed else () for numbers, fixed in zip(dropped, chain.fixed[:-1], strict=True))
+    operations = tuple(
+        operation._replace(option=1)
+        if operation.kind == "F_all" and operation.stage < chain.length and ways[operation.stage - 1]
+        else operation
+        for operation in remat.solve(chain, 1.0, "store_all").operations
+    )
+    return Schedule(operations, layout=replace(chain.layout, dropped=ways))
 
 
 def chain_of(model: nn.Module, sample: Any, **options: Any) -> Chain:

@@ -22,6 +22,7 @@ from remat.errors import ReplayError
 from remat.runtime.calls.stages import Stage
 from remat.runtime.fakes import is_fake
 from remat.runtime.patching import is_compiled, uncompiled
+from remat.runtime.pytree import storage_of
 from remat.runtime.sharding import is_sharded
 
 _WORD = 8  # bytes
@@ -62,7 +63,7 @@ class Saved:
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:  # memory that cannot be looked at
             self._all_seen = False
             return
-        memory = tensor.untyped_storage()._cdata
+        memory = storage_of(tensor)._cdata
         if memory not in self._seen:
             self._seen[memory] = (tensor, _sum_of(tensor))
 
@@ -74,7 +75,7 @@ class Saved:
 
 def _sum_of(tensor: torch.Tensor) -> int:
     """The memory that a tensor lies in, added up as integers; nothing is copied for that."""
-    storage = tensor.untyped_storage()
+    storage = storage_of(tensor)
     whole, rest = divmod(storage.nbytes(), _WORD)
     with torch.no_grad():
         words = torch.empty(0, dtype=torch.int64, device=tensor.device).set_(storage, 0, (whole,), (1,))

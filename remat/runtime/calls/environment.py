@@ -169,16 +169,21 @@ def _is_running_statistic(part: nn.Module, training: bool) -> bool:
 
 
 class FirstRun:
-    """Records what the first forward of a stage depended on; `again` puts it back for a recomputation."""
+    """Records what the first forward of a stage depended on; `again` puts it back for a recomputation.
 
-    def __init__(self, stage: Stage, value: Any, watch: BufferWatch, *, preserve_random: bool) -> None:
+    `value`: what it works on; `beside`: what else it is passed.
+    """
+
+    def __init__(
+        self, stage: Stage, value: Any, watch: BufferWatch, *, preserve_random: bool, beside: Any = ()
+    ) -> None:
         self._stage = stage
         self._flags = tuple(part.training for part in stage.parts)
         self._versions = [(parameter, parameter._version) for parameter in stage.parameters()]
         self._rewritten: list[torch.Tensor] = []  # parameters that the forward itself wrote to
         self._autocast = autocast_states({tensor.device.type for tensor in tensors(value)} | {"cpu"})
         self._surroundings, self._modes = present(), function_modes()
-        self._shapes = tuple(map(_look, tensors(value)))
+        self._shapes = tuple(map(_look, tensors((value, beside))))
         self._devices = accelerators(stage, value)
         self._random: RandomState | None = RandomState(self._devices) if preserve_random else None
         self._watch = watch

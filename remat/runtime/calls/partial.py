@@ -3,22 +3,43 @@
 `Parts` says what to do with each operator of a tape, where some of what autograd saved was dropped. An operator whose
 results lie in kept memory is *served*: its results are made from that memory. One whose results nobody needs is
 *skipped*: its results look as they did, and have no memory. The others, and views, run. `Replaying` does so in a run.
+
+Nothing that was skipped can be observed, and nothing is served that is another one's:
+
+1. What the program reads on the host, by an operator or not, is made; so is what looks so because of data (`tape`).
+2. A run is compared with its tape, operator by operator: the same function, given the same memory that looks the same.
+3. Where autograd saves something, it is the memory that the tape says. A run does not end before it has saved what is
+   served.
+4. What was skipped has no memory. Who reaches for it all the same, by an operator or not, ends the run in part.
+
+Whatever differs (`Differs`) makes the stage run as a whole.
 """
 
 from __future__ import annotations
 
-import mmap
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat.runtime.calls.tape import OUTSIDE, Operator, Tape, Value, changed_argument, is_cast_of_a_leaf
-from remat.runtime.fakes import fake_mode, fake_on, storage_without_data
-from remat.runtime.operators import only_asks
+from remat.runtime.calls.tape import (
+    OUTSIDE,
+    Operator,
+    Tape,
+    Value,
+    changed_argument,
+    identity_of,
+    is_cast_of_a_leaf,
+    look_of,
+    value_of,
+)
+from remat.runtime.fakes import fake_mode, fake_on, is_fake, storage_without_data
+from remat.runtime.operators import only_asks, traits_of
+from remat.runtime.pytree import storage_of
+from remat.runtime.raw_memory import Access, Watch, begin_watch, end_watch
 
 Find = Callable[[int], torch.Tensor | None]  # the tensor that autograd saved under this number, where it was kept
 
@@ -67,6 +88,9 @@ class Structure:
             for storage in {*new, *operator.writes} - {OUTSIDE}:
                 self.makers[storage].append(at)
         last = [max(makers, default=-1) for makers in self.makers]
+        for at, storage in tape.observed:
+            if at <= last[storage]:
+                self.servable[storage] = False
         for at, operator in enumerate(tape.operators):
             if operator.is_view:
                 continue
@@ -151,12 +175,10 @@ class _Action(NamedTuple):
             what it makes.
     """
 
-    function: Any
+    operator: Operator
     runs: bool
-    is_view: bool
     looks_at: int | None
     results: tuple[Any, ...] | None
-    form: type | None
 
 
 class Parts:
@@ -165,6 +187,7 @@ class Parts:
     Attributes:
         reads: which of the run's inputs are read for that, by number, where the tape knows.
         ends_at: how many operators have run when all is made.
+        without_memory: the numbers of skipped storages, by identity.
     """
 
     def __init__(
@@ -181,8 +204,7 @@ class Parts:
         computed = [at for at, run in enumerate(runs, 1) if run and not tape.operators[at - 1].is_view]
         self.ends_at = max(computed, default=0)
         self._nothing: dict[int, Any] = {}  # storages without memory, by number
-        self._pages: list[Any] = []  # that these lie in
-        self.without_memory: set[int] = set()  # their identities
+        self.without_memory: dict[int, int] = {}
         self.actions = [self._action(operator, run, kept) for operator, run in zip(tape.operators, runs, strict=True)]
 
     def _action(self, operator: Operator, runs: bool, kept: dict[int, list[int]]) -> _Action:
@@ -198,7 +220,7 @@ class Parts:
         looks_at = None
         if operator.is_view and operator.values[0] is not None and operator.values[0].storage in self._nothing:
             looks_at = operator.values[0].storage
-        return _Action(operator.function, runs, operator.is_view, looks_at, results, operator.form)
+        return _Action(operator, runs, looks_at, results)
 
     def _served(self, value: Value, kept: dict[int, list[int]]) -> _Served | None:
         return _Served(tuple(kept[value.storage]), value) if value.storage in kept else None
@@ -215,29 +237,27 @@ class Parts:
         size, device = self.tape.storages[value.storage]
         storage = self._nothing.get(value.storage)
         if storage is None:
-            storage, pages = _without_memory(size, device)
-            self._nothing[value.storage] = storage
-            self._pages.append(pages)
-            self.without_memory.add(storage._cdata)
+            storage = self._nothing[value.storage] = _without_memory(size, device)
+            self.without_memory[storage._cdata] = value.storage
         return _Skipped(_look(storage, value, device), value.storage)
 
 
 def nothing(value: Value, size: int, device: torch.device) -> torch.Tensor:
     """A tensor without memory that looks so; `size`: bytes of its storage."""
-    storage, pages = _without_memory(size, device)
-    tensor = _look(storage, value, device)
-    weakref.finalize(tensor, _Zeros.keep, pages)
-    return tensor
+    return _look(_without_memory(size, device), value, device)
 
 
-def _without_memory(size: int, device: torch.device) -> tuple[torch.UntypedStorage, _Zeros | None]:
-    """A storage without memory, and the pages that it lies in."""
+_refuse_access = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)  # only some builds have it
+
+
+def _without_memory(size: int, device: torch.device) -> torch.UntypedStorage:
+    """A storage without memory: at no address, so that it cannot be read by mistake."""
     if fake_mode() is not None:
-        return storage_without_data(size), None
-    pages = _Zeros.of(size) if device.type == "cpu" else None
-    address = pages.address if pages is not None else 0
-    storage: Any = torch._C._construct_storage_from_data_pointer(address, device, size)
-    return storage, pages
+        return storage_without_data(size)
+    storage: Any = torch._C._construct_storage_from_data_pointer(0, device, size)
+    if _refuse_access is not None:
+        _refuse_access(storage._cdata, "this tensor was not made again, since nobody was known to read it")
+    return storage
 
 
 def _look(storage: torch.UntypedStorage, value: Value, device: torch.device) -> torch.Tensor:
@@ -251,100 +271,134 @@ def _look(storage: torch.UntypedStorage, value: Value, device: torch.device) -> 
     return tensor
 
 
-class _Zeros:
-    """Pages of address space that read as zeros and take no memory, so that a debugger may look at what was skipped."""
-
-    _largest: _Zeros | None = None
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        private = getattr(mmap, "MAP_PRIVATE", None)  # else each page that is read would be a page of its own
-        kind: Any = {"access": mmap.ACCESS_READ}
-        if private is not None:
-            kind = {"flags": private | mmap.MAP_ANONYMOUS, "prot": mmap.PROT_READ}
-        self._pages = mmap.mmap(-1, size, **kind)
-        self.address = np.frombuffer(self._pages, np.uint8).ctypes.data
-
-    @staticmethod
-    def keep(pages: _Zeros | None) -> None:
-        """Pages are there until this is called."""
-
-    @classmethod
-    def of(cls, size: int) -> _Zeros:
-        """At least so many bytes; all share the same ones."""
-        if cls._largest is None or cls._largest.size < size:
-            cls._largest = cls(max(size, mmap.PAGESIZE))
-        return cls._largest
-
-
-class Replaying(TorchDispatchMode):
+class Replaying(TorchDispatchMode, Watch):
     """A run is made again in part inside of it.
 
     Args:
         find: what was kept.
+        lacking: inputs of the run that have no memory.
+
+    Attributes:
+        done: how many operators there were.
+        saved_by: how many tensors the run has saved when all was saved that something was served from.
+        failure: what was not as the tape says; empty where all was. Code of the model may have caught the exception.
     """
 
-    def __init__(self, parts: Parts, find: Find) -> None:
+    def __init__(self, parts: Parts, find: Find, lacking: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self._parts, self._find = parts, find
         self._actions: Iterator[_Action] = iter(parts.actions)
         self._handed_out: list[tuple[weakref.ref[torch.Tensor], int]] = []  # without memory, with their storages
-        self.done = 0  # operators
+        self._without_memory = {**parts.without_memory, **{storage_of(each)._cdata: OUTSIDE for each in lacking}}
+        self._numbers: dict[int, int] = {}  # of storages that the run has made, or that were kept, by identity
+        self._alive: list[StorageWeakRef] = []  # so that no other storage gets an identity that has a number
+        self._reads_nothing = False
+        self.done, self.saved_by, self.failure = 0, 0, ""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # or each call would pass a wrapper that keeps the compiler out; nothing compiled is replayed
 
+    def __enter__(self) -> Replaying:
+        begin_watch(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        end_watch(self)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if is_cast_of_a_leaf(func, args) or only_asks(func):
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         action = next(self._actions, None)
-        if action is None or action.function is not func:
-            raise Differs(f"{func} in place of {action.function if action is not None else 'an end'}")
+        if action is None or action.operator.function is not func:
+            self._differ(f"{func} in place of {action.operator.function if action is not None else 'an end'}")
+        operator, results = action.operator, action.results
         self.done += 1
-        if action.runs:
-            if not action.is_view:
-                self._check(args)
-                if kwargs:
-                    self._check(kwargs.values())
-            output = func(*args, **(kwargs or {}))
+        if operator.is_view:
+            output = func(*args, **kwargs)
             if action.looks_at is not None:
                 for view in [output] if isinstance(output, torch.Tensor) else output:
                     self._handed_out.append((weakref.ref(view), action.looks_at))
-            return output if action.results is None else self._replaced(action, output)
-        assert action.results is not None
-        results = [self._result(result, args, kwargs) for result in action.results]
-        return results[0] if action.form is torch.Tensor else action.form(results)  # type: ignore[misc]
+            return output
+        self._reads_nothing = False
+        if look_of(traits_of(func), args, kwargs, self._number) != operator.look:
+            self._differ(f"{func} is given something else")
+        if not action.runs:
+            assert results is not None
+            return _in_form(operator, [self._result(result, args, kwargs) for result in results])
+        if self._reads_nothing:
+            self._differ(f"{func} reads what was skipped")
+        output = func(*args, **kwargs)
+        made = [output] if operator.form is torch.Tensor else list(output) if operator.form is not None else []
+        for each, value in zip(made, operator.values, strict=False):
+            if value is not None and value.storage != OUTSIDE and isinstance(each, torch.Tensor):
+                self._is_number(value.storage, storage_of(each))
+        if results is None:
+            return output
+        # What was made again although it was kept is not held twice.
+        kept = [each if served is None else self._serve(served) for each, served in zip(made, results, strict=True)]
+        return _in_form(operator, kept)
 
     @property
     def operators(self) -> int:
         """How many it looks at."""
         return self._parts.ends_at
 
+    @property
+    def saved(self) -> Sequence[Value]:
+        """What autograd saves of the run."""
+        return self._parts.tape.saved
+
     def escaped(self) -> frozenset[int]:
         """Storages without memory that somebody still holds a tensor of, when the run is over."""
         return frozenset(storage for tensor, storage in self._handed_out if tensor() is not None)
 
-    def is_there(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of the run has memory."""
-        return tensor.untyped_storage()._cdata not in self._parts.without_memory
+    def expect(self, tensor: torch.Tensor, values: Sequence[Value], number: int, *, wanted: bool) -> None:
+        """The run saves or returns a tensor as this number of what is on its tape.
 
-    def _check(self, values: Iterable[Any]) -> None:
-        for value in values:
-            if isinstance(value, torch.Tensor):
-                if not self.is_there(value):
-                    raise Differs("an operator reads what was skipped")
-            elif isinstance(value, (list, tuple)):
-                self._check(value)
+        Raises:
+            Differs: it is other memory, or has none although it is wanted.
+        """
+        self._reads_nothing = False
+        if number >= len(values) or value_of(tensor, self._number(tensor)) != values[number]:
+            self._differ("it saves or returns something else")
+        if wanted and self._reads_nothing:
+            self._differ("what it saves or returns was skipped")
 
-    def _replaced(self, action: _Action, output: Any) -> Any:
-        """What an operator has made again although it was kept is not held twice."""
-        assert action.results is not None
-        made = [output] if action.form is torch.Tensor else list(output)
-        results = [
-            each if served is None else self._serve(served) for each, served in zip(made, action.results, strict=True)
-        ]
-        return results[0] if action.form is torch.Tensor else action.form(results)  # type: ignore[misc]
+    def check(self) -> None:
+        """The run is over.
+
+        Raises:
+            Differs: it was not as the tape says, although code of the model has caught that.
+        """
+        if self.failure:
+            raise Differs(self.failure)
+
+    def touched(self, tensor: torch.Tensor, access: Access) -> None:
+        """Somebody reaches for the memory of a tensor without an operator."""
+        asks_size = access is Access.KEEPS and is_fake(tensor)  # as the fake mode does
+        if identity_of(tensor) in self._without_memory and not asks_size:
+            self._differ("what was skipped is read without an operator")
+
+    def _differ(self, why: str) -> NoReturn:
+        self.failure = self.failure or why
+        raise Differs(why)
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        identity = identity_of(tensor)
+        number = self._without_memory.get(identity)
+        if number is not None:
+            self._reads_nothing = True
+            return number
+        return self._numbers.get(identity, OUTSIDE)
+
+    def _is_number(self, number: int, storage: torch.UntypedStorage) -> None:
+        if self._numbers.get(storage._cdata) != number:
+            self._numbers[storage._cdata] = number
+            self._alive.append(StorageWeakRef(storage))
 
     def _result(self, result: Any, args: Sequence[Any], kwargs: Any) -> torch.Tensor:
         if isinstance(result, _Skipped):
@@ -357,12 +411,22 @@ class Replaying(TorchDispatchMode):
         return args[position] if position < len(args) else kwargs[name]
 
     def _serve(self, served: _Served) -> torch.Tensor:
-        _, size, stride, offset, dtype = served.value
+        storage, size, stride, offset, dtype = served.value
         for number in served.saved:
             tensor = self._find(number)
-            if tensor is not None and tensor.dtype == dtype:
+            if tensor is None:
+                continue
+            self._is_number(storage, storage_of(tensor))
+            self.saved_by = max(self.saved_by, number + 1)
+            if tensor.dtype == dtype:
                 return tensor.as_strided(size, stride, offset)
-            if tensor is not None:  # the same memory as numbers of another kind
-                other = torch.empty((), dtype=dtype, device=tensor.device)
-                return other.set_(tensor.untyped_storage(), offset, size, stride)
-        raise Differs("what was kept has been freed")
+            other = torch.empty((), dtype=dtype, device=tensor.device)  # the same memory as numbers of another kind
+            return other.set_(storage_of(tensor), offset, size, stride)
+        self._differ("what was kept has been freed")
+
+
+def _in_form(operator: Operator, results: list[Any]) -> Any:
+    if operator.form is torch.Tensor:
+        return results[0]
+    assert operator.form is not None
+    return operator.form(results)

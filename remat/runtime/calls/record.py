@@ -8,7 +8,7 @@ may be kept from the first run on; then the others are made by a replay in part 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
 
@@ -20,7 +20,7 @@ from remat.runtime.calls.ending import Ended, Ending, Saved
 from remat.runtime.calls.environment import FirstRun
 from remat.runtime.calls.partial import Differs, Replaying
 from remat.runtime.calls.stages import Stage, attached
-from remat.runtime.calls.tape import Recorder
+from remat.runtime.calls.tape import Recorder, Value, identity_of, value_of
 from remat.runtime.calls.tapes import Tapes
 from remat.runtime.fakes import alias, in_earnest
 from remat.runtime.meter import instruments
@@ -46,11 +46,14 @@ class Slot:
 
 
 class _Expected(NamedTuple):
-    """A tensor that the first run saved: its slot, unless autograd has freed it, and what it looked like."""
+    """A tensor that the first run saved: its slot, unless autograd has freed it, and what it looked like.
+
+    Attributes:
+        value: how it looked at its storage, of which the identity then is told, for the time of the run.
+    """
 
     slot: weakref.ref[Slot]
-    shape: torch.Size
-    dtype: torch.dtype
+    value: Value
 
 
 _NONE: frozenset[int] = frozenset()
@@ -140,20 +143,23 @@ class Record:
         last = self._last() if self.ending.allowed else None
         if last == 0:
             return  # autograd waits for nothing
-        slots = [slot() for slot, *_ in self._expected]
+        slots = [slot() for slot, _ in self._expected]
         empty = frozenset(number for number, slot in enumerate(slots) if slot is not None and slot.tensor is None)
         gone = frozenset(number for number, slot in enumerate(slots) if slot is None)
         del slots
-        parts = self.tapes.parts(self.environment.situation, self._shapes, empty, gone)
+        values = [value for _, value in self._expected]
+        parts = self.tapes.parts(self.environment.situation, values, empty, gone)
         self.filled = True
         if parts is not None:
             replaying = Replaying(parts, self._kept)
             try:
                 self._fill(value, last, replaying)
+                replaying.check()
             except (ReplayError, torch.OutOfMemoryError):
                 raise
             except (Differs, Exception) as error:  # of code that met what was skipped
                 self.tapes.forget(self.environment.situation, str(error))
+                self._empty(empty)  # of what a run has put there that was another one
             else:
                 escaped = replaying.escaped()
                 if escaped:  # a hook of a module holds what was skipped, and shall hold what is right
@@ -198,10 +204,6 @@ class Record:
             self.tapes.learn(self.environment.situation, self._recorder.tape)
         self._recorder = None
 
-    @property
-    def _shapes(self) -> list[tuple[torch.Size, torch.dtype]]:
-        return [(shape, dtype) for _, shape, dtype in self._expected]
-
     def _kept(self, number: int) -> torch.Tensor | None:
         """What autograd saved as `number`, where it was kept and is still there."""
         slot = self._expected[number].slot()
@@ -227,8 +229,11 @@ class Record:
 
     def empty(self) -> None:
         """Frees the tensors in the slots."""
-        for entry in self._expected:
-            slot = entry.slot()
+        self._empty(range(len(self._expected)))
+
+    def _empty(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            slot = self._expected[number].slot()
             if slot is not None:
                 slot.tensor = None
 
@@ -256,7 +261,7 @@ class _Deferrer:
             slot.tensor = alias(tensor)  # a recorder must not see it
         if self._recorder is not None:
             self._recorder.saves(tensor)
-        self._expected.append(_Expected(weakref.ref(slot), tensor.shape, tensor.dtype))
+        self._expected.append(_Expected(weakref.ref(slot), value_of(tensor, identity_of(tensor))))
         return slot
 
 
@@ -298,24 +303,31 @@ class _Filler:
         if self.expected is None:
             return
         if self.count < len(self.expected):
-            slot, shape, dtype = self.expected[self.count]
+            slot, value = self.expected[self.count]
+            target = slot()
+            wanted = target is not None and target.tensor is None and self.count not in self._dropped
+            if self._replaying is not None:
+                self._replaying.expect(tensor, self._replaying.saved, self.count, wanted=wanted)
+            shape, dtype = value.size, value.dtype
             if tensor.shape != shape or tensor.dtype != dtype:
                 raise ReplayError(
                     f"recomputing stage {self.name!r} saved a {tensor.dtype} tensor of shape {tuple(tensor.shape)} as "
                     f"number {self.count + 1}, the first run a {dtype} one of shape {tuple(shape)}. {_DETERMINISM}"
                 )
-            target = slot()
-            if target is not None and target.tensor is None and self.count not in self._dropped:
+            if target is not None and wanted:
                 self._fill(target, tensor)
         if self._recorder is not None:
             self._recorder.saves(tensor)
         self.count += 1
-        if self.count == self._last:
+        if self._last is not None and self.count >= self._last and self.count >= self._served_by:
             raise Ended
 
+    @property
+    def _served_by(self) -> int:
+        """How many tensors the run must have saved to prove that it was served what is right."""
+        return 0 if self._replaying is None else self._replaying.saved_by
+
     def _fill(self, slot: Slot, tensor: torch.Tensor) -> None:
-        if self._replaying is not None and not self._replaying.is_there(tensor):
-            raise Differs("a tensor is saved that was skipped")
         slot.tensor = alias(tensor) if tensor.requires_grad else tensor  # modes of the run must not see it
         if self._saved is not None:
             with in_earnest():

@@ -1,13 +1,17 @@
 """What a stage's forward consists of: its operators, the memory they make, and what autograd saves between them.
 
-A tape is written once, in a run that a dispatch mode watches. It holds no tensors: only what each operator reads and
-makes, by the number of the storage, so that a later run can be made again in part (`partial`).
+A tape is written once, in a run that a dispatch mode watches. It holds no tensors: only what each operator was given
+and made, by the number of the storage, so that a later run can be compared with it and made again in part (`partial`).
+
+What a program reads on the host, by an operator or without one, is on the tape as well, since it must be right in every
+run: `Operator.must_run`, `Tape.observed`. Where that cannot be known the run is `whole`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from remat.runtime.fakes import is_fake
 from remat.runtime.meter import instruments
-from remat.runtime.operators import flat, is_collective, only_asks, statistics, written
-from remat.runtime.pytree import tensors
+from remat.runtime.operators import Traits, flat, is_sized_by_data, only_asks, statistics, traits_of, written
+from remat.runtime.pytree import storage_of, tensors
+from remat.runtime.raw_memory import Access, Watch, begin_watch, end_watch
 
 OUTSIDE = -1  # the number of all storages that the run has not made: parameters, buffers, its input
 _KINDS = (torch.Tensor, torch.nn.Parameter, FakeTensor)
@@ -43,6 +49,8 @@ class Operator(NamedTuple):
         values: of what it returned, in order; None for what is no tensor.
         form: what it returned: `torch.Tensor`, `tuple` or `list`; None for anything else.
         draws: it may draw random numbers.
+        sized_by_data: how its results look may depend on what its arguments hold, and not only on how they look.
+        look: of its arguments, see `look_of`.
         seconds: that it took.
         modules: names of the classes of the modules that ran it, from the outermost; empty where nobody asked.
         given: which of the run's inputs it reads, by number; empty where nobody asked.
@@ -54,6 +62,8 @@ class Operator(NamedTuple):
     values: tuple[Value | None, ...]
     form: type | None
     draws: bool
+    sized_by_data: bool
+    look: tuple[Any, ...]
     seconds: float
     modules: tuple[str, ...] = ()
     given: tuple[int, ...] = ()
@@ -73,8 +83,9 @@ class Operator(NamedTuple):
 
     @property
     def must_run(self) -> bool:
-        """Nothing else can stand for it: it makes no tensors, or changes what the run has not made."""
-        if self.is_view:
+        """Nothing else can stand for it: it makes no tensors, or ones that look so because of what it reads, or changes
+        what the run has not made."""
+        if self.is_view or self.sized_by_data:
             return True
         made = [value for value in self.values if value is not None]
         handed_back = [at for at, value in enumerate(self.values) if value is not None and value.storage in self.writes]
@@ -102,7 +113,9 @@ class Tape:
         saved: what autograd saved, in order.
         returned: storages that lie in what the run returned.
         outputs: the tensors in what it returned, in order; of several calls, those of the last.
-        escaping: storages of what somebody holds beyond the run, as hooks of modules do: that must be right, too.
+        escaping: storages of what somebody holds beyond the run, as hooks of modules do, or reads on the host without
+            an operator: that must be right, too.
+        observed: storages that are read so, each with how many operators had run by then.
         freed: the numbers of saved tensors that were gone when the run was over, because nothing leads to them.
         whole: why the run can be made again as a whole only; empty where it can be made in part.
         meets: an operator of it in which processes meet; empty where there is none.
@@ -115,8 +128,20 @@ class Tape:
         self.returned: frozenset[int] = frozenset()
         self.outputs: list[Value] = []
         self.escaping: frozenset[int] = frozenset()
+        self.observed: list[tuple[int, int]] = []
         self.freed: frozenset[int] = frozenset()
         self.whole = self.meets = ""
+
+    def saves(self, values: Sequence[Value]) -> bool:
+        """Whether a run has saved what this one has; its `values` lie in storages of these identities."""
+        if [value[1:] for value in values] != [value[1:] for value in self.saved]:
+            return False
+        pairs = {
+            (mine.storage, other.storage)
+            for mine, other in zip(self.saved, values, strict=True)
+            if mine.storage != OUTSIDE
+        }
+        return len(pairs) == len({mine for mine, _ in pairs})
 
     def is_like(self, other: Tape) -> bool:
         """Whether both are runs of the same operators on memory of the same sizes."""
@@ -127,10 +152,44 @@ class Tape:
             for a, b in zip(self.operators, other.operators, strict=True)
         )
         same = same and self.saved == other.saved and self.returned == other.returned
+        same = same and self.observed == other.observed
         return same and self.escaping == other.escaping and self.freed == other.freed
 
 
-class Recorder(TorchDispatchMode):
+def look_of(
+    traits: Traits, args: Sequence[Any], kwargs: Mapping[str, Any], number: Callable[[torch.Tensor], int]
+) -> tuple[Any, ...]:
+    """What an operator is given, but for the content of memory, and numbers that are only computed with.
+
+    `number`: of the storage of a tensor. Two runs whose operators have the same looks differ in values at most.
+    """
+    look: list[Any] = []
+    for position, value in enumerate(args):
+        _add_look(value, look, number, is_scalar=position in traits.scalars)
+    for name, value in kwargs.items():
+        look.append(name)
+        _add_look(value, look, number, is_scalar=name in traits.scalar_names)
+    return tuple(look)
+
+
+def _add_look(value: Any, look: list[Any], number: Callable[[torch.Tensor], int], *, is_scalar: bool = False) -> None:
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        look.append(value_of(value, number(value)))
+    elif kind is list or kind is tuple:
+        look.append(len(value))
+        for item in value:
+            _add_look(item, look, number)
+    elif isinstance(value, _COMPARED) and not is_scalar:
+        look.append(value)
+    else:
+        look.append(kind)
+
+
+_COMPARED = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+class Recorder(TorchDispatchMode, Watch):
     """Writes the tape of a run that it is entered around; several times, where the run has several calls."""
 
     def __init__(
@@ -147,11 +206,13 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self._given: dict[int, list[int]] = {}
         for number, tensor in enumerate(given):
-            self._given.setdefault(_identity(tensor), []).append(number)
+            self._given.setdefault(identity_of(tensor), []).append(number)
         self._modules = [type(module).__name__ for module in within]
         self.tape = Tape()
         self._timed = timed
         self._hooks: list[Any] = []
+        self._thread = get_ident()
+        self._constructs = False  # a tensor of values, whose tensors are known
         self._numbers: dict[int, int] = {}
         self._statistics: set[int] = set()  # identities of storages from outside that batch normalisation has changed
         self._known: list[StorageWeakRef] = []  # so that no other storage gets an identity that has a number
@@ -170,15 +231,18 @@ class Recorder(TorchDispatchMode):
         if not isinstance(func, torch._ops.OpOverload):
             self.tape.whole = f"{func} is no ordinary operator"
             return func(*args, **kwargs)
+        traits = traits_of(func)
         changed = [*written(func, args, kwargs), *self._counted(given, statistics(func, args, kwargs))]
         writes = tuple(dict.fromkeys(self.number(tensor) for tensor in changed))
-        namespace, _, label = func._schema.name.partition("::")
-        meets = is_collective(namespace)
-        if meets:
+        if not traits.repeatable:
             self.tape.meets = str(func)
-        if meets or label in _CHANGES_STORAGE:
+        if not traits.repeatable or traits.label in _CHANGES_STORAGE:
             self.tape.whole = f"{func} must not run in part of a forward"
-        outside = {_identity(tensor) for tensor in given} - self._numbers.keys()
+        if traits.is_fresh and not self._constructs:
+            self.tape.whole = "it makes a tensor of values, and nobody sees which"
+        self._constructs = False
+        look = look_of(traits, args, kwargs, self.number)
+        outside = {identity_of(tensor) for tensor in given} - self._numbers.keys()
         now = instruments().now
         start = now(_HOST) if self._timed else 0.0
         output = func(*args, **kwargs)
@@ -193,14 +257,34 @@ class Recorder(TorchDispatchMode):
         for leaf, value in zip(leaves, values, strict=True):
             if value is not None and value.storage != OUTSIDE:
                 self._results.append((weakref.ref(leaf), value.storage))
-        draws = torch.Tag.nondeterministic_seeded in func.tags or namespace not in ("aten", "prims", "prim")
         modules = tuple(self._modules)
         inputs: tuple[int, ...] = ()
         if self._given:
-            found = [self._given.get(_identity(tensor), ()) for tensor in given]
+            found = [self._given.get(identity_of(tensor), ()) for tensor in given]
             inputs = tuple(dict.fromkeys(number for numbers in found for number in numbers))
-        self.tape.operators.append(Operator(func, reads, writes, values, form, draws, spent, modules, inputs))
+        operator = Operator(func, reads, writes, values, form, traits.random, False, look, spent, modules, inputs)
+        if not operator.is_view and leaves and not self.tape.whole:
+            operator = operator._replace(sized_by_data=is_sized_by_data(func, args, kwargs, output))
+        self.tape.operators.append(operator)
         return output
+
+    # Memory that is reached without an operator ----------------------------------------------------------------------
+
+    def touched(self, tensor: torch.Tensor, access: Access) -> None:
+        number = self._numbers.get(identity_of(tensor), OUTSIDE)
+        if number == OUTSIDE or (access is Access.KEEPS and is_fake(tensor)):  # of which the fake mode asks the size
+            return
+        if access is Access.READS:
+            self.tape.observed.append((len(self.tape.operators), number))
+        else:
+            self.tape.whole = "it hands out memory, and nobody sees when that is read"
+
+    def constructs(self) -> None:
+        self._constructs = self._constructs or get_ident() == self._thread
+
+    def elsewhere(self) -> None:
+        if get_ident() == self._thread:
+            self.tape.whole = "it gives work to other threads"
 
     def _counted(self, given: Sequence[torch.Tensor], changed: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Of the statistics that batch normalisation changes those that count as written, being made in the run.
@@ -208,30 +292,37 @@ class Recorder(TorchDispatchMode):
         Others are put back after a replay anyway, unless the run goes on with them: then it is made again as a whole.
         """
         ours = {id(tensor) for tensor in changed}
-        if any(_identity(tensor) in self._statistics for tensor in given if id(tensor) not in ours):
+        if any(identity_of(tensor) in self._statistics for tensor in given if id(tensor) not in ours):
             self.tape.whole = "it reads running statistics that it has changed"
         outside = [tensor for tensor in changed if self.number(tensor) == OUTSIDE]
-        self._statistics.update(map(_identity, outside))
+        self._statistics.update(map(identity_of, outside))
         return [tensor for tensor in changed if self.number(tensor) != OUTSIDE]
 
     def __enter__(self) -> Recorder:
         if self._timed:
             called = torch.nn.modules.module
             self._hooks = [
-                called.register_module_forward_pre_hook(lambda module, _: self._modules.append(type(module).__name__)),
+                called.register_module_forward_pre_hook(self._called),
                 called.register_module_forward_hook(self._left, always_call=True),
             ]
+        begin_watch(self)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        end_watch(self)
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
+    def _called(self, module: torch.nn.Module, _: Any) -> None:
+        if get_ident() == self._thread:
+            self._modules.append(type(module).__name__)
+
     def _left(self, *_: Any) -> None:
-        self._modules.pop()
+        if get_ident() == self._thread:
+            self._modules.pop()
 
     def saves(self, tensor: torch.Tensor) -> None:
         """Autograd saves a tensor now."""
@@ -253,7 +344,8 @@ class Recorder(TorchDispatchMode):
 
     def ended(self) -> None:
         """The run is over, and all that it needs is gone: what is still there of its results is held by others."""
-        self.tape.escaping = self.alive() - self.tape.returned
+        read = frozenset(number for _, number in self.tape.observed)
+        self.tape.escaping = (self.alive() - self.tape.returned) | read
         self._results.clear()
 
     def number(self, tensor: torch.Tensor) -> int:
@@ -261,12 +353,12 @@ class Recorder(TorchDispatchMode):
         if type(tensor) not in _KINDS or tensor.layout != torch.strided:
             self.tape.whole = f"it works on tensors of {type(tensor).__name__}, {tensor.layout}"
             return OUTSIDE
-        return self._numbers.get(tensor.untyped_storage()._cdata, OUTSIDE)
+        return self._numbers.get(storage_of(tensor)._cdata, OUTSIDE)
 
     def _made(self, tensor: torch.Tensor, outside: Collection[int]) -> Value:
         number = self.number(tensor)
         if number == OUTSIDE and not self.tape.whole:
-            storage = tensor.untyped_storage()
+            storage = storage_of(tensor)
             if storage._cdata not in outside:
                 number = self._numbers[storage._cdata] = len(self.tape.storages)
                 self._known.append(StorageWeakRef(storage))
@@ -274,16 +366,17 @@ class Recorder(TorchDispatchMode):
         return value_of(tensor, number)
 
 
-def _identity(tensor: torch.Tensor) -> int:
-    """Of the storage that a tensor lies in; -1 for one that has no single one, as sparse ones are."""
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else -1
+def identity_of(tensor: torch.Tensor) -> int:
+    """Of the storage that a tensor lies in; -1 for one that has no single one, as sparse ones have none."""
+    return storage_of(tensor)._cdata if tensor.layout == torch.strided and type(tensor) in _KINDS else -1
 
 
 def value_of(tensor: torch.Tensor, storage: int) -> Value:
-    """How a tensor looks at the storage of this number."""
-    if tensor.layout != torch.strided:
+    """How a tensor looks at the storage of this number; where in memory from outside it lies, is another each time."""
+    if tensor.layout != torch.strided or type(tensor) not in _KINDS:
         return Value(storage, tuple(tensor.shape), (), 0, tensor.dtype)
-    return Value(storage, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+    offset = 0 if storage == OUTSIDE else int(tensor.storage_offset())
+    return Value(storage, tuple(tensor.shape), tensor.stride(), offset, tensor.dtype)
 
 
 def is_cast_of_a_leaf(func: Any, args: Sequence[Any]) -> bool:

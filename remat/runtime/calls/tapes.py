@@ -5,10 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Hashable, Sequence
 
-import torch
-
 from remat.runtime.calls.partial import Parts
-from remat.runtime.calls.tape import Tape
+from remat.runtime.calls.tape import Tape, Value
 
 _ATTEMPTS = 3  # replays in part that fail before no more are tried
 _SITUATIONS = 32  # whose tapes are held
@@ -27,6 +25,7 @@ class Tapes:
         self._parts: dict[tuple[Hashable, frozenset[int], frozenset[int]], Parts] = {}
         self._varied: set[Hashable] = set()
         self._failed = 0
+        self._warned = False
 
     def __reduce__(self) -> tuple[type[Tapes], tuple[str]]:
         return Tapes, (self._name,)  # a copy of the model runs anew
@@ -51,21 +50,26 @@ class Tapes:
     def parts(
         self,
         situation: Hashable,
-        shapes: Sequence[tuple[torch.Size, torch.dtype]],
+        values: Sequence[Value],
         empty: frozenset[int],
         gone: frozenset[int],
     ) -> Parts | None:
-        """How to make some of what a run saved, which is of these shapes; None: by the whole run.
+        """How to make some of what a run saved; None: by the whole run.
 
         Args:
+            values: how what it saved looks, at storages of these identities.
             empty: the numbers of what is to be made.
             gone: of what is not there, and not to be made.
         """
         tape = self._tapes.get(situation)
-        if tape is None or tape.whole or self._failed >= _ATTEMPTS:
+        if tape is None or self._failed >= _ATTEMPTS:
             return None
-        if [(saved.size, saved.dtype) for saved in tape.saved] != [*shapes]:
+        if tape.whole:
+            self._warn(tape.whole)
+            return None
+        if not tape.saves(values):
             self._varied.add(situation)  # with something else that it is passed: from now on each run is recorded
+            self._warn("it saves other tensors than when it was recorded")
             return None
         key = situation, empty, gone
         if key not in self._parts:
@@ -86,9 +90,14 @@ class Tapes:
         self._tapes.pop(situation, None)
         self._drop_parts(situation)
         self._failed += 1
-        if self._failed == _ATTEMPTS:
+        self._warn(why)
+
+    def _warn(self, why: str) -> None:
+        """Once."""
+        if not self._warned:
+            self._warned = True
             warnings.warn(
-                f"stage {self._name!r} does something else each time it runs ({why}), so it is recomputed as a whole: "
-                "results are right, memory may exceed the budget. Plan with options=False",
+                f"stage {self._name!r} was recomputed as a whole, not in part as planned ({why}): results are right, "
+                "memory may exceed the budget. Plan with options=False",
                 stacklevel=2,
             )

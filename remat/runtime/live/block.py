@@ -23,14 +23,16 @@ from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
 from remat.runtime.live.nesting import claim, refuse_nested, release
 from remat.runtime.live.outcomes import outcome_of, report_of, warn_of_more
-from remat.runtime.live.raw_access import Access, guard, unguard
+from remat.runtime.live.raw_access import Guard, guard, unguard
 from remat.runtime.live.saved_tensors import Saving
 from remat.runtime.live.store import Store
 from remat.runtime.live.units.choosing import Observation, remember, ways_at
-from remat.runtime.live.versions import Version, storage_of
+from remat.runtime.live.versions import Version
+from remat.runtime.pytree import storage_of
+from remat.runtime.raw_memory import Access
 
 
-class Block:
+class Block(Guard):
     """A block of a program that is kept within a budget.
 
     Args:
@@ -83,7 +85,7 @@ class Block:
         self._depth = _len_torch_dispatch_stack()
         try:
             claim()
-            guard(self._expose)
+            guard(self)
             self._push_hooks()
             self._mode.__enter__()
             if self._observation is not None:
@@ -129,7 +131,7 @@ class Block:
                 self._count()
             finally:  # even where the device has no memory left for that, the next block can run
                 self._store.close()
-                unguard(self._expose)
+                unguard(self)
                 release()
                 if not self._seconds:
                     self._seconds = max(time.perf_counter() - self._began, 1e-9)
@@ -207,7 +209,7 @@ class Block:
             notes.append(f"it went over by {format_bytes(over.peak_bytes - self.ledger.budget)} at {over.where}")
         return "; ".join(notes)
 
-    def _expose(self, tensor: Tensor, access: Access) -> None:
+    def touched(self, tensor: Tensor, access: Access) -> None:
         """Has the memory of a tensor there before it is touched without an operator."""
         if tensor.layout != torch.strided:
             return

@@ -16,9 +16,9 @@ from torch import Tensor
 from remat.devices import DEVICES, device_called
 from remat.runtime.allocator import rounded
 from remat.runtime.fakes import in_earnest
-from remat.runtime.live.schemas import INDEXING, PUTTING, Traits, tensors_in
-from remat.runtime.live.versions import storage_of
 from remat.runtime.meter import MemoryMeter
+from remat.runtime.operators import INDEXING, PUTTING, Traits, on_meta, tensors_in
+from remat.runtime.pytree import storage_of
 from remat.runtime.surroundings import PLAIN
 
 _TIMED_CALLS = 3
@@ -261,7 +261,7 @@ def _predicted_outputs(
         return _counted_outputs(traits, function, args, inputs), None
     shadows: dict[int, Tensor] = {}
     try:
-        result = function(*_on_meta(args, shadows), **_on_meta(dict(kwargs), shadows))
+        result = function(*on_meta(args, shadows), **on_meta(dict(kwargs), shadows))
     except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError):
         # No meta kernel: the outputs are taken to be as large as the inputs until they have been seen.
         return [sum(tensor.numel() * tensor.element_size() for tensor in inputs)], None
@@ -319,19 +319,6 @@ def _masked_elements(source: Tensor, indices: Sequence[Tensor | None]) -> int:
         else:
             picked, dimension = max(picked, index.numel()), dimension + 1
     return picked * kept * math.prod(source.shape[dimension:])
-
-
-def _on_meta(value: Any, shadows: dict[int, Tensor]) -> Any:
-    """`value` with tensors without data in the place of its tensors, the same for the same."""
-    if isinstance(value, Tensor):
-        if id(value) not in shadows:
-            shadows[id(value)] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        return shadows[id(value)]
-    if isinstance(value, (list, tuple)):
-        return [_on_meta(item, shadows) for item in value]
-    if isinstance(value, dict):
-        return {name: _on_meta(item, shadows) for name, item in value.items() if name != "generator"}
-    return torch.device("meta") if isinstance(value, torch.device) else value
 
 
 class Rates(NamedTuple):

@@ -33,9 +33,10 @@ from remat.runtime.live.operator_calls import (
     random_before,
 )
 from remat.runtime.live.raw_access import are_others, expose_elsewhere
-from remat.runtime.live.schemas import Traits, tensors_in, traits_of
 from remat.runtime.live.store import Store, can_be_evicted, no_autocast, no_autograd, parts_of, storages_made
-from remat.runtime.live.versions import Given, Operator, Source, StorageRef, Version, VersionRef, bits_of, storage_of
+from remat.runtime.live.versions import Given, Operator, Source, StorageRef, Version, VersionRef, bits_of
+from remat.runtime.operators import Traits, tensors_in, traits_of
+from remat.runtime.pytree import storage_of
 from remat.runtime.surroundings import KNOWN, Surroundings, surroundings_of
 
 STATE_BYTES = state_bytes()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from remat.runtime.live.costs import OperatorFacts
-from remat.runtime.live.schemas import Traits
 from remat.runtime.live.versions import Given, RandomBefore, Source, Version
+from remat.runtime.operators import Traits
 from remat.runtime.surroundings import Surroundings
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from remat.runtime.allocator import rounded
 from remat.runtime.live.context import DTR
 from remat.runtime.live.nesting import is_running
 from remat.runtime.live.units.block import UnitsBlock
-from remat.runtime.pytree import tensors
+from remat.runtime.pytree import storage_of, tensors
 
 _MOST_TURNS = 64  # forwards whose backwards may all be ahead; of more, some will never have any
 
@@ -70,7 +70,7 @@ class Steps:
 
     def _reserved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Bytes of the sample, less those of gradients to come."""
-        given = [each.untyped_storage() for each in tensors((args, kwargs)) if each.layout == torch.strided]
+        given = [storage_of(each) for each in tensors((args, kwargs)) if each.layout == torch.strided]
         storages = {id(storage): storage for storage in given}
         sample = sum(rounded(storage.nbytes(), storage.device) for storage in storages.values())
         return sample - sum(parameter.nbytes for parameter in self._parameters if parameter.grad is None)

@@ -22,7 +22,6 @@ from remat.runtime.dtr import _kernels as k
 from remat.runtime.fakes import in_earnest
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
-from remat.runtime.live.schemas import tensors_in
 from remat.runtime.live.versions import (
     Brought,
     Given,
@@ -32,8 +31,9 @@ from remat.runtime.live.versions import (
     Version,
     VersionRef,
     on_storage,
-    storage_of,
 )
+from remat.runtime.operators import tensors_in
+from remat.runtime.pytree import storage_of
 
 # Operators inside of all three run as the kernels that they were when the dispatcher saw them. They stand in each
 # `with` by themselves: a context manager of ours around them could be interrupted between them and leave some on.

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from remat.runtime.surroundings import Surroundings, put_back
 
-storage_of: Callable[[Tensor], torch.UntypedStorage] = torch._C.TensorBase.untyped_storage  # not what a guard replaces
-
 
 class StorageRef(weakref.ref):
     """A reference to a storage that does not keep it; knows whose it is when the storage dies.

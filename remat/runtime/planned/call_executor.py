@@ -160,7 +160,7 @@ class _Calls:
         several = not place.last
         generators = accelerators(stage, value) if several and run.executor.preserve_random else None
         self._calls = StageCalls(value, stage.name, several=several, generators=generators)
-        self._open = run.begins(step, value, self._calls)
+        self._open = run.begins(step, value, self._calls, (args, kwargs))
 
     def _close(self, opened: Open, calls: StageCalls, output: Any) -> None:
         """The first run of a stage is over."""

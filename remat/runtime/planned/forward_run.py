@@ -179,17 +179,16 @@ class Run:
 
     # Forward -----------------------------------------------------------------------------------------------------
 
-    def begins(self, step: Step, value: Any, again: Callable[[Any], Any]) -> Open:
-        """A stage is about to run for the first time, on `value`; `again` will repeat it."""
+    def begins(self, step: Step, value: Any, again: Callable[[Any], Any], beside: Any = ()) -> Open:
+        """A stage is about to run for the first time, on `value` and what is `beside` it; `again` will repeat it."""
         index = step.operation.stage
         stage = self.executor.stages[index - 1]
         self.observe(step.operation)
         versions = versions_of(value)
         environment = None
         if not step.last:
-            environment = FirstRun(
-                stage, value, self.executor.watches[index - 1], preserve_random=self.executor.preserve_random
-            )
+            watch, preserve_random = self.executor.watches[index - 1], self.executor.preserve_random
+            environment = FirstRun(stage, value, watch, preserve_random=preserve_random, beside=beside)
         record = None
         if environment is not None or step.operation.kind != F_ALL or self.executor.sent(step.operation):
             record = self._records[index] = Record(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +22,7 @@ from remat.runtime.live.units.account import Counted
 from remat.runtime.live.units.dormant import packing
 from remat.runtime.live.units.pieces import Input, Piece, Row, Slot, tensor_on
 from remat.runtime.live.units.unit import Code, Unit
-from remat.runtime.live.versions import storage_of
-from remat.runtime.pytree import map_tensors, tensors
+from remat.runtime.pytree import map_tensors, storage_of, tensors
 from remat.runtime.surroundings import Surroundings, present
 
 if TYPE_CHECKING:
@@ -166,8 +165,9 @@ class UnitCall:
         made, value, slot.piece = OUTSIDE, None, None
         if not self.varied:
             if number < len(self._saved):
-                shape, made, value = self._saved[number]
-                if tensor.shape != shape:
+                value = self._saved[number]
+                made = value.storage
+                if value_of(tensor, made) != value:
                     self.varied, made = True, OUTSIDE
             else:
                 self.varied = True
@@ -322,9 +322,8 @@ class UnitCall:
         made = None
         self._have_inputs(range(len(self.inputs)) if parts is None else parts.reads)
         if parts is not None:
-            replaying = Replaying(parts, self._kept)
             try:
-                made = self._again(_Collector(tape.saved, dropped, parts.ends_at, replaying), unsaved, parts)
+                made = self._again(dropped, unsaved, parts)
             except (ReplayError, torch.OutOfMemoryError):
                 raise
             except (Differs, Exception):  # of code that met what was skipped
@@ -332,7 +331,7 @@ class UnitCall:
         if made is None:
             self._have_inputs(range(len(self.inputs)))
             try:
-                made = self._again(_Collector(tape.saved, dropped, None, None), unsaved, None)
+                made = self._again(dropped, unsaved, None)
             except Differs as error:
                 raise ReplayError(
                     f"recomputing {unit.name} has not done what its first run did ({error}){_HINT}"
@@ -363,28 +362,40 @@ class UnitCall:
         return None if storage is None else tensor_on(storage, value)
 
     def _again(
-        self, collector: _Collector, unsaved: Collection[int], parts: Parts | None
+        self, dropped: Collection[int], unsaved: Collection[int], parts: Parts | None
     ) -> dict[int, tuple[torch.UntypedStorage, dict[int, torch.Tensor]]]:
-        unit = self.unit
-        assert unit.tape is not None
+        """Runs the call again; gives storages by number, with the tensors of those that autograd saves.
+
+        Args:
+            dropped: what autograd saves and is wanted; unsaved: storages that it does not save, and are returned.
+
+        Raises:
+            Differs: the run was not what the first one was.
+        """
+        tape = self.unit.tape
+        assert tape is not None
+        replaying = None
         with torch.enable_grad(), self._surroundings(), suppress(Ended):
-            filled = [self._input(number, parts) for number in range(len(self.inputs))]
+            there = [given.there() for given in self.inputs]
+            filled = [self._input(number, tensor, parts) for number, tensor in enumerate(there)]
             args, kwargs = map_tensors(lambda place: filled[place.number], self._passed, (_Place,))
-            collector.returns = bool(unsaved)
-            with saved_tensors_hooks(collector, _never):
-                if collector.replaying is not None:
-                    with collector.replaying:
-                        output = self._forward(*args, **kwargs)
-                else:
-                    output = self._forward(*args, **kwargs)
-            for tensor, value in zip(tensors(output), unit.tape.outputs, strict=False):
+            if parts is not None:
+                lacking = [tensor for tensor, known in zip(filled, there, strict=True) if known is None]
+                replaying = Replaying(parts, self._kept, lacking)
+            collector = _Collector(tape.saved, dropped, replaying, parts, returns=bool(unsaved))
+            with saved_tensors_hooks(collector, _never), replaying or nullcontext():
+                output = self._forward(*args, **kwargs)
+            for number, (tensor, value) in enumerate(zip(tensors(output), tape.outputs, strict=False)):
                 if value.storage in unsaved:
+                    if replaying is not None:
+                        replaying.expect(tensor, tape.outputs, number, wanted=True)
                     collector.found[value.storage] = storage_of(tensor), {}
+        if replaying is not None:
+            replaying.check()
         return collector.found
 
-    def _input(self, number: int, parts: Parts | None) -> torch.Tensor:
+    def _input(self, number: int, tensor: torch.Tensor | None, parts: Parts | None) -> torch.Tensor:
         given = self.inputs[number]
-        tensor = given.there()
         if tensor is None:
             if parts is None or number in parts.reads:
                 raise ReplayError("an input of a module was to be read before it was there; please report this")
@@ -409,41 +420,52 @@ class UnitCall:
 
 
 class _Collector:
-    """The pack hook of a replay: takes what is wanted, and ends the run when that is complete."""
+    """The pack hook of a replay: takes what is wanted, and ends the run when that is complete.
+
+    Args:
+        saved: what the first run has saved.
+        wanted: the numbers of what is taken.
+        replaying, parts: where the run is made in part.
+        returns: what the run returns is wanted, too.
+    """
 
     def __init__(
-        self, saved: list[Value], wanted: Collection[int], ends_at: int | None, replaying: Replaying | None
+        self,
+        saved: list[Value],
+        wanted: Collection[int],
+        replaying: Replaying | None,
+        parts: Parts | None,
+        *,
+        returns: bool,
     ) -> None:
-        self._saved, self._wanted, self._ends_at, self.replaying = saved, frozenset(wanted), ends_at, replaying
+        self._saved, self._wanted, self._replaying, self._returns = saved, frozenset(wanted), replaying, returns
+        self._ends_at = 0 if parts is None else parts.ends_at
         self._last = max(self._wanted, default=-1)
         self._count = 0
-        self.returns = False
         self.found: dict[int, tuple[torch.UntypedStorage, dict[int, torch.Tensor]]] = {}  # by number on the tape
 
     def __call__(self, tensor: torch.Tensor) -> None:
         number = self._count
         self._count += 1
+        if self._replaying is not None:
+            self._replaying.expect(tensor, self._saved, number, wanted=number in self._wanted)
         if number < len(self._saved):
             value = self._saved[number]
             if tensor.shape != value.size or tensor.dtype != value.dtype:
                 raise Differs("it saves other tensors")
             if number in self._wanted:
-                if self.replaying is not None and not self.replaying.is_there(tensor):
-                    raise Differs("a tensor is saved that was skipped")
                 with in_earnest():
                     again = tensor.detach()
                 storage, tensors_of = self.found.setdefault(value.storage, (storage_of(again), {}))
                 if storage is not storage_of(again):
                     raise Differs("other tensors share memory")
                 tensors_of[number] = again
-        if (
-            number >= self._last
-            and not self.returns
-            and self.replaying is not None
-            and self._ends_at is not None
-            and self.replaying.done >= self._ends_at
-        ):
+        if self._replaying is not None and not self._returns and self._is_complete(self._replaying):
             raise Ended
+
+    def _is_complete(self, replaying: Replaying) -> bool:
+        """Whether all that is wanted is there, and proved to be right."""
+        return self._count > max(self._last, replaying.saved_by - 1) and replaying.done >= self._ends_at
 
 
 def unpack(saved: Slot | tuple[torch.Tensor, int]) -> torch.Tensor:

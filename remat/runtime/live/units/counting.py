@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from remat.runtime.calls.tape import Operator
 from remat.runtime.live.costs import SHARED, Knowledge, observe, working_device
 from remat.runtime.live.operator_calls import device_among
-from remat.runtime.live.schemas import Traits, tensors_in, traits_of
 from remat.runtime.live.store import new_storages
 from remat.runtime.live.units.account import Counted
 from remat.runtime.live.units.pool import Pool
-from remat.runtime.live.versions import storage_of
+from remat.runtime.operators import Traits, tensors_in, traits_of
+from remat.runtime.pytree import storage_of
 from remat.runtime.surroundings import KNOWN, surroundings_of
 
 _NEAR = 16  # operators of a trail that may be none of the tape

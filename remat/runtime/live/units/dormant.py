@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from remat.runtime.calls.tape import value_of
 from remat.runtime.live.units.course import Segment
 from remat.runtime.live.units.pieces import Row, Slot
 from remat.runtime.live.units.story import Died, Event, Evicted, Gone, Made, Others, Ran
@@ -126,7 +127,7 @@ def packing(call: UnitCall) -> Callable[[torch.Tensor], object]:
         if pool.precedent is None:
             return call.pack(tensor)
         number = len(slots)
-        if number == len(saved) or tensor.shape != saved[number][0]:
+        if number == len(saved) or value_of(tensor, saved[number].storage) != saved[number]:
             pool.wake()
             return call.pack(tensor)
         slot = Slot()

@@ -96,7 +96,7 @@ class Unit:
         name: of the module's class.
         tape: None until a call was recorded.
         makings: of what outlives a call.
-        saved: of each tensor that autograd saves the shape, the number of the storage, and how it looks at that.
+        saved: of each tensor that autograd saves how it looks at the storage of which number.
         forward_bytes, backward_bytes: what its forward and its backward take at their peak, above what is in use when
             they begin.
         working_bytes: what keeping and bringing back the environment of a call takes while it runs.
@@ -115,7 +115,7 @@ class Unit:
         self._failed = 0
         self.tape: Tape | None = None
         self.makings: list[Making] = []
-        self.saved: list[tuple[torch.Size, int, Value]] = []
+        self.saved: list[Value] = []
         self.forward_bytes = self.backward_bytes = self.inner_bytes = 0
         self.backward_nanoseconds = self.model_backward_nanoseconds = 1
         self.kept = self.once = ""
@@ -151,7 +151,7 @@ class Unit:
         self.tape = tape
         self._parts.clear()
         self.makings = makings(tape)
-        self.saved = [(torch.Size(value.size), value.storage, value) for value in tape.saved]
+        self.saved = tape.saved
         self.backward_nanoseconds = int(_BACKWARD * 1e9 * sum(operator.seconds for operator in tape.operators)) + 1
         self.model_backward_nanoseconds = _BACKWARD * sum(_model_nanoseconds(each, tape) for each in tape.operators)
         self.writes = tuple(
