@@ -20,7 +20,6 @@ from remat.errors import RematError
 from remat.runtime.allocator import allocated_bytes
 from remat.runtime.calls.environment import state_bytes
 from remat.runtime.dtr import _kernels as k
-from remat.runtime.fakes import in_earnest
 from remat.runtime.live.costs import SHARED, Knowledge, OperatorFacts, observe, working_device
 from remat.runtime.live.operator_calls import (
     CPU,
@@ -33,8 +32,8 @@ from remat.runtime.live.operator_calls import (
     random_before,
 )
 from remat.runtime.live.raw_access import are_others, expose_elsewhere
-from remat.runtime.live.store import Store, can_be_evicted, no_autocast, no_autograd, parts_of, storages_made
-from remat.runtime.live.versions import Given, Operator, Source, StorageRef, Version, VersionRef, bits_of
+from remat.runtime.live.store import Store, can_be_evicted, parts_of, storages_made
+from remat.runtime.live.versions import Given, Operator, Source, StorageRef, Version, VersionRef, bits_of, hand_over
 from remat.runtime.operators import Traits, tensors_in, traits_of
 from remat.runtime.pytree import storage_of
 from remat.runtime.surroundings import KNOWN, Surroundings, surroundings_of
@@ -367,7 +366,6 @@ class Dispatcher(TorchDispatchMode):
         traits, facts, function, args, kwargs = call.traits, call.facts, call.function, call.args, call.kwargs
         changed = action.changed
         scratch = facts.scratch_bytes + (_RANDOM_BYTES if traits.random else 0) + action.discarded_bytes
-        kept = sum(version.size for version, _ in changed if version.saves)  # autograd wants these: they will be copied
         pending = Pending(
             traits.label,
             facts.model_nanoseconds if self.by_model else facts.nanoseconds,
@@ -375,13 +373,9 @@ class Dispatcher(TorchDispatchMode):
             scratch,
         )
         pending.changed = tuple([version.tensor for version, _ in changed])
-        pending.overwritten = sum(version.size for version, _ in changed) - kept
-        if call.missing or ledger.memory + facts.total_bytes + scratch + kept > ledger.budget:
+        pending.overwritten = sum(version.size for version, _ in changed)
+        if call.missing or ledger.memory + facts.total_bytes + scratch > ledger.budget:
             self._make_room(pending, call, changed)
-        for version, storage in changed:
-            if version.saves:
-                with in_earnest(), no_autograd(), no_autocast():
-                    store.move(version, storage.clone())
         random = random_before(traits, call.device or CPU, kwargs) if traits.random and action.repeatable else None
         try:
             if facts.settled:
@@ -492,12 +486,8 @@ class Dispatcher(TorchDispatchMode):
         for tensor, storage in zip(tensors, made, strict=False):
             store.enter(tensor, storage, allocated_bytes(storage), operator)
         for tensor, (version, storage) in zip(tensors[len(made) :], changed, strict=False):
-            store.enter(tensor, storage, allocated_bytes(storage), operator)
-            if version.saves:  # its old content has moved, and only autograd has it
-                version.dropped = True
-                self.ledger.note(k.DROP, version.tensor)
-            else:
-                version.where = version.held = None
-                store.release(version)
+            hand_over(version, store.enter(tensor, storage, allocated_bytes(storage), operator), storage)
+            version.where = version.held = None
+            store.release(version)
         if not made and not changed:
             self.ledger.note(k.RELEASE, tensors[0])

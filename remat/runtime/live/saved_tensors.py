@@ -36,16 +36,21 @@ class Saving:
         """The tensor again."""
         self.was_asked = True
         if isinstance(saved, SavedConstant):
-            if saved.version is not None and saved.tensor._version != saved.version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"a tensor of shape {list(saved.tensor.shape)} is at version {saved.tensor._version}; expected "
-                    f"version {saved.version} instead"
-                )
+            _refuse_changed(saved.tensor, saved.tensor.shape, saved.version)
             return saved.tensor
+        _refuse_changed(saved.witness, saved.view[1], saved.changes)
         version = saved.version
         if not version.resident:
             self._store.access(version, "backward")
         storage = self._store.lend(version)
         with in_earnest(), no_autograd(), no_autocast():
             return on_storage(saved.view, storage)
+
+
+def _refuse_changed(witness: Tensor, shape: torch.Size, version: int | None) -> None:
+    """As PyTorch does where nothing stands between it and what it has saved."""
+    if version is not None and witness._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {list(shape)} is at version {witness._version}; expected version {version} instead"
+        )

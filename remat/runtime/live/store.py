@@ -30,6 +30,7 @@ from remat.runtime.live.versions import (
     StorageRef,
     Version,
     VersionRef,
+    hand_over,
     on_storage,
 )
 from remat.runtime.operators import tensors_in
@@ -300,7 +301,7 @@ class Store:
                 self._put(version, made)  # autograd will hand it out
             # Else only operators that may run again refer to the version; its content goes when the last of them does.
         else:
-            storage.resize_(version.size)
+            storage.resize_(made.nbytes())  # what was asked for, and not what the allocator gives for that
             storage.copy_(made)
             version.held = storage if version.saves else None
         version.resident = True
@@ -345,6 +346,7 @@ class Store:
         assert storage is not None
         constant = self.make_constant(storage, version.tensor)
         heir = Version(version.tensor, version.size, None)
+        hand_over(version, heir, storage)
         self.know(heir)
         version.constant, version.operator, version.where, version.held, version.released = (
             constant,
@@ -401,11 +403,6 @@ class Store:
             self.enter(tensor, original, size, None)
             self._put(old, copy)
         constant.witness = constant.version = None
-
-    def move(self, version: Version, storage: torch.UntypedStorage) -> None:
-        """The content of a version that only autograd wants is in another storage from now on."""
-        version.held = storage
-        self._put(version, storage)
 
     # The end ---------------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from remat.runtime.fakes import in_earnest
 from remat.runtime.surroundings import Surroundings, put_back
 
 
@@ -41,7 +42,7 @@ class Version:
         held: that storage, where the program itself does not keep it: autograd has only a `Saved`, or it was
             recomputed although nothing refers to it any more.
         constant: what took its place when it was cut loose from its operator.
-        saves: how often autograd has saved it.
+        saves: how often autograd has saved it; handle: what it keeps of it.
         resident: whether its content is in memory.
         dropped: whether the policy core takes it that no storage is left for it when it is recomputed.
         released: whether the policy core need not hear of it any more.
@@ -52,6 +53,7 @@ class Version:
     held: torch.UntypedStorage | None = None
     constant: Given | None = None
     saves = 0
+    handle: weakref.ref[Handle] | None = None
     resident = True
     dropped = False
     released = False
@@ -149,19 +151,65 @@ def on_storage(view: View, storage: torch.UntypedStorage) -> Tensor:
     return torch._neg_view(tensor) if bits & NEGATIVE else tensor
 
 
+class Handle:
+    """What autograd keeps of a storage in place of its tensors: whichever version that has now."""
+
+    __slots__ = ("__weakref__", "version")
+
+    def __init__(self, version: Version) -> None:
+        self.version = version
+        version.handle = weakref.ref(self)
+
+
+def handle_of(version: Version) -> Handle:
+    known = None if version.handle is None else version.handle()
+    return Handle(version) if known is None else known
+
+
+def hand_over(version: Version, heir: Version, storage: torch.UntypedStorage) -> None:
+    """What autograd has saved of a version is another one's from now on, which has the storage.
+
+    Autograd keeps memory, and not what that held when it was saved: operators write to what was saved for themselves
+    (the noise of RReLU), and programs by `.data`. Who writes otherwise changes the tensor's version: an error.
+    """
+    handle = None if version.handle is None else version.handle()
+    if handle is None or not version.saves:
+        return
+    handle.version = heir
+    heir.handle, heir.saves, heir.held = version.handle, version.saves, storage
+    version.handle, version.saves = None, 0
+
+
 class Saved:
     """What autograd keeps in place of a tensor; notifies the runtime when it is dropped."""
 
-    __slots__ = ("dropped", "version", "view")
+    __slots__ = ("changes", "dropped", "handle", "view", "witness")
 
     def __init__(self, tensor: Tensor, version: Version, dropped: Callable[[Version], None]) -> None:
-        self.version = version
+        self.handle = handle_of(version)
         shape, stride = tensor.shape, tensor.stride()
         self.view: View = (version, shape, stride, tensor.storage_offset(), tensor.dtype, bits_of(tensor))
         self.dropped = dropped
+        self.changes = tensor._version
+        self.witness = _witness(tensor)
+
+    @property
+    def version(self) -> Version:
+        return self.handle.version
 
     def __del__(self) -> None:
-        self.dropped(self.version)
+        self.dropped(self.handle.version)
+
+
+def _witness(tensor: Tensor) -> Tensor:
+    """A tensor without memory that counts how often the given one was changed."""
+    with in_earnest():
+        witness = tensor.detach()
+        witness.data = _EMPTY
+    return witness
+
+
+_EMPTY = torch.empty(0)
 
 
 class SavedConstant:
