@@ -23,10 +23,11 @@ from remat.profiling.stage_costs import own_autocast_cache
 from remat.report import Report
 from remat.runtime.allocator import rounded
 from remat.runtime.caches import caches_off, configs_with_caches
-from remat.runtime.calls.environment import RandomState, accelerators
+from remat.runtime.calls.environment import accelerators
 from remat.runtime.calls.stages import Stage, call_of, check_device
 from remat.runtime.checks import Loss, check_model, check_sample, checked_loss
 from remat.runtime.executor import How, Running, executing
+from remat.runtime.generators import RandomState, held_by, of_python
 from remat.runtime.meter import MemoryMeter, elapsed
 from remat.runtime.planned.patched_forward import unpatched
 from remat.runtime.pytree import Arguments, loss_in, storage_of, tensors
@@ -78,7 +79,7 @@ class Bench:
             stack.enter_context(preserved(self._parts, self._devices))
             stack.enter_context(own_autocast_cache())
             self._foreign = stack.enter_context(aliased_parameters(self._parts))
-            self._random = RandomState(self._devices)
+            self._random = RandomState(self._devices, [*held_by(self._parts), *of_python()])
             buffers = [buffer for part in self._parts for buffer in part.buffers()]
             self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
             self._inside = stack.pop_all()

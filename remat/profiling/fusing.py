@@ -18,6 +18,7 @@ from remat.profiling.stage_costs import SavedStorages, storage_bytes
 from remat.profiling.work import Work
 from remat.runtime.calls.stages import describe_call, detached, flatten, input_of
 from remat.runtime.checks import failing_on_the_sample
+from remat.runtime.generators import held_by, refuse_foreign
 from remat.runtime.patching import blocks_as_written
 from remat.runtime.pytree import Arguments, map_tensors, storage_of, tensors
 
@@ -63,6 +64,7 @@ def _probed(flat: Sequence[tuple[str, nn.Module]], value: Any, tell: Progress) -
         with failing_on_the_sample(partial(str, name)), blocks_as_written(), hooks, work:
             output = module(copy)
         _check_output(name, output)
+        refuse_foreign(work.drawn_from, held_by(module.modules()), f"module {name!r}")
         saves = saved.among(copy), saved.among(output)
         inside = saved.bytes_besides((copy, *module.parameters(), *module.buffers()))
         in_place = [tensor._version for tensor in tensors(copy)] != versions

@@ -41,6 +41,7 @@ from remat.runtime.calls.route import Route
 from remat.runtime.calls.stage_calls import StageCalls
 from remat.runtime.calls.stages import detached
 from remat.runtime.checks import Loss
+from remat.runtime.generators import RandomState, held_by
 from remat.runtime.patching import Forward, intercepted
 from remat.runtime.pytree import Arguments, first_tensor, loss_in, tensors
 
@@ -70,6 +71,7 @@ class ModelPass(Pass):
         self._measuring = False
         self._calls: StageCalls | None = None
         self._value: torch.Tensor | None = None
+        self._generators: list[Any] = []  # that the model holds
         self._outside: Any = None  # the open span of code outside
         self._kept: list[Any] = []  # what the executor would hold, and what must keep its identity
 
@@ -83,6 +85,7 @@ class ModelPass(Pass):
     def _run(self, model: nn.Module, call: Arguments, loss: Loss | None) -> None:
         self.facts[0].act, self.facts[0].grad = storage_bytes(call), gradient_bytes(call)
         last = len(self.places.stages)
+        self._generators = held_by(model.modules())
         self._open_outside(1)
         with intercepted(self.places.names, self.arrive), warnings.catch_warnings():
             # What is cut off from a stage is a view, of which FSDP warns in case it is changed in place.
@@ -204,7 +207,8 @@ class ModelPass(Pass):
                 pass
             if index in self.places.follows:
                 self._alive.follows(index, value)
-        generators = accelerators(self.places.stages[index - 1], value)
+        devices = accelerators(self.places.stages[index - 1], value)
+        generators = partial(RandomState, devices, self._generators)
         calls = StageCalls(value, place.name, with_graphs=True, several=not place.last, generators=generators)
         self._calls, self._value = calls, value
         self._counted = self._route.counter.now()

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from remat.runtime.allocator import rounded
-from remat.runtime.calls.environment import RandomState, rescaled
+from remat.runtime.calls.environment import rescaled
 from remat.runtime.fakes import is_fake
+from remat.runtime.generators import RandomState, held_by, of_python
 from remat.runtime.parts import parts_of
 from remat.runtime.pytree import map_tensors, storage_of, tensors
 from remat.runtime.sharding import is_sharded
@@ -23,8 +24,8 @@ def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> 
 
     So are attributes of modules into which forwards have put tensors with their graphs, which would keep these alive.
     """
-    random = RandomState(devices)
     parts = parts_of(modules)
+    random = RandomState(devices, [*held_by(parts), *of_python()])
     attributes = [(part, dict(part.__dict__)) for part in parts]
     buffers = [(part, name, buffer) for part in parts for name, buffer in part._buffers.items()]
     # Copies are worked on, so that not even the versions of the originals move: a pending backward may need them.

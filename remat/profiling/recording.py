@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from remat.errors import UnsupportedModel
 from remat.profiling.work import work_of
 from remat.runtime.checks import failing_on_the_sample
+from remat.runtime.generators import held_by, passed_to, refuse_foreign
 from remat.runtime.operators import flat, only_views, statistics
 from remat.runtime.operators import written as written_by
 from remat.runtime.patching import Forward, blocks_as_written, intercepted, outside_of_compiled
@@ -139,6 +140,8 @@ def record(model: nn.Module, sample: Arguments) -> Recording:
         raise UnsupportedModel(
             f"{type(model).__name__} ran without its forward being called; is it compiled as a whole?"
         )
+    known = [*held_by(model.modules()), *recorder.generators]
+    refuse_foreign(recorder.drawn_from, known, type(model).__name__)
     for tensor in tensors(output):
         recorder.storage(tensor).returned = True
     if not tensors(output):
@@ -157,12 +160,15 @@ class _ForwardRecorder:
         self.clock = 0
         self.root: ModuleCall | None = None
         self.present: ModuleCall | None = None
+        self.generators: list[Any] = []  # that calls were passed
+        self.drawn_from: list[torch.Generator] = []
         self.failed = ""  # the innermost call that raised an error
 
     def call(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = tensors((args, kwargs))
         for tensor in given:
             self.storage(tensor)
+        self.generators += held_by((), (args, kwargs))
         count = self.counts[module] = self.counts.get(module, 0) + 1
         name = self.names[module] + (f"#{count}" if count > 1 else "")
         takes = activation_of(args, kwargs)
@@ -228,6 +234,7 @@ class _Operators(TorchDispatchMode):
         now, call = recorder.clock, recorder.present
         if call is None:
             return operator(*args, **kwargs)
+        recorder.drawn_from += passed_to((*args, *kwargs.values()))
         inputs = flat((*args, *kwargs.values()))
         for tensor in inputs:
             recorder.storage(tensor).uses.append((now, call))

@@ -29,9 +29,10 @@ from remat.profiling.recording import no_backward
 from remat.profiling.stage_costs import Boundary, Marks, SavedStorages, gradient_bytes, storage_bytes
 from remat.profiling.units import Visitor
 from remat.runtime.calls.ending import Ending, Saving
-from remat.runtime.calls.environment import BufferWatch, RandomState, accelerators, state_bytes
+from remat.runtime.calls.environment import BufferWatch, accelerators, state_bytes
 from remat.runtime.calls.stages import Stage, detached
 from remat.runtime.checks import Loss
+from remat.runtime.generators import RandomState, held_by
 from remat.runtime.pytree import Arguments, tensors
 
 
@@ -147,7 +148,7 @@ class Pass(ABC):
         facts, before = self.facts[index], self.facts[index - 1]
         devices = accelerators(stage, given)
         watch, flags = BufferWatch(), tuple(part.training for part in stage.parts)
-        copies, random = watch.before(stage, flags), RandomState(devices)
+        copies, random = watch.before(stage, flags), RandomState(devices, held_by(stage.parts, given))
         saved = SavedStorages()
         with (
             self._graph_of_a_stage(),
@@ -157,7 +158,7 @@ class Pass(ABC):
             output = run(cut(given))
         changed = watch.after(stage, flags, copies)
         set_up = self._replaced.among(stage.parts) if self._replaced is not None else []
-        draws = random != RandomState(devices)
+        draws = random != random.now()
         facts.marks = Marks(
             draws,
             bool(changed),

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from remat.runtime.generators import passed_to
 from remat.runtime.operators import flat, only_views, written
 
 _OPERATIONS_PER_BYTE = 8  # that take about as long as moving one, on usual machines
@@ -61,13 +62,16 @@ class Work(Watching):
 
     Attributes:
         work: so far.
+        drawn_from: generators that operators were given.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.work = 0.0
+        self.drawn_from: list[torch.Generator] = []
 
     def seen(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
         inputs, outputs = flat((*args, *kwargs.values())), flat((output,))
+        self.drawn_from += passed_to((*args, *kwargs.values()))
         if written(operator, args, kwargs) or not only_views(inputs, outputs):
             self.work += work_of(operator, args, kwargs, output, inputs, outputs)

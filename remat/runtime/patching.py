@@ -1,14 +1,17 @@
 """Standing in for the `forward` of modules, so that their calls can be watched or run in another way.
 
 The forward is replaced on the instance, inside of `__call__`: hooks of the module stay outside, and run as often as the
-model calls it. Class, children, parameters and state are not touched. Of a module that `module.compile()` has compiled,
+model calls it. Class, children, parameters and state are not touched, and a copy of the module has the forward that was
+there (`StandIn`). Of a module that `module.compile()` has compiled,
 the compiled call is replaced instead, hooks and all: the compiler must not see what stands in. Calls from other threads
 go to the forward that was there.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import get_ident
@@ -20,26 +23,80 @@ from torch import nn
 Forward = Callable[..., Any]
 Handler = Callable[[nn.Module, Forward, tuple[Any, ...], dict[str, Any]], Any]
 _COMPILED = "_compiled_call_impl"  # where nn.Module keeps what compile() made
+_STATE = "__getstate__"  # what copies and pickles of an object are made of
 _MISSING = object()
+
+
+class StandIn:
+    """Stands in for the forward of a module, in its `__dict__`; a copy of the module, or one that is unpickled, has the
+    forward that was there.
+
+    Args:
+        own: what was in the `__dict__` before; None where the forward is that of the class.
+        runs: what runs in place of the forward.
+    """
+
+    def __init__(self, module: nn.Module, own: Forward | None, forward: Forward, runs: Forward) -> None:
+        self._module, self._own, self._runs = module, own, runs
+        self.__wrapped__ = forward  # for inspect.signature, by which trainers choose what to pass
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._runs(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._own is not None:
+            return copy.deepcopy(self._own, memo)
+        return _plain_forward(memo.get(id(self._module), self._module))
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _plain_forward, (self._module, self._own)
+
+
+def _plain_forward(module: nn.Module, own: Forward | None = None) -> Forward:
+    return types.MethodType(type(module).forward, module) if own is None else own
+
+
+def stand_in(module: nn.Module, name: str, by: Forward) -> Callable[[], None]:
+    """Puts `by` in the place of a forward, and keeps it out of copies; returns what undoes that."""
+    before = {key: module.__dict__.get(key, _MISSING) for key in (name, _STATE)}
+    module.__dict__[name] = by
+    module.__dict__[_STATE] = lambda: _state_of(module, before)
+
+    def undo() -> None:
+        for key, own in before.items():
+            if own is _MISSING:
+                module.__dict__.pop(key, None)
+            else:
+                module.__dict__[key] = own
+
+    return undo
+
+
+def _state_of(module: nn.Module, before: dict[str, Any]) -> Any:
+    """What a shallow copy is made of."""
+    own = before[_STATE]
+    state = getattr(type(module), _STATE)(module) if own is _MISSING else own()
+    if isinstance(state, dict):
+        state = {key: value for key, value in state.items() if key not in before}
+        state.update({key: value for key, value in before.items() if value is not _MISSING and key != _STATE})
+    return state
 
 
 @contextmanager
 def intercepted(modules: Iterable[nn.Module], handler: Handler) -> Iterator[None]:
     """Inside, `handler(module, forward, args, kwargs)` runs in place of the forward of each of `modules`."""
-    before: list[tuple[nn.Module, str, Any, Forward]] = []
-    for module in dict.fromkeys(modules):
-        name = _COMPILED if is_compiled(module) else "forward"
-        before.append((module, name, module.__dict__.get(name, _MISSING), getattr(module, name)))
+    undone: list[Callable[[], None]] = []
     try:
-        for module, name, _, forward in before:
-            module.__dict__[name] = _bound(handler, module, forward, get_ident())
+        for module in dict.fromkeys(modules):
+            name = _COMPILED if is_compiled(module) else "forward"
+            forward = getattr(module, name)
+            runs = _bound(handler, module, forward, get_ident())
+            own = module.__dict__.get("forward") if name == "forward" else None
+            undone.append(stand_in(module, name, StandIn(module, own, forward, runs)))
         yield
     finally:
-        for module, name, own, _ in before:
-            if own is _MISSING:
-                module.__dict__.pop(name, None)
-            else:
-                module.__dict__[name] = own
+        for undo in undone:
+            undo()
 
 
 def is_compiled(module: nn.Module) -> bool:

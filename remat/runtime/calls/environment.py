@@ -6,7 +6,7 @@ parameter versions.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,40 +17,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from remat.errors import ReplayError
 from remat.runtime.allocator import rounded
 from remat.runtime.calls.stages import Stage
-from remat.runtime.fakes import in_earnest, is_fake
+from remat.runtime.fakes import is_fake
+from remat.runtime.generators import RandomState, of_python
 from remat.runtime.meter import instruments
-from remat.runtime.pytree import tensors
+from remat.runtime.pytree import storage_of, tensors
 from remat.runtime.surroundings import function_modes, present, under
-
-
-class RandomState:
-    """State of the CPU's generator and of the given accelerators' ones."""
-
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        with in_earnest():
-            self.cpu = torch.get_rng_state()
-            self.others = {device: torch.get_device_module(device).get_rng_state(device) for device in devices}
-
-    def restore(self) -> None:
-        with in_earnest():
-            torch.set_rng_state(self.cpu)
-            for device, state in self.others.items():
-                torch.get_device_module(device).set_rng_state(state, device)
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, RandomState)
-            and _same(self.cpu, other.cpu)
-            and self.others.keys() == other.others.keys()
-            and all(_same(state, other.others[device]) for device, state in self.others.items())
-        )
-
-    __hash__ = None  # type: ignore[assignment]  # states are compared, never looked up
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    with in_earnest():
-        return torch.equal(one, other)
 
 
 def state_bytes(*, on_accelerator: bool = False) -> int:
@@ -110,10 +81,14 @@ class BufferWatch:
     puts another tensor in a buffer's place, as modules do that set up a table for the shapes they meet, needs no copy:
     the old one is kept until the backward, and nothing after a run that leaves it alone. A parameter that the forward
     itself scales down (`max_norm` of embeddings) counts as such a buffer: a second time would change it once more.
+
+    Attributes:
+        draws_from_python: whether runs draw from the generators of Python and NumPy; None while that is not known.
     """
 
     def __init__(self) -> None:
         self._changing: dict[tuple[bool, ...], set[_Key]] = {}
+        self.draws_from_python: bool | None = None
 
     def before(self, stage: Stage, flags: tuple[bool, ...]) -> dict[_Key, _Before]:
         """Every buffer as it is now."""
@@ -168,25 +143,85 @@ def _is_running_statistic(part: nn.Module, training: bool) -> bool:
     return isinstance(part, _NormBase) and training and part.track_running_stats
 
 
+class _Parameter(NamedTuple):
+    """A parameter as it was: the object, its version, and its memory, which `parameter.data = ...` puts another for."""
+
+    parameter: nn.Parameter
+    version: int
+    memory: torch.UntypedStorage | None
+
+
+class Parameters:
+    """The parameters of a stage as they are now."""
+
+    __slots__ = ("_now",)
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._now = [_Parameter(each, each._version, _memory_of(each)) for each in parameters]
+
+    def changed(self) -> list[torch.Tensor]:
+        """Those that were written to since."""
+        return [parameter for parameter, version, _ in self._now if parameter._version != version]
+
+    def again(self) -> Parameters:
+        """The same ones as they are now."""
+        return Parameters(parameter for parameter, *_ in self._now)
+
+    def refuse_others(self, stage: Stage, name: str) -> None:
+        """Raises ReplayError where the stage has others now, or other values in them, as far as can be known."""
+        now = list(stage.parameters())
+        if len(now) != len(self._now) or any(
+            found is not was.parameter or _memory_of(found) is not was.memory
+            for found, was in zip(now, self._now, strict=True)
+        ):
+            raise ReplayError(
+                f"the parameters of {name} are not those that its forward ran with, so recomputing it would "
+                "give another result; run backward() before they are replaced (by `parameter.data = ...` as well, and "
+                "inside of torch.func.functional_call), or use the store_all schedule"
+            )
+        for parameter, version, _ in self._now:
+            if parameter._version != version:
+                raise ReplayError(
+                    f"a parameter of {name} with shape {tuple(parameter.shape)} was modified in place since "
+                    f"the forward (version {version} then, {parameter._version} now), so recomputing it would give "
+                    "another result; call optimizer.step() after backward()"
+                )
+
+
+def _memory_of(parameter: nn.Parameter) -> torch.UntypedStorage | None:
+    """None for parameters that are parts of tensors of several processes, whose memory comes and goes."""
+    return storage_of(parameter) if type(parameter) is nn.Parameter and parameter.layout == torch.strided else None
+
+
 class FirstRun:
     """Records what the first forward of a stage depended on; `again` puts it back for a recomputation.
 
-    `value`: what it works on; `beside`: what else it is passed.
+    Args:
+        value: what it works on; beside: what else it is passed.
+        own: generators of the program's own that it may draw from.
     """
 
     def __init__(
-        self, stage: Stage, value: Any, watch: BufferWatch, *, preserve_random: bool, beside: Any = ()
+        self,
+        stage: Stage,
+        value: Any,
+        watch: BufferWatch,
+        *,
+        preserve_random: bool,
+        beside: Any = (),
+        own: Sequence[Any] = (),
     ) -> None:
         self._stage = stage
         self._flags = tuple(part.training for part in stage.parts)
-        self._versions = [(parameter, parameter._version) for parameter in stage.parameters()]
+        self._parameters = Parameters(stage.parameters())
         self._rewritten: list[torch.Tensor] = []  # parameters that the forward itself wrote to
         self._autocast = autocast_states({tensor.device.type for tensor in tensors(value)} | {"cpu"})
         self._surroundings, self._modes = present(), function_modes()
         self._shapes = tuple(map(_look, tensors((value, beside))))
         self._devices = accelerators(stage, value)
-        self._random: RandomState | None = RandomState(self._devices) if preserve_random else None
         self._watch = watch
+        own = [*own, *(of_python() if watch.draws_from_python is not False else ())]
+        self._random: RandomState | None = RandomState(self._devices, own) if preserve_random else None
         self._before = watch.before(stage, self._flags)
         self._changed: dict[_Key, _Before] = {}
 
@@ -199,15 +234,23 @@ class FirstRun:
     def ended(self) -> None:
         """To be called when the first run is over: keeps only what it really drew on and changed."""
         # A stage may change a parameter itself (Embedding's max_norm); only what comes after its run is an error.
-        self._rewritten = [parameter for parameter, version in self._versions if parameter._version != version]
+        self._rewritten = self._parameters.changed()
         if self._rewritten:
             kept_aside = {id(weight) for part in self._stage.parts for weight in rescaled(part).values()}
             self._rewritten = [weight for weight in self._rewritten if id(weight) not in kept_aside]
-        self._versions = [(parameter, parameter._version) for parameter in self._stage.parameters()]
+        self._parameters = Parameters(self._stage.parameters())
         self._changed = self._watch.after(self._stage, self._flags, self._before)
         self._before = {}
-        if self._random is not None and self._random == RandomState(self._devices):
+        now = None if self._random is None else self._random.now()
+        if self._watch.draws_from_python is None and self._random is not None and now is not None:
+            self._watch.draws_from_python = self._random.own[-len(of_python()) :] != now.own[-len(of_python()) :]
+        if self._random == now:
             self._random = None
+
+    @property
+    def draws(self) -> bool:
+        """Whether the run, which has ended, has drawn random numbers."""
+        return self._random is not None
 
     def kept(self) -> list[torch.Tensor]:
         """Copies of what was there before the run, that lie in memory until it is gone."""
@@ -222,20 +265,7 @@ class FirstRun:
             ReplayError: a parameter was modified in place since, a buffer changed that never did before, or the stage
                 writes other values to a parameter of its own each time.
         """
-        now = list(self._stage.parameters())
-        if len(now) != len(self._versions) or any(a is not b for a, (b, _) in zip(now, self._versions, strict=True)):
-            raise ReplayError(
-                f"the parameters of stage {self._stage.name!r} are not those that its forward ran with, so recomputing "
-                "it would give another result; run backward() before they are replaced (and inside of "
-                "torch.func.functional_call), or use the store_all schedule"
-            )
-        for parameter, version in self._versions:
-            if parameter._version != version:
-                raise ReplayError(
-                    f"a parameter of stage {self._stage.name!r} with shape {tuple(parameter.shape)} was modified in "
-                    f"place since the forward (version {version} then, {parameter._version} now), so recomputing the "
-                    "stage would give another result; call optimizer.step() after backward()"
-                )
+        self._parameters.refuse_others(self._stage, f"stage {self._stage.name!r}")
         written = [(weight, weight.detach().clone()) for weight in self._rewritten]
         with ExitStack() as stack:
             stack.enter_context(self._flags_again())
@@ -244,7 +274,7 @@ class FirstRun:
             stack.enter_context(self._buffers_again())
             stack.callback(self._note_versions)
             if self._random is not None:
-                stack.callback(RandomState(self._devices).restore)
+                stack.callback(self._random.now().restore)
                 self._random.restore()
             if autocast_states({state["device_type"] for state in self._autocast}) != self._autocast:
                 for state in self._autocast:
@@ -260,7 +290,7 @@ class FirstRun:
                     )
 
     def _note_versions(self) -> None:
-        self._versions = [(parameter, parameter._version) for parameter, _ in self._versions]
+        self._parameters = self._parameters.again()
 
     @contextmanager
     def _flags_again(self) -> Iterator[None]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 
 from remat.errors import ReplayError
-from remat.runtime.calls.environment import RandomState, autocast_states, state_bytes
+from remat.runtime.calls.environment import autocast_states, state_bytes
 from remat.runtime.calls.stages import attached
+from remat.runtime.generators import RandomState
 from remat.runtime.pytree import Key, first_tensor, key_of, map_tensors, tensors
 from remat.runtime.surroundings import Surroundings, present
 
@@ -52,8 +53,8 @@ class StageCalls:
         with_graphs: hold side inputs with their graphs; else apart from them, since a graph that these calls hang on
             would hold itself.
         several: there will be more than one call, with code between them.
-        generators: devices, besides the CPU, whose random numbers that code may draw; None: calls that are made again
-            draw other numbers anyway.
+        generators: tells the states of the generators that code may draw from; None: calls that are made again draw
+            other numbers anyway.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class StageCalls:
         *,
         with_graphs: bool = False,
         several: bool = False,
-        generators: Iterable[torch.device] | None = None,
+        generators: Callable[[], RandomState] | None = None,
     ) -> None:
         self._name = name
         self._with_graphs = with_graphs
@@ -82,7 +83,7 @@ class StageCalls:
         """A call that is about to be made."""
         drawn = None
         if self._random is not None and self._generators is not None:
-            now = RandomState(self._generators)
+            now = self._generators()
             drawn, self._random = None if now == self._random else now, None
         passed = map_tensors(self._punched, (args, kwargs))
         autocast: list[dict[str, Any]] = []
@@ -98,7 +99,7 @@ class StageCalls:
             self._holes.setdefault(id(tensor), hole)
             self._alike.setdefault(key_of(tensor), hole)
         if self._generators is not None:
-            self._random = RandomState(self._generators)
+            self._random = self._generators()
 
     @property
     def state_bytes(self) -> int:

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.runtime.fakes import is_fake
+from remat.runtime.generators import foreign, passed_to
 from remat.runtime.meter import instruments
 from remat.runtime.operators import Traits, flat, is_sized_by_data, only_asks, statistics, traits_of, written
 from remat.runtime.pytree import storage_of, tensors
@@ -118,6 +119,7 @@ class Tape:
         observed: storages that are read so, each with how many operators had run by then.
         freed: the numbers of saved tensors that were gone when the run was over, because nothing leads to them.
         whole: why the run can be made again as a whole only; empty where it can be made in part.
+        draws_elsewhere: it draws from a generator that nobody knows to set back.
         meets: an operator of it in which processes meet; empty where there is none.
     """
 
@@ -131,6 +133,7 @@ class Tape:
         self.observed: list[tuple[int, int]] = []
         self.freed: frozenset[int] = frozenset()
         self.whole = self.meets = ""
+        self.draws_elsewhere = False
 
     def saves(self, values: Sequence[Value]) -> bool:
         """Whether a run has saved what this one has; its `values` lie in storages of these identities."""
@@ -190,7 +193,11 @@ _COMPARED = (bool, int, float, complex, str, type(None), torch.dtype, torch.devi
 
 
 class Recorder(TorchDispatchMode, Watch):
-    """Writes the tape of a run that it is entered around; several times, where the run has several calls."""
+    """Writes the tape of a run that it is entered around; several times, where the run has several calls.
+
+    Attributes:
+        known: generators of the program's own that are set back for a replay.
+    """
 
     def __init__(
         self,
@@ -210,6 +217,7 @@ class Recorder(TorchDispatchMode, Watch):
         self._modules = [type(module).__name__ for module in within]
         self.tape = Tape()
         self._timed = timed
+        self.known: list[Any] = []
         self._hooks: list[Any] = []
         self._thread = get_ident()
         self._constructs = False  # a tensor of values, whose tensors are known
@@ -241,6 +249,8 @@ class Recorder(TorchDispatchMode, Watch):
         if traits.is_fresh and not self._constructs:
             self.tape.whole = "it makes a tensor of values, and nobody sees which"
         self._constructs = False
+        if foreign(passed_to((*args, *kwargs.values())), self.known):
+            self.tape.draws_elsewhere = True
         look = look_of(traits, args, kwargs, self.number)
         outside = {identity_of(tensor) for tensor in given} - self._numbers.keys()
         now = instruments().now

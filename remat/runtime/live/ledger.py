@@ -151,6 +151,13 @@ class Ledger:
         self._followed += len(rows)
         return [(kind, what) for kind, _, what, *_ in rows if kind in (k.EVICTED, k.RECOMPUTED)]
 
+    @property
+    def own_nanoseconds(self) -> int:
+        """Of all operators so far, those that the core has not heard of included."""
+        new = self.instructions[self._reported :]
+        untold = sum(self.graph.operators[what][k.PRICE] for kind, what in new if kind == k.COMPUTE)
+        return int(self.core.scalar(k.MODEL_COST)) + untold
+
     def limit_recomputation(self, nanoseconds: int) -> None:
         """From now on so much more of it makes the core answer THRASHING."""
         self.core.limit_recomputation(nanoseconds)

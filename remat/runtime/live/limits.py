@@ -54,7 +54,7 @@ class Limits:
     def ask(self, ledger: Ledger) -> int:
         """Has the core decide, and not recompute without end."""
         if self.thrash_limit is not None:
-            own, again = ledger.core.scalar(k.MODEL_COST), ledger.core.scalar(k.AGAIN_COST)
+            own, again = ledger.own_nanoseconds, ledger.core.scalar(k.AGAIN_COST)
             most = round(max(_HOPELESS, self.thrash_limit) * own) + _LEAST_NANOSECONDS
             ledger.limit_recomputation(max(most - again, 0))
         return ledger.consult()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from remat.runtime.generators import default_generator
 from remat.runtime.live.costs import OperatorFacts
 from remat.runtime.live.versions import Given, RandomBefore, Source, Version
 from remat.runtime.operators import Traits
@@ -113,14 +114,7 @@ def random_before(traits: Traits, device: torch.device, kwargs: Mapping[str, Any
     given = kwargs.get("generator")
     if given is not None:
         return RandomBefore(given)
-    own = _generator_of(device)
+    own = default_generator(device)
     if traits.foreign and own is not torch.default_generator:  # it may draw on either
         return RandomBefore(own, torch.default_generator)
     return RandomBefore(own)
-
-
-def _generator_of(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
-    return torch.default_generator

@@ -9,6 +9,7 @@ is recomputed from what is stored when its backward comes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from remat.runtime.calls.environment import accelerators
 from remat.runtime.calls.places import Place, Places
 from remat.runtime.calls.route import Route
 from remat.runtime.calls.stage_calls import StageCalls
+from remat.runtime.generators import RandomState, held_by
 from remat.runtime.patching import Forward, intercepted, is_compiled
 from remat.runtime.planned.forward_run import Executor, Open, Run
 from remat.runtime.planned.program import compile_schedule
@@ -158,7 +160,9 @@ class _Calls:
         self._route.let_go()
         stage = run.executor.stages[index - 1]
         several = not place.last
-        generators = accelerators(stage, value) if several and run.executor.preserve_random else None
+        generators = None
+        if several and run.executor.preserve_random:
+            generators = partial(RandomState, accelerators(stage, value), held_by(run.executor.holders))
         self._calls = StageCalls(value, stage.name, several=several, generators=generators)
         self._open = run.begins(step, value, self._calls, (args, kwargs))
 

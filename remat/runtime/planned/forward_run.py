@@ -36,6 +36,7 @@ from remat.runtime.calls.environment import BufferWatch, FirstRun
 from remat.runtime.calls.record import Record, Slot
 from remat.runtime.calls.stages import Stage, detached
 from remat.runtime.calls.tapes import Tapes
+from remat.runtime.generators import held_by
 from remat.runtime.offload import HostMemory, Sent
 from remat.runtime.patching import Forward
 from remat.runtime.planned.program import Program, Step
@@ -69,6 +70,7 @@ class Executor(ABC):
         observer: called with every operation when it begins, except the loss's; for tests and timelines.
         lock: held while the model runs forward and while stages are recomputed, which changes flags and buffers of its
             modules for a while; executors of one model share it.
+        holders: modules that hold random number generators of the program's own.
         watches: which buffers each stage was seen to change, in all runs so far.
         endings: where recomputations of each stage may end.
         tapes: what runs of each stage consist of, where they are made again in part.
@@ -90,6 +92,7 @@ class Executor(ABC):
         self.program = program
         self.stages = tuple(stages)
         self.preserve_random = preserve_random
+        self.holders = [module for module in model.modules() if held_by([module])]
         self.observer: Observer | None = None
         self.lock = Lock()
         self.watches = tuple(BufferWatch() for _ in stages)
@@ -188,7 +191,8 @@ class Run:
         environment = None
         if not step.last:
             watch, preserve_random = self.executor.watches[index - 1], self.executor.preserve_random
-            environment = FirstRun(stage, value, watch, preserve_random=preserve_random, beside=beside)
+            own = held_by(self.executor.holders, beside)
+            environment = FirstRun(stage, value, watch, preserve_random=preserve_random, beside=beside, own=own)
         record = None
         if environment is not None or step.operation.kind != F_ALL or self.executor.sent(step.operation):
             record = self._records[index] = Record(

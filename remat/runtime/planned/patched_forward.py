@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from remat.errors import LeftChain, RematError
-from remat.runtime.patching import Forward, beyond_compiler, intercepted
+from remat.runtime.patching import Forward, StandIn, beyond_compiler, intercepted, stand_in
 from remat.runtime.planned.forward_run import Executor, Lock
 
 
@@ -54,10 +53,9 @@ class PatchedForward:
         self._runs_in: int | None = None  # the thread in which the model's own forward runs
         self._lock = lock or Lock()
         self._warned = False
-        self._before = model.__dict__.get("forward")
         self.forward: Forward = model.forward
         self.standing_in = True
-        model.__dict__["forward"] = _Patch(self)
+        self._undo = stand_in(model, "forward", _Patch(self))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -84,10 +82,9 @@ class PatchedForward:
         self.ended()
         self.standing_in = False  # also where something else has been put around this forward since
         if isinstance(self.model.__dict__.get("forward"), _Patch):
-            if self._before is None:
-                del self.model.__dict__["forward"]
-            else:
-                self.model.__dict__["forward"] = self._before
+            self._undo()
+        else:
+            self.model.__dict__.pop("__getstate__", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._runs_in == get_ident() or not self.standing_in or not torch.is_grad_enabled():
@@ -111,26 +108,16 @@ class PatchedForward:
             warnings.warn(f"remat: {message}", stacklevel=4)
 
 
-class _Patch:
-    """The forward of a patched model. A copy of the model, or one that is unpickled, has the plain forward."""
+class _Patch(StandIn):
+    """The forward of a patched model."""
 
     def __init__(self, patch: PatchedForward) -> None:
+        super().__init__(patch.model, patch.model.__dict__.get("forward"), patch.forward, patch)
         self.patch = patch
-        self.__wrapped__ = patch.forward  # for inspect.signature, by which trainers choose what to pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # A compiler that was given the model afterwards must not see what runs here.
         return beyond_compiler(self.patch)(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _plain_forward(memo.get(id(self.patch.model), self.patch.model))
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module]]:
-        return _plain_forward, (self.patch.model,)
-
-
-def _plain_forward(model: nn.Module) -> Forward:
-    return types.MethodType(type(model).forward, model)
 
 
 def patched_forward_of(model: nn.Module) -> PatchedForward | None:

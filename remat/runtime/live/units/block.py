@@ -320,7 +320,7 @@ class UnitsBlock:
         recorder.returned(output)
         recorder.ended()
         recorder.tape.operators[:] = with_seconds(recorder.tape.operators, trail)
-        unit.learn(recorder.tape)
+        unit.learn(recorder.tape, draws=call.draws)
         unit.once = unit.once or state.changed()
         unit.kept = unit.kept or unit.once
         call.recorded()

@@ -13,11 +13,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from remat.errors import ReplayError
 from remat.runtime.allocator import allocated_bytes
 from remat.runtime.calls.ending import Ended
-from remat.runtime.calls.environment import FirstRun
+from remat.runtime.calls.environment import FirstRun, Parameters
 from remat.runtime.calls.partial import Differs, Parts, Replaying, nothing
 from remat.runtime.calls.stages import attached
 from remat.runtime.calls.tape import OUTSIDE, Recorder, Value, value_of
 from remat.runtime.fakes import in_earnest
+from remat.runtime.generators import held_by
 from remat.runtime.live.units.account import Counted
 from remat.runtime.live.units.dormant import packing
 from remat.runtime.live.units.pieces import Input, Piece, Row, Slot, tensor_on
@@ -56,10 +57,11 @@ class UnitCall:
 
     __slots__ = (
         *("__weakref__", "_account", "_count", "_environment", "_flags", "_forward", "_numbers", "_others"),
-        *("_passed", "_recorded", "_recorder", "_saved", "_versions", "code", "inputs", "pieces", "pool"),
+        *("_parameters", "_passed", "_recorded", "_recorder", "_saved", "code", "inputs", "pieces", "pool"),
         *("reference", "row", "slots", "turn", "unit", "varied"),
     )
     _flags: Surroundings
+    _parameters: Parameters
 
     def __init__(
         self,
@@ -88,7 +90,6 @@ class UnitCall:
         self.varied = False  # it does something else than was recorded
         self.row = Row(self)
         self._environment: FirstRun | None = None
-        self._versions: list[int] | None = None
 
     def _place(self, tensor: torch.Tensor) -> _Place:
         number = self._numbers.get(id(tensor))
@@ -122,11 +123,13 @@ class UnitCall:
         unit = self.unit
         there = torch._C._is_any_autocast_enabled() or torch._C._len_torch_function_stack()
         if unit.needs_environment or recorder is not None or there:
-            given = [each.tensor for each in self.inputs if each.tensor is not None]
-            self._environment = FirstRun(self.code.stage, given, unit.watch, preserve_random=unit.draws)
+            own = held_by(self.code.stage.parts, (args, kwargs))
+            watch, preserve = unit.watch, unit.draws or bool(own)
+            self._environment = FirstRun(self.code.stage, self.given(), watch, preserve_random=preserve, own=own)
+            if recorder is not None:
+                recorder.known = own
         else:
-            self._versions = [parameter._version for parameter in self.code.parameters]
-            self._flags = present()
+            self._parameters, self._flags = Parameters(self.code.parameters), present()
         self._recorder = recorder
         pack = self.pack if recorder is None else self._pack_recording
         with saved_tensors_hooks(pack if self.pool.precedent is None else packing(self), unpack):
@@ -254,6 +257,11 @@ class UnitCall:
             piece.slots.append(reference)
         self._recorded = []
         self._recorder = None
+
+    @property
+    def draws(self) -> bool:
+        """Whether its first run, which is over, has drawn random numbers."""
+        return self._environment is not None and self._environment.draws
 
     def returned(self, output: Any) -> list[torch.Tensor]:
         """Notes what it returned that it has made. Gives the tensors in it."""
@@ -406,13 +414,7 @@ class UnitCall:
     def _surroundings(self) -> AbstractContextManager[None]:
         if self._environment is not None:
             return self._environment.again()
-        for parameter, version in zip(self.code.parameters, self._versions or (), strict=True):
-            if parameter._version != version:
-                raise ReplayError(
-                    f"a parameter of {self.unit.name} with shape {tuple(parameter.shape)} was modified in place "
-                    "since the forward, so recomputing it would give another result; call optimizer.step() after "
-                    "backward()"
-                )
+        self._parameters.refuse_others(self.code.stage, self.unit.name)
         return self._flags.again()
 
     def __del__(self) -> None:

@@ -1,17 +1,17 @@
-"""What a call changes besides tensors: attributes, containers, random numbers that are not PyTorch's.
+"""What a call changes besides tensors and generators of random numbers: attributes, containers.
 
 A call that does so must not be made again. It is looked at when it is recorded, so that costs nothing later.
 """
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+
+from remat.runtime.generators import is_generator
 
 _DEPTH, _MOST = 4, 5000  # how far into objects, and how many of them
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -28,12 +28,9 @@ class State:
     def __init__(self, roots: Iterable[Any]) -> None:
         self._roots = list(roots)
         self._now = self._look()
-        self._generators = _generators()
 
     def changed(self) -> str:
         """What has changed since; empty where nothing has."""
-        if self._generators != _generators():
-            return "it draws random numbers that are not PyTorch's"
         return "it changes attributes or containers" if self._look() != self._now else ""
 
     def _look(self) -> list[Hashable]:
@@ -47,7 +44,13 @@ def _walk(value: Any, depth: int, seen: set[int]) -> Iterator[Hashable]:
         yield value if value == value else "nan"  # noqa: PLR0124
         return
     yield id(value)
-    if isinstance(value, torch.Tensor) or depth > _DEPTH or id(value) in seen or len(seen) > _MOST:
+    if (
+        isinstance(value, torch.Tensor)
+        or is_generator(value)
+        or depth > _DEPTH
+        or id(value) in seen
+        or len(seen) > _MOST
+    ):
         return
     seen.add(id(value))
     if isinstance(value, dict):
@@ -62,12 +65,3 @@ def _walk(value: Any, depth: int, seen: set[int]) -> Iterator[Hashable]:
             if not (isinstance(value, nn.Module) and name in _OWN):
                 yield name
                 yield from _walk(item, depth + (not isinstance(value, nn.Module)), seen)
-
-
-def _generators() -> list[object]:
-    found: list[object] = [random.getstate()]
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        found += [kind, keys.tobytes(), *rest]
-    return found

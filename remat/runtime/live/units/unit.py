@@ -146,8 +146,8 @@ class Unit:
         self._failed += 1
         self._parts.clear()
 
-    def learn(self, tape: Tape) -> None:
-        """From a call that was recorded."""
+    def learn(self, tape: Tape, *, draws: bool) -> None:
+        """From a call that was recorded; `draws`: it has drawn random numbers that can be drawn again."""
         self.tape = tape
         self._parts.clear()
         self.makings = makings(tape)
@@ -166,7 +166,9 @@ class Unit:
             self.kept = "it changes its input"
         if tape.meets:
             self.kept = self.once = f"processes meet in it, by {tape.meets}"
-        self.draws = any(operator.draws for operator in tape.operators)
+        if tape.draws_elsewhere:
+            self.kept = self.once = "it draws from a torch.Generator that it neither holds nor is passed"
+        self.draws = draws or any(operator.draws for operator in tape.operators)
         if not self.needs_environment:
             self.working_bytes = 0
 

@@ -1,0 +1,171 @@
+"""Random number generators: those of PyTorch's devices, and those that a program has made and its modules hold."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.errors import UnsupportedModel
+from remat.runtime.fakes import in_earnest
+
+_DEPTH = 4  # how far into what a module holds
+_OWN = frozenset(vars(nn.Module()))  # attributes that every module has; children are modules of their own
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.Tensor, nn.Module, type)
+Path = tuple[Any, ...]  # keys and names, from the attributes of a module on
+_paths: weakref.WeakKeyDictionary[nn.Module, tuple[Path, ...]] = weakref.WeakKeyDictionary()
+
+
+def is_generator(value: Any) -> bool:
+    """Whether random numbers can be drawn from it: by PyTorch, Python or NumPy."""
+    of_numpy = sys.modules.get("numpy.random")
+    kinds = (torch.Generator, random.Random, *(() if of_numpy is None else (of_numpy.Generator, of_numpy.RandomState)))
+    return isinstance(value, kinds)
+
+
+def held_by(modules: Iterable[nn.Module], passed: Any = ()) -> list[Any]:
+    """The generators that modules hold now in places where they held some before, and those that a call is passed."""
+    found = {id(each): each for _, each in _generators(passed, (), set())}
+    for module in modules:
+        paths = _paths.get(module)
+        if paths is None:
+            held = {name: value for name, value in vars(module).items() if name not in _OWN}
+            paths = _paths[module] = tuple(path for path, _ in _generators(held, (), set()))
+        for path in paths:
+            value = _at(vars(module), path)
+            if is_generator(value):
+                found[id(value)] = value
+    return list(found.values())
+
+
+def of_python() -> list[Any]:
+    """Those that `random` and `numpy.random` draw from."""
+    of_numpy = sys.modules.get("numpy.random")
+    found: list[Any] = [random._inst]
+    return found if of_numpy is None else [*found, of_numpy.mtrand._rand]
+
+
+def passed_to(values: Iterable[Any]) -> list[torch.Generator]:
+    """The generators that an operator is given."""
+    return [value for value in values if isinstance(value, torch.Generator)]
+
+
+def foreign(drawn_from: Iterable[torch.Generator], known: Iterable[Any]) -> bool:
+    """Whether one of the generators is neither a device's own nor among those that are known."""
+    # Operators are given other Python objects for the same generators.
+    found = {each._cdata: each.device for each in drawn_from}  # type: ignore[attr-defined]
+    for each in known:
+        found.pop(getattr(each, "_cdata", None), None)
+    return any(generator != default_generator(device)._cdata for generator, device in found.items())  # type: ignore[attr-defined]
+
+
+def refuse_foreign(drawn_from: Iterable[torch.Generator], known: Iterable[Any], name: str) -> None:
+    """Raises UnsupportedModel where code has drawn from a generator that nobody could set back."""
+    if foreign(drawn_from, known):
+        raise UnsupportedModel(
+            f"{name} draws from a torch.Generator that no module of the model holds and no call is passed, so that a "
+            "recomputation would draw other numbers; make it an attribute of the module, or pass it as an argument"
+        )
+
+
+def _generators(value: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
+    """Generators that can be reached from a value, each with the way there."""
+    if is_generator(value):
+        yield path, value
+    elif isinstance(value, _PLAIN) or len(path) > _DEPTH or id(value) in seen:
+        return
+    else:
+        seen.add(id(value))
+        for key, item in _items(value):
+            yield from _generators(item, (*path, key), seen)
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, (list, tuple)):
+        return list(enumerate(value))
+    return list(getattr(value, "__dict__", {}).items())
+
+
+def _at(value: Any, path: Path) -> Any:
+    for key in path:
+        try:
+            value = value[key] if isinstance(value, (Mapping, list, tuple)) else vars(value)[key]
+        except (KeyError, IndexError, TypeError):
+            return None  # no longer there
+    return value
+
+
+def _state_of(generator: Any) -> bytes:
+    """Kept outside of PyTorch's memory."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        return pickle.dumps(generator.getstate())
+    state = generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state(legacy=False)
+    return pickle.dumps(state)
+
+
+def _set_state(generator: Any, state: bytes) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif isinstance(generator, random.Random):
+        generator.setstate(pickle.loads(state))
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = pickle.loads(state)
+    else:
+        generator.set_state(pickle.loads(state))
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The one that operators on a device draw from where they are given none."""
+    if device.type in ("cpu", "meta"):
+        return torch.default_generator
+    module: Any = torch.get_device_module(device)
+    generators: Sequence[torch.Generator] = module.default_generators
+    return generators[module.current_device() if device.index is None else device.index]
+
+
+class RandomState:
+    """States of the CPU's generator, of the given accelerators' ones, and of generators of the program's own."""
+
+    def __init__(self, devices: Iterable[torch.device], own: Iterable[Any] = ()) -> None:
+        with in_earnest():
+            self.cpu = torch.get_rng_state()
+            self.others = {device: torch.get_device_module(device).get_rng_state(device) for device in devices}
+            self.own = [(generator, _state_of(generator)) for generator in own]
+
+    def now(self) -> RandomState:
+        """The states that the same generators are in now."""
+        return RandomState(self.others, [generator for generator, _ in self.own])
+
+    def restore(self) -> None:
+        with in_earnest():
+            torch.set_rng_state(self.cpu)
+            for device, state in self.others.items():
+                torch.get_device_module(device).set_rng_state(state, device)
+            for generator, kept in self.own:
+                _set_state(generator, kept)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, RandomState)
+            and _same(self.cpu, other.cpu)
+            and self.others.keys() == other.others.keys()
+            and all(_same(state, other.others[device]) for device, state in self.others.items())
+            and [kept for _, kept in self.own] == [kept for _, kept in other.own]
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # states are compared, never looked up
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    with in_earnest():
+        return torch.equal(one, other)
