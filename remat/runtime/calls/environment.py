@@ -1,7 +1,7 @@
 """What a stage's forward depends on besides its input, so that running it again is the same run.
 
-Random number generators, autocast, train/eval flags, flags of backends, buffers that the stage itself changes,
-parameter versions.
+Random number generators, autocast, train/eval flags, flags of backends, buffers and attributes that the stage itself
+changes, parameter versions.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from remat.errors import ReplayError
 from remat.runtime.allocator import rounded
+from remat.runtime.calls.attributes import Attributes
 from remat.runtime.calls.stages import Stage
 from remat.runtime.fakes import is_fake
 from remat.runtime.generators import RandomState, of_python
@@ -223,6 +224,7 @@ class FirstRun:
         own = [*own, *(of_python() if watch.draws_from_python is not False else ())]
         self._random: RandomState | None = RandomState(self._devices, own) if preserve_random else None
         self._before = watch.before(stage, self._flags)
+        self._attributes = Attributes(stage.parts)
         self._changed: dict[_Key, _Before] = {}
 
     @property
@@ -239,6 +241,7 @@ class FirstRun:
             kept_aside = {id(weight) for part in self._stage.parts for weight in rescaled(part).values()}
             self._rewritten = [weight for weight in self._rewritten if id(weight) not in kept_aside]
         self._parameters = Parameters(self._stage.parameters())
+        self._attributes.ended()
         self._changed = self._watch.after(self._stage, self._flags, self._before)
         self._before = {}
         now = None if self._random is None else self._random.now()
@@ -271,6 +274,7 @@ class FirstRun:
             stack.enter_context(self._flags_again())
             stack.enter_context(self._surroundings.again())
             stack.enter_context(under(self._modes))
+            stack.enter_context(self._attributes.again())
             stack.enter_context(self._buffers_again())
             stack.callback(self._note_versions)
             if self._random is not None:

@@ -27,7 +27,7 @@ from remat.runtime.live.nesting import alone_in_its_thread
 from remat.runtime.live.outcomes import outcome_of, report_of, warn_of_more
 from remat.runtime.live.units.call import UnitCall
 from remat.runtime.live.units.choosing import Ways
-from remat.runtime.live.units.counting import Counting, inner_peak, with_seconds
+from remat.runtime.live.units.counting import Counting, Seen, inner_peak, with_seconds
 from remat.runtime.live.units.course import Course, Kind, Place, Segment, place_at
 from remat.runtime.live.units.dormant import Precedent, precedent_of
 from remat.runtime.live.units.plans import Trial, plans_for
@@ -90,6 +90,7 @@ class UnitsBlock:
         self._thread = threading.get_ident()
         self._watching = self._in_call = False
         self._recorded_calls = 0
+        self._trail: list[Seen] = []  # of a call that was recorded
         self._stays = False  # inside is less than the block
         self._held: list[Planned] = []  # that a plan evicts, and somebody else holds
         self._next = ""  # what the next block here does
@@ -273,7 +274,7 @@ class UnitsBlock:
         self._in_call, pool.forward_of = True, call
         try:
             if known:
-                self._watch(False)
+                self._watch(unit.leaves_others)
                 output = call.run(args, kwargs)
             else:
                 output = self._recorded(call, args, kwargs)
@@ -284,6 +285,11 @@ class UnitsBlock:
         finally:
             self._in_call, pool.forward_of = False, None
         found = call.returned(output)
+        if not known:
+            unit.leaves_others = any(
+                counted() is not None and counted.piece is None for seen in self._trail for counted in seen.made
+            )
+            self._trail = []
         pool.made(call)
         if call.varied:
             unit.varies = True
@@ -319,6 +325,7 @@ class UnitsBlock:
             account.others -= working
         recorder.returned(output)
         recorder.ended()
+        self._trail = trail
         recorder.tape.operators[:] = with_seconds(recorder.tape.operators, trail)
         unit.learn(recorder.tape, draws=call.draws)
         unit.once = unit.once or state.changed()

@@ -179,8 +179,7 @@ class UnitCall:
             piece = None if known is None else known()
             storage = storage_of(tensor)
             if piece is None:
-                piece = self.new_piece(made, allocated_bytes(storage))
-                piece.counted = self._account.enter(storage, piece)
+                piece = self._own(made, storage)
             elif piece.counted is None or piece.counted() is not storage:
                 self.varied = True  # other tensors share memory than when it was recorded
                 self._count_in(tensor)
@@ -280,13 +279,19 @@ class UnitCall:
             storage = storage_of(tensor)
             counted = account.of(storage)
             if counted is None or counted.piece is None:
-                piece = self.new_piece(value.storage, allocated_bytes(storage))
-                if counted is None:
-                    piece.counted = account.enter(storage, piece)
-                else:
-                    piece.counted = counted
-                    account.become_piece(counted, piece)
+                self._own(value.storage, storage)
         return found
+
+    def _own(self, number: int, storage: torch.UntypedStorage) -> Piece:
+        """The piece of a storage that it has made, whether that is counted already or not."""
+        counted = self._account.of(storage)
+        piece = self.new_piece(number, allocated_bytes(storage))
+        if counted is None:
+            piece.counted = self._account.enter(storage, piece)
+        else:
+            piece.counted = counted
+            self._account.become_piece(counted, piece)
+        return piece
 
     # Making again ----------------------------------------------------------------------------------------------------
 

@@ -105,6 +105,8 @@ class Unit:
         writes: which of its inputs it may change.
         kept: why nothing of it may be evicted; empty where it may.
         once: why it must not run again, and is kept therefore; empty where it may.
+        leaves_others: whether a call leaves memory behind that is not on its tape, as copies of weights that autocast
+            has cast: then its operators are counted each time.
         varies: whether a call has done something else than was recorded of it.
     """
 
@@ -119,7 +121,7 @@ class Unit:
         self.forward_bytes = self.backward_bytes = self.inner_bytes = 0
         self.backward_nanoseconds = self.model_backward_nanoseconds = 1
         self.kept = self.once = ""
-        self.varies = False
+        self.varies = self.leaves_others = False
         self.draws = True
         self.working_bytes = working_bytes(code.stage)
         self.writes: tuple[int, ...] = ()
