@@ -65,15 +65,15 @@ class Saved:
             return
         memory = storage_of(tensor)._cdata
         if memory not in self._seen:
-            self._seen[memory] = (tensor, _sum_of(tensor))
+            self._seen[memory] = (tensor, sum_of(tensor))
 
     @property
     def is_as_it_was(self) -> bool:
         """Whether none of it was written to since, as far as can be known."""
-        return self._all_seen and all(_sum_of(tensor) == before for tensor, before in self._seen.values())
+        return self._all_seen and all(sum_of(tensor) == before for tensor, before in self._seen.values())
 
 
-def _sum_of(tensor: torch.Tensor) -> int:
+def sum_of(tensor: torch.Tensor) -> int:
     """The memory that a tensor lies in, added up as integers; nothing is copied for that."""
     storage = storage_of(tensor)
     whole, rest = divmod(storage.nbytes(), _WORD)

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from remat.errors import ReplayError
 from remat.runtime.allocator import rounded
 from remat.runtime.calls.attributes import Attributes
+from remat.runtime.calls.ending import sum_of
 from remat.runtime.calls.stages import Stage
 from remat.runtime.fakes import is_fake
 from remat.runtime.generators import RandomState, of_python
@@ -85,11 +86,13 @@ class BufferWatch:
 
     Attributes:
         draws_from_python: whether runs draw from the generators of Python and NumPy; None while that is not known.
+        rewritten: which parameters runs write to without counting a version, as by `.data`; None while not known.
     """
 
     def __init__(self) -> None:
         self._changing: dict[tuple[bool, ...], set[_Key]] = {}
         self.draws_from_python: bool | None = None
+        self.rewritten: set[int] | None = None
 
     def before(self, stage: Stage, flags: tuple[bool, ...]) -> dict[_Key, _Before]:
         """Every buffer as it is now."""
@@ -189,6 +192,11 @@ class Parameters:
                 )
 
 
+def _sums(stage: Stage) -> list[int]:
+    """Of what each parameter holds, where that can be looked at."""
+    return [0 if _memory_of(each) is None or is_fake(each) else sum_of(each.detach()) for each in stage.parameters()]
+
+
 def _memory_of(parameter: nn.Parameter) -> torch.UntypedStorage | None:
     """None for parameters that are parts of tensors of several processes, whose memory comes and goes."""
     return storage_of(parameter) if type(parameter) is nn.Parameter and parameter.layout == torch.strided else None
@@ -215,6 +223,7 @@ class FirstRun:
         self._stage = stage
         self._flags = tuple(part.training for part in stage.parts)
         self._parameters = Parameters(stage.parameters())
+        self._sums = None if watch.rewritten is not None else _sums(stage)
         self._rewritten: list[torch.Tensor] = []  # parameters that the forward itself wrote to
         self._autocast = autocast_states({tensor.device.type for tensor in tensors(value)} | {"cpu"})
         self._surroundings, self._modes = present(), function_modes()
@@ -236,7 +245,14 @@ class FirstRun:
     def ended(self) -> None:
         """To be called when the first run is over: keeps only what it really drew on and changed."""
         # A stage may change a parameter itself (Embedding's max_norm); only what comes after its run is an error.
+        if self._sums is not None:
+            pairs = zip(self._sums, _sums(self._stage), strict=True)
+            self._watch.rewritten = {number for number, (before, now) in enumerate(pairs) if before != now}
+            self._sums = None
         self._rewritten = self._parameters.changed()
+        if self._watch.rewritten:
+            also = [each for number, each in enumerate(self._stage.parameters()) if number in self._watch.rewritten]
+            self._rewritten = list({id(each): each for each in (*self._rewritten, *also)}.values())
         if self._rewritten:
             kept_aside = {id(weight) for part in self._stage.parts for weight in rescaled(part).values()}
             self._rewritten = [weight for weight in self._rewritten if id(weight) not in kept_aside]
@@ -249,6 +265,11 @@ class FirstRun:
             self._watch.draws_from_python = self._random.own[-len(of_python()) :] != now.own[-len(of_python()) :]
         if self._random == now:
             self._random = None
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether the run, which has ended, has changed parameters, other than by scaling them down."""
+        return bool(self._rewritten)
 
     @property
     def draws(self) -> bool:

@@ -12,7 +12,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,17 +23,21 @@ from remat.runtime.operators import tensors_in, traits_of
 from remat.runtime.raw_memory import Access, Watch, begin_watch, end_watch
 
 _lock = threading.Lock()
-_blocks: list[Guard] = []  # of all threads; functions are replaced while there is any
-_put_back: list[Callable[[], None]] = []
-_own = threading.local()  # the block of this thread
+_blocks: list[Guard] = []  # of all threads; compiled code runs as written while there is any
+_counting: list[CountsStates] = []  # of all threads
+_replaced: list[tuple[Any, str, Any]] = []  # attributes, with what was there
+_own = threading.local()  # the blocks of this thread
 
 
-class Guard(Watch):
-    """A block, which has a tensor's memory there before that is touched."""
+class CountsStates(Protocol):
+    """A block, which counts what the program makes without an operator."""
 
     def take_state(self, get_state: Callable[[], Tensor]) -> Tensor:
-        """The state of PyTorch's generator, counted as long as the program holds it."""
-        raise NotImplementedError
+        """The state of PyTorch's generator, which checkpointing holds from a forward to its backward."""
+
+
+class Guard(Watch, CountsStates):
+    """A block, which has a tensor's memory there before that is touched."""
 
     def constructs(self) -> None:
         """What it is made of is there already."""
@@ -46,28 +50,45 @@ def guard(block: Guard) -> None:
     """From now on it is told before the memory of any tensor is touched."""
     _own.block = block
     begin_watch(block)
+    count_states(block)
     with _lock:
         _blocks.append(block)
-        if len(_blocks) > 1:
-            return
-        for owner in (torch, torch.random):
-            _replace(owner, "get_rng_state", _accounting(owner.get_rng_state))
-        _replace(torch, "compile", also_from_now_on(torch.compile))
-        run_as_written()
+        if len(_blocks) == 1:
+            _replace(torch, "compile", also_from_now_on(torch.compile))
+            run_as_written()
 
 
 def unguard(block: Guard) -> None:
     """Ends what `guard` began, also where that was interrupted; does nothing a second time."""
     _own.block = None
     end_watch(block)
+    count_states_no_more(block)
     with _lock:
         if block in _blocks:
             _blocks.remove(block)
         if not _blocks:
-            while _put_back:
-                _put_back[-1]()
-                _put_back.pop()
+            _restore("compile")
             run_compiled()
+
+
+def count_states(block: CountsStates) -> None:
+    """From now on states of generators that this thread asks for are taken by a block."""
+    _own.counts = block
+    with _lock:
+        _counting.append(block)
+        if len(_counting) == 1:
+            for owner in (torch, torch.random):
+                _replace(owner, "get_rng_state", _accounting(owner.get_rng_state))
+
+
+def count_states_no_more(block: CountsStates) -> None:
+    """Ends what `count_states` began; does nothing a second time."""
+    _own.counts = None
+    with _lock:
+        if any(other is block for other in _counting):
+            _counting[:] = [other for other in _counting if other is not block]
+        if not _counting:
+            _restore("get_rng_state")
 
 
 def expose_elsewhere(values: Sequence[Any], access: Access = Access.KEEPS) -> None:
@@ -86,15 +107,20 @@ def are_others() -> bool:
 
 
 def _replace(owner: Any, name: str, by: Any) -> None:
-    own = owner.__dict__[name]
-    _put_back.append(lambda: setattr(owner, name, own))
+    _replaced.append((owner, name, owner.__dict__[name]))
     setattr(owner, name, by)
+
+
+def _restore(name: str) -> None:
+    for entry in [entry for entry in _replaced if entry[1] == name]:
+        setattr(*entry)
+        _replaced.remove(entry)
 
 
 def _accounting(get_state: Callable[[], Tensor]) -> Callable[[], Tensor]:
     @functools.wraps(get_state)
     def accounting() -> Tensor:
-        block = getattr(_own, "block", None)
+        block = getattr(_own, "counts", None)
         return get_state() if block is None else block.take_state(get_state)
 
     return accounting

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack
 
 from remat.report import Report
@@ -20,11 +20,12 @@ from remat.runtime.calls.tape import Recorder
 from remat.runtime.dtr.heuristics import Heuristic
 from remat.runtime.live.advice import Advice, advice_on
 from remat.runtime.live.choosing import FIRST, take
-from remat.runtime.live.dispatcher import NUMBER_BYTES, NUMBERS
+from remat.runtime.live.dispatcher import NUMBER_BYTES, NUMBERS, STATE_BYTES
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
 from remat.runtime.live.nesting import alone_in_its_thread
 from remat.runtime.live.outcomes import outcome_of, report_of, warn_of_more
+from remat.runtime.live.raw_access import count_states, count_states_no_more
 from remat.runtime.live.units.call import UnitCall
 from remat.runtime.live.units.choosing import Ways
 from remat.runtime.live.units.counting import Counting, Seen, inner_peak, with_seconds
@@ -35,6 +36,7 @@ from remat.runtime.live.units.pool import Planned, Pool
 from remat.runtime.live.units.state import State
 from remat.runtime.live.units.unit import Code, Odd, Unit, key_of_call
 from remat.runtime.patching import blocks_as_written, intercepted
+from remat.runtime.pytree import storage_of
 
 _VARYING = 2  # times what calls have taken that vary: so much others may take
 _TRIES = 2  # to evict what was held when it was to go, as by the variable with which the next module was called
@@ -142,12 +144,25 @@ class UnitsBlock:
             stack.enter_context(caches_off(configs_with_caches(parts)))
             stack.enter_context(blocks_as_written())  # no dispatcher sees what compiled code allocates
             stack.enter_context(intercepted(self._modules, self._called))
+            count_states(self)
+            stack.callback(count_states_no_more, self)
             self._mode.rests = False
             self._watch(not self._course.tells)
             self._began = self._began or time.perf_counter()
             yield
             if self._course.tells_backward:
                 self._watch(False)
+
+    def take_state(self, get_state: Callable[[], Tensor]) -> Tensor:
+        """The state of PyTorch's generator, counted as long as the program holds it."""
+        pool = self._pool
+        if pool.precedent is not None or pool.replaying:
+            return get_state()
+        if pool.account.memory + STATE_BYTES > pool.budget:
+            pool.room("get_rng_state", STATE_BYTES)
+        state = get_state()
+        pool.account.enter(storage_of(state))
+        return state
 
     def _rest(self) -> None:
         """A backward is over. The mode does nothing from now on; it can be left where it was entered only."""
@@ -328,8 +343,9 @@ class UnitsBlock:
         self._trail = trail
         recorder.tape.operators[:] = with_seconds(recorder.tape.operators, trail)
         unit.learn(recorder.tape, draws=call.draws)
-        unit.once = unit.once or state.changed()
-        unit.kept = unit.kept or unit.once
+        why = state.changed() or ("it changes its own parameters" if call.rewrites else "")
+        if why:
+            unit.never_again(why)
         call.recorded()
         survivors = frozenset(id(counted) for seen in trail for counted in seen.made if counted.piece is not None)
         unit.inner_bytes = inner_peak(trail, start, survivors) + unit.working_bytes

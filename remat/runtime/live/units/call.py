@@ -258,6 +258,11 @@ class UnitCall:
         self._recorder = None
 
     @property
+    def rewrites(self) -> bool:
+        """Whether its first run, which is over, has changed parameters."""
+        return self._environment is not None and self._environment.rewrites
+
+    @property
     def draws(self) -> bool:
         """Whether its first run, which is over, has drawn random numbers."""
         return self._environment is not None and self._environment.draws
@@ -482,7 +487,9 @@ def unpack(saved: Slot | tuple[torch.Tensor, int]) -> torch.Tensor:
     else:
         assert isinstance(saved, Slot)
         pool = saved.call.pool
-        if pool.backward_of is not saved.call:
+        if pool.forward_of is saved.call:
+            saved.call.unit.never_again("it runs a backward in its forward")
+        elif pool.backward_of is not saved.call:
             pool.begin_backward(saved.call)
         if saved.tensor is None:
             pool.fill(saved)

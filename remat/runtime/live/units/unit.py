@@ -143,6 +143,11 @@ class Unit:
             self._parts[key] = Parts(self.tape, *key)
         return self._parts[key]
 
+    def never_again(self, why: str) -> None:
+        """It must not run again, and is kept therefore."""
+        self.once = self.once or why
+        self.kept = self.kept or why
+
     def failed(self) -> None:
         """A replay in part was not what the tape says."""
         self._failed += 1
@@ -167,9 +172,9 @@ class Unit:
         if self.writes:
             self.kept = "it changes its input"
         if tape.meets:
-            self.kept = self.once = f"processes meet in it, by {tape.meets}"
+            self.never_again(f"processes meet in it, by {tape.meets}")
         if tape.draws_elsewhere:
-            self.kept = self.once = "it draws from a torch.Generator that it neither holds nor is passed"
+            self.never_again("it draws from a torch.Generator that it neither holds nor is passed")
         self.draws = draws or any(operator.draws for operator in tape.operators)
         if not self.needs_environment:
             self.working_bytes = 0
