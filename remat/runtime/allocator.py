@@ -9,6 +9,8 @@ from functools import partial
 
 import torch
 
+from remat.errors import UnsupportedModel
+
 GRANULES = {"cuda": 512}  # bytes, of which they give whole multiples; the CPU's gives what is asked for
 ONLY_CPU = torch.version.cuda is None and torch.version.hip is None  # as this PyTorch was built
 
@@ -30,6 +32,15 @@ def rounded(size: int, device: torch.device) -> int:
     """What the allocator of a device gives for `size` bytes."""
     granule = (_OF_HOST.get() if device.type == "cpu" else None) or GRANULES.get(device.type)
     return size if granule is None else -(-size // granule) * granule
+
+
+def refuse_untried(device: torch.device) -> None:
+    """Raises UnsupportedModel where limits would not be kept, and random numbers not be drawn again, in silence."""
+    if device.type not in ("cpu", "meta", *GRANULES):
+        raise UnsupportedModel(
+            f"remat works on CPUs and on CUDA devices, and not yet on {device.type!r}, whose allocator and generators "
+            "it does not know; move the model to one of those"
+        )
 
 
 def allocated_bytes(storage: torch.UntypedStorage) -> int:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from remat.errors import ReplayError
-from remat.runtime.allocator import rounded
+from remat.runtime.allocator import refuse_untried, rounded
 from remat.runtime.calls.attributes import Attributes
 from remat.runtime.calls.ending import sum_of
 from remat.runtime.calls.stages import Stage
@@ -47,7 +47,10 @@ def accelerators(stage: Stage, value: Any) -> set[torch.device]:
     """The devices other than the CPU that a run of `stage` on `value` may draw random numbers on."""
     devices = {tensor.device for tensor in tensors(value)}
     devices.update(parameter.device for parameter in stage.parameters())
-    return {device for device in devices if device.type not in ("cpu", "meta")}
+    found = {device for device in devices if device.type not in ("cpu", "meta")}
+    for device in found:
+        refuse_untried(device)
+    return found
 
 
 _RESCALING = (nn.Embedding, nn.EmbeddingBag)

@@ -242,21 +242,15 @@ class Recorder(TorchDispatchMode, Watch):
         traits = traits_of(func)
         changed = [*written(func, args, kwargs), *self._counted(given, statistics(func, args, kwargs))]
         writes = tuple(dict.fromkeys(self.number(tensor) for tensor in changed))
-        if not traits.repeatable:
-            self.tape.meets = str(func)
-        if not traits.repeatable or traits.label in _CHANGES_STORAGE:
-            self.tape.whole = f"{func} must not run in part of a forward"
-        if traits.is_fresh and not self._constructs:
-            self.tape.whole = "it makes a tensor of values, and nobody sees which"
-        self._constructs = False
-        if foreign(passed_to((*args, *kwargs.values())), self.known):
-            self.tape.draws_elsewhere = True
+        self._look_at(func, traits, (*args, *kwargs.values()))
         look = look_of(traits, args, kwargs, self.number)
         outside = {identity_of(tensor) for tensor in given} - self._numbers.keys()
         now = instruments().now
         start = now(_HOST) if self._timed else 0.0
         output = func(*args, **kwargs)
         spent = now(_device_of(output)) - start if self._timed else 0.0
+        if any(self._is_resized(tensor) for tensor in changed):
+            self.tape.whole = f"{func} changes the size of what it writes to"
         form: type | None = None
         leaves: list[Any] = []
         if isinstance(output, torch.Tensor):
@@ -295,6 +289,22 @@ class Recorder(TorchDispatchMode, Watch):
     def elsewhere(self) -> None:
         if get_ident() == self._thread:
             self.tape.whole = "it gives work to other threads"
+
+    def _look_at(self, func: Any, traits: Traits, values: Sequence[Any]) -> None:
+        """Notes why a run in which this operator is called must not be made again, or not in part."""
+        if not traits.repeatable:
+            self.tape.meets = str(func)
+        if not traits.repeatable or traits.label in _CHANGES_STORAGE:
+            self.tape.whole = f"{func} must not run in part of a forward"
+        if traits.is_fresh and not self._constructs:
+            self.tape.whole = "it makes a tensor of values, and nobody sees which"
+        self._constructs = False
+        if foreign(passed_to(values), self.known):
+            self.tape.draws_elsewhere = True
+
+    def _is_resized(self, tensor: torch.Tensor) -> bool:
+        number = self.number(tensor)
+        return number != OUTSIDE and storage_of(tensor).nbytes() != self.tape.storages[number].nbytes
 
     def _counted(self, given: Sequence[torch.Tensor], changed: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Of the statistics that batch normalisation changes those that count as written, being made in the run.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from remat.devices import DEVICES, device_called
-from remat.runtime.allocator import rounded
+from remat.runtime.allocator import refuse_untried, rounded
 from remat.runtime.fakes import in_earnest
 from remat.runtime.meter import MemoryMeter
 from remat.runtime.operators import INDEXING, PUTTING, Traits, on_meta, tensors_in
@@ -31,6 +31,7 @@ class OperatorFacts:
     Attributes:
         output_bytes: for each storage that a call makes, in the order of its outputs.
         total_bytes: their sum.
+        grown_bytes: by how much it enlarges what it is given to write to (`out=`).
         scratch_bytes: what a call needs besides that while it runs; 0 until it was measured.
         measured: whether it was, here or in another call of the family.
         extent: what that grows with, in calls of one family.
@@ -46,6 +47,7 @@ class OperatorFacts:
     __slots__ = (
         "extent",
         "family",
+        "grown_bytes",
         "measured",
         "model_nanoseconds",
         "nanoseconds",
@@ -60,12 +62,17 @@ class OperatorFacts:
 
     def __init__(self, output_bytes: Sequence[int], model_nanoseconds: int) -> None:
         self.expect(output_bytes)
-        self.scratch_bytes = 0
+        self.scratch_bytes = self.grown_bytes = 0
         self.family: Hashable = None
         self.extent = 1
         self.measured = self.settled = self.plain = self.simple = False
         self.model_nanoseconds = self.nanoseconds = model_nanoseconds
         self.timed = 0
+
+    @property
+    def working_bytes(self) -> int:
+        """What a call needs besides the storages that it makes."""
+        return self.scratch_bytes + self.grown_bytes
 
     def took(self, peak_bytes: int) -> None:
         """A call was measured: the least of several holds, since the first may have set up what stays."""
@@ -100,10 +107,12 @@ class Knowledge:
         offer no way to, bounded, and made true once the output is there.
         """
         inputs = tensors_in([*args, *kwargs.values()])
-        sizes, shadow = _predicted_outputs(traits, function, args, kwargs, inputs)
         device = _output_device(inputs, kwargs)
+        refuse_untried(device)
+        sizes, grown, shadow = _predicted_outputs(traits, function, args, kwargs, inputs)
         sizes = [rounded(size, device) for size in sizes]
         facts = OperatorFacts(sizes, _model_nanoseconds(function, args, kwargs, inputs, shadow, sum(sizes)))
+        facts.grown_bytes = rounded(grown, device)
         facts.plain = all(not tensor.is_complex() and not tensor.is_quantized for tensor in inputs)
         facts.family = _family(key, traits, args, kwargs, inputs)
         known = self._scratch.get(facts.family)
@@ -255,17 +264,22 @@ def _predicted_outputs(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     inputs: Sequence[Tensor],
-) -> tuple[list[int], Any]:
-    """Bytes of the storages that a call will make, and what it returns on the meta device, None if not known."""
+) -> tuple[list[int], int, Any]:
+    """Bytes of the storages that a call will make, those by which it enlarges others, and what it returns on the meta
+    device, None if not known."""
     if traits.sized_by_data(args):
-        return _counted_outputs(traits, function, args, inputs), None
+        return _counted_outputs(traits, function, args, inputs), 0, None
     shadows: dict[int, Tensor] = {}
     try:
         result = function(*on_meta(args, shadows), **on_meta(dict(kwargs), shadows))
     except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError):
         # No meta kernel: the outputs are taken to be as large as the inputs until they have been seen.
-        return [sum(tensor.numel() * tensor.element_size() for tensor in inputs)], None
+        return [sum(tensor.numel() * tensor.element_size() for tensor in inputs)], 0, None
     known = {storage_of(shadow)._cdata for shadow in shadows.values()}
+    grown = 0
+    for tensor in {id(tensor): tensor for tensor in inputs}.values() if traits.writes else ():
+        if id(tensor) in shadows and tensor.layout == torch.strided:
+            grown += max(storage_of(shadows[id(tensor)]).nbytes() - storage_of(tensor).nbytes(), 0)
     sizes = []
     for output in tensors_in(result):
         if output.layout != torch.strided:
@@ -274,7 +288,7 @@ def _predicted_outputs(
         if storage._cdata not in known and storage.nbytes():
             known.add(storage._cdata)
             sizes.append(storage.nbytes())
-    return sizes, result
+    return sizes, grown, result
 
 
 _INDEX_BYTES = 8

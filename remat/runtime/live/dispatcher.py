@@ -335,11 +335,25 @@ class Dispatcher(TorchDispatchMode):
                     action.discarded.append(private)
                     action.discarded_bytes += allocated_bytes(private.content)
         call.fresh.clear()
+        written = (
+            tensors_in([argument.of(args, kwargs) for argument in traits.writes]) if call.facts.grown_bytes else []
+        )
+        sizes = {
+            id(storage_of(tensor)): (storage_of(tensor), allocated_bytes(storage_of(tensor))) for tensor in written
+        }
         try:
             return self._carry_out(call, action)
         finally:
+            for storage, size in sizes.values():
+                self._count_growth(storage, size)
             for tensor in touched:
                 store.forget(storage_of(tensor))
+
+    def _count_growth(self, storage: torch.UntypedStorage, before: int) -> None:
+        """Takes account of what was enlarged and is none of ours."""
+        growth = allocated_bytes(storage) - before
+        if growth > 0 and id(storage) not in self.store.versions:
+            self.store.enter(self._announce("out", growth), storage, growth, None)
 
     def _changes(self, tensor: Tensor, call: OperatorCall, action: Action) -> Given | None:
         """Prepares that the storage of `tensor` will be changed; returns it if it is a constant's."""
@@ -365,7 +379,9 @@ class Dispatcher(TorchDispatchMode):
         ledger, store = self.ledger, self.store
         traits, facts, function, args, kwargs = call.traits, call.facts, call.function, call.args, call.kwargs
         changed = action.changed
-        scratch = facts.scratch_bytes + (_RANDOM_BYTES if traits.random else 0) + action.discarded_bytes
+        scratch = (
+            facts.scratch_bytes + facts.grown_bytes + (_RANDOM_BYTES if traits.random else 0) + action.discarded_bytes
+        )
         pending = Pending(
             traits.label,
             facts.model_nanoseconds if self.by_model else facts.nanoseconds,

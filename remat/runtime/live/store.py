@@ -444,6 +444,12 @@ def new_storages(result: Any, taken: set[int]) -> list[torch.UntypedStorage]:
     return found
 
 
+def sizes_of(values: Any) -> list[tuple[torch.UntypedStorage, int]]:
+    """The storages of dense tensors, each once, and what was given for them."""
+    found = {id(storage_of(each)): storage_of(each) for each in tensors_in(values) if each.layout == torch.strided}
+    return [(storage, allocated_bytes(storage)) for storage in found.values()]
+
+
 def parts_of(tensor: Tensor) -> Sequence[Tensor]:
     """The dense tensors that a sparse one consists of; a dense one itself."""
     if tensor.layout == torch.strided:

@@ -86,6 +86,23 @@ class Account:
         """The entry of a storage."""
         return self.known.get(id(storage))
 
+    def resized(self, storage: torch.UntypedStorage, before: int) -> None:
+        """A storage of another size before has been given this one."""
+        growth, counted = allocated_bytes(storage) - before, self.of(storage)
+        if not growth:
+            return
+        if counted is None:
+            counted = self.enter(storage)
+            self.others -= before  # which was there before
+            counted.size = growth
+            return
+        counted.size += growth
+        if counted.piece is None:
+            self.others += growth
+        else:
+            self.pieces += growth
+        self.reached(0)
+
     def become_piece(self, counted: Counted, piece: Piece) -> None:
         """What was taken for anybody's is a unit's."""
         counted.piece = piece

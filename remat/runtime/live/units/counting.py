@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from remat.runtime.calls.tape import Operator
 from remat.runtime.live.costs import SHARED, Knowledge, observe, working_device
 from remat.runtime.live.operator_calls import device_among
-from remat.runtime.live.store import new_storages
+from remat.runtime.live.store import new_storages, sizes_of
 from remat.runtime.live.units.account import Counted
 from remat.runtime.live.units.pool import Pool
-from remat.runtime.operators import Traits, tensors_in, traits_of
+from remat.runtime.operators import Traits, traits_of
 from remat.runtime.pytree import storage_of
 from remat.runtime.surroundings import KNOWN, surroundings_of
 
@@ -70,16 +70,15 @@ class Counting(TorchDispatchMode):
         facts = self._knowledge.facts.get(key)
         if facts is None:
             facts = self._knowledge.learn(key, traits, function, args, kwargs)
-        more = facts.total_bytes + facts.scratch_bytes
+        more = facts.total_bytes + facts.working_bytes
         if pool.account.memory + more > pool.budget:
             with torch._C._ForceDispatchKeyGuard(*self._outside):  # calls that are made again build graphs
                 pool.room(traits.label, more)
-        for argument in traits.writes:
-            for changed in tensors_in([argument.of(args, kwargs)]):
-                if changed.layout == torch.strided:
-                    with torch._C._ForceDispatchKeyGuard(*self._outside):
-                        pool.changes(storage_of(changed))
         account = pool.account
+        written = sizes_of([argument.of(args, kwargs) for argument in traits.writes])
+        for storage, _ in written:
+            with torch._C._ForceDispatchKeyGuard(*self._outside):
+                pool.changes(storage)
         if facts.settled:
             result, peak = function(*args, **kwargs), None
         else:
@@ -87,6 +86,8 @@ class Counting(TorchDispatchMode):
         taken = {id(storage_of(tensor)) for tensor in given if tensor.layout == torch.strided}
         new = [storage for storage in new_storages(result, taken) if account.of(storage) is None]
         made = [account.enter(storage) for storage in new]
+        while written:  # emptied, or it would outlive the call
+            account.resized(*written.pop())
         del new  # or they would outlive the call
         sizes = [counted.size for counted in made]
         if tuple(sizes) != facts.output_bytes:
