@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,20 @@ from remat.runtime.calls.stages import Stage, detached
 from remat.runtime.checks import Loss
 from remat.runtime.generators import RandomState, held_by
 from remat.runtime.pytree import Arguments, tensors
+
+
+@contextmanager
+def _within_one_stage() -> Iterator[None]:
+    """A backward inside ends where its stage begins."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "second time" not in str(error):
+            raise
+        raise UnsupportedModel(
+            "a module hands a tensor with its graph on by another way than its output, as an attribute that the loss "
+            "reads; return it, or train under remat.DTR"
+        ) from error
 
 
 class Pass(ABC):
@@ -135,7 +149,7 @@ class Pass(ABC):
         if end is not None:
             self._note_backward(index, end)
             self.foreign.keep(end)
-            with set_apart(self._begun_by.get(index, ())), self.gauge.span("backward", index):
+            with set_apart(self._begun_by.get(index, ())), self.gauge.span("backward", index), _within_one_stage():
                 end.backward()
         del copies  # of buffers: what is measured above is compared, so that they must be there all the time
         return following

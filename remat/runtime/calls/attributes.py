@@ -23,23 +23,24 @@ class Attributes:
     """Attributes of modules, before a run of theirs begins."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._before = [(module, dict(vars(module))) for module in modules]
+        self._modules = list(modules)
+        self._before = [(module, dict(vars(module))) for module in self._modules]
         self._changed: list[tuple[nn.Module, str, Any]] = []
 
     def ended(self) -> None:
-        """The run is over: notes what it has changed."""
+        """The run is over: notes what it has changed; does nothing a second time."""
         for module, before in self._before:
             now = vars(module)
             for name in _differing(now, before):
                 was = before.get(name, _MISSING)
                 if not any(tensor.grad_fn is not None for tensor in _tensors(was)):  # a graph of another step
                     self._changed.append((module, name, was))
-        self._before = [(module, {}) for module, _ in self._before]
+        self._before = []
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Inside, they are as before the run; afterwards as they are now."""
-        present = [(module, dict(vars(module))) for module, _ in self._before]
+        present = [(module, dict(vars(module))) for module in self._modules]
         for module, name, was in self._changed:
             _set(module, name, was)
         try:

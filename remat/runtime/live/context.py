@@ -196,6 +196,11 @@ class DTR:
         block = self._block
         assert block is not None
         block.exit(error)
+        if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
+            raise RematError(
+                "torch.func.grad, vjp, jacrev and hessian do not work in a DTR block, since PyTorch allows no hooks on "
+                "saved tensors with them; use torch.autograd.grad there, or leave that part out of the block"
+            ) from error
 
     @property
     def _last(self) -> Block | UnitsBlock:
