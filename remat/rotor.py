@@ -42,7 +42,7 @@ from remat.runtime.sharding import is_sharded
 from remat.schedule import Schedule
 from remat.simulation import simulate
 from remat.solvers import WITH_HOST, planner
-from remat.solvers.base import Solver
+from remat.solvers.base import Solver, store_all_peak
 from remat.solvers.floating import Floating
 from remat.solvers.persistent import Persistent
 from remat.solvers.revolve import Revolve
@@ -301,6 +301,9 @@ class Checkpointable(Wrapper):
             if limit is None:
                 limit = self.automatic_limit()
             schedule = solved(chain, request.solver, limit, in_flight=self.in_flight, group=self.group)
+            if isinstance(limit, float) and self.group is None and self.in_flight == 1:
+                # A share of what was measured first: as many bytes from then on, for other inputs and frozen parts.
+                request = request._replace(limit=resolve_budget(limit, store_all_peak(chain)))
         else:
             operations = request.solver.least_memory(chain)
             schedule = Schedule(operations, strategy=request.solver.name, layout=chain.layout)

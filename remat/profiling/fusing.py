@@ -15,7 +15,7 @@ from remat.chain import Layout
 from remat.errors import UnsupportedModel
 from remat.host.progress import Progress
 from remat.profiling.stage_costs import SavedStorages, storage_bytes
-from remat.profiling.work import Work
+from remat.profiling.work import ParameterWrites, Work
 from remat.runtime.calls.stages import describe_call, detached, flatten, input_of
 from remat.runtime.checks import failing_on_the_sample
 from remat.runtime.generators import held_by, refuse_foreign
@@ -59,9 +59,10 @@ def _probed(flat: Sequence[tuple[str, nn.Module]], value: Any, tell: Progress) -
         versions = [tensor._version for tensor in tensors(copy)]
         inputs = {storage_of(tensor)._cdata for tensor in tensors(copy) if tensor.numel()}
         saved = SavedStorages()
-        work = Work()
+        writes = ParameterWrites(module.modules())
+        work = Work(writes)
         hooks = saved_tensors_hooks(saved.note, cannot_unpack)
-        with failing_on_the_sample(partial(str, name)), blocks_as_written(), hooks, work:
+        with failing_on_the_sample(partial(str, name)), blocks_as_written(), hooks, writes, work:
             output = module(copy)
         _check_output(name, output)
         refuse_foreign(work.drawn_from, held_by(module.modules()), f"module {name!r}")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from remat.profiling.work import parameters_kept
 from remat.runtime.allocator import rounded
 from remat.runtime.calls.environment import rescaled
 from remat.runtime.fakes import is_fake
@@ -31,18 +32,20 @@ def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> 
     buffers = [(part, name, buffer) for part in parts for name, buffer in part._buffers.items()]
     # Copies are worked on, so that not even the versions of the originals move: a pending backward may need them.
     copies = {id(buffer): buffer.clone() for _, _, buffer in buffers if buffer is not None}
+    own = [each for part in parts for each in part._parameters.values() if each is not None]
     weights = [(weight, weight.detach().clone()) for part in parts for weight in rescaled(part).values()]
     inside = {(part, name): None if buffer is None else copies[id(buffer)] for part, name, buffer in buffers}
     try:
         for (part, name), buffer in inside.items():
             part._buffers[name] = buffer
-        yield Replaced(inside)
+        with parameters_kept(own):
+            yield Replaced(inside)
     finally:
         for part, name, buffer in buffers:
             part._buffers[name] = buffer
         for weight, old in weights:
             if not is_fake(weight) and not torch.equal(weight, old):
-                weight.detach().copy_(old)
+                weight.data.copy_(old)
         for part, before in attributes:
             for name, value in [*part.__dict__.items()]:
                 if value is not before.get(name) and (type(value) in _PLAIN or any(map(_has_graph, tensors(value)))):

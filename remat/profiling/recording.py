@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.errors import UnsupportedModel
-from remat.profiling.work import work_of
+from remat.profiling.work import ParameterWrites, work_of
 from remat.runtime.checks import failing_on_the_sample
 from remat.runtime.generators import held_by, passed_to, refuse_foreign
 from remat.runtime.operators import flat, only_views, statistics
@@ -128,6 +128,7 @@ def record(model: nn.Module, sample: Arguments) -> Recording:
     """
     recorder = _ForwardRecorder(model)
     with (
+        recorder.writes,
         failing_on_the_sample(lambda: recorder.failed or type(model).__name__),
         torch.enable_grad(),
         blocks_as_written(),
@@ -157,9 +158,11 @@ class _ForwardRecorder:
         self.counts: dict[nn.Module, int] = {}
         self.storages: dict[int, Storage] = {}
         self.alive: list[StorageWeakRef] = []
+        self._sparse: dict[int, torch.Tensor] = {}  # alive, so that no other one gets an identity that is known
         self.clock = 0
         self.root: ModuleCall | None = None
         self.present: ModuleCall | None = None
+        self.writes = ParameterWrites(model.modules())
         self.generators: list[Any] = []  # that calls were passed
         self.drawn_from: list[torch.Generator] = []
         self.failed = ""  # the innermost call that raised an error
@@ -203,6 +206,11 @@ class _ForwardRecorder:
         return output
 
     def storage(self, tensor: torch.Tensor, born: int = BEFORE) -> Storage:
+        if tensor.layout != torch.strided:  # has no single storage
+            self._sparse[id(tensor)] = tensor
+            return self.storages.setdefault(
+                -id(tensor), Storage(tensor.numel() * tensor.element_size(), born, "sparse")
+            )
         memory = storage_of(tensor)
         known = self.storages.get(memory._cdata)
         if known is None:
@@ -238,6 +246,7 @@ class _Operators(TorchDispatchMode):
         inputs = flat((*args, *kwargs.values()))
         for tensor in inputs:
             recorder.storage(tensor).uses.append((now, call))
+        recorder.writes.before(operator, args, kwargs)
         written = [*written_by(operator, args, kwargs), *statistics(operator, args, kwargs)]
         for tensor in written:
             recorder.storage(tensor).writes.append((now, call))

@@ -75,7 +75,8 @@ class SavedStorages:
 
     def bytes_besides(self, value: Any) -> int:
         """Of all that would have been kept, but for storages of this value."""
-        others = {StorageWeakRef(storage_of(tensor)).cdata for tensor in tensors(value) if tensor.numel()}
+        dense = [tensor for tensor in tensors(value) if tensor.layout == torch.strided and tensor.numel()]
+        others = {StorageWeakRef(storage_of(tensor)).cdata for tensor in dense}
         return sum(size for key, (_, size) in self._storages.items() if key not in others)
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from remat.runtime.calls.tape import identity_of
 from remat.runtime.generators import passed_to
 from remat.runtime.operators import flat, only_views, written
 
@@ -51,10 +54,53 @@ class Watching(TorchDispatchMode, ABC):
     def seen(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
         """An operator has run."""
 
+    def before(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """An operator is about to run."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.before(func, args, kwargs or {})
         output = func(*args, **(kwargs or {}))
         self.seen(func, args, kwargs or {}, output)
         return output
+
+
+@contextmanager
+def parameters_kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Afterwards parameters that forwards write to for themselves, as `ParameterWrites` has seen, are as before."""
+    own = {identity_of(parameter): parameter for parameter in parameters}
+    try:
+        yield
+    finally:
+        for memory in own.keys() & _originals.keys():
+            own[memory].data.copy_(_originals.pop(memory))
+
+
+# By memory, what parameters held that forwards were seen to write to, until the measurement of the model ends.
+_originals: dict[int, torch.Tensor] = {}
+
+
+class ParameterWrites:
+    """Parameters that a forward writes to for itself, which have what they had when the context ends."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        parameters = [each for module in modules for each in module._parameters.values() if each is not None]
+        self._known = {identity_of(each): each for each in parameters if identity_of(each) >= 0}
+        self._written: list[nn.Parameter] = []
+
+    def before(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """An operator is about to run."""
+        for tensor in written(operator, args, kwargs):
+            parameter = self._known.pop(identity_of(tensor), None)
+            if parameter is not None:
+                self._written.append(parameter)
+                _originals.setdefault(identity_of(parameter), parameter.detach().clone())
+
+    def __enter__(self) -> ParameterWrites:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for parameter in self._written:
+            parameter.data.copy_(_originals[identity_of(parameter)])
 
 
 class Work(Watching):
@@ -65,10 +111,14 @@ class Work(Watching):
         drawn_from: generators that operators were given.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, writes: ParameterWrites) -> None:
         super().__init__()
+        self._writes = writes
         self.work = 0.0
         self.drawn_from: list[torch.Generator] = []
+
+    def before(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self._writes.before(operator, args, kwargs)
 
     def seen(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
         inputs, outputs = flat((*args, *kwargs.values())), flat((output,))

@@ -23,10 +23,12 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor apart from its graph; no mode sees that it is made."""
+    """The tensor apart from its graph; no mode sees that it is made, unless it is of a class that takes calls apart."""
     if isinstance(tensor, FakeTensor):  # without its mode its alias would be one without data on no device
         look = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
         return fake_on(tensor.fake_mode, storage_of(tensor), look, tensor.device)
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        return tensor.detach()  # without dispatch it would be one of another class, as jagged tensors and DTensors
     with in_earnest():
         return tensor.detach()
 

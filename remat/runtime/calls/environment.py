@@ -40,7 +40,8 @@ def working_bytes(stage: Stage) -> int:
     found = [buffer for *_, buffer in stage.buffers()]
     found += [weight for part in stage.parts for weight in rescaled(part).values()]
     states = 3 * state_bytes(on_accelerator=bool(accelerators(stage, ())))
-    return 2 * sum(rounded(buffer.nbytes, buffer.device) for buffer in found) + states
+    dense = [buffer for buffer in found if buffer.layout == torch.strided]  # a stage does not write to others
+    return 2 * sum(rounded(buffer.nbytes, buffer.device) for buffer in dense) + states
 
 
 def accelerators(stage: Stage, value: Any) -> set[torch.device]:

@@ -166,7 +166,10 @@ def _extent(traits: Traits, args: Sequence[Any], inputs: Sequence[Tensor]) -> in
 
 
 def _bytes(inputs: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in inputs)
+    """Those of elements; of nested tensors, whose number of elements may be a symbol, those of their memory."""
+    return sum(
+        storage_of(tensor).nbytes() if tensor.is_nested else tensor.numel() * tensor.element_size() for tensor in inputs
+    )
 
 
 def _family(
@@ -272,9 +275,9 @@ def _predicted_outputs(
     shadows: dict[int, Tensor] = {}
     try:
         result = function(*on_meta(args, shadows), **on_meta(dict(kwargs), shadows))
-    except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError):
+    except Exception:  # of any kind, as shapes of jagged tensors raise
         # No meta kernel: the outputs are taken to be as large as the inputs until they have been seen.
-        return [sum(tensor.numel() * tensor.element_size() for tensor in inputs)], 0, None
+        return [_bytes(inputs)], 0, None
     known = {storage_of(shadow)._cdata for shadow in shadows.values()}
     grown = 0
     for tensor in {id(tensor): tensor for tensor in inputs}.values() if traits.writes else ():
@@ -370,7 +373,7 @@ def _model_nanoseconds(
     from torch.utils.flop_counter import flop_registry
 
     rates = rates_of(inputs[0].device, inputs[0].dtype) if inputs else _ON_CPUS
-    moved = output_bytes + sum(tensor.numel() * tensor.element_size() for tensor in inputs)
+    moved = output_bytes + _bytes(inputs)
     operations = 0
     formula = flop_registry.get(getattr(function, "overloadpacket", None))
     if formula is not None and shadow is not None:

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat.errors import RematError
 from remat.runtime.allocator import allocated_bytes
 from remat.runtime.calls.environment import state_bytes
 from remat.runtime.dtr import _kernels as k
@@ -212,22 +211,19 @@ class Dispatcher(TorchDispatchMode):
         return value
 
     def _take_tensor(self, tensor: Tensor, call: OperatorCall) -> Any:
-        if tensor.is_nested:
-            raise RematError(
-                "a nested tensor of strided layout has no shape that DTR could write down; make it with "
-                "layout=torch.jagged, or leave that part out of the block"
-            )
+        if tensor.is_nested:  # of strided layout, as autograd makes them of jagged ones; others are subclasses
+            call.opaque = True
+            call.device = call.device or tensor.device
+            call.key += ("nested", tensor.dtype, tensor.dim(), storage_of(tensor).nbytes())
+            self._take_parts([tensor], call)
+            return tensor
         shape, dtype = tensor.shape, tensor.dtype
         if call.device is None:
             call.device = tensor.device
         if tensor.layout != torch.strided:
             call.opaque = True
             call.key += (shape, dtype, tensor.layout, entries_of(tensor))
-            for part in parts_of(tensor):  # which may be versions: of what a sparse tensor was put together from
-                version = self.store.versions.get(id(storage_of(part)))
-                if version is not None and version.operator is not None:
-                    call.sources.append(version)
-                    call.missing = call.missing or not version.resident
+            self._take_parts(parts_of(tensor), call)
             return tensor
         storage = storage_of(tensor)
         version = self.store.versions.get(id(storage))
@@ -252,6 +248,14 @@ class Dispatcher(TorchDispatchMode):
         # Views that the program brought along may have such bits whatever their type.
         bits = bits_of(tensor) if self._lazy or source is not version else 0
         return source, shape, stride, tensor.storage_offset(), dtype, bits
+
+    def _take_parts(self, parts: Sequence[Tensor], call: OperatorCall) -> None:
+        """The dense tensors that another one was put together from, which may be versions."""
+        for part in parts:
+            version = self.store.versions.get(id(storage_of(part)))
+            if version is not None and version.operator is not None:
+                call.sources.append(version)
+                call.missing = call.missing or not version.resident
 
     def _access(self, call: OperatorCall) -> None:
         """Has the data of a call in memory, before it is known what the call makes of it."""

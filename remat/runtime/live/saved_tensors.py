@@ -29,8 +29,7 @@ class Saving:
                 if version.resident and version.held is None:
                     version.held = storage
                 return Saved(tensor, version, self._store.dropped)
-        with in_earnest():
-            return SavedConstant(tensor)
+        return SavedConstant(tensor)
 
     def unpack(self, saved: Saved | SavedConstant) -> Tensor:
         """The tensor again."""

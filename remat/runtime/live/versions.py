@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from remat.runtime.fakes import in_earnest
+from remat.runtime.fakes import alias, in_earnest
 from remat.runtime.surroundings import Surroundings, put_back
 
 
@@ -219,7 +219,7 @@ class SavedConstant:
 
     def __init__(self, tensor: Tensor) -> None:
         # A leaf can be kept as it is; another might own, through its graph, the node that keeps it.
-        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+        self.tensor = tensor if tensor.is_leaf else alias(tensor)
         self.version = None if tensor.is_inference() else tensor._version
 
 

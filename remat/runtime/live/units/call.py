@@ -17,7 +17,7 @@ from remat.runtime.calls.environment import FirstRun, Parameters
 from remat.runtime.calls.partial import Differs, Parts, Replaying, nothing
 from remat.runtime.calls.stages import attached
 from remat.runtime.calls.tape import OUTSIDE, Recorder, Value, value_of
-from remat.runtime.fakes import in_earnest
+from remat.runtime.fakes import alias
 from remat.runtime.generators import held_by
 from remat.runtime.live.units.account import Counted
 from remat.runtime.live.units.dormant import packing
@@ -212,8 +212,7 @@ class UnitCall:
         slot = Slot()
         slot.call, slot.piece, slot.number = self, None, len(self._recorded)
         slot.version = tensor._version
-        with in_earnest():
-            slot.tensor = tensor.detach()  # another object: what is held of the run's own counts as held by others
+        slot.tensor = alias(tensor)  # another object: what is held of the run's own counts as held by others
         assert self._recorder is not None
         self._recorder.saves(tensor)
         slot.value = self._recorder.tape.saved[-1]
@@ -466,8 +465,7 @@ class _Collector:
             if tensor.shape != value.size or tensor.dtype != value.dtype:
                 raise Differs("it saves other tensors")
             if number in self._wanted:
-                with in_earnest():
-                    again = tensor.detach()
+                again = alias(tensor)
                 storage, tensors_of = self.found.setdefault(value.storage, (storage_of(again), {}))
                 if storage is not storage_of(again):
                     raise Differs("other tensors share memory")

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.runtime.calls.tape import Operator
@@ -61,6 +62,8 @@ class Counting(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(kind is not Tensor and kind is not Parameter for kind in types):
+            return NotImplemented  # a subclass that takes the call apart; its parts come here
         kwargs = kwargs or {}
         pool = self._pool
         traits = traits_of(function)
@@ -133,6 +136,9 @@ def _take(value: Any, is_scalar: bool, key: list[Any], floats: list[Any], given:
     kind = type(value)
     if isinstance(value, Tensor):
         given.append(value)
+        if value.is_nested:
+            key.extend(("nested", value.dtype, value.dim(), storage_of(value).nbytes()))
+            return
         key.extend((value.shape, value.stride() if value.layout == torch.strided else value.layout, value.dtype))
     elif kind is list or kind is tuple:
         if value and type(value[0]) is int:
