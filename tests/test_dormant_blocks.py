@@ -120,7 +120,7 @@ _WAYS = {  # and a share of the memory that operators need: graphs of gradients 
     _fails_and_goes_on: 0.35,
     _goes_back_twice: 0.35,
     _goes_back_in_part: 0.35,
-    _takes_gradients_of_gradients: 0.8,
+    _takes_gradients_of_gradients: 0.97,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -125,11 +126,10 @@ class Moody(nn.Module):
     def __init__(self, *variants: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.variants = variants
-        self.runs = 0
+        self.turns = itertools.count()  # an attribute would be set back before it runs again
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.runs += 1
-        return self.variants[(self.runs - 1) % len(self.variants)](x)
+        return self.variants[next(self.turns) % len(self.variants)](x)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,15 @@ class Fails(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left = 10**9
+        self.calls = [10**9]  # an attribute would be set back when a stage runs again
+
+    @property
+    def left(self) -> int:
+        return self.calls[0]
+
+    @left.setter
+    def left(self, calls: int) -> None:
+        self.calls[0] = calls
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.left -= 1

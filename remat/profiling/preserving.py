@@ -54,7 +54,7 @@ def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> 
         random.restore()
 
 
-_PLAIN = (bool, int, float, str, type(None), torch.Tensor)
+_PLAIN = (bool, int, float, str, type(None))
 
 
 def _has_graph(tensor: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ from remat.runtime.allocator import refuse_untried, rounded
 from remat.runtime.calls.attributes import Attributes
 from remat.runtime.calls.ending import sum_of
 from remat.runtime.calls.stages import Stage
-from remat.runtime.fakes import is_fake
+from remat.runtime.fakes import in_earnest, is_fake
 from remat.runtime.generators import RandomState, of_python
 from remat.runtime.meter import instruments
 from remat.runtime.pytree import storage_of, tensors
@@ -198,7 +198,10 @@ class Parameters:
 
 def _sums(stage: Stage) -> list[int]:
     """Of what each parameter holds, where that can be looked at."""
-    return [0 if _memory_of(each) is None or is_fake(each) else sum_of(each.detach()) for each in stage.parameters()]
+    with in_earnest():
+        return [
+            0 if _memory_of(each) is None or is_fake(each) else sum_of(each.detach()) for each in stage.parameters()
+        ]
 
 
 def _memory_of(parameter: nn.Parameter) -> torch.UntypedStorage | None:
@@ -242,9 +245,11 @@ class FirstRun:
 
     @property
     def situation(self) -> Hashable:
-        """What runs of the stage have in common that do the same: shapes, flags of modules and backends, autocast."""
+        """What runs of the stage have in common that do the same: shapes, flags of modules and backends, autocast, and,
+        once the run is over, which buffers it has made anew."""
         autocast = tuple((state["device_type"], state["enabled"], state["dtype"]) for state in self._autocast)
-        return self._shapes, self._flags, self._surroundings, autocast
+        made = frozenset(key for key, was in self._changed.items() if was.copy is was.buffer)
+        return self._shapes, self._flags, self._surroundings, autocast, made
 
     def ended(self) -> None:
         """To be called when the first run is over: keeps only what it really drew on and changed."""

@@ -169,8 +169,10 @@ class Block(Guard):
             for version in living:
                 if not version.resident:
                     store.cut_loose(version)
-        except (OutOfBudget, Thrashing):
+        except OutOfBudget:
             self.outcome = "over"
+        except Thrashing:
+            self.outcome = "thrash"
 
     def _count(self) -> None:
         """Notes what the program holds, which is in memory whatever the budget."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from remat.runtime.calls.environment import BufferWatch, autocast_states, working_bytes
+from remat.runtime.calls.environment import BufferWatch, autocast_states, rescaled, working_bytes
 from remat.runtime.calls.partial import Parts, Structure, needs
 from remat.runtime.calls.stages import Stage
 from remat.runtime.calls.tape import OUTSIDE, Operator, Tape, Value
@@ -125,7 +125,8 @@ class Unit:
         self.draws = True
         self.working_bytes = working_bytes(code.stage)
         self.writes: tuple[int, ...] = ()
-        self.has_buffers = any(True for _ in code.stage.buffers())
+        rescales = any(rescaled(part) for part in code.stage.parts)
+        self.has_buffers = rescales or any(True for _ in code.stage.buffers())
 
     @property
     def needs_environment(self) -> bool:
