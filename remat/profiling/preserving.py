@@ -23,8 +23,8 @@ from remat.runtime.sharding import is_sharded
 def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> Iterator[Replaced]:
     """Afterwards buffers, weights that forwards rescale, and states of random number generators are as before.
 
-    So are attributes of modules to which forwards have given plain values, as counters, or tensors with their graphs,
-    which would keep these alive.
+    So are attributes of modules that count or hold the last tensor of a kind, and those into which forwards have put tensors with their graphs, which
+    would keep these alive. Flags stay: what they say was done, hooks that were installed, say, is not undone.
     """
     parts = parts_of(modules)
     random = RandomState(devices, [*held_by(parts), *of_python()])
@@ -48,13 +48,12 @@ def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> 
                 weight.data.copy_(old)
         for part, before in attributes:
             for name, value in [*part.__dict__.items()]:
-                if value is not before.get(name) and (type(value) in _PLAIN or any(map(_has_graph, tensors(value)))):
+                was = before.get(name)
+                counts = type(value) is type(was) and type(value) in (int, float, torch.Tensor)
+                if value is not was and (counts or any(map(_has_graph, tensors(value)))):
                     part.__dict__.pop(name)
                     part.__dict__.update({name: before[name]} if name in before else {})
         random.restore()
-
-
-_PLAIN = (bool, int, float, str, type(None))
 
 
 def _has_graph(tensor: torch.Tensor) -> bool:

@@ -1,7 +1,8 @@
 """Attributes that a forward gives its modules: counters, caches, what is kept for the next step or for the loss.
 
-A run that is made again finds them as the first run did, and leaves them as they were before it. What containers hold
-that attributes refer to is not looked at.
+A run that is made again finds numbers and tensors as the first run did, and leaves all attributes as they were before
+it. Flags and objects are not set back, since they may say what has been done elsewhere, and what containers hold that
+attributes refer to is not looked at.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-
-from remat.runtime.pytree import tensors
 
 _MISSING = object()
 _OTHERS = frozenset(("training", "forward", "__getstate__"))  # that are kept by others
@@ -33,7 +32,7 @@ class Attributes:
             now = vars(module)
             for name in _differing(now, before):
                 was = before.get(name, _MISSING)
-                if not any(tensor.grad_fn is not None for tensor in _tensors(was)):  # a graph of another step
+                if _is_state(was) or (was is None and isinstance(now.get(name), torch.Tensor)):
                     self._changed.append((module, name, was))
         self._before = []
 
@@ -58,8 +57,10 @@ def _differing(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
     return [name for name in names if now.get(name, _MISSING) is not before.get(name, _MISSING)]
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [] if value is _MISSING else tensors(value)
+def _is_state(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.grad_fn is None  # else it would keep the graph of another step
+    return type(value) in (int, float)
 
 
 def _set(module: nn.Module, name: str, value: Any) -> None:

@@ -245,11 +245,9 @@ class FirstRun:
 
     @property
     def situation(self) -> Hashable:
-        """What runs of the stage have in common that do the same: shapes, flags of modules and backends, autocast, and,
-        once the run is over, which buffers it has made anew."""
+        """What runs of the stage have in common that do the same: shapes, flags of modules and backends, autocast."""
         autocast = tuple((state["device_type"], state["enabled"], state["dtype"]) for state in self._autocast)
-        made = frozenset(key for key, was in self._changed.items() if was.copy is was.buffer)
-        return self._shapes, self._flags, self._surroundings, autocast, made
+        return self._shapes, self._flags, self._surroundings, autocast
 
     def ended(self) -> None:
         """To be called when the first run is over: keeps only what it really drew on and changed."""

@@ -90,7 +90,8 @@ class Tapes:
         self._tapes.pop(situation, None)
         self._drop_parts(situation)
         self._failed += 1
-        self._warn(why)
+        if self._failed > 1:  # once is what a first step may set up, as tables for the shapes that it meets
+            self._warn(why)
 
     def _warn(self, why: str) -> None:
         """Once."""
