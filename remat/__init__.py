@@ -3,7 +3,11 @@
     import remat
     from remat import rotor
 
-    model = rotor.Checkpointable(model, mem_limit="2GiB")   # an nn.Sequential; trains as before, within 2 GiB
+    remat.fit(model, sample, memory="2GiB")                 # any model, in place, by the fastest plan
+    model = rotor.Checkpointable(model, mem_limit="2GiB")   # Rotor's interface
+    with remat.DTR(budget="2GiB"):                          # any program, without a plan
+        loss = model(x).sum()
+        loss.backward()
 
 or piece by piece: `profile` a model into a `Chain`, `solve` it for a budget into a `Schedule`, `simulate` that on
 paper, `apply` it to the model, `run` and measure a step.

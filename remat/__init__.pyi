@@ -22,6 +22,7 @@ from remat.errors import InvalidSchedule as InvalidSchedule
 from remat.errors import InvalidTrace as InvalidTrace
 from remat.errors import LeftChain as LeftChain
 from remat.errors import MeasurementError as MeasurementError
+from remat.errors import NoChain as NoChain
 from remat.errors import OutOfBudget as OutOfBudget
 from remat.errors import OverBudgetWarning as OverBudgetWarning
 from remat.errors import PlanMismatch as PlanMismatch

@@ -222,3 +222,19 @@ def test_wrong_arguments_are_one_line_and_status_2(cli, arguments: tuple[str, ..
     done = cli(*arguments)
     assert done.returncode == 2
     assert message in done.stderr.replace("\n", " ") and "Traceback" not in done.stderr
+
+
+def test_a_pytorch_that_nobody_has_tried_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from remat.host import tried
+
+    monkeypatch.setattr(tried, "_said", [])
+    monkeypatch.setattr(tried, "NEWEST", (1, 13))
+    for _ in range(2):
+        tried.say_if_newer()
+    assert capsys.readouterr().err.count("newer than 1.13") == 1
+    monkeypatch.setattr(tried, "_said", [])
+    monkeypatch.setattr(tried, "NEWEST", (99, 0))
+    tried.say_if_newer()
+    assert not capsys.readouterr().err

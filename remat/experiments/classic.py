@@ -3,8 +3,8 @@
 Chen's take their checkpoints from all nodes of the linearised graph, or from its articulation points, as Checkmate's
 comparison has them (Jain et al., 2020, Section 6.2).
 
-Each chooses which forward nodes are kept in each stage; the order of all else follows (`training.steps_of`). What lies
-across a cut, as a skip connection does, is computed again where it is read.
+Each chooses which forward nodes are kept in each stage; the order of all else follows
+(`training_graph.steps_of`). What lies across a cut, as a skip connection does, is computed again where it is read.
 """
 
 from __future__ import annotations

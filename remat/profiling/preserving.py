@@ -23,8 +23,9 @@ from remat.runtime.sharding import is_sharded
 def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> Iterator[Replaced]:
     """Afterwards buffers, weights that forwards rescale, and states of random number generators are as before.
 
-    So are attributes of modules that count or hold the last tensor of a kind, and those into which forwards have put tensors with their graphs, which
-    would keep these alive. Flags stay: what they say was done, hooks that were installed, say, is not undone.
+    So are attributes of modules that count or hold the last tensor of a kind, and those into which forwards have put
+    tensors with their graphs, which would keep these alive. Flags stay: what they say was done, hooks that were
+    installed, say, is not undone.
     """
     parts = parts_of(modules)
     random = RandomState(devices, [*held_by(parts), *of_python()])

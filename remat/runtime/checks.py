@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from remat.errors import InvalidLoss, InvalidSample, RematError
+from remat.host.tried import say_if_newer
 from remat.runtime.pytree import tensors
 
 Loss = Callable[[Any], torch.Tensor]
@@ -18,6 +19,7 @@ Loss = Callable[[Any], torch.Tensor]
 
 def check_model(model: object) -> None:
     """Raises RematError unless `model` is a module."""
+    say_if_newer()
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise RematError(f"{model.__name__} is a class; pass a model of it, {model.__name__}(...)")
     if not isinstance(model, nn.Module):

@@ -206,6 +206,8 @@ class Parts:
         self._nothing: dict[int, Any] = {}  # storages without memory, by number
         self.without_memory: dict[int, int] = {}
         self.actions = [self._action(operator, run, kept) for operator, run in zip(tape.operators, runs, strict=True)]
+        for storage in self._nothing.values():
+            _seal(storage)
 
     def _action(self, operator: Operator, runs: bool, kept: dict[int, list[int]]) -> _Action:
         results: tuple[Any, ...] | None = None
@@ -244,7 +246,10 @@ class Parts:
 
 def nothing(value: Value, size: int, device: torch.device) -> torch.Tensor:
     """A tensor without memory that looks so; `size`: bytes of its storage."""
-    return _look(_without_memory(size, device), value, device)
+    storage = _without_memory(size, device)
+    tensor = _look(storage, value, device)
+    _seal(storage)
+    return tensor
 
 
 _refuse_access = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)  # only some builds have it
@@ -255,9 +260,13 @@ def _without_memory(size: int, device: torch.device) -> torch.UntypedStorage:
     if fake_mode() is not None:
         return storage_without_data(size)
     storage: Any = torch._C._construct_storage_from_data_pointer(0, device, size)
-    if _refuse_access is not None:
-        _refuse_access(storage._cdata, "this tensor was not made again, since nobody was known to read it")
     return storage
+
+
+def _seal(storage: torch.UntypedStorage) -> None:
+    """From now on reading it is an error wherever that happens, as far as this build of PyTorch can tell."""
+    if _refuse_access is not None and storage.device.type != "meta":
+        _refuse_access(storage._cdata, "this tensor was not made again, since nobody was known to read it")
 
 
 def _look(storage: torch.UntypedStorage, value: Value, device: torch.device) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from remat.budgets import resolve_budget
 from remat.errors import InvalidBudget, RematError
 from remat.formatting import card, format_bytes
+from remat.host.tried import say_if_newer
 from remat.report import Report
 from remat.runtime.dtr.heuristics import Heuristic, make_heuristic
 from remat.runtime.dtr.trace import Trace
@@ -115,6 +116,7 @@ class DTR:
 
     def __enter__(self) -> DTR:
         refuse_inside()
+        say_if_newer()
         ways = self._begin_at(self.where or place())
         if ways:
             self._block = self._by_calls(ways)
