@@ -60,6 +60,7 @@ class _Request(NamedTuple):
 
     solver: Solver
     limit: int | str | float | None = None  # None: the wrapper's own, or 0.9 of the free memory
+    least: int = 0  # bytes that a share has stood for: no less for what stores less, as where parameters are frozen
     bounded: bool = True  # False: the solver's schedule of least memory, whatever that needs
 
 
@@ -300,10 +301,10 @@ class Checkpointable(Wrapper):
             limit = request.limit if request.limit is not None else self.mem_limit
             if limit is None:
                 limit = self.automatic_limit()
-            schedule = solved(chain, request.solver, limit, in_flight=self.in_flight, group=self.group)
             if isinstance(limit, float) and self.group is None and self.in_flight == 1:
-                # A share of what was measured first: as many bytes from then on, for other inputs and frozen parts.
-                request = request._replace(limit=resolve_budget(limit, store_all_peak(chain)))
+                limit = max(resolve_budget(limit, store_all_peak(chain)), request.least)
+                request = request._replace(least=limit)
+            schedule = solved(chain, request.solver, limit, in_flight=self.in_flight, group=self.group)
         else:
             operations = request.solver.least_memory(chain)
             schedule = Schedule(operations, strategy=request.solver.name, layout=chain.layout)

@@ -35,9 +35,9 @@ class Saving:
         """The tensor again."""
         self.was_asked = True
         if isinstance(saved, SavedConstant):
-            _refuse_changed(saved.tensor, saved.tensor.shape, saved.version)
+            _refuse_changed(saved.tensor, saved.version)
             return saved.tensor
-        _refuse_changed(saved.witness, saved.view[1], saved.changes)
+        _refuse_changed(saved.witness, saved.changes, saved.view[1])
         version = saved.version
         if not version.resident:
             self._store.access(version, "backward")
@@ -46,10 +46,10 @@ class Saving:
             return on_storage(saved.view, storage)
 
 
-def _refuse_changed(witness: Tensor, shape: torch.Size, version: int | None) -> None:
+def _refuse_changed(witness: Tensor, version: int | None, shape: torch.Size | None = None) -> None:
     """As PyTorch does where nothing stands between it and what it has saved."""
     if version is not None and witness._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"of shape {list(shape)} is at version {witness._version}; expected version {version} instead"
+            f"of shape {list(witness.shape if shape is None else shape)} is at version {witness._version}; expected version {version} instead"
         )
