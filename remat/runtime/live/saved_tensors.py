@@ -49,7 +49,8 @@ class Saving:
 def _refuse_changed(witness: Tensor, version: int | None, shape: torch.Size | None = None) -> None:
     """As PyTorch does where nothing stands between it and what it has saved."""
     if version is not None and witness._version != version:
+        size = list(witness.shape if shape is None else shape)
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"of shape {list(witness.shape if shape is None else shape)} is at version {witness._version}; expected version {version} instead"
+            f"of shape {size} is at version {witness._version}; expected version {version} instead"
         )
