@@ -21,12 +21,15 @@ from torch.utils.checkpoint import checkpoint
 import remat
 from remat.errors import InfeasibleBudget, RematError, ReplayError, UnsupportedModel
 from remat.runtime.calls.environment import accelerators
+from remat.runtime.calls.partial import Differs, Parts, Replaying
 from remat.runtime.calls.stages import Stage
+from remat.runtime.calls.tape import Tape
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.heuristics import make_heuristic
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
 from remat.runtime.meter import MemoryMeter
+from remat.runtime.operators import traits_of
 from support.steps import assert_same
 
 WIDTH, ROWS = 32, 48
@@ -496,3 +499,15 @@ def test_recomputation_is_limited_by_all_that_was_computed() -> None:
     ledger.add("d", second, [first], [0])
     assert Limits(2.0).ask(ledger) == k.DONE
     assert ledger.core.scalar(k.AGAIN_COST) == second
+
+
+def test_a_replay_that_no_mode_would_see_is_none_in_part() -> None:
+    """Room may be asked for where dispatch is off, as while the state of a generator is taken."""
+    replaying = Replaying(Parts(Tape(), ()), lambda number: None)
+    with torch._C._DisableTorchDispatch(), pytest.raises(Differs), replaying:
+        raise AssertionError
+
+
+def test_operators_that_only_python_knows_have_traits() -> None:
+    """Those of the symbolic shapes of jagged tensors: asking PyTorch's dispatcher for them ends the process."""
+    assert traits_of(torch.ops.aten.sym_size.default).label == "sym_size"

@@ -138,7 +138,7 @@ class RandomState:
 
     def __init__(self, devices: Iterable[torch.device], own: Iterable[Any] = ()) -> None:
         with in_earnest():
-            self.cpu = torch.get_rng_state()
+            self.cpu = torch.default_generator.get_state()  # not what blocks count as the program's
             self.others = {device: torch.get_device_module(device).get_rng_state(device) for device in devices}
             self.own = [(generator, _state_of(generator)) for generator in own]
 

@@ -161,9 +161,7 @@ def _read(function: Any) -> Traits:
     )
     aliases = [returned.alias_info is not None for returned in schema.returns]
     # A composite one that is seen whole (in inference mode) may copy although its schema speaks of a view.
-    composite = not only_asks(function) and torch._C._dispatch_has_kernel_for_dispatch_key(
-        function.name(), "CompositeImplicitAutograd"
-    )
+    composite = not only_asks(function) and _is_composite(function)
     namespace, _, label = schema.name.partition("::")
     foreign = namespace not in _OWN
     traits = Traits(
@@ -185,6 +183,13 @@ def _read(function: Any) -> Traits:
     )
     special = any(traits[1:6]) or traits.random or traits.data_dependent or not traits.repeatable
     return traits._replace(usual=not special)
+
+
+def _is_composite(function: Any) -> bool:
+    try:
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd"))
+    except RuntimeError:
+        return False  # those of symbolic shapes, as of jagged tensors, are known to Python alone
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -309,6 +309,8 @@ class Replaying(TorchDispatchMode, Watch):
         return False  # or each call would pass a wrapper that keeps the compiler out; nothing compiled is replayed
 
     def __enter__(self) -> Replaying:
+        if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):
+            self._differ("no dispatch mode sees the operators that run here")
         begin_watch(self)
         super().__enter__()
         return self
