@@ -67,7 +67,9 @@ class Variables:
                     self._held.append((index, storage, size))
 
     def _see(self, tensor: torch.Tensor) -> StorageWeakRef | None:
-        """A weak reference to the memory of a tensor, if it was not seen before."""
+        """A weak reference to the memory of a tensor, if it was not seen before; None where it has no single one."""
+        if tensor.layout != torch.strided:
+            return None
         storage = StorageWeakRef(storage_of(tensor))
         return storage if self._seen.setdefault(storage.cdata, storage) is storage else None
 
