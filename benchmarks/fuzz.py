@@ -363,7 +363,9 @@ def _difference(a: torch.Tensor | None, b: torch.Tensor | None) -> str:
 
 
 @contextmanager
-def _within(seconds: float) -> Iterator[None]:
+def within(seconds: float) -> Iterator[None]:
+    """Inside, `CaseTimeout` is raised after so long."""
+
     def stop(*_: object) -> None:
         raise CaseTimeout(f"more than {seconds} s")
 
@@ -393,7 +395,7 @@ def run(seed: int, number: int, told: Callable[[str], None] = lambda text: None)
     row: dict[str, Any] = {"number": number, "kind": list(KINDS)[number % 2], "limit": ""}
     attempts = 0
     try:
-        with _within(SECONDS):
+        with within(SECONDS):
             case, attempts = made(seed, number, told)
             row |= {"model": str(case), "loop": str(case.loop), "interface": case.interface}
             told("\n".join(f"{key}: {value}" for key, value in row.items()))

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import remat
+from benchmarks.fuzz import CaseTimeout, within
 from benchmarks.module_programs.holding import difference, same
 from benchmarks.module_programs.program import Program, program_of
 from benchmarks.module_programs.training import Left, Training, by_plan, fresh, in_blocks, plainly
@@ -22,24 +21,6 @@ SHARES = (0.9, 0.7, 0.5)
 WAYS = ("plan", "calls", "operator")
 SECONDS = 40  # for one case
 Row = dict[str, Any]
-
-
-class CaseTimeout(BaseException):
-    """No `Exception`, so that nobody takes it for one of theirs."""
-
-
-@contextmanager
-def within(seconds: float) -> Iterator[None]:
-    def stop(*_: object) -> None:
-        raise CaseTimeout
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def differs(expected: Left, found: Left) -> str:

@@ -101,6 +101,7 @@ class ParameterWrites:
     def __exit__(self, *_: object) -> None:
         for parameter in self._written:
             parameter.data.copy_(_originals[identity_of(parameter)])
+        self._written.clear()
 
 
 class Work(Watching):
