@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from remat.runtime import allocator
 from remat.runtime.live import costs
 from remat.runtime.live.costs import Knowledge, OperatorFacts, observe, working_device
 from remat.runtime.live.units import block
-from remat.runtime.meter import MemoryMeter, Region
+from remat.runtime.meter import MemoryMeter
 from remat.runtime.operators import traits_of
 from support.unit_blocks import Model, blocks, by_calls, left_by, memory_of, mlp, mlps, step_of
 
@@ -77,27 +78,9 @@ def test_chains_with_granules() -> None:
         assert all(size % _GRANULE == 0 for size in sizes)
 
 
-class _Meter:
-    """Says of each region what the next call of an operator is to have taken."""
-
-    peaks: Iterator[int]
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.regions: list[Region] = []
-
-    @contextmanager
-    def session(self) -> Iterator[None]:
-        yield
-
-    @contextmanager
-    def region(self) -> Iterator[None]:
-        yield
-        self.regions = [Region(0, 0, next(self.peaks))]
-
-
 def test_workspaces_that_a_first_call_sets_up_are_not_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    _Meter.peaks = iter([10_000_000, 5_000, 4_000, 99_000])
-    monkeypatch.setattr(costs, "MemoryMeter", _Meter)
+    allocated = iter(accumulate([0, 10_000_000, 0, 5_000, 0, 4_000, 0, 99_000]))  # read before and after each call
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"allocated_bytes.all.allocated": next(allocated)})
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     knowledge, function, x = Knowledge(), torch.ops.aten.mm.default, torch.randn(8, 8)
     facts = knowledge.learn(("key",), traits_of(function), function, (x, x), {})

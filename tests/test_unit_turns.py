@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -174,6 +176,7 @@ def _change(model: nn.Module, how: str) -> None:
     else:
         model.to(getattr(torch, how))
     allocate_gradients(model)
+    gc.collect()  # a module that is gone is noticed by the next block, not by any later one
 
 
 @pytest.mark.parametrize(
