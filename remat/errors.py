@@ -123,7 +123,7 @@ class ThrashingWarning(UserWarning):
 
 
 class OverBudgetWarning(UserWarning):
-    """A live DTR run took more memory than its budget, where that could not be known beforehand or be helped."""
+    """Training took, or may take, more memory than its limit, where that could not be known beforehand or be helped."""
 
 
 class SolverStopped(RematError, TimeoutError):

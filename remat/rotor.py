@@ -106,7 +106,7 @@ class Checkpointable(Wrapper):
             DistributedDataParallel or FSDP2): the first plans for the largest and slowest that any of them measured,
             and all follow its plan. All have to measure and plan at the same time.
         in_flight: how many forwards come before the first of their backwards, as in a pipeline; the limit is for what
-            all of them hold.
+            all of them hold, each with a backward of its own.
         output_held: count the output as held by the caller until the backward is over, as by
             `out = model(x); loss = criterion(out, y); loss.backward()`; False where the loop never names it.
         options: also measure ways to keep a part of what a stage saves, and plan with them; False: stages keep all or
@@ -308,7 +308,7 @@ class Checkpointable(Wrapper):
         else:
             operations = request.solver.least_memory(chain)
             schedule = Schedule(operations, strategy=request.solver.name, layout=chain.layout)
-        self._adopt(chain, schedule)
+        self._adopt(chain, schedule, self.in_flight if request.bounded else 0)
         self._request = request
         if self.verbosity > 0:
             self.display()
@@ -318,10 +318,10 @@ class Checkpointable(Wrapper):
             raise RematError("nothing has been measured yet; call measure(sample) first, or pass input=sample")
         return self.chain
 
-    def _adopt(self, chain: Chain | None, schedule: Schedule) -> None:
+    def _adopt(self, chain: Chain | None, schedule: Schedule, in_flight: int = 0) -> None:
         layout = schedule.layout or (chain.layout if chain is not None else None)
         executor = bound(self.wrapped, replace(schedule, layout=layout), preserve_random=self.preserve_rng_state)
-        executor.lock, executor.host = self._lock, self._host
+        executor.lock, executor.host, executor.in_flight = self._lock, self._host, in_flight
         self._plan = _Prepared(chain, schedule, executor)
 
     def automatic_limit(self) -> int:

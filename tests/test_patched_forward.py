@@ -241,6 +241,8 @@ def test_a_model_compiled_as_a_whole_is_refused() -> None:
 
 
 def test_two_forwards_before_their_backwards() -> None:
+    """Which holds more than the plan counts, and that is said, once."""
+
     def both(model: nn.Module, sample: Any) -> list[torch.Tensor]:
         torch.manual_seed(3)
         first, second = model(sample), model(2 * sample)
@@ -251,7 +253,37 @@ def test_two_forwards_before_their_backwards() -> None:
     plain, sample = made("blocks")
     model, _ = made("blocks")
     remat.fit(model, sample, 0.7, quiet=True, other_path="error")
-    assert_same(both(plain, sample), both(model, sample))
+    expected = both(plain, sample)
+    with pytest.warns(remat.OverBudgetWarning, match="2 forwards wait for their backward at once"):
+        found = both(model, sample)
+    assert_same(expected, found)
+    both(model, sample)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_several_forwards_with_a_backward_each_or_one_for_all(together: bool) -> None:
+    """A pipeline keeps its limit; where gradients of parameters wait for each other as well, that is said."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
+    sample = torch.randn(16, 64)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def step(called: nn.Module) -> None:
+        losses = [called(sample).square().mean() for _ in range(2)]
+        for loss in [losses[0] + losses[1]] if together else losses:
+            loss.backward()
+
+    limit = 80_000
+    module = rotor.Checkpointable(model, sample, limit, in_flight=2)
+    meter = MemoryMeter(torch.device("cpu"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", remat.OverBudgetWarning)
+        for _ in range(2):
+            with meter.session(), meter.region():
+                step(module)
+    region = meter.regions[-1]
+    assert (region.peak_bytes - region.start_bytes + sample.nbytes > limit) == together == bool(caught)
+    assert len(caught) == together and all("one backward() runs through" in str(each.message) for each in caught)
 
 
 def left_by(step: Callable[[], object]) -> int:

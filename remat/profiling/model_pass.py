@@ -33,7 +33,7 @@ from remat.profiling.preserving import (
 )
 from remat.profiling.recording import saving_nothing
 from remat.profiling.stage_costs import gradient_bytes, storage_bytes
-from remat.profiling.stage_pass import Pass
+from remat.profiling.stage_pass import Pass, within_one_stage
 from remat.profiling.variables import Variables
 from remat.runtime.calls.environment import accelerators
 from remat.runtime.calls.places import Place, Places
@@ -142,7 +142,8 @@ class ModelPass(Pass):
         del source
         if end.requires_grad:
             self.foreign.keep(end)
-            end.backward()
+            with within_one_stage():
+                end.backward()
         found = {
             id(tensor): (tensor, reached[place]) for place, tensor in enumerate(tensors(output)) if place in reached
         }

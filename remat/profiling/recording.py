@@ -23,7 +23,7 @@ from remat.runtime.generators import held_by, passed_to, refuse_foreign
 from remat.runtime.operators import flat, only_views, statistics
 from remat.runtime.operators import written as written_by
 from remat.runtime.patching import Forward, blocks_as_written, intercepted, outside_of_compiled
-from remat.runtime.pytree import Arguments, Key, activation_of, first_tensor, key_of, storage_of, tensors
+from remat.runtime.pytree import Arguments, Key, activation_of, address_of, first_tensor, key_of, storage_of, tensors
 
 BEFORE = -1  # when what a model's parameters, buffers and inputs hold was computed
 
@@ -208,9 +208,8 @@ class _ForwardRecorder:
     def storage(self, tensor: torch.Tensor, born: int = BEFORE) -> Storage:
         if tensor.layout != torch.strided:  # has no single storage
             self._sparse[id(tensor)] = tensor
-            return self.storages.setdefault(
-                -id(tensor), Storage(tensor.numel() * tensor.element_size(), born, "sparse")
-            )
+            size = tensor.numel() * tensor.element_size()
+            return self.storages.setdefault(address_of(tensor), Storage(size, born, "sparse"))
         memory = storage_of(tensor)
         known = self.storages.get(memory._cdata)
         if known is None:

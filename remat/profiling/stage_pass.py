@@ -37,7 +37,7 @@ from remat.runtime.pytree import Arguments, tensors
 
 
 @contextmanager
-def _within_one_stage() -> Iterator[None]:
+def within_one_stage() -> Iterator[None]:
     """A backward inside ends where its stage begins."""
     try:
         yield
@@ -149,7 +149,7 @@ class Pass(ABC):
         if end is not None:
             self._note_backward(index, end)
             self.foreign.keep(end)
-            with set_apart(self._begun_by.get(index, ())), self.gauge.span("backward", index), _within_one_stage():
+            with set_apart(self._begun_by.get(index, ())), self.gauge.span("backward", index), within_one_stage():
                 end.backward()
         del copies  # of buffers: what is measured above is compared, so that they must be there all the time
         return following

@@ -97,6 +97,7 @@ class Traits(NamedTuple):
         reads: the flags that it may depend on besides its arguments.
         scalars: positions of numbers that it computes with elements of tensors, and scalar_names: their names.
         foreign: not an operator of PyTorch, so its tags may be missing.
+        turns: what it changes of an argument is not its memory but how the tensor looks at it (`transpose_`).
     """
 
     label: str
@@ -115,6 +116,7 @@ class Traits(NamedTuple):
     scalars: frozenset[int] = frozenset()
     scalar_names: frozenset[str] = frozenset()
     foreign: bool = False
+    turns: bool = False
 
     def sized_by_data(self, args: Sequence[Any]) -> bool:
         """Whether the size of what a call makes, or of its scratch memory, depends on data. Indexing by numbers is
@@ -180,6 +182,7 @@ def _read(function: Any) -> Traits:
         scalars=_scalars(schema),
         scalar_names=frozenset(schema.arguments[position].name for position in _scalars(schema)),
         foreign=foreign,
+        turns=torch.Tag.inplace_view in tags,
     )
     special = any(traits[1:6]) or traits.random or traits.data_dependent or not traits.repeatable
     return traits._replace(usual=not special)

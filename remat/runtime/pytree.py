@@ -130,6 +130,13 @@ class Key(NamedTuple):
     dtype: torch.dtype
 
 
+def address_of(tensor: torch.Tensor) -> int:
+    """What its memory is known by, while it lives; sparse and jagged tensors, which have several, by themselves."""
+    return storage_of(tensor)._cdata if tensor.layout == torch.strided else -id(tensor)
+
+
 def key_of(tensor: torch.Tensor) -> Key:
-    storage = storage_of(tensor)._cdata
+    storage = address_of(tensor)
+    if storage < 0:
+        return Key(storage, 0, (), (), tensor.dtype)
     return Key(storage, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype)

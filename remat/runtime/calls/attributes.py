@@ -32,7 +32,7 @@ class Attributes:
             now = vars(module)
             for name in _differing(now, before):
                 was = before.get(name, _MISSING)
-                if _is_state(was) or (was is None and isinstance(now.get(name), torch.Tensor)):
+                if _is_state(was) or ((was is None or was is _MISSING) and _is_state(now.get(name), of_graph=True)):
                     self._changed.append((module, name, was))
         self._before = []
 
@@ -57,9 +57,9 @@ def _differing(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
     return [name for name in names if now.get(name, _MISSING) is not before.get(name, _MISSING)]
 
 
-def _is_state(value: Any) -> bool:
+def _is_state(value: Any, *, of_graph: bool = False) -> bool:
     if isinstance(value, torch.Tensor):
-        return value.grad_fn is None  # else it would keep the graph of another step
+        return of_graph or value.grad_fn is None  # else it would keep the graph of another step
     return type(value) in (int, float)
 
 

@@ -240,7 +240,8 @@ class Recorder(TorchDispatchMode, Watch):
             self.tape.whole = f"{func} is no ordinary operator"
             return func(*args, **kwargs)
         traits = traits_of(func)
-        changed = [*written(func, args, kwargs), *self._counted(given, statistics(func, args, kwargs))]
+        changes = [] if traits.turns else written(func, args, kwargs)
+        changed = [*changes, *self._counted(given, statistics(func, args, kwargs))]
         writes = tuple(dict.fromkeys(self.number(tensor) for tensor in changed))
         self._look_at(func, traits, (*args, *kwargs.values()))
         look = look_of(traits, args, kwargs, self.number)

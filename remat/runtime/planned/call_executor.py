@@ -47,7 +47,7 @@ class CallExecutor(Executor):
         self._configs = configs_with_caches(model.modules())
         self._switches = switches_of(model)
 
-    def run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]) -> Any:
+    def _run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]) -> Any:
         refuse_checkpointing(self._switches)
         if self.is_plain:
             with caches_off(self._configs):

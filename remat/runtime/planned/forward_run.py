@@ -20,9 +20,12 @@ Rules, to which the code points back:
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -30,7 +33,7 @@ import torch
 from torch import nn
 
 from remat.chain import Layout
-from remat.errors import ReplayError, UnsupportedModel
+from remat.errors import OverBudgetWarning, ReplayError, UnsupportedModel
 from remat.runtime.calls.ending import Ending
 from remat.runtime.calls.environment import BufferWatch, FirstRun
 from remat.runtime.calls.record import Record, Slot
@@ -62,6 +65,17 @@ class Lock:
         return Lock, ()
 
 
+class _Waiting:
+    """A forward whose backward has not begun; its graph holds on to it."""
+
+
+class _AllWaiting(weakref.WeakSet[_Waiting]):
+    """Those of a model; of a copy of it none."""
+
+    def __reduce__(self) -> tuple[type[_AllWaiting], tuple[()]]:
+        return _AllWaiting, ()
+
+
 class Executor(ABC):
     """A program bound to the stages of a model.
 
@@ -74,6 +88,7 @@ class Executor(ABC):
         watches: which buffers each stage was seen to change, in all runs so far.
         endings: where recomputations of each stage may end.
         tapes: what runs of each stage consist of, where they are made again in part.
+        in_flight: how many forwards a memory limit counts before the first of their backwards; 0: there is no limit.
         host: where what leaves the device waits; executors of one model share it.
     """
 
@@ -94,6 +109,10 @@ class Executor(ABC):
         self.preserve_random = preserve_random
         self.holders = [module for module in model.modules() if held_by([module])]
         self.observer: Observer | None = None
+        self.in_flight = 0
+        self._waiting = _AllWaiting()
+        self._task: int | None = None  # autograd's, of the backward that began last
+        self._warned = False
         self.lock = Lock()
         self.watches = tuple(BufferWatch() for _ in stages)
         right = layout.ends_early if layout is not None and layout.ends_early else (False,) * len(stages)
@@ -120,7 +139,6 @@ class Executor(ABC):
         for ending in self.endings:
             ending.allowed = False
 
-    @abstractmethod
     def run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]) -> Any:
         """What the model returns, with the graph for its backward.
 
@@ -128,6 +146,43 @@ class Executor(ABC):
             forward: the model's own.
             left: called with the reason where the forward takes another path than the chain's.
         """
+        if not self.in_flight:
+            return self._run(forward, args, kwargs, left)
+        if len(self._waiting) >= self.in_flight:
+            self._warn(
+                f"{len(self._waiting) + 1} forwards wait for their backward at once, where the plan counts "
+                f"{self.in_flight}; call backward() sooner, or pass in_flight= to rotor.Checkpointable"
+            )
+        output = self._run(forward, args, kwargs, left)
+        waiting = _Waiting()
+        for tensor in tensors(output):
+            if tensor.requires_grad:
+                self._waiting.add(waiting)
+                tensor.register_hook(partial(self._goes_back, waiting))
+        return output
+
+    @abstractmethod
+    def _run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]) -> Any:
+        """As `run`, which makes sure of the backward."""
+
+    def _goes_back(self, run: _Waiting, _: torch.Tensor) -> None:
+        """The backward of a run begins. Autograd adds up gradients of a parameter from two runs before it hands them on,
+        which keeps those of the whole model until the last run's backward."""
+        if run not in self._waiting:
+            return
+        self._waiting.discard(run)
+        before, self._task = self._task, torch._C._current_graph_task_id()
+        if before == self._task:
+            self._warn(
+                "one backward() runs through several forwards: autograd then holds a gradient of each parameter until "
+                "the last of them; call backward() for each forward's loss"
+            )
+
+    def _warn(self, why: str) -> None:
+        """Once."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"remat: training may take more than its memory limit: {why}", OverBudgetWarning, stacklevel=3)
 
     @property
     @abstractmethod

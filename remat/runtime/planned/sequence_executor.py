@@ -29,7 +29,7 @@ class SequenceExecutor(Executor):
         stages = group(model, schedule.layout, schedule.length)
         super().__init__(model, compile_schedule(schedule), stages, schedule.layout, preserve_random=preserve_random)
 
-    def run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]) -> Any:
+    def _run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]) -> Any:
         value = input_of(Arguments(args, kwargs))
         if self.is_plain:
             for stage in self.stages:
