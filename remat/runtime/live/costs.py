@@ -144,6 +144,20 @@ def _remember(known: dict[Hashable, Any], key: Hashable, value: object) -> None:
     known[key] = value
 
 
+def in_key(value: Any) -> Any:
+    """What stands for an argument in the key of a call.
+
+    Keys are remembered, so nothing may be in them that holds memory; and True and False would equal 1 and 0.
+    """
+    kind = type(value)
+    if kind is bool:
+        return "true" if value else "false"
+    return kind if kind in _HOLDING else value
+
+
+_HOLDING = frozenset((torch.UntypedStorage, torch.TypedStorage, torch.Generator))
+
+
 class Scratch(NamedTuple):
     """Scratch memory that a call was measured to need, and its extent: bytes of inputs, or entries of masks."""
 

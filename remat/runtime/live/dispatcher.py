@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from remat.runtime.allocator import allocated_bytes
 from remat.runtime.calls.environment import state_bytes
 from remat.runtime.dtr import _kernels as k
-from remat.runtime.live.costs import SHARED, Knowledge, OperatorFacts, observe, working_device
+from remat.runtime.live.costs import SHARED, Knowledge, OperatorFacts, in_key, observe, working_device
 from remat.runtime.live.operator_calls import (
     CPU,
     USUAL,
@@ -41,7 +41,6 @@ STATE_BYTES = state_bytes()
 _RANDOM_BYTES = 3 * STATE_BYTES  # before an operator that draws, after it to see whether it drew, and to return to
 # Copies of a tensor with its storage, as by `copy.deepcopy` and loading, end here.
 _ON_STORAGES = (torch.ops.aten.set_.source_Storage_storage_offset, torch.ops.aten.set_.source_Storage)
-_BOOLS = {True: "true", False: "false"}  # in keys, where they would equal 1 and 0
 NUMBERS = 8  # of which PyTorch may make tensors before an operator is seen
 NUMBER_BYTES = 16  # of the largest number, a complex one
 
@@ -165,7 +164,7 @@ class Dispatcher(TorchDispatchMode):
             elif kind is float or (kind is int and len(template) in traits.scalars):
                 key.append(kind)
             else:
-                key.append(_BOOLS[value] if kind is bool else value)
+                key.append(in_key(value))
             template.append(value)
         facts = self.knowledge.facts.get(tuple(key))
         if facts is None or not facts.simple or self._lazy:
@@ -207,7 +206,7 @@ class Dispatcher(TorchDispatchMode):
             call.key.append(kind)  # seldom a matter of size, and often another one each time
             call.floats.append(value)
         else:
-            call.key.append(_BOOLS[value] if kind is bool else value)
+            call.key.append(in_key(value))
         return value
 
     def _take_tensor(self, tensor: Tensor, call: OperatorCall) -> Any:

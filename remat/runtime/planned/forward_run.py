@@ -166,8 +166,11 @@ class Executor(ABC):
         """As `run`, which makes sure of the backward."""
 
     def _goes_back(self, run: _Waiting, _: torch.Tensor) -> None:
-        """The backward of a run begins. Autograd adds up gradients of a parameter from two runs before it hands them on,
-        which keeps those of the whole model until the last run's backward."""
+        """The backward of a run begins.
+
+        Autograd adds up gradients of a parameter from two runs before it hands them on, which keeps those of the whole
+        model until the last run's backward.
+        """
         if run not in self._waiting:
             return
         self._waiting.discard(run)
@@ -182,7 +185,9 @@ class Executor(ABC):
         """Once."""
         if not self._warned:
             self._warned = True
-            warnings.warn(f"remat: training may take more than its memory limit: {why}", OverBudgetWarning, stacklevel=3)
+            warnings.warn(
+                f"remat: training may take more than its memory limit: {why}", OverBudgetWarning, stacklevel=3
+            )
 
     @property
     @abstractmethod

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.runtime.calls.tape import Operator
-from remat.runtime.live.costs import SHARED, Knowledge, observe, working_device
+from remat.runtime.live.costs import SHARED, Knowledge, in_key, observe, working_device
 from remat.runtime.live.operator_calls import device_among
 from remat.runtime.live.store import new_storages, sizes_of
 from remat.runtime.live.units.account import Counted
@@ -150,10 +150,8 @@ def _take(value: Any, is_scalar: bool, key: list[Any], floats: list[Any], given:
     elif kind is float or kind is complex or (kind is int and is_scalar):
         key.append(kind)
         floats.append(value)
-    elif kind is bool:
-        key.append("true" if value else "false")
     else:
-        key.append(value)
+        key.append(in_key(value))
 
 
 def inner_peak(trail: Sequence[Seen], start: int, survivors: frozenset[int]) -> int:

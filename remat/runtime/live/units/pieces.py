@@ -130,12 +130,18 @@ class Piece:
         self.held = None
         for slot in filled:
             slot.tensor = None
-        return True
+        left = self.content()
+        if left is not None:  # somebody holds the storage's Python object
+            self._fill(left, {})
+        return left is None
 
     def put(self, storage: torch.UntypedStorage, made: Mapping[int, torch.Tensor]) -> None:
         """It is there again; `made`: what the call has saved again, by number."""
-        self.evicted = False
         self.counted = self.call.pool.account.enter(storage, self)
+        self._fill(storage, made)
+
+    def _fill(self, storage: torch.UntypedStorage, made: Mapping[int, torch.Tensor]) -> None:
+        self.evicted = False
         filled = 0
         for reference in self.slots:
             slot = reference()
