@@ -7,6 +7,7 @@ import gc
 import pickle
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -65,6 +66,9 @@ class Block(nn.Module):
             "numpy of old": np.random.RandomState(seed),
         }.get(does)
         self.scale, self.calls, self.last = 1.0, 0, torch.zeros(())
+        self.log: list[float] = []
+        self.tensors: dict[int, Tensor] = {}
+        self.recent: deque[int] = deque(maxlen=4)
 
     def forward(self, x: Tensor) -> Tensor:
         before, after = DOES[self.does]
@@ -125,6 +129,20 @@ def _counts(block: Block, h: Tensor) -> float:
     return 1.0 + block.calls % 3
 
 
+def _remembers(block: Block, h: Tensor) -> Tensor:
+    """What no attribute held before the first step."""
+    before: Tensor = getattr(block, "first", torch.zeros(()))
+    block.first = h.detach().mean()
+    return before + 1
+
+
+def _logs(block: Block, h: Tensor) -> float:
+    block.log.append(float(h.detach().mean()))
+    block.tensors[len(block.log)] = h.detach().mean()
+    block.recent.append(len(block.log))
+    return 1 + sum(block.log[-2:]) / 2 + sum(block.recent) / 8
+
+
 def _keeps(block: Block, h: Tensor) -> Tensor:
     before, block.last = block.last, h.detach().mean()
     return before + 1
@@ -165,6 +183,10 @@ DOES: dict[str, tuple[Callable[[Block, Tensor], None], Callable[[Block, Tensor],
     "resizes": (_nothing, _resizes),
     "counts": (_nothing, _counts),
     "keeps": (_nothing, _keeps),
+    "remembers": (_nothing, _remembers),
+    "logs": (_nothing, _logs),
+    "turns": (_nothing, lambda b, h: h.detach().t().exp().t_().reshape(-1).view(h.shape)),
+    "values of a storage": (_nothing, lambda b, h: 1 + (h.exp().detach().untyped_storage()[5] % 4)),
     "data": (_nothing, _data),
 }
 # What a plan refuses in a sentence: a run once more is another one, or a backward lies in a forward.
@@ -189,7 +211,7 @@ def trained(model: nn.Module, around: Callable[[], Any] = nullcontext, steps: in
             loss.backward()
         left += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
         optimizer.step()
-    numbers = torch.tensor([random.random(), _of_numpy()])
+    numbers = torch.tensor([random.random(), _of_numpy(), *(n for b in model for n in getattr(b, "log", ()))])
     return [*left, *(p.detach().clone() for p in model.parameters()), torch.get_rng_state(), numbers]
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from remat.profiling.work import parameters_kept
 from remat.runtime.allocator import rounded
+from remat.runtime.calls.attributes import MISSING, containers, fill, put, undone
 from remat.runtime.calls.environment import rescaled
 from remat.runtime.fakes import is_fake
 from remat.runtime.generators import RandomState, held_by, of_python
@@ -23,13 +24,14 @@ from remat.runtime.sharding import is_sharded
 def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> Iterator[Replaced]:
     """Afterwards buffers, weights that forwards rescale, and states of random number generators are as before.
 
-    So are attributes of modules that count or hold the last tensor of a kind, and those into which forwards have put
-    tensors with their graphs, which would keep these alive. Flags stay: what they say was done, hooks that were
-    installed, say, is not undone.
+    So are attributes of modules that hold numbers and tensors, lists, dictionaries and sets in them, and what forwards
+    have put tensors with their graphs into, which would keep these alive. Flags stay: what they say was done, hooks
+    that were installed, say, is not undone.
     """
     parts = parts_of(modules)
     random = RandomState(devices, [*held_by(parts), *of_python()])
-    attributes = [(part, dict(part.__dict__)) for part in parts]
+    attributes = [(part, dict(vars(part))) for part in parts]
+    contents = [(each, each.copy()) for part in parts for each in containers(part)]
     buffers = [(part, name, buffer) for part in parts for name, buffer in part._buffers.items()]
     # Copies are worked on, so that not even the versions of the originals move: a pending backward may need them.
     copies = {id(buffer): buffer.clone() for _, _, buffer in buffers if buffer is not None}
@@ -48,12 +50,12 @@ def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> 
             if not is_fake(weight) and not torch.equal(weight, old):
                 weight.data.copy_(old)
         for part, before in attributes:
-            for name, value in [*part.__dict__.items()]:
-                was = before.get(name)
-                counts = type(value) is type(was) and type(value) in (int, float, torch.Tensor)
-                if value is not was and (counts or any(map(_has_graph, tensors(value)))):
-                    part.__dict__.pop(name)
-                    part.__dict__.update({name: before[name]} if name in before else {})
+            with_graphs = [name for name, value in vars(part).items() if any(map(_has_graph, tensors(value)))]
+            changed = {name: before.get(name, MISSING) for name in with_graphs} | dict(undone(part, before))
+            for name, was in changed.items():
+                put(part, name, was)
+        for container, held in contents:
+            fill(container, held)
         random.restore()
 
 

@@ -16,7 +16,7 @@ from remat.errors import UnsupportedModel
 from remat.runtime.fakes import in_earnest
 
 _DEPTH = 4  # how far into what a module holds
-_OWN = frozenset(vars(nn.Module()))  # attributes that every module has; children are modules of their own
+OWN = frozenset(vars(nn.Module()))  # attributes that every module has; children are modules of their own
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.Tensor, nn.Module, type)
 Path = tuple[Any, ...]  # keys and names, from the attributes of a module on
 _paths: weakref.WeakKeyDictionary[nn.Module, tuple[Path, ...]] = weakref.WeakKeyDictionary()
@@ -35,7 +35,7 @@ def held_by(modules: Iterable[nn.Module], passed: Any = ()) -> list[Any]:
     for module in modules:
         paths = _paths.get(module)
         if paths is None:
-            held = {name: value for name, value in vars(module).items() if name not in _OWN}
+            held = {name: value for name, value in vars(module).items() if name not in OWN}
             paths = _paths[module] = tuple(path for path, _ in _generators(held, (), set()))
         for path in paths:
             value = _at(vars(module), path)
