@@ -70,7 +70,8 @@ def retold(precedent: Precedent, rows: Sequence[Row], segment: int, ended: int) 
             row.sizes.update(event.row.sizes)
             events.append(Made(row))
         elif isinstance(event, Died | Gone):
-            events.append(event._replace(row=rows[event.row.index]))
+            if event.row.index < ended:  # else a part of a call that is under way
+                events.append(event._replace(row=rows[event.row.index]))
         else:
             events.append(event)
     return events
