@@ -140,12 +140,16 @@ def fit(
         handle.plan_with("fastest", limit)
     except InfeasibleBudget as error:
         error.args = (f"{error}{_what_is_outside(handle.chain, error.minimum)}",)
-        if not by_calls_too or is_sequential(model):
+        if not by_calls_too:
+            raise
+        if is_sequential(model):
+            error.args = (f"{error}{_by_operators(model, sample, error.budget, loss, output_held)}",)
             raise
         why = f"no plan of the chains needs less than {format_bytes(error.minimum)}"
         try:
             _train_by_calls(model, sample, error.budget, loss, output_held, other_path, quiet, why, below=error.minimum)
         except UnsupportedModel:
+            error.args = (f"{error}{_by_operators(model, sample, error.budget, loss, output_held)}",)
             raise error from None
         return model
     handle.take_place()
@@ -249,6 +253,25 @@ def _least_by_calls(model: nn.Module, bench: Bench, first: int, below: int | Non
         if works is not None and (not fails or attempt >= _ATTEMPTS - 2 or works * 10 <= fails * 11):
             break
     return works
+
+
+def _by_operators(model: nn.Module, sample: Any, budget: int, loss: Loss | None, output_held: bool) -> str:
+    """Says so where the model trains within the budget operator by operator, as recurrent layers may."""
+    with Bench(model, sample, loss, output_held=output_held) as bench:
+        way = UnderDTR(DTR(budget, granularity="operator"), bench.sample_bytes)
+        for _ in range(_REHEARSALS):
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", ThrashingWarning)
+                    peak = bench.peak_bytes(bench.step(way))
+            except (OutOfBudget, Thrashing):
+                continue
+            if peak <= budget:
+                return (
+                    f" Or train in blocks of remat.DTR({budget}, granularity='operator'), which recompute parts of "
+                    "stages too: a step ran within that"
+                )
+    return ""
 
 
 def _refuse_wrapped(model: object) -> None:

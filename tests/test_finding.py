@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -159,3 +161,45 @@ def test_checkpointing_of_the_library_must_be_off() -> None:
     model.train().gradient_checkpointing_enable()
     with pytest.raises(UnsupportedModel, match="gradient_checkpointing_disable"):
         remat.find_chain(model, sample)
+
+
+class Selecting(nn.Module):
+    """Rows that a mask selects go through a layer, or a number decides."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.inner, self.outer, self.how = nn.Linear(16, 64), nn.Linear(64, 16), how
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inner(x).tanh()
+        if self.how == "mask":
+            return x + self.outer(h[h[:, 0] > 0]).sum(0)
+        if self.how == "counter" and self.count.add_(1).item() % 2:
+            h = h.exp().sin().exp().sin()
+        return x + self.outer(h)
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("how", ["mask", "counter", "neither"])
+def test_memory_that_depends_on_data_is_told(how: str, chained: bool) -> None:
+    """The limit holds for data like the sample; of others nobody knows what they take."""
+    stages = [Selecting(how) for _ in range(4)]
+    model = nn.Sequential(*stages) if chained else Within(stages)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", remat.OverBudgetWarning)
+        rotor.Checkpointable(model, torch.randn(32, 16), mem_limit="1MiB")
+    told = [str(each.message) for each in caught if "depends on the data" in str(each.message)]
+    assert len(told) == (how != "neither")
+    assert not told or {"mask": "aten.index", "counter": "aten._local_scalar_dense"}[how] in told[0]
+
+
+class Within(nn.Module):
+    def __init__(self, stages: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(stages)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x * 2

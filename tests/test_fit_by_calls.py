@@ -269,3 +269,35 @@ def test_profiles_of_models_with_code_between_stages_let_go_of_them() -> None:
     del model
     gc.collect()
     assert there() is None
+
+
+class Recurrent(nn.Module):
+    """One stage, and one call of a module, which no plan and no calls divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.head = nn.LSTM(16, 32, num_layers=2, batch_first=True), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.cells(x)[0])
+
+
+def test_what_only_operators_can_train_is_named() -> None:
+    torch.manual_seed(0)
+    model, x = Recurrent(), torch.randn(8, 60, 16)
+
+    def step() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(x).square().mean().backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    plain = step()
+    with pytest.raises(InfeasibleBudget, match=r"blocks of remat\.DTR\(\d+, granularity='operator'\)") as told:
+        remat.fit(model, x, memory=0.8, loss=lambda y: y.square().mean(), quiet=True)
+    assert told.value.budget < told.value.minimum
+    with remat.DTR(told.value.budget, granularity="operator") as dtr:
+        found = step()
+    assert dtr.report().outcome == "pass" and all(map(torch.equal, plain, found))
+    with pytest.raises(InfeasibleBudget) as told:
+        remat.fit(model, x, memory=0.05, loss=lambda y: y.square().mean(), quiet=True)
+    assert "granularity" not in str(told.value)

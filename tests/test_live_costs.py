@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -74,3 +76,22 @@ def test_sizes_that_depend_on_data_are_counted(compute: Callable[[Tensor, Tensor
     assert torch.equal(found, expected)
     assert again.report().peak_bytes <= limit
     assert made < 200 * 300 * 4  # far from the whole, which once was charged
+
+
+@pytest.mark.parametrize("granularity", ["operator", "calls"])
+def test_what_is_known_of_operators_holds_no_memory(granularity: str) -> None:
+    """Arguments are named in what is remembered, and some of them are memory."""
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3)))
+    held: list[weakref.ref[torch.UntypedStorage]] = []
+    for _ in range(4):
+        with remat.DTR("1MiB", granularity=granularity):
+            y = model(torch.randn(4, 8))
+            storage = y.detach().exp().untyped_storage()
+            torch.empty(0).set_(storage)
+            torch.rand(3, generator=torch.Generator())
+            held.append(weakref.ref(storage))
+            y.sum().backward()
+            del y, storage
+    gc.collect()
+    assert not any(reference() is not None for reference in held)
+    assert not any(isinstance(each, torch.Generator) for key in costs.SHARED.facts for each in key)

@@ -17,6 +17,7 @@ from remat.profiling.found import FoundChain, FoundStage
 from remat.profiling.preserving import preserved
 from remat.profiling.recording import ModuleCall, Recording, record, saving_nothing
 from remat.profiling.selecting import Selector, Unit
+from remat.profiling.work import warn_of_data
 from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.calls.environment import accelerators
 from remat.runtime.calls.stages import Stage
@@ -75,6 +76,7 @@ def locate(
         raise NoChain(_no_chain(model, selector))
     if stages is None:
         units = _fused(selector, _trimmed(selector, units, small), small)
+    warn_of_data({call.name: str(call.looks) for call in written.calls() if _takes_by_data(call, units)})
     seconds, total = _timed(model, sample, units)
     follows = [False, *(not selector.obstacle(one, other) for one, other in itertools.pairwise(units))]
     return FoundChain(
@@ -89,6 +91,13 @@ def locate(
         aside=_aside(written, units),
         uncalled=_uncalled(model, written),
     )
+
+
+def _takes_by_data(call: ModuleCall, units: Sequence[Unit]) -> bool:
+    """Whether its memory may be another with other data; outside of stages only where sizes depend on data."""
+    if call.looks is None:
+        return False
+    return torch.Tag.dynamic_output_shape in call.looks.tags or any(unit.has(call) for unit in units)
 
 
 @contextmanager

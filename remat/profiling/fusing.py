@@ -15,7 +15,7 @@ from remat.chain import Layout
 from remat.errors import UnsupportedModel
 from remat.host.progress import Progress
 from remat.profiling.stage_costs import SavedStorages, storage_bytes
-from remat.profiling.work import ParameterWrites, Work
+from remat.profiling.work import ParameterWrites, Work, warn_of_data
 from remat.runtime.calls.stages import describe_call, detached, flatten, input_of
 from remat.runtime.checks import failing_on_the_sample
 from remat.runtime.generators import held_by, refuse_foreign
@@ -53,6 +53,7 @@ class _Probed:
 def _probed(flat: Sequence[tuple[str, nn.Module]], value: Any, tell: Progress) -> Iterator[_Probed]:
     """Runs the modules one by one, keeping nothing. `value` is not touched: each module gets a copy of its input."""
     value = detached(value)
+    looks = {}
     for index, (name, module) in enumerate(flat):
         tell("probing stages", index, len(flat))
         copy = map_tensors(torch.clone, value)
@@ -65,6 +66,8 @@ def _probed(flat: Sequence[tuple[str, nn.Module]], value: Any, tell: Progress) -
         with failing_on_the_sample(partial(str, name)), blocks_as_written(), hooks, writes, work:
             output = module(copy)
         _check_output(name, output)
+        if work.looks:
+            looks[name] = work.looks
         refuse_foreign(work.drawn_from, held_by(module.modules()), f"module {name!r}")
         saves = saved.among(copy), saved.among(output)
         inside = saved.bytes_besides((copy, *module.parameters(), *module.buffers()))
@@ -75,6 +78,7 @@ def _probed(flat: Sequence[tuple[str, nn.Module]], value: Any, tell: Progress) -
         del copy, output
         yield _Probed(in_place, view, *saves, inside, size, work.work)
     tell("probing stages", len(flat), len(flat))
+    warn_of_data(looks)
 
 
 def _check_output(name: str, output: Any) -> None:

@@ -20,7 +20,7 @@ from remat.errors import UnsupportedModel
 from remat.profiling.work import ParameterWrites, work_of
 from remat.runtime.checks import failing_on_the_sample
 from remat.runtime.generators import held_by, passed_to, refuse_foreign
-from remat.runtime.operators import flat, only_views, statistics
+from remat.runtime.operators import flat, looks_at_data, only_views, statistics
 from remat.runtime.operators import written as written_by
 from remat.runtime.patching import Forward, blocks_as_written, intercepted, outside_of_compiled
 from remat.runtime.pytree import Arguments, Key, activation_of, address_of, first_tensor, key_of, storage_of, tensors
@@ -41,6 +41,7 @@ class ModuleCall:
         work: how much its operators, its children's included, have to do: bytes that they read and write, and
             a byte for every few operations of arithmetic. An estimate that is the same each time, as times are not.
         owned: storages of the parameters and buffers of all modules of the model.
+        looks: an operator of it, not of its children, that has looked at data; None where none has.
     """
 
     name: str
@@ -55,6 +56,7 @@ class ModuleCall:
     children: list[ModuleCall] = field(default_factory=list)
     saved_bytes: int = 0
     work: float = 0.0
+    looks: Any = None
 
     @property
     def goes_on(self) -> Key | None:
@@ -246,6 +248,8 @@ class _Operators(TorchDispatchMode):
         for tensor in inputs:
             recorder.storage(tensor).uses.append((now, call))
         recorder.writes.before(operator, args, kwargs)
+        if call.looks is None and looks_at_data(operator, args):
+            call.looks = operator
         written = [*written_by(operator, args, kwargs), *statistics(operator, args, kwargs)]
         for tensor in written:
             recorder.storage(tensor).writes.append((now, call))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from remat.errors import OverBudgetWarning
 from remat.runtime.calls.tape import identity_of
 from remat.runtime.generators import passed_to
-from remat.runtime.operators import flat, only_views, written
+from remat.runtime.operators import flat, looks_at_data, only_views, written
 
 _OPERATIONS_PER_BYTE = 8  # that take about as long as moving one, on usual machines
 
@@ -104,12 +106,26 @@ class ParameterWrites:
         self._written.clear()
 
 
+def warn_of_data(looks: Mapping[str, str]) -> None:
+    """Says of which stages other data may take more memory: with `looks`, by name, the operators that look at it."""
+    for name, operator in looks.items():
+        more = f", and {len(looks) - 1} more" if len(looks) > 1 else ""
+        warnings.warn(
+            f"remat: what {name!r} does, and takes, depends on the data ({operator}{more}): a memory limit holds where "
+            "it does as with the sample. Pass a sample that takes as much as any batch will",
+            OverBudgetWarning,
+            stacklevel=4,
+        )
+        return
+
+
 class Work(Watching):
     """Adds up the work of the operators inside; views are none.
 
     Attributes:
         work: so far.
         drawn_from: generators that operators were given.
+        looks: the first operator that has looked at data; empty where none has.
     """
 
     def __init__(self, writes: ParameterWrites) -> None:
@@ -117,9 +133,12 @@ class Work(Watching):
         self._writes = writes
         self.work = 0.0
         self.drawn_from: list[torch.Generator] = []
+        self.looks = ""
 
     def before(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self._writes.before(operator, args, kwargs)
+        if not self.looks and looks_at_data(operator, args):
+            self.looks = str(operator)
 
     def seen(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
         inputs, outputs = flat((*args, *kwargs.values())), flat((output,))

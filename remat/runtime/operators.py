@@ -188,6 +188,11 @@ def _read(function: Any) -> Traits:
     return traits._replace(usual=not special)
 
 
+def looks_at_data(operator: Any, args: Sequence[Any]) -> bool:
+    """Whether the host, or the size of a result, learns what a call's tensors hold."""
+    return torch.Tag.data_dependent_output in operator.tags or traits_of(operator).sized_by_data(args)
+
+
 def _is_composite(function: Any) -> bool:
     try:
         return bool(torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd"))
