@@ -32,6 +32,8 @@ from support.steps import (
     without_loss,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*depends on the data")
+
 
 class Recurrent(nn.Module):
     """An LSTM over what passes by."""

@@ -7,6 +7,7 @@ import gc
 import itertools
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -191,11 +192,11 @@ class Fails(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = [10**9]  # an attribute would be set back when a stage runs again
+        self.calls = np.array([10**9])  # a number, or a list of them, would be set back when a stage runs again
 
     @property
     def left(self) -> int:
-        return self.calls[0]
+        return int(self.calls[0])
 
     @left.setter
     def left(self, calls: int) -> None:

@@ -20,6 +20,8 @@ from torch.nn import functional
 import remat
 from support.steps import assert_same, parted
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*depends on the data")
+
 WIDTH, ROWS, STEPS = 32, 24, 4
 
 

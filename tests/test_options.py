@@ -33,6 +33,8 @@ from support.steps import assert_same, chain_of, in_parts, parted, peak_of_a_ste
 from support.training import chain_of as chain_by_name
 from support.training import made, train
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*depends on the data")
+
 MANY = 200  # more tensors than any stage saves
 
 

@@ -205,11 +205,14 @@ def _witness(tensor: Tensor) -> Tensor:
     """A tensor without memory that counts how often the given one was changed."""
     with in_earnest():
         witness = tensor.detach()
-        witness.data = _EMPTY
+        empty = _empty.get(tensor.device)
+        if empty is None:  # one for each device: not every accelerator's tensors take the CPU's in their place
+            empty = _empty[tensor.device] = torch.empty(0, device=tensor.device)
+        witness.data = empty
     return witness
 
 
-_EMPTY = torch.empty(0)
+_empty: dict[torch.device, Tensor] = {}
 
 
 class SavedConstant:
