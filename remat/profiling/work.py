@@ -108,15 +108,16 @@ class ParameterWrites:
 
 def warn_of_data(looks: Mapping[str, str]) -> None:
     """Says of which stages other data may take more memory: with `looks`, by name, the operators that look at it."""
-    for name, operator in looks.items():
-        more = f", and {len(looks) - 1} more" if len(looks) > 1 else ""
-        warnings.warn(
-            f"remat: what {name!r} does, and takes, depends on the data ({operator}{more}): a memory limit holds where "
-            "it does as with the sample. Pass a sample that takes as much as any batch will",
-            OverBudgetWarning,
-            stacklevel=4,
-        )
+    if not looks:
         return
+    name, operator = next(iter(looks.items()))
+    others = f", as of {len(looks) - 1} more" if len(looks) > 1 else ""
+    warnings.warn(
+        f"remat: what {name!r} does, and takes, depends on the data ({operator}){others}: a memory limit holds where it "
+        "does as with the sample. Pass a sample that takes as much as any batch will",
+        OverBudgetWarning,
+        stacklevel=4,
+    )
 
 
 class Work(Watching):
