@@ -113,8 +113,8 @@ def warn_of_data(looks: Mapping[str, str]) -> None:
     name, operator = next(iter(looks.items()))
     others = f", as of {len(looks) - 1} more" if len(looks) > 1 else ""
     warnings.warn(
-        f"remat: what {name!r} does, and takes, depends on the data ({operator}){others}: a memory limit holds where it "
-        "does as with the sample. Pass a sample that takes as much as any batch will",
+        f"remat: what {name!r} does, and takes, depends on the data ({operator}){others}: a memory limit holds where "
+        "that is as with the sample. Pass a sample that takes as much as any batch will",
         OverBudgetWarning,
         stacklevel=4,
     )
