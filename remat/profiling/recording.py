@@ -28,6 +28,9 @@ from remat.runtime.pytree import Arguments, Key, activation_of, address_of, firs
 BEFORE = -1  # when what a model's parameters, buffers and inputs hold was computed
 
 
+JAGGED = "a jagged tensor"
+
+
 @dataclass(eq=False)
 class ModuleCall:
     """A call of a module.
@@ -211,7 +214,8 @@ class _ForwardRecorder:
         if tensor.layout != torch.strided:  # has no single storage
             self._sparse[id(tensor)] = tensor
             size = tensor.numel() * tensor.element_size()
-            return self.storages.setdefault(address_of(tensor), Storage(size, born, "sparse"))
+            what = JAGGED if tensor.layout == torch.jagged else "sparse"
+            return self.storages.setdefault(address_of(tensor), Storage(size, born, what))
         memory = storage_of(tensor)
         known = self.storages.get(memory._cdata)
         if known is None:

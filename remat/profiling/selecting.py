@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from remat.profiling.recording import BEFORE, Key, ModuleCall, Recording, Storage
+from remat.profiling.recording import BEFORE, JAGGED, Key, ModuleCall, Recording, Storage
 
 WHOLE = 2 / 3  # share of the model's memory from which on a call is too much for one stage
 WORTH = 0.01  # share of the model's memory that recomputing a run of units must be able to free
@@ -68,6 +68,11 @@ class Selector:
         self._written = [_Written.of(address, storage) for address, storage in self.storages.items() if storage.writes]
         self._saved = [
             (id(storage.saved_by), storage.size) for storage in self.storages.values() if storage.saved_by is not None
+        ]
+        self._jagged_in = [
+            storage.saved_by
+            for storage in self.storages.values()
+            if storage.what == JAGGED and storage.saved_by is not None
         ]
         self._in_order = sorted(self.storages, key=lambda address: self.storages[address].born)
         self._used_by: dict[int, list[tuple[int, int]]] = {}
@@ -272,6 +277,8 @@ class Selector:
         if unit.takes is None:
             return f"{unit.name!r} is given no tensor"
         begin, end = unit.begin, unit.end
+        if any(unit.has(call) for call in self._jagged_in):
+            return f"{unit.name!r} saves {JAGGED}, whose shape is another each time"
         for address, storage, last_write, used in self._written:
             if last_write < begin or begin <= storage.born < end:
                 continue
