@@ -12,6 +12,7 @@ from torch import nn
 import remat
 from remat import rotor
 from remat.errors import UnsupportedModel
+from remat.runtime.calls.stage_calls import StageCalls
 from support.library_models import LENGTH, gpt2, shared, t5
 from support.training import made
 
@@ -230,3 +231,22 @@ def test_stages_that_save_jagged_tensors_are_none() -> None:
         one(x).square().mean().backward()
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
+
+
+def test_tensors_that_show_the_same_stay_apart_when_a_stage_runs_again() -> None:
+    """Attention asks whether its key is its query, and computes in another way where it is."""
+    x = torch.randn(1, 8, 4)
+    seen: list[tuple[bool, ...]] = []
+
+    def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        seen.append((query is key, key is value, torch.equal(query, value)))
+        return query
+
+    for given in ((x, x, x), (x, x[:], x[:]), (x, *[x[:]] * 2), (x[:], x, x)):
+        calls = StageCalls(x, "attention")
+        calls.add(forward, given, {})
+        seen.clear()
+        forward(*given)
+        calls.returned(x)
+        calls(x.clone())
+        assert seen[0] == seen[1]

@@ -76,6 +76,7 @@ class StageCalls:
         # Hooks of a module (FSDP's) may pass on another tensor of the same data.
         self._alike: dict[Key, Hole] = {key_of(activation): _INPUT}
         self._used: set[Hole] = set()
+        self._same: dict[Hole, dict[int, int]] = {}  # numbers of the tensors of a call that show the same, by identity
         self._alive: list[Any] = [activation]  # so that no other tensor gets an identity that has a hole
         self._versions: list[tuple[torch.Tensor, int]] = []
 
@@ -85,6 +86,7 @@ class StageCalls:
         if self._random is not None and self._generators is not None:
             now = self._generators()
             drawn, self._random = None if now == self._random else now, None
+        self._same.clear()
         passed = map_tensors(self._punched, (args, kwargs))
         autocast: list[dict[str, Any]] = []
         if self._several:
@@ -167,7 +169,8 @@ class StageCalls:
         hole = self._holes.get(id(tensor)) or self._alike.get(key_of(tensor))
         if hole is not None:
             self._used.add(hole)
-            return _Punched(hole)
+            known = self._same.setdefault(hole, {})
+            return _Punched(hole, known.setdefault(id(tensor), len(known)))
         held = tensor
         if tensor.grad_fn is not None and not self._with_graphs:
             if id(tensor) not in self._apart:
@@ -185,19 +188,32 @@ def _apart_from_graph(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Punched:
-    """A hole as a leaf of its own: a tuple would be taken apart."""
+    """A hole as a leaf of its own: a tuple would be taken apart.
 
-    __slots__ = ("hole",)
+    Attributes:
+        number: which one of the tensors that the call was passed and that show the same: modules ask whether key is
+            query, so that two of them are not to become one.
+    """
 
-    def __init__(self, hole: Hole) -> None:
-        self.hole = hole
+    __slots__ = ("hole", "number")
+
+    def __init__(self, hole: Hole, number: int) -> None:
+        self.hole, self.number = hole, number
 
 
 def _filled(passed: Any, value: torch.Tensor, outputs: Sequence[Any], replaced: dict[int, torch.Tensor]) -> Any:
+    others: dict[tuple[Hole, int], torch.Tensor] = {}
+
     def fill(leaf: Any) -> Any:
-        if isinstance(leaf, _Punched):
-            call, position = leaf.hole
-            return value if call < 0 else tensors(outputs[call])[position]
-        return replaced.get(id(leaf), leaf)
+        if not isinstance(leaf, _Punched):
+            return replaced.get(id(leaf), leaf)
+        call, position = leaf.hole
+        tensor = value if call < 0 else tensors(outputs[call])[position]
+        if not leaf.number:
+            return tensor
+        key = leaf.hole, leaf.number
+        if key not in others:
+            others[key] = tensor.view_as(tensor)
+        return others[key]
 
     return map_tensors(fill, passed, (torch.Tensor, _Punched))
