@@ -11,6 +11,7 @@ import torch
 from remat.errors import ReplayError
 from remat.runtime.calls.environment import autocast_states, state_bytes
 from remat.runtime.calls.stages import attached
+from remat.runtime.fakes import in_earnest
 from remat.runtime.generators import RandomState
 from remat.runtime.pytree import Key, first_tensor, key_of, map_tensors, tensors
 from remat.runtime.surroundings import Surroundings, present
@@ -213,7 +214,8 @@ def _filled(passed: Any, value: torch.Tensor, outputs: Sequence[Any], replaced: 
             return tensor
         key = leaf.hole, leaf.number
         if key not in others:
-            others[key] = tensor.view_as(tensor)
+            with in_earnest():  # a replay in part would take it for an operator of the stage
+                others[key] = tensor.view_as(tensor)
         return others[key]
 
     return map_tensors(fill, passed, (torch.Tensor, _Punched))
