@@ -44,7 +44,9 @@ Row = dict[str, Any]
 
 
 def warmed_up() -> None:
-    """Compiles, or loads, the policy core once for all children. No profiler runs here: it does not survive a fork."""
+    """Imports and compiles, or loads, once what all children use. No profiler runs here: it does not survive a fork."""
+    import torch._dynamo  # which checkpointing brings in, a second of each child otherwise
+
     from remat.runtime.dtr.core import compile_all
 
     compile_all()

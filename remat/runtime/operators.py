@@ -150,6 +150,7 @@ def _scalars(schema: Any) -> frozenset[int]:
 
 _COMPUTED_WITH = ("number", "Optional[number]", "Tensor")  # a number may stand for a tensor
 _PLANS: dict[Any, Traits] = {}
+_SIZED_WITHOUT_DATA: set[Any] = set()  # operators of PyTorch, as they were seen to be
 
 
 def _read(function: Any) -> Traits:
@@ -228,8 +229,11 @@ def is_sized_by_data(operator: Any, args: Sequence[Any], kwargs: Mapping[str, An
     It does not where an operator knows how they look without any data, whatever its tags say: those of others than
     PyTorch's own are often missing.
     """
+    traits = traits_of(operator)
     if fake_mode() is not None:
-        return traits_of(operator).sized_by_data(args)
+        return traits.sized_by_data(args)
+    if operator in _SIZED_WITHOUT_DATA:
+        return False
     shadows: dict[int, Tensor] = {}
     try:
         with in_earnest(), torch.no_grad():
@@ -237,4 +241,8 @@ def is_sized_by_data(operator: Any, args: Sequence[Any], kwargs: Mapping[str, An
     except Exception:  # of any kind: it needs data, or nobody has said how its results look
         return True
     found = tensors_in(output)
-    return [tensor.shape for tensor in expected] != [tensor.shape for tensor in found]
+    if [tensor.shape for tensor in expected] != [tensor.shape for tensor in found]:
+        return True
+    if not traits.data_dependent and not traits.foreign:
+        _SIZED_WITHOUT_DATA.add(operator)  # what others register may depend on more than the kind of operator
+    return False
