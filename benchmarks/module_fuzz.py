@@ -45,7 +45,7 @@ Row = dict[str, Any]
 
 def warmed_up() -> None:
     """Imports and compiles, or loads, once what all children use. No profiler runs here: it does not survive a fork."""
-    import torch._dynamo  # which checkpointing brings in, a second of each child otherwise
+    import torch._dynamo  # noqa: F401  # which checkpointing brings in, a second of each child otherwise
 
     from remat.runtime.dtr.core import compile_all
 

@@ -198,6 +198,32 @@ def test_memory_that_depends_on_data_is_told(how: str, chained: bool) -> None:
     assert not told or {"mask": "aten.index", "counter": "aten._local_scalar_dense"}[how] in told[0]
 
 
+class Hooked(nn.Module):
+    """A hook that holds the tensor that it is registered on, which PyTorch never frees then."""
+
+    def __init__(self, holds: bool) -> None:
+        super().__init__()
+        self.linear, self.holds = nn.Linear(16, 16), holds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x) * x
+        kept = y if self.holds else y.detach()
+        y.register_hook(lambda gradient: gradient + kept.detach() * 0.1)
+        return y.tanh()
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("holds", [False, True])
+def test_stages_that_leave_memory_behind_are_told(holds: bool, chained: bool) -> None:
+    stages = [Hooked(holds) for _ in range(4)]
+    model = nn.Sequential(*stages) if chained else Within(stages)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", remat.OverBudgetWarning)
+        rotor.Checkpointable(model, torch.randn(32, 16), mem_limit="1MiB")
+    told = [str(each.message) for each in caught if "leaves 2048 bytes that nothing frees" in str(each.message)]
+    assert len(told) == holds
+
+
 class Within(nn.Module):
     def __init__(self, stages: list[nn.Module]) -> None:
         super().__init__()

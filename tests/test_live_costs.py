@@ -13,6 +13,7 @@ from torch import Tensor
 
 import remat
 from remat.runtime.live import costs
+from remat.runtime.meter import MemoryMeter
 
 
 def test_what_is_known_of_operators_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,8 +60,11 @@ def test_numbers_and_lengths_that_are_met_for_the_first_time(monkeypatch: pytest
         lambda x, mask: torch.masked_select(x, mask[:1]),
         lambda x, mask: x[torch.tensor([1, 2])],
         lambda x, mask: torch.repeat_interleave(torch.tensor([3, 4])),
+        lambda x, mask: (x * mask).to_sparse_csr().values(),
+        lambda x, mask: (x * mask).to_sparse().values(),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_sizes_that_depend_on_data_are_counted(compute: Callable[[Tensor, Tensor], Tensor]) -> None:
     x = torch.randn(200, 300)
     mask = x > 1.5
@@ -95,3 +99,54 @@ def test_what_is_known_of_operators_holds_no_memory(granularity: str) -> None:
     gc.collect()
     assert not any(reference() is not None for reference in held)
     assert not any(isinstance(each, torch.Generator) for key in costs.SHARED.facts for each in key)
+
+
+def _peak(compute: Callable[[], object]) -> int:
+    meter = MemoryMeter(torch.device("cpu"), may_be_idle=True)
+    with meter.session(), meter.region():
+        compute()
+    return meter.regions[0].peak_bytes - meter.regions[0].start_bytes
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_an_exponential_is_charged_what_any_numbers_need(several: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its scratch memory grows with the numbers, so that of small ones says nothing of others."""
+    monkeypatch.setattr(costs.SHARED, "facts", {})
+    x = torch.randn(2, 48, 48) if several else torch.randn(48, 48)
+
+    def reported(scale: float) -> int:
+        with remat.DTR("10MiB") as dtr:
+            scaled = x * scale
+            torch.linalg.matrix_exp(scaled)
+        return dtr.report().peak_bytes
+
+    assert all(reported(scale) >= _peak(lambda s=scale: torch.linalg.matrix_exp(x * s)) for scale in (1e-9, 0.02, 9.0))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_scratch_memory_of_more_data_than_ever_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs.SHARED, "facts", {})
+    monkeypatch.setattr(costs.SHARED, "_scratch", {})
+    x = torch.rand(64, 64)
+    for share in (0.02, 0.5, 0.9, 0.3):
+        given = x * (x < share)
+        with remat.DTR("10MiB") as dtr:
+            given.to_sparse_csr()
+        assert dtr.report().peak_bytes >= _peak(given.to_sparse_csr)
+
+
+def test_numbers_that_autograd_keeps_are_counted() -> None:
+    """No operator is seen to make them."""
+    x = torch.ones(16, requires_grad=True)
+
+    def long() -> None:
+        y = x
+        for number in range(300):
+            y = (y * (1.0 + number)).sin()
+        y.sum().backward()
+
+    peak = _peak(long)
+    for _ in range(3):
+        with remat.DTR("1MiB", granularity="operator") as dtr:
+            long()
+        assert dtr.report().peak_bytes >= peak

@@ -66,8 +66,9 @@ def _held_for_later(own: Own, x: Tensor, mask: Tensor) -> Tensor:
 @fragment("hooks", _hooked)
 def _tensor_hook(own: Own, x: Tensor, mask: Tensor) -> Tensor:
     y = own.linear(x) * x
+    kept = y.detach()  # with y itself PyTorch would never free it
     if y.requires_grad:
-        y.register_hook(lambda gradient: gradient * 0.5 + y.detach() * 0.01)
+        y.register_hook(lambda gradient: gradient * 0.5 + kept * 0.01)
     return y.tanh()
 
 

@@ -20,6 +20,7 @@ from remat.profiling.gauges import Span
 from remat.profiling.stage_costs import NOTHING, Sizes, as_executed, executor_reserve, sizes_of_stage
 from remat.profiling.units import Unit, measured_option
 from remat.profiling.variables import LetGo
+from remat.profiling.work import warn_of_leaks
 from remat.runtime.calls.places import Places
 from remat.runtime.calls.stages import Stage
 from remat.runtime.meter import Region
@@ -50,6 +51,11 @@ class Measurement(NamedTuple):
 
     def of(self, what: str, stage: int) -> Region:
         return self.regions[Span(what, stage)]
+
+    def left(self, index: int) -> int:
+        """Bytes that are there when a run of a stage, and its backward, are over, and were not before."""
+        after = self.regions.get(Span("left", index))
+        return after.start_bytes - self.of("full", index).start_bytes if after is not None else 0
 
     def sizes(self, index: int, held: bool) -> Sizes:
         """The terms of one stage; `held`: something else than its own backward keeps its input alive until then."""
@@ -115,6 +121,7 @@ def chain_of(
     forward = [measured.median("outside" if each else "full", stage) for stage, each in enumerate(fixed, start=1)]
     marks = [stage.marks for stage in facts.stages[1:]]
     recomputed = [index for index in range(last) if not fixed[index]]
+    warn_of_leaks({stages[index].name: memory.left(index + 1) for index in recomputed})
     reserve = executor_reserve([marks[index] for index in recomputed], [sizes[index] for index in recomputed])
     extras = carrying.extras([size.bwd_extra for size in sizes])
     options, dropped = _options(ways, terms, extras, facts, last)

@@ -151,6 +151,10 @@ class Pass(ABC):
             self.foreign.keep(end)
             with set_apart(self._begun_by.get(index, ())), self.gauge.span("backward", index), within_one_stage():
                 end.backward()
+            del end
+            if self.gauge.of_memory:
+                with self.gauge.span("left", index):
+                    pass
         del copies  # of buffers: what is measured above is compared, so that they must be there all the time
         return following
 

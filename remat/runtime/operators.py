@@ -23,6 +23,9 @@ _OWN = (
 )  # namespaces of PyTorch's own operators
 INDEXING = ("index", "_unsafe_index")
 PUTTING = ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
+EXPONENTIAL = "linalg_matrix_exp"
+# No tag says of these that sizes depend on data; the last two make blocks.
+MAKING_SPARSE = ("_to_sparse", "_to_sparse_csr", "_to_sparse_csc", "_to_sparse_bsr", "_to_sparse_bsc")
 _STATISTICS = ("running_mean", "running_var")
 _TRAINING = ("training", "train")
 
@@ -177,7 +180,7 @@ def _read(function: Any) -> Traits:
         training=next((argument for argument in arguments if argument.name in _TRAINING), None),
         random=foreign or torch.Tag.nondeterministic_seeded in tags,
         repeatable=not is_collective(namespace),
-        data_dependent=torch.Tag.dynamic_output_shape in tags,
+        data_dependent=torch.Tag.dynamic_output_shape in tags or label in MAKING_SPARSE,
         several=len(schema.returns) > 1,
         reads=readers_for(label, pointwise=torch.Tag.pointwise in tags),
         scalars=_scalars(schema),
@@ -190,8 +193,11 @@ def _read(function: Any) -> Traits:
 
 
 def looks_at_data(operator: Any, args: Sequence[Any]) -> bool:
-    """Whether the host, or the size of a result, learns what a call's tensors hold."""
-    return torch.Tag.data_dependent_output in operator.tags or traits_of(operator).sized_by_data(args)
+    """Whether the host, or the size of a result, or of scratch memory, learns what a call's tensors hold."""
+    traits = traits_of(operator)
+    if traits.label == EXPONENTIAL:  # the larger the numbers, the more terms it sums up
+        return True
+    return torch.Tag.data_dependent_output in operator.tags or traits.sized_by_data(args)
 
 
 def _is_composite(function: Any) -> bool:

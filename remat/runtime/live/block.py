@@ -18,14 +18,14 @@ from remat.runtime.dtr.heuristics import Heuristic
 from remat.runtime.fakes import in_earnest
 from remat.runtime.live.advice import Advice, advice_on
 from remat.runtime.live.choosing import Choice, choose, done_at, is_chosen, note_done
-from remat.runtime.live.dispatcher import NUMBER_BYTES, NUMBERS, Dispatcher
+from remat.runtime.live.dispatcher import Dispatcher
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
 from remat.runtime.live.nesting import claim, refuse_nested, release
 from remat.runtime.live.outcomes import outcome_of, report_of, warn_of_more
 from remat.runtime.live.raw_access import Guard, guard, unguard
 from remat.runtime.live.saved_tensors import Saving
-from remat.runtime.live.store import Store
+from remat.runtime.live.store import FLOAT_BYTES, NUMBERS, Store
 from remat.runtime.live.units.choosing import Observation, remember, ways_at
 from remat.runtime.live.versions import Version
 from remat.runtime.pytree import storage_of
@@ -59,7 +59,7 @@ class Block(Guard):
         root: nn.Module | None = None,
     ) -> None:
         self.budget = budget
-        reserved += NUMBERS * NUMBER_BYTES
+        reserved += NUMBERS * FLOAT_BYTES
         self.ledger = Ledger(budget - reserved, heuristic, **options)
         self._limits = Limits(thrash_limit, reserved)
         self._store = Store(self.ledger, self._limits)

@@ -17,12 +17,13 @@ from remat.devices import DEVICES, device_called
 from remat.runtime.allocator import refuse_untried, rounded
 from remat.runtime.fakes import in_earnest
 from remat.runtime.meter import MemoryMeter
-from remat.runtime.operators import INDEXING, PUTTING, Traits, on_meta, tensors_in
+from remat.runtime.operators import EXPONENTIAL, INDEXING, MAKING_SPARSE, PUTTING, Traits, on_meta, tensors_in
 from remat.runtime.pytree import storage_of
 from remat.runtime.surroundings import PLAIN
 
 _TIMED_CALLS = 3
 _MOST = 50_000  # calls of which facts are remembered
+_TERMS, _NUMBERS = 12, 64  # matrices, and bytes, that an exponential has beside its result where it sums up most terms
 
 
 class OperatorFacts:
@@ -34,6 +35,7 @@ class OperatorFacts:
         grown_bytes: by how much it enlarges what it is given to write to (`out=`).
         scratch_bytes: what a call needs besides that while it runs; 0 until it was measured.
         measured: whether it was, here or in another call of the family.
+        bounded: the scratch memory is the most that any data needs; what one call took does not matter.
         extent: what that grows with, in calls of one family.
         family: what calls have in common that need about the same scratch memory.
         model_nanoseconds: time by the cost model.
@@ -45,6 +47,7 @@ class OperatorFacts:
     """
 
     __slots__ = (
+        "bounded",
         "extent",
         "family",
         "grown_bytes",
@@ -65,7 +68,7 @@ class OperatorFacts:
         self.scratch_bytes = self.grown_bytes = 0
         self.family: Hashable = None
         self.extent = 1
-        self.measured = self.settled = self.plain = self.simple = False
+        self.bounded = self.measured = self.settled = self.plain = self.simple = False
         self.model_nanoseconds = self.nanoseconds = model_nanoseconds
         self.timed = 0
 
@@ -76,9 +79,15 @@ class OperatorFacts:
 
     def took(self, peak_bytes: int) -> None:
         """A call was measured: the least of several holds, since the first may have set up what stays."""
+        if self.bounded:
+            return
         scratch = max(peak_bytes - self.total_bytes, 0)
         self.scratch_bytes = min(self.scratch_bytes, scratch) if self.measured and self.timed > 1 else scratch
         self.measured = True
+
+    def bound(self, scratch_bytes: int) -> None:
+        """Sets the scratch memory to what no call exceeds."""
+        self.scratch_bytes, self.bounded, self.measured = scratch_bytes, True, True
 
     def expect(self, output_bytes: Sequence[int]) -> None:
         """Sets the sizes of the outputs."""
@@ -115,10 +124,12 @@ class Knowledge:
         facts.grown_bytes = rounded(grown, device)
         facts.plain = all(not tensor.is_complex() and not tensor.is_quantized for tensor in inputs)
         facts.family = _family(key, traits, args, kwargs, inputs)
+        if traits.label == EXPONENTIAL:
+            facts.bound(_TERMS * facts.total_bytes + _NUMBERS)
         known = self._scratch.get(facts.family)
-        facts.extent = max(_extent(traits, args, inputs), 1)
-        if known is not None:
-            facts.scratch_bytes, facts.measured = known.of(facts.extent), True
+        facts.extent = max(_extent(traits, args, inputs, facts.total_bytes), 1)
+        if known is not None and not facts.bounded:
+            facts.scratch_bytes, facts.measured = known.of(facts.extent), facts.extent <= known.reach
         if not traits.sized_by_data(args):
             _remember(self.facts, key, facts)
         elif facts.measured:
@@ -128,12 +139,12 @@ class Knowledge:
     def learn_scratch(self, facts: OperatorFacts) -> None:
         """What was measured in one call holds for others of its family, whose sizes are about the same."""
         if facts.family is not None:
-            found = Scratch(facts.scratch_bytes, facts.extent)
+            best = found = Scratch(facts.scratch_bytes, facts.extent, facts.extent)
             known = self._scratch.get(facts.family)
-            best = found  # of a call of this extent: measured once more
-            if known is not None and known.extent != found.extent:
+            if known is not None and known.extent != found.extent:  # else it was measured once more
                 best = max(known, found, key=lambda one: one.share)
-            _remember(self._scratch, facts.family, best)
+            reach = found.reach if known is None else max(known.reach, found.reach)
+            _remember(self._scratch, facts.family, best._replace(reach=reach))
 
 
 def _remember(known: dict[Hashable, Any], key: Hashable, value: object) -> None:
@@ -159,10 +170,15 @@ _HOLDING = frozenset((torch.UntypedStorage, torch.TypedStorage, torch.Generator)
 
 
 class Scratch(NamedTuple):
-    """Scratch memory that a call was measured to need, and its extent: bytes of inputs, or entries of masks."""
+    """Scratch memory that a call was measured to need, and its extent: bytes of inputs, or entries of masks.
+
+    Attributes:
+        reach: the largest extent of which any call of the family was measured; larger ones are measured, too.
+    """
 
     bytes: int
     extent: int
+    reach: int
 
     @property
     def share(self) -> float:
@@ -173,10 +189,12 @@ class Scratch(NamedTuple):
         return max(self.bytes, math.ceil(self.share * extent))
 
 
-def _extent(traits: Traits, args: Sequence[Any], inputs: Sequence[Tensor]) -> int:
-    if traits.label in (*INDEXING, *PUTTING) and traits.sized_by_data(args):
+def _extent(traits: Traits, args: Sequence[Any], inputs: Sequence[Tensor], made: int) -> int:
+    if not traits.sized_by_data(args):
+        return _bytes(inputs)
+    if traits.label in (*INDEXING, *PUTTING):
         return _masked_elements(args[0], args[1])
-    return _bytes(inputs)
+    return _bytes(inputs) + made
 
 
 def _bytes(inputs: Sequence[Tensor]) -> int:
@@ -340,6 +358,9 @@ def _counted_outputs(  # noqa: PLR0911  # one for each kind of operator
             return [int(args[1].count_nonzero()) * rows * first.element_size()]
         if traits.label == "repeat_interleave" and len(inputs) == 1:
             return [int(first.sum()) * _INDEX_BYTES]
+    if traits.label in MAKING_SPARSE[:3] and first.layout == torch.strided and all(each is None for each in args[1:]):
+        entries = int(first.count_nonzero())
+        return [entries * (_INDEX_BYTES * first.dim() + first.element_size()) + _INDEX_BYTES * (max(first.shape) + 1)]
     if traits.label == "_unique2":  # with indices and counts where they are asked for
         wanted = [True, *(len(args) > position and args[position] for position in (2, 3))]
         return [first.numel() * size for size, asked in zip((first.element_size(), 8, 8), wanted, strict=True) if asked]

@@ -31,7 +31,7 @@ from remat.runtime.live.operator_calls import (
     random_before,
 )
 from remat.runtime.live.raw_access import are_others, expose_elsewhere
-from remat.runtime.live.store import Store, can_be_evicted, parts_of, storages_made
+from remat.runtime.live.store import NUMBER_BYTES, Store, can_be_evicted, parts_of, storages_made
 from remat.runtime.live.versions import Given, Operator, Source, StorageRef, Version, VersionRef, bits_of, hand_over
 from remat.runtime.operators import Traits, tensors_in, traits_of
 from remat.runtime.pytree import storage_of
@@ -41,8 +41,6 @@ STATE_BYTES = state_bytes()
 _RANDOM_BYTES = 3 * STATE_BYTES  # before an operator that draws, after it to see whether it drew, and to return to
 # Copies of a tensor with its storage, as by `copy.deepcopy` and loading, end here.
 _ON_STORAGES = (torch.ops.aten.set_.source_Storage_storage_offset, torch.ops.aten.set_.source_Storage)
-NUMBERS = 8  # of which PyTorch may make tensors before an operator is seen
-NUMBER_BYTES = 16  # of the largest number, a complex one
 
 
 class Dispatcher(TorchDispatchMode):
@@ -84,6 +82,8 @@ class Dispatcher(TorchDispatchMode):
         store = self.store
         if store.dead or store.gone:
             store.settle()
+        if store.numbers > store.most_numbers:
+            store.room_for_numbers(args)
         kwargs = kwargs or {}
         if traits.is_view or traits.passes:
             return self._view(traits, function, args, kwargs)
@@ -162,6 +162,7 @@ class Dispatcher(TorchDispatchMode):
                     return False, None
                 key.append(tuple(value))
             elif kind is float or (kind is int and len(template) in traits.scalars):
+                store.numbers += 1
                 key.append(kind)
             else:
                 key.append(in_key(value))
@@ -203,6 +204,7 @@ class Dispatcher(TorchDispatchMode):
             call.key.append(len(value))
             return [self._take(item, call) for item in value]
         if kind is float or kind is complex or (kind is int and is_scalar):
+            self.store.numbers += 1
             call.key.append(kind)  # seldom a matter of size, and often another one each time
             call.floats.append(value)
         else:
@@ -227,7 +229,7 @@ class Dispatcher(TorchDispatchMode):
         storage = storage_of(tensor)
         version = self.store.versions.get(id(storage))
         if version is None and storage.nbytes() <= NUMBER_BYTES:
-            self._adopt(tensor)  # autograd's formulas make such of Python's numbers, behind the dispatcher's back
+            self.store.adopt(tensor)  # autograd's formulas make such of Python's numbers, behind the dispatcher's back
             version = self.store.versions.get(id(storage))
         stride = tensor.stride()
         call.key += (shape, stride, dtype)
@@ -283,25 +285,12 @@ class Dispatcher(TorchDispatchMode):
         if traits.is_fresh or function in _ON_STORAGES:
             for tensor in tensors_in(result):
                 if tensor.layout == torch.strided and tensor.numel():
-                    self._adopt(tensor)
+                    self.store.adopt(tensor)
         return result
-
-    def _adopt(self, tensor: Tensor) -> None:
-        """Takes account of a tensor that was made behind the dispatcher's back."""
-        storage = storage_of(tensor)
-        size = allocated_bytes(storage)
-        if id(storage) not in self.store.versions and not self.store.is_brought(storage) and size:
-            self.store.enter(self._announce("tensor", size), storage, size, None)
-
-    def _announce(self, label: str, size: int) -> int:
-        """Makes room for a tensor that no operator makes; returns its number in the policy core."""
-        (number,) = self.ledger.add(label, max(size // 10, 1), [], [size])
-        self.store.hold(size, label)
-        return number
 
     def take_state(self, get_state: Callable[[], Tensor]) -> Tensor:
         """The state of a generator, which checkpointing holds from a forward to its backward."""
-        number = self._announce("get_rng_state", STATE_BYTES)
+        number = self.store.announce("get_rng_state", STATE_BYTES)
         state = get_state()
         self.store.enter(number, storage_of(state), STATE_BYTES, None)
         return state
@@ -356,7 +345,7 @@ class Dispatcher(TorchDispatchMode):
         """Takes account of what was enlarged and is none of ours."""
         growth = allocated_bytes(storage) - before
         if growth > 0 and id(storage) not in self.store.versions:
-            self.store.enter(self._announce("out", growth), storage, growth, None)
+            self.store.enter(self.store.announce("out", growth), storage, growth, None)
 
     def _changes(self, tensor: Tensor, call: OperatorCall, action: Action) -> Given | None:
         """Prepares that the storage of `tensor` will be changed; returns it if it is a constant's."""

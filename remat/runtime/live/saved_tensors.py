@@ -26,6 +26,7 @@ class Saving:
             version = self._store.versions.get(id(storage))
             if version is not None and version.operator is not None:
                 version.saves += 1
+                self._store.saves += 1
                 if version.resident and version.held is None:
                     version.held = storage
                 return Saved(tensor, version, self._store.dropped)

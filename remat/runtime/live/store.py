@@ -7,6 +7,7 @@ made again without a copy.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections import deque
@@ -36,6 +37,10 @@ from remat.runtime.live.versions import (
 from remat.runtime.operators import tensors_in
 from remat.runtime.pytree import storage_of
 
+NUMBERS = 16  # that PyTorch may make tensors of before room is made for them
+FLOAT_BYTES, NUMBER_BYTES = 8, 16  # of a number, and of the largest, a complex one
+_MORE_NUMBERS = 64  # for which room is made at once
+
 # Operators inside of all three run as the kernels that they were when the dispatcher saw them. They stand in each
 # `with` by themselves: a context manager of ours around them could be interrupted between them and leave some on.
 no_autograd = torch._C._AutoDispatchBelowAutograd
@@ -51,6 +56,9 @@ class Store:
         constants: of storages whose content no operator can compute, by `id`; dead ones included.
         dead: versions of which a reference was dropped, to be looked at by `settle`.
         gone: references to versions that exist no more.
+        saves: how many tensors autograd has saved.
+        numbers: of Python's, that operators have computed with since there were none: autograd makes tensors of them,
+            and keeps these, without a word. Room was made for `most_numbers`.
         limited: whether the policy core is asked; no longer once it could not be obeyed, or the block has ended.
         closed: whether the block has ended; what autograd has saved can still be asked for.
     """
@@ -65,6 +73,7 @@ class Store:
         self.lock = threading.RLock()  # other threads ask for memory; backwards of several devices have one each
         self.by_tensor: dict[int, VersionRef] = {}
         self.gone: list[VersionRef] = []
+        self.saves, self.numbers, self.most_numbers = 0, 0, NUMBERS
         self.constants: dict[int, Brought] = {}
 
     # Bookkeeping -----------------------------------------------------------------------------------------------------
@@ -79,6 +88,29 @@ class Store:
         else:
             operator.outputs += (reference,)
         return version
+
+    def adopt(self, tensor: Tensor) -> None:
+        """Takes account of a tensor that was made behind the dispatcher's back."""
+        storage = storage_of(tensor)
+        size = allocated_bytes(storage)
+        if id(storage) not in self.versions and not self.is_brought(storage) and size:
+            self.enter(self.announce("tensor", size), storage, size, None)
+
+    def room_for_numbers(self, args: Sequence[Any]) -> None:
+        """Makes room for more numbers, unless the arguments tell that they are not in the memory that is limited."""
+        if not self.saves:
+            self.numbers = 0
+        elif all(tensor.device.type == "cpu" for tensor in tensors_in(args)):
+            self.ledger.note(k.LOCK, self.announce("numbers", _MORE_NUMBERS * FLOAT_BYTES))
+            self.most_numbers += _MORE_NUMBERS
+        else:
+            self.most_numbers = sys.maxsize
+
+    def announce(self, label: str, size: int) -> int:
+        """Makes room for a tensor that no operator makes; returns its number in the policy core."""
+        (number,) = self.ledger.add(label, max(size // 10, 1), [], [size])
+        self.hold(size, label)
+        return number
 
     def know(self, version: Version) -> VersionRef:
         """Makes a version the one of its tensor."""
@@ -103,6 +135,9 @@ class Store:
     def dropped(self, version: Version) -> None:
         """Autograd has dropped what it had saved."""
         version.saves -= 1
+        self.saves -= 1
+        if not self.saves:
+            self.numbers = 0
         if version.saves == 0:
             if self.closed:
                 version.held = None
@@ -448,6 +483,11 @@ def sizes_of(values: Any) -> list[tuple[torch.UntypedStorage, int]]:
     """The storages of dense tensors, each once, and what was given for them."""
     found = {id(storage_of(each)): storage_of(each) for each in tensors_in(values) if each.layout == torch.strided}
     return [(storage, allocated_bytes(storage)) for storage in found.values()]
+
+
+def is_number(tensor: Tensor) -> bool:
+    """Whether a tensor may stand for a number of Python's that is computed with: autograd makes and keeps such."""
+    return tensor.layout == torch.strided and storage_of(tensor).nbytes() <= NUMBER_BYTES
 
 
 def parts_of(tensor: Tensor) -> Sequence[Tensor]:

@@ -78,9 +78,12 @@ class Account:
 
     def reached(self, more: int) -> None:
         """So much more than what is counted was in use for a moment."""
-        memory = self.memory + more
-        self.peak = max(self.peak, memory)
-        self.top = max(self.top, memory + self.shift)
+        self.peaked(more)
+        self.top = max(self.top, self.memory + more + self.shift)
+
+    def peaked(self, more: int) -> None:
+        """The same, by what is only done since there is a limit."""
+        self.peak = max(self.peak, self.memory + more)
 
     def of(self, storage: torch.UntypedStorage) -> Counted | None:
         """The entry of a storage."""

@@ -20,12 +20,13 @@ from remat.runtime.calls.tape import Recorder
 from remat.runtime.dtr.heuristics import Heuristic
 from remat.runtime.live.advice import Advice, advice_on
 from remat.runtime.live.choosing import FIRST, take
-from remat.runtime.live.dispatcher import NUMBER_BYTES, NUMBERS, STATE_BYTES
+from remat.runtime.live.dispatcher import STATE_BYTES
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
 from remat.runtime.live.nesting import alone_in_its_thread
 from remat.runtime.live.outcomes import outcome_of, report_of, warn_of_more
 from remat.runtime.live.raw_access import count_states, count_states_no_more
+from remat.runtime.live.store import FLOAT_BYTES, NUMBERS
 from remat.runtime.live.units.call import UnitCall
 from remat.runtime.live.units.choosing import Ways
 from remat.runtime.live.units.counting import Counting, Seen, inner_peak, with_seconds
@@ -80,7 +81,7 @@ class UnitsBlock:
         self._used: Ways | None = None  # once it is known which model runs
         self._root: weakref.ref[nn.Module] | None = None
         self._remembered = Place()
-        reserved += NUMBERS * NUMBER_BYTES
+        reserved += NUMBERS * FLOAT_BYTES
         self._ledger = Ledger(budget - reserved, heuristic, **options)
         self._limits = Limits(thrash_limit, reserved)
         device = next((each.device for module in self._modules for each in module.parameters()), torch.device("cpu"))
@@ -349,6 +350,7 @@ class UnitsBlock:
         call.recorded()
         survivors = frozenset(id(counted) for seen in trail for counted in seen.made if counted.piece is not None)
         unit.inner_bytes = inner_peak(trail, start, survivors) + unit.working_bytes
+        unit.whole_bytes = inner_peak(trail, start, frozenset()) + unit.working_bytes
         return output
 
     def _hook(self, call: UnitCall, found: Sequence[torch.Tensor]) -> None:

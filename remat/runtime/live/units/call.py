@@ -19,6 +19,7 @@ from remat.runtime.calls.stages import attached
 from remat.runtime.calls.tape import OUTSIDE, Recorder, Value, value_of
 from remat.runtime.fakes import alias
 from remat.runtime.generators import held_by
+from remat.runtime.live.store import is_number
 from remat.runtime.live.units.account import Counted
 from remat.runtime.live.units.dormant import packing
 from remat.runtime.live.units.pieces import Input, Piece, Row, Slot, tensor_on
@@ -188,7 +189,7 @@ class UnitCall:
             counted = self._counted(tensor)
             piece = None if counted is None else counted.piece
             if piece is None:
-                if self.varied:
+                if self.varied or is_number(tensor):
                     self._count_in(tensor)
                 return False
             value, slot.number = value_of(tensor, piece.number), -1
@@ -241,7 +242,11 @@ class UnitCall:
         account = self._account
         for reference in self._recorded:
             slot = reference()
-            if slot is None or slot.piece is not None or slot.value.storage == OUTSIDE or slot.tensor is None:
+            if slot is None or slot.piece is not None or slot.tensor is None:
+                continue
+            if slot.value.storage == OUTSIDE:
+                if is_number(slot.tensor):
+                    self._count_in(slot.tensor)
                 continue
             counted = account.of(storage_of(slot.tensor))
             if counted is None:
@@ -347,6 +352,7 @@ class UnitCall:
                 unit.failed()
         if made is None:
             self._have_inputs(range(len(self.inputs)))
+            self.pool.passing(f"{unit.name}, which is made again as a whole,", unit.whole_bytes)
             try:
                 made = self._again(dropped, unsaved, None)
             except Differs as error:

@@ -166,10 +166,10 @@ class _Program:
 
     def _write_down(self, row: Row) -> None:
         unit = row.unit
-        inner = 0 if unit.kept else unit.inner_bytes
         for making, size, read in row.makings():
             places = [(maker.index, number) for maker, number in read]
             inputs = [self._tensors[place] for place in places if place in self._tensors]
+            inner = unit.replay_bytes(making)
             nanoseconds = making.model_nanoseconds if self._by_model else making.nanoseconds
             tensor = self._add(unit.name, nanoseconds, inputs, size, inner, inner)
             self._tensors[row.index, making.storage] = tensor

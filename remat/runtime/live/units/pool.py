@@ -320,9 +320,9 @@ class Pool:
 
     def _write_down(self, row: Row) -> None:
         unit = row.unit
-        inner = 0 if unit.kept else unit.inner_bytes
         for making, size, read in row.makings():
             arguments = [maker.tensors[number] for maker, number in read if number in maker.tensors]
+            inner = unit.replay_bytes(making)
             nanoseconds = making.model_nanoseconds if self.by_model else making.nanoseconds
             (tensor,) = self.ledger.add(unit.name, nanoseconds, arguments, [size], inner, inner)
             row.tensors[making.storage] = tensor
@@ -355,6 +355,12 @@ class Pool:
             self.account.shift -= self.account.pieces - before
         finally:
             self.replaying = False
+
+    def passing(self, label: str, more: int) -> None:
+        """So many bytes are taken for a moment, whether the core has known of them or not."""
+        self.account.peaked(more)
+        if self.limited and self.account.memory + more > self.budget:
+            self.limits.went_over(label, self.account.memory + more)
 
     def revive(self, piece: Piece) -> None:
         """Makes a piece again, with all that it needs, without regard to the budget."""

@@ -54,14 +54,14 @@ def _walk(value: Any, depth: int, seen: set[int]) -> Iterator[Hashable]:
         return
     seen.add(id(value))
     if isinstance(value, dict):
-        for name, item in value.items():
+        for name, item in list(value.items()):  # other threads may add to it
             yield name if isinstance(name, _PLAIN) else id(name)
             yield from _walk(item, depth + 1, seen)
     elif isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
+        for item in list(value):
             yield from _walk(item, depth + 1, seen)
     elif isinstance(value, nn.Module) or (hasattr(value, "__dict__") and not isinstance(value, type)):
-        for name, item in vars(value).items():
+        for name, item in list(vars(value).items()):
             if not (isinstance(value, nn.Module) and name in _OWN):
                 yield name
                 yield from _walk(item, depth + (not isinstance(value, nn.Module)), seen)

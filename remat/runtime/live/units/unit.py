@@ -34,6 +34,7 @@ class Making(NamedTuple):
         storage: its number on the tape.
         nanoseconds: of a replay that makes it, with operators as measured; model_nanoseconds: by a fixed model.
         storages, inputs: what these read, by numbers.
+        siblings: bytes of other storages that outlive a call and that these make, too, as of an LSTM, for a moment.
     """
 
     storage: int
@@ -41,6 +42,7 @@ class Making(NamedTuple):
     model_nanoseconds: int
     storages: tuple[int, ...]
     inputs: tuple[int, ...]
+    siblings: int
 
 
 def makings(tape: Tape) -> list[Making]:
@@ -53,6 +55,7 @@ def makings(tape: Tape) -> list[Making]:
         positions = [at for at, run in enumerate(runs) if run and not tape.operators[at].is_view]
         computed = [tape.operators[at] for at in positions]
         read = {number for operator in computed for number in operator.reads}
+        made = {value.storage for operator in computed for value in operator.values if value is not None}
         besides = int((_REPLAY + _PASSED * (max(positions, default=0) + 1)) / len(outliving) ** 0.5)
         found.append(
             Making(
@@ -61,6 +64,7 @@ def makings(tape: Tape) -> list[Making]:
                 besides + sum(_model_nanoseconds(operator, tape) for operator in computed),
                 tuple(sorted(read & kept.keys())),
                 tuple(sorted({number for operator in computed for number in operator.given})),
+                sum(tape.storages[number].nbytes for number in (made & outliving) - {storage}),
             )
         )
     return found
@@ -100,7 +104,8 @@ class Unit:
         forward_bytes, backward_bytes: what its forward and its backward take at their peak, above what is in use when
             they begin.
         working_bytes: what keeping and bringing back the environment of a call takes while it runs.
-        inner_bytes: what a replay takes at most besides what outlives the call.
+        inner_bytes: what a replay in part takes at most besides what outlives the call.
+        whole_bytes: what a replay as a whole takes at most.
         backward_nanoseconds, model_backward_nanoseconds: the time of its backward, about, and by a fixed model.
         writes: which of its inputs it may change.
         kept: why nothing of it may be evicted; empty where it may.
@@ -118,7 +123,7 @@ class Unit:
         self.tape: Tape | None = None
         self.makings: list[Making] = []
         self.saved: list[Value] = []
-        self.forward_bytes = self.backward_bytes = self.inner_bytes = 0
+        self.forward_bytes = self.backward_bytes = self.inner_bytes = self.whole_bytes = 0
         self.backward_nanoseconds = self.model_backward_nanoseconds = 1
         self.kept = self.once = ""
         self.varies = self.leaves_others = False
@@ -133,9 +138,20 @@ class Unit:
         """Whether calls depend on more than parameters, in general."""
         return self.draws or self.has_buffers
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is no more made again in part."""
+        return self.tape is None or bool(self.tape.whole) or self._failed >= _ATTEMPTS
+
+    def replay_bytes(self, making: Making) -> int:
+        """What a replay takes at most besides what it makes."""
+        if self.kept:
+            return 0
+        return self.whole_bytes if self.is_whole else self.inner_bytes + making.siblings
+
     def parts(self, dropped: frozenset[int], gone: frozenset[int], also: frozenset[int]) -> Parts | None:
         """How to make saved tensors of these numbers, and storages, without those that are `gone`; None: as a whole."""
-        if self.tape is None or self.tape.whole or self._failed >= _ATTEMPTS:
+        if self.tape is None or self.is_whole:
             return None
         key = dropped, gone, also
         if key not in self._parts:
