@@ -20,8 +20,10 @@ import remat
 from remat.comparison import bench, rounds
 from remat.profiling import preserving
 from remat.runtime import allocator
+from remat.runtime.live import block as operator_block
 from remat.runtime.live import costs
 from remat.runtime.live.costs import Knowledge, OperatorFacts, observe, working_device
+from remat.runtime.live.dispatcher import Dispatcher
 from remat.runtime.live.units import block
 from remat.runtime.meter import MemoryMeter
 from remat.runtime.operators import traits_of
@@ -70,12 +72,61 @@ def test_blocks_by_calls_with_granules() -> None:
     assert by_calls(dtr) and dtr.report().evictions
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_blocks_that_are_not_split(known: bool, monkeypatch: pytest.MonkeyPatch, nothing_known: None) -> None:
+    """What the allocator gives besides is looked up where room is short, by operators."""
+    large, rest = 8192, 3000  # of blocks over `large` it gives `rest` more than was asked for
+    running: list[remat.DTR] = []
+
+    def level() -> int:
+        versions = list(running[0]._block._store.versions.values()) if running else []
+        return sum(each.size + rest * (each.size > large) for each in versions if each.resident)
+
+    most = [0]
+    dispatch = Dispatcher._dispatch
+
+    def noting(self: Dispatcher, *call: Any) -> Any:
+        result = dispatch(self, *call)
+        most[0] = max(most[0], level())
+        return result
+
+    monkeypatch.setattr(Dispatcher, "_dispatch", noting)
+    monkeypatch.setattr(costs.SHARED, "facts", {})
+    if known:
+        monkeypatch.setitem(allocator.UNSPLIT, "cpu", large)
+        monkeypatch.setattr(operator_block, "level_of_accelerator", lambda: level)
+    model, sample = mlp(), torch.randn(64, 64)
+
+    def step(budget: int) -> remat.DTR:
+        with remat.DTR(budget, granularity="operator") as dtr:
+            running.append(dtr)
+            model(sample).square().mean().backward()
+            running.clear()
+        return dtr
+
+    for _ in range(3):
+        whole = step(1 << 30).report().peak_bytes
+    limit = int(0.8 * whole)
+    for _ in range(3):
+        most[0] = 0
+        assert step(limit).report().evictions
+    assert (most[0] <= limit) == known
+
+
 @pytest.mark.usefixtures("granules")
 def test_chains_with_granules() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 5)) for _ in range(4)))
     chain = remat.profile(model, torch.randn(3, 5), small=0.0)
     for sizes in (chain.act_bytes, chain.grad_bytes):
         assert all(size % _GRANULE == 0 for size in sizes)
+
+
+def test_plans_leave_room_for_a_block_that_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sample = nn.Sequential(*(mlp() for _ in range(3))), torch.randn(64, 64)
+    before = remat.profile(model, sample, options=False).reserve_bytes
+    for large, more in ((1 << 14, 1 << 14), (1 << 24, 0)):
+        monkeypatch.setitem(allocator.UNSPLIT, "cpu", large)
+        assert remat.profile(model, sample, options=False).reserve_bytes == before + more
 
 
 def test_workspaces_that_a_first_call_sets_up_are_not_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ from remat.profiling.stage_costs import cast_bytes, casts_made_again, own_autoca
 from remat.profiling.stage_pass import Pass
 from remat.profiling.units import Measuring, Recording, Visitor
 from remat.profiling.variables import Variables
+from remat.runtime.allocator import slack_of
 from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.calls.ending import Ending
 from remat.runtime.calls.environment import accelerators
@@ -313,6 +314,7 @@ def _measured(
     ways, offers = _ways(run, stages, recomputed, memory.facts, device, wanted, repeats, tell)
     ends: Any = {"has_loss": loss is not None, "output_held": protocol.output_held}
     chain = chain_of(layout, places, stages, memory, variables.let_go, times, ways, **ends)
+    chain = replace(chain, reserve_bytes=chain.reserve_bytes + slack_of(max(chain.saved_bytes), device))
     return with_offload(chain, offers, instruments().link_bytes_per_second(device)) if offers else chain
 
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack, _pop_mode
 from remat.errors import OutOfBudget, Thrashing
 from remat.formatting import format_bytes
 from remat.report import Report
+from remat.runtime.allocator import level_of_accelerator
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.heuristics import Heuristic
 from remat.runtime.fakes import in_earnest
@@ -62,7 +63,7 @@ class Block(Guard):
         reserved += NUMBERS * FLOAT_BYTES
         self.ledger = Ledger(budget - reserved, heuristic, **options)
         self._limits = Limits(thrash_limit, reserved)
-        self._store = Store(self.ledger, self._limits)
+        self._store = Store(self.ledger, self._limits, level_of_accelerator())
         self._mode = Dispatcher(self._store, by_model=by_model)
         self._saving = Saving(self._store)
         self._observation = Observation(self.ledger, ways_at((place, budget))) if observes else None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from remat.devices import DEVICES, device_called
-from remat.runtime.allocator import refuse_untried, rounded
+from remat.runtime.allocator import refuse_untried, rounded, slack_of
 from remat.runtime.fakes import in_earnest
 from remat.runtime.meter import MemoryMeter
 from remat.runtime.operators import EXPONENTIAL, INDEXING, MAKING_SPARSE, PUTTING, Traits, on_meta, tensors_in
@@ -44,6 +44,7 @@ class OperatorFacts:
         settled: whether there is nothing more to observe.
         plain: whether no argument carries more than a storage and a view of it.
         simple: whether it is settled and plain and makes one storage, for the tensor that it returns.
+        slack_bytes: what the allocator may give for its outputs besides.
     """
 
     __slots__ = (
@@ -59,13 +60,14 @@ class OperatorFacts:
         "scratch_bytes",
         "settled",
         "simple",
+        "slack_bytes",
         "timed",
         "total_bytes",
     )
 
     def __init__(self, output_bytes: Sequence[int], model_nanoseconds: int) -> None:
         self.expect(output_bytes)
-        self.scratch_bytes = self.grown_bytes = 0
+        self.scratch_bytes = self.grown_bytes = self.slack_bytes = 0
         self.family: Hashable = None
         self.extent = 1
         self.bounded = self.measured = self.settled = self.plain = self.simple = False
@@ -75,7 +77,7 @@ class OperatorFacts:
     @property
     def working_bytes(self) -> int:
         """What a call needs besides the storages that it makes."""
-        return self.scratch_bytes + self.grown_bytes
+        return self.scratch_bytes + self.grown_bytes + self.slack_bytes
 
     def took(self, peak_bytes: int) -> None:
         """A call was measured: the least of several holds, since the first may have set up what stays."""
@@ -122,6 +124,7 @@ class Knowledge:
         sizes = [rounded(size, device) for size in sizes]
         facts = OperatorFacts(sizes, _model_nanoseconds(function, args, kwargs, inputs, shadow, sum(sizes)))
         facts.grown_bytes = rounded(grown, device)
+        facts.slack_bytes = sum(slack_of(size, device) for size in sizes)
         facts.plain = all(not tensor.is_complex() and not tensor.is_quantized for tensor in inputs)
         facts.family = _family(key, traits, args, kwargs, inputs)
         if traits.label == EXPONENTIAL:

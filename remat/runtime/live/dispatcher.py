@@ -171,7 +171,7 @@ class Dispatcher(TorchDispatchMode):
         if facts is None or not facts.simple or self._lazy:
             return False, None
         size = facts.total_bytes
-        if ledger.memory + size + facts.scratch_bytes > ledger.budget:
+        if ledger.memory + size + facts.scratch_bytes > ledger.ceiling:
             return False, None
         result = function(*args)
         price = facts.model_nanoseconds if self.by_model else facts.nanoseconds
@@ -371,9 +371,7 @@ class Dispatcher(TorchDispatchMode):
         ledger, store = self.ledger, self.store
         traits, facts, function, args, kwargs = call.traits, call.facts, call.function, call.args, call.kwargs
         changed = action.changed
-        scratch = (
-            facts.scratch_bytes + facts.grown_bytes + (_RANDOM_BYTES if traits.random else 0) + action.discarded_bytes
-        )
+        scratch = facts.working_bytes + (_RANDOM_BYTES if traits.random else 0) + action.discarded_bytes
         pending = Pending(
             traits.label,
             facts.model_nanoseconds if self.by_model else facts.nanoseconds,
@@ -382,7 +380,7 @@ class Dispatcher(TorchDispatchMode):
         )
         pending.changed = tuple([version.tensor for version, _ in changed])
         pending.overwritten = sum(version.size for version, _ in changed)
-        if call.missing or ledger.memory + facts.total_bytes + scratch > ledger.budget:
+        if call.missing or ledger.memory + facts.total_bytes + scratch > ledger.ceiling:
             self._make_room(pending, call, changed)
         random = random_before(traits, call.device or CPU, kwargs) if traits.random and action.repeatable else None
         try:
@@ -405,7 +403,9 @@ class Dispatcher(TorchDispatchMode):
             if pending.tensors is None:  # else what room was made for in vain is reported to the core below
                 pending.scratch += max(facts.total_bytes - sum(sizes), 0)
             facts.expect(sizes)
-        facts.simple = facts.settled and facts.plain and len(made) == 1 and isinstance(result, Tensor)
+        ledger.ceiling -= facts.slack_bytes
+        plainly = facts.settled and facts.plain and not facts.slack_bytes
+        facts.simple = plainly and len(made) == 1 and isinstance(result, Tensor)
         if peak is not None:
             self._learned(traits.label, facts, peak, ledger.memory - (sum(sizes) if pending.tensors is not None else 0))
             self.knowledge.learn_scratch(facts)
@@ -430,6 +430,7 @@ class Dispatcher(TorchDispatchMode):
                 if isinstance(source, Version):
                     self.store.revive(source)
             return
+        self.store.look()
         sizes = [*call.facts.output_bytes, *(version.size for version, _ in changed)]
         pending.tensors = self.ledger.add(
             *(pending.label, pending.nanoseconds, pending.arguments, sizes),

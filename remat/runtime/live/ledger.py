@@ -68,6 +68,8 @@ class Ledger:
             they make.
         constant_bytes: size of each constant seen.
         memory, peak: bytes in use, and the most so far.
+        ceiling: up to here it need not be asked: the budget less what was given out besides, as far as nobody has
+            looked how much that is.
     """
 
     def __init__(self, budget: int, heuristic: Heuristic, *, sampling: bool, skip_small: bool, seed: int) -> None:
@@ -75,7 +77,7 @@ class Ledger:
         self.arguments: list[list[int]] = []
         self.changed: dict[int, tuple[int, ...]] = {}
         self.constant_bytes: list[int] = []
-        self.budget = budget
+        self.budget = self.ceiling = budget
         self._options: dict[str, Any] = {"sampling": sampling, "skip_small": skip_small, "seed": seed}
         self._heuristic = heuristic
         self.core = Core(self.graph, budget, heuristic, held=True, log=True, **self._options)

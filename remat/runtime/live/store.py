@@ -11,7 +11,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,9 @@ no_autocast = torch._C._DisableAutocast
 class Store:
     """Versions of all storages that operators have made, by storage and by number in the policy core.
 
+    Args:
+        level: the allocator's count of bytes that it has given out, where it has one.
+
     Attributes:
         versions: of storages that exist, by `id` of their Python object.
         by_tensor: of all, by number in the policy core.
@@ -63,8 +66,10 @@ class Store:
         closed: whether the block has ended; what autograd has saved can still be asked for.
     """
 
-    def __init__(self, ledger: Ledger, limits: Limits) -> None:
+    def __init__(self, ledger: Ledger, limits: Limits, level: Callable[[], int] | None = None) -> None:
         self.ledger = ledger
+        self._level, self._base = level, 0 if level is None else level()
+        self._unseen, self._outside = 0, -1  # bytes besides, and their number in the policy core
         self.limits = limits
         self.versions: dict[int, Version] = {}
         self.dead: deque[Version] = deque()
@@ -241,12 +246,31 @@ class Store:
         self._obey()
         self.limits.judge(answer, self.ledger, label, tensors)
 
+    def look(self) -> None:
+        """Compares with the allocator's own count: what it has given out besides is told to the policy core."""
+        ledger = self.ledger
+        ledger.ceiling = ledger.budget
+        if self._level is None:
+            return
+        unseen = max(self._level() - self._base - (ledger.memory - self._unseen), 0)
+        if unseen == self._unseen:
+            return
+        if self._outside >= 0:
+            ledger.note(k.UNLOCK, self._outside)
+            ledger.note(k.RELEASE, self._outside)
+        (self._outside,) = ledger.add("what the allocator gives besides", 0, [], [unseen])
+        ledger.note(k.LOCK, self._outside)
+        ledger.memory += unseen - self._unseen
+        ledger.peak = max(ledger.peak, ledger.memory)
+        self._unseen = unseen
+
     def access(self, version: Version, label: str) -> None:
         """Has a version in memory for the moment."""
         if not self.limited:
             self.revive(version)
             return
         self.settle()
+        self.look()
         self.ledger.note(k.LOCK, version.tensor)
         self.ledger.note(k.UNLOCK, version.tensor)
         self.consult(label)
@@ -262,7 +286,8 @@ class Store:
 
     def hold(self, size: int, label: str) -> None:
         """Counts bytes that are in memory already, and makes others give way to them."""
-        if self.limited and self.ledger.memory + size > self.ledger.budget:
+        if self.limited and self.ledger.memory + size > self.ledger.ceiling:
+            self.look()
             self.consult(label)
         else:
             self.ledger.memory += size
