@@ -39,6 +39,7 @@ class Late:
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._pairs = pairs
+        self.is_over = False  # for everybody, not only for who computes behind it
 
     def wait(self) -> None:
         for target, source in self._pairs:
@@ -47,6 +48,7 @@ class Late:
 
     def finish(self) -> None:
         self.wait()
+        self.is_over = True
 
 
 class LateLink(FileLink):
@@ -147,6 +149,26 @@ def test_copies_back_begin_before_the_backward_that_hides_them(monkeypatch: pyte
     parcel.fetch()
     assert log[-1] == "copy 1"
     parcel.arrive()
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_memory_is_not_given_up_while_a_copy_reads_or_writes_it(back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who gets it next would be written over, or read too early; a backward that never comes waits for no copy."""
+    copies: list[Late] = []
+
+    class Counted(LateLink):
+        def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Late:
+            copies.append(super().copy(pairs))
+            return copies[-1]
+
+    monkeypatch.setattr(offload, "link_of", lambda device: Counted())
+    parcel = Sent(HostMemory(), slots := [_Slot(torch.ones(5))], "stage")
+    if back:
+        parcel.leave()
+        parcel.fetch()
+    assert not copies[-1].is_over
+    del parcel
+    assert slots and copies[-1].is_over
 
 
 class Block(nn.Module):

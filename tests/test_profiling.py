@@ -197,6 +197,7 @@ class Inside(nn.Module):
         return y + layouts[self.kind](y.detach()).to_dense()
 
 
+@pytest.mark.filterwarnings("ignore:.*depends on the data")
 @pytest.mark.parametrize("kind", ["coo", "csr", "csc", "jagged", "mkldnn", "vmap"])
 def test_modules_are_probed_whatever_they_work_on(kind: str) -> None:
     model = nn.Sequential(*(Inside(kind) for _ in range(3)))

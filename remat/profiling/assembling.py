@@ -20,7 +20,6 @@ from remat.profiling.gauges import Span
 from remat.profiling.stage_costs import NOTHING, Sizes, as_executed, executor_reserve, sizes_of_stage
 from remat.profiling.units import Unit, measured_option
 from remat.profiling.variables import LetGo
-from remat.profiling.work import warn_of_leaks
 from remat.runtime.calls.places import Places
 from remat.runtime.calls.stages import Stage
 from remat.runtime.meter import Region
@@ -53,9 +52,9 @@ class Measurement(NamedTuple):
         return self.regions[Span(what, stage)]
 
     def left(self, index: int) -> int:
-        """Bytes that are there when a run of a stage, and its backward, are over, and were not before."""
+        """Bytes that are there when the backward of a stage is over, and were not before, as after `retain_grad`."""
         after = self.regions.get(Span("left", index))
-        return after.start_bytes - self.of("full", index).start_bytes if after is not None else 0
+        return max(after.start_bytes - self.of("full", index).start_bytes, 0) if after is not None else 0
 
     def sizes(self, index: int, held: bool) -> Sizes:
         """The terms of one stage; `held`: something else than its own backward keeps its input alive until then."""
@@ -121,7 +120,6 @@ def chain_of(
     forward = [measured.median("outside" if each else "full", stage) for stage, each in enumerate(fixed, start=1)]
     marks = [stage.marks for stage in facts.stages[1:]]
     recomputed = [index for index in range(last) if not fixed[index]]
-    warn_of_leaks({stages[index].name: memory.left(index + 1) for index in recomputed})
     reserve = executor_reserve([marks[index] for index in recomputed], [sizes[index] for index in recomputed])
     extras = carrying.extras([size.bwd_extra for size in sizes])
     options, dropped = _options(ways, terms, extras, facts, last)
@@ -208,7 +206,8 @@ def _in_a_row(stages: Sequence[Stage], memory: Measurement, *, has_loss: bool, o
         sizes.append(NOTHING)
     else:  # a loss that costs nothing: by its backward the output is gone
         sizes.append(replace(NOTHING, bwd_extra=-sizes[-1].act))
-    return _Terms(sizes, helds, [], sizes[last - 1].act if output_held else 0)
+    left = sum(memory.left(index) for index in range(1, last + 1))
+    return _Terms(sizes, helds, [], left + (sizes[last - 1].act if output_held else 0))
 
 
 # Any other model -------------------------------------------------------------------------------------------------

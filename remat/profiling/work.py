@@ -146,17 +146,3 @@ class Work(Watching):
         self.drawn_from += passed_to((*args, *kwargs.values()))
         if written(operator, args, kwargs) or not only_views(inputs, outputs):
             self.work += work_of(operator, args, kwargs, output, inputs, outputs)
-
-
-def warn_of_leaks(left: Mapping[str, int]) -> None:
-    """Says so where stages, by name, leave bytes behind each time that they run."""
-    name, size = max(left.items(), key=lambda each: each[1], default=("", 0))
-    if size <= 0:
-        return
-    warnings.warn(
-        f"remat: each run of {name!r} leaves {size} bytes that nothing frees, as a hook does that uses the tensor it "
-        "is registered on (let it use a detach() made before): memory grows with every step, and with every "
-        "recomputation, so that a limit may not hold",
-        OverBudgetWarning,
-        stacklevel=4,
-    )
