@@ -150,3 +150,24 @@ def test_numbers_that_autograd_keeps_are_counted() -> None:
         with remat.DTR("1MiB", granularity="operator") as dtr:
             long()
         assert dtr.report().peak_bytes >= peak
+
+
+@pytest.mark.parametrize("granularity", ["operator", "calls"])
+def test_scratch_memory_that_another_profiler_hides_is_told(
+    granularity: str, monkeypatch: pytest.MonkeyPatch, nothing_known: None
+) -> None:
+    monkeypatch.setattr(costs.SHARED, "facts", {})
+    monkeypatch.setattr(costs.SHARED, "_scratch", {})
+    x = torch.randn(64, 64)
+
+    def step(budget: str) -> None:
+        with remat.DTR(budget, granularity=granularity):
+            x.sin().cos().tan()
+
+    with torch.autograd.profiler.profile():
+        step("10MiB")  # there is room for what nobody knows
+        with pytest.warns(remat.OverBudgetWarning, match="may have taken more than 36.0 KiB: what"):
+            step("36KiB")
+    step("36KiB")
+    with torch.autograd.profiler.profile():
+        step("36KiB")

@@ -36,6 +36,7 @@ class Limits:
         thrashes: whether it was reached.
         gave_up: whether the program was told that the budget is too small.
         over: where most memory above the budget was taken, if any was.
+        unmeasured: an operator that ran although its scratch memory is not known; empty where there is none.
         whole: what an earlier block at this place of the program did, from its beginning to its end.
     """
 
@@ -44,12 +45,18 @@ class Limits:
         self.reserved_bytes = reserved_bytes
         self.thrashes = self.gave_up = False
         self.over: Over | None = None
+        self.unmeasured = ""
         self.whole: Instructions | None = None
 
     def went_over(self, where: str, peak_bytes: int) -> None:
         """Notes that more was taken than the budget allows."""
         if self.over is None or peak_bytes > self.over.peak_bytes:
             self.over = Over(where, peak_bytes)
+
+    def not_measured(self, label: str, memory: int, budget: int) -> None:
+        """Notes an operator of unknown scratch memory that ran where that may matter."""
+        if 2 * memory > budget:
+            self.unmeasured = label
 
     def ask(self, ledger: Ledger) -> int:
         """Has the core decide, and not recompute without end."""

@@ -27,6 +27,13 @@ def warn_of_more(limits: Limits, outcome: str, budget: int) -> None:
         warnings.warn(
             f"DTR took {peak} within {format_bytes(budget)}, at {over.where}", OverBudgetWarning, stacklevel=5
         )
+    elif limits.unmeasured and outcome == "pass":
+        warnings.warn(
+            f"DTR may have taken more than {format_bytes(budget)}: what {limits.unmeasured} needs while it runs is not "
+            "known, since another profiler of PyTorch was running when it was met first. Run a step without it before",
+            OverBudgetWarning,
+            stacklevel=5,
+        )
 
 
 def report_of(

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.runtime.calls.tape import Operator
-from remat.runtime.live.costs import SHARED, Knowledge, in_key, observe, working_device
+from remat.runtime.live.costs import SHARED, Knowledge, Observed, OperatorFacts, in_key, observe, working_device
 from remat.runtime.live.operator_calls import device_among
 from remat.runtime.live.store import new_storages, sizes_of
 from remat.runtime.live.units.account import Counted
@@ -82,10 +82,7 @@ class Counting(TorchDispatchMode):
         for storage, _ in written:
             with torch._C._ForceDispatchKeyGuard(*self._outside):
                 pool.changes(storage)
-        if facts.settled:
-            result, peak = function(*args, **kwargs), None
-        else:
-            result, peak = observe(facts, function, args, kwargs, working_device(given, kwargs))
+        result, peak = self._run(traits.label, facts, function, args, kwargs, given)
         taken = {id(storage_of(tensor)) for tensor in given if tensor.layout == torch.strided}
         new = [storage for storage in new_storages(result, taken) if account.of(storage) is None]
         made = [account.enter(storage) for storage in new]
@@ -109,6 +106,22 @@ class Counting(TorchDispatchMode):
         if self.trail is not None:
             self.trail.append(Seen(function, account.others + scratch, made, facts.nanoseconds))
         return result
+
+    def _run(
+        self,
+        label: str,
+        facts: OperatorFacts,
+        function: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        given: Sequence[Tensor],
+    ) -> Observed:
+        if facts.settled:
+            return Observed(function(*args, **kwargs), None)
+        observed = observe(facts, function, args, kwargs, working_device(given, kwargs))
+        if observed.peak_bytes is None and not facts.measured:
+            self._pool.limits.not_measured(label, self._pool.account.memory, self._pool.budget)
+        return observed
 
 
 def _key_of(traits: Traits, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
