@@ -390,7 +390,7 @@ class Dispatcher(TorchDispatchMode):
                 device = working_device(tensors_in([*args, *kwargs.values()]), kwargs)
                 result, peak = observe(facts, function, args, kwargs, device)
                 if peak is None and not facts.measured:
-                    store.limits.not_measured(traits.label, ledger.memory, ledger.budget)
+                    store.limits.not_measured(traits.label, ledger.memory + facts.total_bytes, ledger.budget)
         except BaseException:
             self._take_back(pending, resident=True)
             raise

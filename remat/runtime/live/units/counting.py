@@ -120,7 +120,8 @@ class Counting(TorchDispatchMode):
             return Observed(function(*args, **kwargs), None)
         observed = observe(facts, function, args, kwargs, working_device(given, kwargs))
         if observed.peak_bytes is None and not facts.measured:
-            self._pool.limits.not_measured(label, self._pool.account.memory, self._pool.budget)
+            taken = self._pool.account.memory + facts.total_bytes
+            self._pool.limits.not_measured(label, taken, self._pool.budget)
         return observed
 
 
