@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import traceback
 import warnings
@@ -157,7 +158,7 @@ def at_once(program: Program, limit: int, way: str, expected: Left) -> Row:
                 for thread in threads:
                     thread.join()
         except CaseTimeout:
-            return {"outcome": "slow", "seen": "two threads"}
+            return {"outcome": "slow", "seen": f"two threads, at {standing(threads)}"}
     for each in found:
         if isinstance(each, remat.RematError):
             return {"outcome": "said", "seen": str(each)[:300]}
@@ -173,6 +174,13 @@ def _of_one_thread(left: Left) -> Left:
     """Without the random numbers, which the threads have seeded in turns."""
     states = [{key: value for key, value in state.items() if key != "torch's numbers"} for state in left.states]
     return Left(states, left.losses)
+
+
+def standing(threads: list[threading.Thread]) -> list[str]:
+    """Where threads are that do not end."""
+    frames = sys._current_frames()
+    found = [traceback.extract_stack(frames[each.ident])[-4:] for each in threads if each.ident in frames]
+    return [" > ".join(f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in stack) for stack in found]
 
 
 def where(error: BaseException) -> str:
