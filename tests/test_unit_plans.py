@@ -239,3 +239,32 @@ def test_a_block_does_about_what_it_does_on_paper(share: float) -> None:
     assert known.trial is not None
     on_paper = float(known.trial.says.split("replay: ")[1].split(",")[0].rstrip(")").split()[-1])
     assert report.overhead == pytest.approx(on_paper, abs=0.02)
+
+
+def test_what_is_made_again_on_the_way_counts_once() -> None:
+    """Of a segment it is known what it would take if nothing were evicted: making again must not lower that."""
+    model, sample = nn.Sequential(*(mlp() for _ in range(6))), torch.randn(64, 64)
+    allocate_gradients(model)
+    budget, tried = int(0.7 * memory_of(step_of(model, sample))), 0
+    for _ in range(5):
+        with remat.DTR(budget) as dtr:
+            loss = model(sample).square().mean()
+            if by_calls(dtr) and len(dtr._block._pool.rows) > 3:
+                _make_the_fourth_call_again(dtr._block._pool)
+                tried += 1
+            loss.backward()
+    assert tried
+
+
+def _make_the_fourth_call_again(pool: Pool) -> None:
+    pool.wake()
+    calls = [row.call() for row in pool.rows[:4]]
+    level = pool.account.pieces + pool.account.shift
+    for call in calls:
+        for number in list(call.pieces):
+            call.piece(number).evict()
+    assert pool.account.pieces + pool.account.shift == level
+    last, replays = calls[-1], pool.replays
+    pool.make(last, {number for number in last.pieces if last.piece(number).content() is None})
+    assert pool.replays - replays > 1  # its inputs first
+    assert pool.account.pieces + pool.account.shift == level

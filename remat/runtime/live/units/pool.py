@@ -350,9 +350,9 @@ class Pool:
             raise ReplayError(f"{call.unit.name} was to run again, although {call.unit.once}; please report this")
         self.replaying, self.replays = True, self.replays + 1
         try:
-            before = self.account.pieces
-            call.make(wanted)
-            self.account.shift -= self.account.pieces - before
+            before = self.account.pieces + self.account.shift
+            call.make(wanted)  # which may make its inputs first
+            self.account.shift = before - self.account.pieces
         finally:
             self.replaying = False
 
