@@ -13,7 +13,7 @@ from torch import nn
 import remat
 from remat.errors import OutOfBudget, RematError, Thrashing
 from remat.runtime.calls.tape import Operator, Value
-from remat.runtime.dtr._kernels import KEEP, RELEASE
+from remat.runtime.dtr._kernels import EVICTED, KEEP, RECOMPUTED, RELEASE
 from remat.runtime.dtr.graph import compile_trace
 from remat.runtime.dtr.heuristics import HEURISTICS
 from remat.runtime.dtr.simulator import Replay
@@ -22,6 +22,7 @@ from remat.runtime.live.limits import Limits
 from remat.runtime.live.traced import trace_of
 from remat.runtime.live.units import block, course
 from remat.runtime.live.units.counting import Seen, with_seconds
+from remat.runtime.live.units.orders import Orders
 from remat.runtime.live.units.plans import Plan, Trial
 from remat.runtime.live.units.pool import Pool
 from support.live_models import allocate_gradients, metered
@@ -268,3 +269,31 @@ def _make_the_fourth_call_again(pool: Pool) -> None:
     pool.make(last, {number for number in last.pieces if last.piece(number).content() is None})
     assert pool.replays - replays > 1  # its inputs first
     assert pool.account.pieces + pool.account.shift == level
+
+
+def test_what_is_made_again_and_evicted_is_not_there_for_what_follows() -> None:
+    """The core has decided so for want of room."""
+    model, sample = nn.Sequential(*(mlp() for _ in range(6))), torch.randn(64, 64)
+    allocate_gradients(model)
+    budget, levels = int(0.7 * memory_of(step_of(model, sample))), []
+    for _ in range(5):
+        with remat.DTR(budget) as dtr:
+            loss = model(sample).square().mean()
+            if by_calls(dtr) and len(dtr._block._pool.rows) > 3:
+                levels.append(_make_evict_and_make(dtr._block._pool))
+            loss.backward()
+    known = levels[1:]  # the first of them records its calls, and holds more
+    assert known and all(made == size for made, size in known)
+
+
+def _make_evict_and_make(pool: Pool) -> tuple[int, int]:
+    """Bytes that are there of two pieces of a call of which the first was to go before the second came; and of that."""
+    pool.tell_all()
+    call = pool.rows[1].call()
+    first, second = [call.piece(number) for number in sorted(call.pieces) if call.piece(number).slots][:2]
+    assert first.evict()
+    assert second.evict()
+    before = pool.account.pieces
+    decisions = [(RECOMPUTED, first.tensor), (EVICTED, first.tensor), (RECOMPUTED, second.tensor)]
+    Orders(pool, pool._by_tensor).carry_out(decisions)
+    return pool.account.pieces - before, second.size

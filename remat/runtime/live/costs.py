@@ -161,15 +161,18 @@ def _remember(known: dict[Hashable, Any], key: Hashable, value: object) -> None:
 def in_key(value: Any) -> Any:
     """What stands for an argument in the key of a call.
 
-    Keys are remembered, so nothing may be in them that holds memory; and True and False would equal 1 and 0.
+    Keys are remembered, so nothing may be in them that holds memory, and compared, which not all objects can be; and
+    True and False would equal 1 and 0.
     """
     kind = type(value)
     if kind is bool:
         return "true" if value else "false"
-    return kind if kind in _HOLDING else value
+    return value if kind in _BY_VALUE else kind
 
 
-_HOLDING = frozenset((torch.UntypedStorage, torch.TypedStorage, torch.Generator))
+_BY_VALUE = frozenset(
+    (int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+)
 
 
 class Scratch(NamedTuple):

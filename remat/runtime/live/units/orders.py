@@ -50,7 +50,10 @@ class Orders:
     def _evict(self, tensor: int) -> None:
         self._passing.discard(tensor)
         piece = self._piece(tensor)
-        if piece is None or piece.content() is None:
+        if piece is None:
+            return
+        to_be_made = piece.call is self._pending and piece.number in self._wanted
+        if piece.content() is None and not to_be_made:
             return
         self._make()
         self._pool.has_evicted = True
