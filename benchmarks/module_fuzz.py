@@ -1,6 +1,7 @@
 """Random modules trained by plans, under DTR by calls and operator by operator: equal bits, and within the limit.
 
     python -m benchmarks.module_fuzz --programs 2000 --seed 1     # goes on where it stopped
+    python -m benchmarks.module_fuzz --again                      # those that were bad, once more, as after a repair
     python -m benchmarks.module_fuzz --only 100007                # one program, told in full; writes nothing
     python -m benchmarks.module_fuzz --only 100007 --way calls
 
@@ -118,9 +119,22 @@ class Totals:
         self.bad += bad
         return bad
 
+    def again(self) -> None:
+        """Judges the cases that were bad once more."""
+        for seed in sorted({row["seed"] for row in self.bad}):
+            now = {(row.get("way"), row.get("share")): row for row in rows_of(seed, WAYS)}
+            for row in [row for row in self.bad if row["seed"] == seed]:
+                self.bad.remove(row)
+                found = now.pop((row.get("way"), row.get("share")), row)
+                count = self.counts[row.get("way", "program")]
+                count[row["outcome"]] -= 1
+                count[found["outcome"]] += 1
+                self.bad += [found] if found["outcome"] in BAD else []
+            self.bad += [row for row in now.values() if row["outcome"] in BAD]
+
     def save(self) -> None:
         head: Row = {"seed": self.seed, "programs": self.next, "seconds": round(self.seconds, 1)}
-        counts: list[Row] = [{"of": way, **count} for way, count in self.counts.items()]
+        counts: list[Row] = [{"of": way, **+count} for way, count in self.counts.items()]
         write(NAME, [head, *counts, *self.bad], "random modules: python -m benchmarks.module_fuzz; all that is bad")
 
     def __str__(self) -> str:
@@ -134,6 +148,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, help="number of the first program; without it, where the file stopped")
     parser.add_argument("--dry", action="store_true", help="write no results")
+    parser.add_argument("--again", action="store_true", help="judge what was bad in the file once more, and end")
     parser.add_argument("--only", type=int, metavar="SEED", help="the program of this seed, in this process, told")
     parser.add_argument("--way", choices=WAYS, help="in this way alone")
     parser.add_argument(
@@ -152,6 +167,11 @@ def main() -> None:
     print(f"remat of {remat.__file__}", file=sys.stderr)
     warmed_up()
     totals = Totals(options.seed, options.first or 0) if options.dry else Totals.found(options.seed, options.first)
+    if options.again:
+        totals.again()
+        totals.save()
+        print(totals)
+        return
     for number in range(totals.next, (options.first or 0) + options.programs):
         start = time.perf_counter()
         for row in totals.add(rows_of(PER_SEED * options.seed + number, ways), time.perf_counter() - start):
