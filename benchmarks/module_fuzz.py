@@ -106,8 +106,8 @@ class Totals:
             head, *rows = json.loads(path.read_text())["rows"]
             if head["seed"] == seed:
                 totals.next, totals.seconds = head["programs"], head["seconds"]
-                totals.counts = {row.pop("of"): Counter(row) for row in rows if "of" in row}
                 totals.bad = [row for row in rows if "of" not in row]
+                totals.counts = {row.pop("of"): Counter(row) for row in rows if "of" in row}
         return totals
 
     def add(self, rows: list[Row], seconds: float) -> list[Row]:
