@@ -1,0 +1,79 @@
+"""Blocks by calls stay within their budget by the allocator's own count, whatever has to be made again for that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from support.live_models import allocate_gradients, metered
+from support.unit_blocks import memory_of
+
+
+class Recurrent(nn.Module):
+    """One operator makes several results, of which a replay wants some."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.cells, self.norm = kind(48, 48, batch_first=True), nn.LayerNorm(48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.cells(x)[0]).tanh()
+
+
+class Counting(nn.Module):
+    """Means of what masks choose, of other sizes in each step: a replay in part is not what was recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.linear = nn.MultiheadAttention(48, 4, batch_first=True), nn.Linear(48, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.heads(x, x, x, need_weights=False)[0]
+        y = self.linear(x)
+        return y.tanh() + y[x.detach() > 0.3].sum() * 0.01
+
+
+class Casting(Recurrent):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x).float()
+
+
+KINDS = {
+    "lstm": lambda: Recurrent(nn.LSTM),
+    "gru": lambda: Recurrent(nn.GRU),
+    "gru in half precision": lambda: Casting(nn.GRU),
+    "masks": Counting,
+}
+
+
+@pytest.mark.parametrize("share", [0.8, 0.65, 0.5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_allocator_counts_no_more_than_the_budget(kind: str, share: float, nothing_known: None) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(*(KINDS[kind]() for _ in range(5)))
+    allocate_gradients(model)
+    batches = torch.randn(6, 4, 16, 48)
+
+    def step(number: int) -> None:
+        model(batches[number]).square().mean().backward()
+
+    budget = int(share * memory_of(lambda: step(0)))
+    try:
+        for number in range(len(batches)):
+            dtr = _block(budget, lambda number=number: step(number))
+        peak, dtr = metered(lambda: _block(budget, lambda: step(len(batches) - 1)))
+    except remat.OutOfBudget as error:
+        assert error.minimum > budget
+        return
+    assert peak <= budget or dtr.report().outcome == "over"
+
+
+def _block(budget: int, step: Callable[[], None]) -> remat.DTR:
+    with remat.DTR(budget, thrash_limit=None) as dtr:
+        step()
+    return dtr
