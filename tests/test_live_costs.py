@@ -12,8 +12,10 @@ import torch.utils.dlpack
 from torch import Tensor
 
 import remat
+from remat.runtime import operators
 from remat.runtime.live import costs
 from remat.runtime.meter import MemoryMeter
+from remat.runtime.operators import is_sized_by_data
 
 
 def test_what_is_known_of_operators_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,3 +173,18 @@ def test_scratch_memory_that_another_profiler_hides_is_told(
     step("36KiB")
     with torch.autograd.profiler.profile():
         step("36KiB")
+
+
+def test_whether_sizes_need_data_is_asked_anew_where_arguments_decide() -> None:
+    """Putting by numbers says nothing of putting by masks; of other operators of PyTorch one answer holds."""
+    x, ones = torch.zeros(4), torch.ones(())
+
+    def asked(index: Tensor) -> bool:
+        put = torch.ops.aten.index_put.default
+        args = (x, [index], ones)
+        return is_sized_by_data(put, args, {}, put(*args))
+
+    by_mask = asked(x > 1)
+    assert not asked(torch.tensor([1, 2]))
+    assert asked(x > 1) == by_mask
+    assert torch.ops.aten.index_put.default not in operators._SIZED_WITHOUT_DATA
