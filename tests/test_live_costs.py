@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable
 
@@ -16,6 +17,9 @@ from remat.runtime import operators
 from remat.runtime.live import costs
 from remat.runtime.meter import MemoryMeter
 from remat.runtime.operators import is_sized_by_data
+from support.live_models import metered
+
+WHOLE = 16_384  # bytes of a tensor
 
 
 def test_what_is_known_of_operators_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,3 +192,28 @@ def test_whether_sizes_need_data_is_asked_anew_where_arguments_decide() -> None:
     assert not asked(torch.tensor([1, 2]))
     assert asked(x > 1) == by_mask
     assert torch.ops.aten.index_put.default not in operators._SIZED_WITHOUT_DATA
+
+
+@pytest.mark.parametrize("held", [4, 16])
+def test_storages_that_no_operator_makes_are_counted_and_told(held: int) -> None:
+    """Copies of modules make such. They are there before anybody can make room, so that the report is what is left."""
+    budget = 10 * WHOLE
+
+    def step() -> None:
+        kept = [(sample + number).sin() for number in range(held)]
+        bare = torch.empty(0).set_(torch.UntypedStorage(4 * WHOLE)).fill_(1)
+        (sum(each.sum() for each in kept) + bare.sum()).item()
+
+    def block() -> remat.DTR:
+        with remat.DTR(budget, granularity="operator") as dtr:
+            step()
+        return dtr
+
+    sample = torch.randn(WHOLE // 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", remat.OverBudgetWarning)
+        block()
+        peak, dtr = metered(block)
+    report = dtr.report()
+    assert (peak > budget, report.outcome) == ((False, "pass") if held == 4 else (True, "over"))
+    assert peak <= report.peak_bytes

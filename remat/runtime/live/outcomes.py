@@ -42,12 +42,15 @@ def report_of(
     """What a block cost, whose ledger knows all of it."""
     core = ledger.core
     own, again = core.scalar(k.MODEL_COST), core.scalar(k.AGAIN_COST)
+    peak = max(ledger.peak, limits.over.peak_bytes if limits.over is not None else 0)
+    if outcome == "pass":
+        outcome = "thrash" if limits.thrashes else "over" if peak > ledger.budget else "pass"
     return Report(
         strategy=strategy,
-        outcome="thrash" if limits.thrashes and outcome == "pass" else outcome,
+        outcome=outcome,
         measured=True,
         budget_bytes=budget,
-        peak_bytes=ledger.peak + limits.reserved_bytes,
+        peak_bytes=peak + limits.reserved_bytes,
         seconds=seconds,
         overhead=(own + again) / own if own else None,
         recomputations=core.scalar(k.RECOMPUTATIONS),

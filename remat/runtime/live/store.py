@@ -99,6 +99,10 @@ class Store:
         storage = storage_of(tensor)
         size = allocated_bytes(storage)
         if id(storage) not in self.versions and not self.is_brought(storage) and size:
+            self.settle()
+            taken = self.ledger.memory + size
+            if taken > self.ledger.budget:  # others can still give way to it, but it is there already
+                self.limits.went_over("memory that no operator makes", taken)
             self.enter(self.announce("tensor", size), storage, size, None)
 
     def room_for_numbers(self, args: Sequence[Any]) -> None:

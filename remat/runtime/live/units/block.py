@@ -438,8 +438,7 @@ class UnitsBlock:
         """What it cost; see `DTR.report`."""
         ledger, note = self.ledger, self._note()
         # By what replays take at most, it may have taken more than what was seen of it; the warning says that, too.
-        outcome = "over" if self.outcome == "pass" and ledger.peak > ledger.budget else self.outcome
-        return report_of(strategy, outcome, ledger, self._limits, self.budget, self._seconds, note)
+        return report_of(strategy, self.outcome, ledger, self._limits, self.budget, self._seconds, note)
 
     def _note(self) -> str:
         plan = self._course.plan
