@@ -132,6 +132,10 @@ CASES = {
         lambda: nn.Sequential(nn.Embedding(20, 12, max_norm=0.7), nn.Flatten(), nn.Linear(60, 12), nn.Tanh()),
         lambda: torch.randint(0, 20, (4, 5)),
     ),
+    "bags of embeddings that their forward rescales": Case(
+        lambda: nn.Sequential(nn.EmbeddingBag(200, 12, max_norm=0.7), nn.Linear(12, 12), nn.Tanh()),
+        lambda: torch.randint(0, 200, (40, 5)),
+    ),
     "weights clamped in the forward": Case(lambda: ends(Clamped(12, 12), nn.Tanh(), Clamped(12, 12))),
     "tuples and dicts between stages": Case(lambda: ends(Two(), One(), nn.Linear(12, 12))),
     "nested": Case(lambda: nn.Sequential(nn.Sequential(ends(), nn.Sequential(nn.Tanh())), nn.Linear(3, 2))),

@@ -63,6 +63,24 @@ def _read_before_it_is_changed(h: Tensor) -> float:
     return float(found) + other.shape[0]
 
 
+def _then_changed(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
+    """What is read is written to at once, and autograd saves what it is then: who reads it again must not read that."""
+
+    def found(h: Tensor) -> Tensor:
+        other = h + 1
+        read_before = float(read(other.detach()))
+        other.mul_(0.5)
+        return other.square().mean() + read_before
+
+    return found
+
+
+def _float_tensor_behind_a_tensor(h: Tensor) -> Tensor:
+    """That it is seen what the first of them is made of says nothing of the second one."""
+    first = torch.tensor(1.0)
+    return first + torch.FloatTensor([h[0, 0], h[2, 1]]).sum()
+
+
 READS: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda h: h.sum().item(),
     "tolist": lambda h: h[0].tolist()[0],
@@ -106,6 +124,9 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "pool": _in_a_pool,
     "caught": _unseen_by_who_catches,
     "read, then changed": _read_before_it_is_changed,
+    "tolist, then changed": _then_changed(lambda y: y[0].tolist()[0]),
+    "numpy, then changed": _then_changed(lambda y: y.numpy().mean()),
+    "FloatTensor behind a tensor, then changed": _then_changed(_float_tensor_behind_a_tensor),
 }
 
 

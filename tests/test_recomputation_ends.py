@@ -172,15 +172,15 @@ def test_memory_that_cannot_be_looked_at_counts_as_written_to() -> None:
         assert not saved.is_as_it_was
 
 
-@pytest.mark.parametrize("on", [True, False])
-def test_a_profile_leaves_the_switches_for_deterministic_algorithms_as_they_were(on: bool) -> None:
+@pytest.mark.parametrize(("on", "warns"), [(True, False), (True, True), (False, False)])
+def test_a_profile_leaves_the_switches_for_deterministic_algorithms_as_they_were(on: bool, warns: bool) -> None:
     switches: Any = deterministic
     try:
-        torch.use_deterministic_algorithms(on)
+        torch.use_deterministic_algorithms(on, warn_only=warns)
         switches.fill_uninitialized_memory = not on
         remat.profile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4))
         assert torch.are_deterministic_algorithms_enabled() is on
-        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled() is warns
         assert switches.fill_uninitialized_memory is not on
     finally:
         torch.use_deterministic_algorithms(False)

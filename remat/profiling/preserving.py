@@ -11,7 +11,7 @@ from torch import nn
 
 from remat.profiling.work import parameters_kept
 from remat.runtime.allocator import rounded
-from remat.runtime.calls.attributes import MISSING, containers, fill, put, undone
+from remat.runtime.calls.attributes import MISSING, containers, fill, hooks_of, put, undone
 from remat.runtime.calls.environment import rescaled
 from remat.runtime.fakes import is_fake
 from remat.runtime.generators import RandomState, held_by, of_python
@@ -24,14 +24,13 @@ from remat.runtime.sharding import is_sharded
 def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> Iterator[Replaced]:
     """Afterwards buffers, weights that forwards rescale, and states of random number generators are as before.
 
-    So are attributes of modules that hold numbers and tensors, lists, dictionaries and sets in them, and what forwards
-    have put tensors with their graphs into, which would keep these alive. Flags stay: what they say was done, hooks
-    that were installed, say, is not undone.
+    So are attributes of modules as `runtime.calls.attributes` sets them back, hooks of modules, and what forwards have
+    put tensors with their graphs into, which would keep these alive.
     """
     parts = parts_of(modules)
     random = RandomState(devices, [*held_by(parts), *of_python()])
     attributes = [(part, dict(vars(part))) for part in parts]
-    contents = [(each, each.copy()) for part in parts for each in containers(part)]
+    contents = [(each, each.copy()) for part in parts for each in (*containers(part), *hooks_of(part))]
     buffers = [(part, name, buffer) for part in parts for name, buffer in part._buffers.items()]
     # Copies are worked on, so that not even the versions of the originals move: a pending backward may need them.
     copies = {id(buffer): buffer.clone() for _, _, buffer in buffers if buffer is not None}
@@ -51,7 +50,8 @@ def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> 
                 weight.data.copy_(old)
         for part, before in attributes:
             with_graphs = [name for name, value in vars(part).items() if any(map(_has_graph, tensors(value)))]
-            changed = {name: before.get(name, MISSING) for name in with_graphs} | dict(undone(part, before))
+            changed = {name: before.get(name, MISSING) for name in with_graphs}
+            changed |= dict(undone(part, before, hooked=False))
             for name, was in changed.items():
                 put(part, name, was)
         for container, held in contents:

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from remat.profiling.work import Watching
+from remat.profiling.work import Watching, written_bytes
 from remat.runtime.allocator import rounded
+from remat.runtime.calls.attributes import MISSING, containers, items_of, undone
 from remat.runtime.calls.environment import working_bytes
 from remat.runtime.calls.stages import Stage
 from remat.runtime.calls.tape import is_cast_of_a_leaf
@@ -30,6 +31,7 @@ class Marks:
     random_bytes: int = 0  # of the states of generators that it draws from, as far as memory is limited there
     set_up_bytes: int = 0  # of buffers that its first run puts in the place of others, and a recomputation of that too
     set_up_saved: int = 0  # what of these autograd keeps
+    attribute_bytes: int = 0  # of what its run replaces in attributes of its modules
 
 
 NO_MARKS = Marks(False, False, 0)
@@ -121,10 +123,32 @@ def sizes_of_stage(without: Region, full: Region, backward: Region | None, at: B
     )
 
 
+class OldAttributes:
+    """What attributes of a stage's modules held before a run, and no longer do after it: where the stage runs again, it
+    is kept until then."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._before = [(part, dict(vars(part))) for part in stage.parts]
+        self._contents = [(each, items_of(each)) for part in stage.parts for each in containers(part)]
+
+    def bytes(self) -> int:
+        """Of a step: where there was nothing yet, what there is now is what the next one replaces."""
+        old: list[Any] = []
+        for part, before in self._before:
+            for name, was in undone(part, before, hooked=False):
+                old.append(vars(part).get(name) if was is None or was is MISSING else was)
+        for container, items in self._contents:
+            now = items_of(container)
+            if len(now) != len(items) or any(a is not b for a, b in zip(now, items, strict=True)):
+                old.append(max(now, key=storage_bytes, default=None))
+        return storage_bytes(old)
+
+
 def executor_reserve(marks: Sequence[Marks], sizes: Sequence[Sizes]) -> int:
-    """What the executor keeps besides the activations: per recomputed stage the old values of the buffers it changes
-    and the state of the generators it draws from; and what a stage holds although nothing was to be saved."""
-    kept = sum(mark.changed_bytes + mark.random_bytes for mark in marks)
+    """What the executor keeps besides the activations: per recomputed stage the old values of the buffers and
+    attributes it changes and the state of the generators it draws from; and what a stage holds although nothing was to
+    be saved."""
+    kept = sum(mark.changed_bytes + mark.random_bytes + mark.attribute_bytes for mark in marks)
     return kept + sum(size.undeferred + size.lasting for size in sizes)
 
 
@@ -135,7 +159,7 @@ def as_executed(size: Sizes, stage: Stage, mark: Marks) -> Sizes:
     does) in place of the buffers. Memory that hooks cannot defer is charged to `reserve_bytes`, not to `saved_bytes`;
     during a recomputation it exists twice.
     """
-    working = working_bytes(stage) + mark.set_up_bytes
+    working = working_bytes(stage) + mark.set_up_bytes + written_bytes(stage.parameters())
     return replace(
         size,
         saved=max(size.saved - size.undeferred, min(size.act, size.saved)) + mark.changed_bytes + mark.set_up_saved,

@@ -26,8 +26,9 @@ from remat.profiling.preserving import (
     set_apart,
 )
 from remat.profiling.recording import no_backward
-from remat.profiling.stage_costs import Boundary, Marks, SavedStorages, gradient_bytes, storage_bytes
+from remat.profiling.stage_costs import Boundary, Marks, OldAttributes, SavedStorages, gradient_bytes, storage_bytes
 from remat.profiling.units import Visitor
+from remat.runtime.calls.attributes import graph_handed_on
 from remat.runtime.calls.ending import Ending, Saving
 from remat.runtime.calls.environment import BufferWatch, accelerators, state_bytes
 from remat.runtime.calls.stages import Stage, detached
@@ -44,10 +45,7 @@ def within_one_stage() -> Iterator[None]:
     except RuntimeError as error:
         if "second time" not in str(error):
             raise
-        raise UnsupportedModel(
-            "a module hands a tensor with its graph on by another way than its output, as an attribute that the loss "
-            "reads; return it, or train under remat.DTR"
-        ) from error
+        raise graph_handed_on() from error
 
 
 class Pass(ABC):
@@ -167,6 +165,7 @@ class Pass(ABC):
         devices = accelerators(stage, given)
         watch, flags = BufferWatch(), tuple(part.training for part in stage.parts)
         copies, random = watch.before(stage, flags), RandomState(devices, held_by(stage.parts, given))
+        attributes = OldAttributes(stage)
         saved = SavedStorages()
         with (
             self._graph_of_a_stage(),
@@ -184,7 +183,9 @@ class Pass(ABC):
             state_bytes(on_accelerator=bool(devices)) if draws else 0,
             storage_bytes(set_up),
             storage_bytes([buffer for buffer in set_up if saved.among(buffer)]),
+            attributes.bytes(),
         )
+        del attributes
         activation = self._activation(output)
         if not tensors(activation):
             raise UnsupportedModel(f"stage {stage.name!r} returned no tensor")

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from remat.errors import OverBudgetWarning
+from remat.runtime.allocator import rounded
 from remat.runtime.calls.tape import identity_of
 from remat.runtime.generators import passed_to
 from remat.runtime.operators import flat, looks_at_data, only_views, written
@@ -79,6 +80,11 @@ def parameters_kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 # By memory, what parameters held that forwards were seen to write to, until the measurement of the model ends.
 _originals: dict[int, torch.Tensor] = {}
+
+
+def written_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    """Bytes of those that forwards were seen to write to: a recomputation compares them with a copy."""
+    return sum(rounded(each.nbytes, each.device) for each in parameters if identity_of(each) in _originals)
 
 
 class ParameterWrites:

@@ -18,7 +18,7 @@ import torch
 import torch.utils.deterministic
 from torch.autograd.graph import saved_tensors_hooks
 
-from remat.errors import ReplayError
+from remat.runtime.calls.attributes import graph_handed_on
 from remat.runtime.calls.stages import Stage
 from remat.runtime.fakes import is_fake
 from remat.runtime.patching import is_compiled, uncompiled
@@ -137,4 +137,4 @@ def _new_memory_filled() -> Iterator[None]:
 
 
 def _refuse(_: Any) -> torch.Tensor:
-    raise ReplayError("a run that keeps nothing was run backward; this is a bug of remat, please report it")
+    raise graph_handed_on()  # nobody else runs a backward of it

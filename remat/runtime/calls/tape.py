@@ -113,7 +113,7 @@ class Tape:
         storages: that they made, by number.
         saved: what autograd saved, in order.
         returned: storages that lie in what the run returned.
-        outputs: the tensors in what it returned, in order; of several calls, those of the last.
+        outputs: the tensors in what it returned, in order.
         escaping: storages of what somebody holds beyond the run, as hooks of modules do, or reads on the host without
             an operator: that must be right, too.
         observed: storages that are read so, each with how many operators had run by then.
@@ -137,13 +137,16 @@ class Tape:
 
     def saves(self, values: Sequence[Value]) -> bool:
         """Whether a run has saved what this one has; its `values` lie in storages of these identities."""
-        if [value[1:] for value in values] != [value[1:] for value in self.saved]:
+        if len(values) != len(self.saved):
             return False
-        pairs = {
-            (mine.storage, other.storage)
-            for mine, other in zip(self.saved, values, strict=True)
-            if mine.storage != OUTSIDE
-        }
+        pairs = set()
+        for mine, other in zip(self.saved, values, strict=True):
+            if mine.storage == OUTSIDE:
+                other = other._replace(offset=0)  # as the tape has it: a slice may lie elsewhere in each step
+            else:
+                pairs.add((mine.storage, other.storage))
+            if mine[1:] != other[1:]:
+                return False
         return len(pairs) == len({mine for mine, _ in pairs})
 
     def is_like(self, other: Tape) -> bool:
@@ -356,7 +359,7 @@ class Recorder(TorchDispatchMode, Watch):
         """What the run returned."""
         found = tensors(output)
         numbers = [self.number(tensor) for tensor in found]
-        self.tape.returned = self.tape.returned | (frozenset(numbers) - {OUTSIDE})
+        self.tape.returned = frozenset(numbers) - {OUTSIDE}
         self.tape.outputs = [value_of(tensor, number) for tensor, number in zip(found, numbers, strict=True)]
 
     def alive(self) -> frozenset[int]:

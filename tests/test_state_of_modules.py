@@ -1,0 +1,235 @@
+"""State that modules keep from step to step in plain attributes: what runs again finds it as the first run did."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import remat
+from support.steps import assert_same, gradients_of, train_step
+
+WIDTH, ROWS, STEPS = 8, 6, 4
+
+
+class Keeping(nn.Module):
+    """Two layers and something that `act` keeps in attributes."""
+
+    def __init__(self, act: Act, **attributes: Any) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.cell, self.act = nn.LSTM(WIDTH, WIDTH), act
+        for name, value in attributes.items():
+            setattr(self, name, copy.deepcopy(value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self, x).tanh()
+
+
+Act = Callable[[Any, Tensor], Tensor]
+
+
+def recur(self: Any, x: Tensor) -> Tensor:
+    """Truncated back-propagation through time: the state is cut off where it is read."""
+    state = None if self.state is None else tuple(each.detach() for each in self.state)
+    y, self.state = self.cell(x, state)
+    return x + y
+
+
+def recur_detached(self: Any, x: Tensor) -> Tensor:
+    y, state = self.cell(x, self.state)
+    self.state = tuple(each.detach() for each in state)
+    return x + y
+
+
+def smooth(self: Any, x: Tensor) -> Tensor:
+    y = self.linear(x)
+    z = y + 0.1 * self.last.detach()
+    self.last = y
+    return z
+
+
+def log(self: Any, x: Tensor) -> Tensor:
+    self.log.append(self.linear(x))
+    return self.log[-1] + 0.1 * self.log[0].detach()
+
+
+def log_anew(self: Any, x: Tensor) -> Tensor:
+    self.log = [*self.log[-1:], self.linear(x)]
+    return self.log[-1] + 0.1 * self.log[0].detach()
+
+
+def by_name(self: Any, x: Tensor) -> Tensor:
+    y = self.linear(x)
+    z = y + 0.1 * self.log["last"].detach() if "last" in self.log else y
+    self.log["last"] = y
+    return z
+
+
+class Pair(NamedTuple):
+    mean: Tensor
+    count: int
+
+
+def in_a_pair(self: Any, x: Tensor) -> Tensor:
+    y = self.linear(x) * (1 + 0.1 * self.kept.count) + self.kept.mean.detach()
+    self.kept = Pair(y.mean(0), self.kept.count + 1)
+    return y
+
+
+def begin(self: Any, x: Tensor) -> Tensor:
+    """A running mean that begins with the first batch's."""
+    y = self.linear(x)
+    mean = y.detach().mean(0)
+    self.mean = 0.9 * self.mean + 0.1 * mean if self.begun else mean
+    self.begun = True
+    return y - self.mean
+
+
+def begin_parameters(self: Any, x: Tensor) -> Tensor:
+    """As activation normalisation: the first batch sets a parameter."""
+    y = self.linear(x)
+    if not self.begun:
+        with torch.no_grad():
+            self.other.bias.copy_(y.mean(0))
+        self.begun = True
+    return self.other(y)
+
+
+def take_turns(self: Any, x: Tensor) -> Tensor:
+    self.first = not self.first
+    return (self.linear if self.first else self.other)(x)
+
+
+def take_turns_by_name(self: Any, x: Tensor) -> Tensor:
+    self.turn = "other" if self.turn == "linear" else "linear"
+    return getattr(self, self.turn)(x)
+
+
+def hook_a_weight(self: Any, x: Tensor) -> Tensor:
+    if not self.hooked:
+        self.linear.weight.register_hook(lambda gradient: gradient * 2)
+        self.hooked = True
+    return self.linear(x)
+
+
+def hook_and_hold(self: Any, x: Tensor) -> Tensor:
+    if self.handle is None:
+        self.handle = self.linear.weight.register_hook(lambda gradient: gradient * 2)
+    return self.linear(x)
+
+
+def hook_a_module(self: Any, x: Tensor) -> Tensor:
+    if not self.hooked:
+        self.linear.register_forward_hook(lambda module, args, output: output * 2)
+        self.hooked = True
+    return self.linear(x)
+
+
+class Table:
+    def __init__(self) -> None:
+        self.values = torch.ones(WIDTH)
+
+
+def make_an_object(self: Any, x: Tensor) -> Tensor:
+    if not self.made:
+        self.table, self.made = Table(), True
+    self.count += 1
+    return self.linear(x) * self.table.values / self.count
+
+
+STATES: dict[str, Callable[[], nn.Module]] = {
+    "recurrent": lambda: Keeping(recur, state=None),
+    "recurrent, detached": lambda: Keeping(recur_detached, state=None),
+    "a tensor": lambda: Keeping(smooth, last=torch.zeros(WIDTH)),
+    "a list": lambda: Keeping(log, log=[]),
+    "a list made anew": lambda: Keeping(log_anew, log=[]),
+    "a deque": lambda: Keeping(log, log=deque(maxlen=2)),
+    "a dictionary": lambda: Keeping(by_name, log={}),
+    "a named tuple": lambda: Keeping(in_a_pair, kept=Pair(torch.zeros(WIDTH), 0)),
+    "a mean that begins": lambda: Keeping(begin, begun=False, mean=torch.zeros(WIDTH)),
+    "a mean that is made": lambda: Keeping(begin, begun=False),
+    "a parameter that begins": lambda: Keeping(begin_parameters, begun=False),
+    "turns": lambda: Keeping(take_turns, first=False),
+    "turns by name": lambda: Keeping(take_turns_by_name, turn="linear"),
+    "a hook of a weight": lambda: Keeping(hook_a_weight, hooked=False),
+    "a hook that is held": lambda: Keeping(hook_and_hold, handle=None),
+    "a hook of a module": lambda: Keeping(hook_a_module, hooked=False),
+    "an object": lambda: Keeping(make_an_object, made=False, count=0),
+}
+
+
+def stack(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(STATES[kind]() for _ in range(3)), nn.Linear(WIDTH, WIDTH))
+
+
+def samples() -> list[Tensor]:
+    return [torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in range(STEPS)]
+
+
+def recomputing(model: nn.Module) -> nn.Module:
+    """Each stage runs twice."""
+    return remat.apply(
+        model, remat.Schedule.parse("F_ck1 F_ck2 F_ck3 F_ck4 F_all5 B5 F_all4 B4 F_all3 B3 F_all2 B2 F_all1 B1")
+    )
+
+
+def fitted(model: nn.Module) -> nn.Module:
+    """Nothing is recomputed: what was measured must have left no trace."""
+    return remat.fit(model, samples()[0], memory=1.0, quiet=True)
+
+
+@pytest.mark.parametrize("prepared", [recomputing, fitted])
+@pytest.mark.parametrize("kind", STATES)
+def test_steps_leave_what_plain_ones_do(kind: str, prepared: Callable[[nn.Module], nn.Module]) -> None:
+    plain, model = stack(kind), prepared(stack(kind))
+    for number, sample in enumerate(samples()):
+        assert_same(train_step(plain, sample), train_step(model, sample), f"step {number}")
+
+
+def carry(self: Any, x: Tensor) -> Tensor:
+    """The gradient goes back into the forward before."""
+    y = self.linear(x) if self.last is None else self.linear(x) + self.last
+    self.last = y
+    return y
+
+
+def test_a_gradient_goes_into_the_forward_before() -> None:
+    torch.manual_seed(0)
+    plain, (first, second, *_) = nn.Sequential(*(Keeping(carry, last=None) for _ in range(2))), samples()
+    schedule = remat.Schedule.parse("F_ck1 F_ck2 F_all3 B3 F_all2 B2 F_all1 B1")
+    planned = remat.apply(copy.deepcopy(plain), schedule)
+    for model in (plain, planned):
+        (model(first).square().sum() + model(second).sum()).backward()
+    assert_same(gradients_of(plain), gradients_of(planned))
+
+
+def test_a_model_whose_gradient_goes_into_the_forward_before_is_not_measured() -> None:
+    """No run of its stages stands alone."""
+    with pytest.raises(remat.UnsupportedModel, match="with its graph on by another way than its output"):
+        remat.profile(nn.Sequential(*(Keeping(carry, last=None) for _ in range(2))), samples()[0])
+
+
+class Clamped(nn.Linear):
+    """Changes its own weight in each forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def test_copies_of_parameters_that_forwards_change_are_counted() -> None:
+    """A recomputation compares with them."""
+    blocks = [nn.Sequential(Clamped(256, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh()) for _ in range(4)]
+    model, sample = nn.Sequential(*blocks), torch.randn(256, 256)
+    chain = remat.profile(model, sample, repeats=1).without_options
+    schedule = remat.solve(chain, remat.minimum_budget(chain))
+    assert schedule.recomputations
+    assert remat.run(model, sample, schedule, repeats=1).outcome == "pass"
