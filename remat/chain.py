@@ -12,7 +12,7 @@ from typing import Any
 
 from remat import files
 from remat.errors import InvalidChain, InvalidFile
-from remat.formatting import bar, card, format_bytes, format_seconds, table
+from remat.formatting import bar, card, count, format_bytes, format_seconds, table, text_table
 
 
 @dataclass(frozen=True)
@@ -270,6 +270,47 @@ class Chain:
 
         return plot_overview(self, budget, **options)
 
+    def __str__(self) -> str:
+        columns = ("stage", "forward", "backward", "output", "saved", "scratch", "in backward", "")
+        rows = [
+            (
+                name,
+                format_seconds(self.fwd_seconds[index]),
+                format_seconds(self.bwd_seconds[index]),
+                format_bytes(self.act_bytes[index + 1]),
+                format_bytes(self.saved_bytes[index]),
+                format_bytes(self.fwd_overhead_bytes[index]),
+                format_bytes(self.bwd_overhead_bytes[index]),
+                ", ".join(self._marks(index)),
+            )
+            for index, name in enumerate(self.names)
+        ]
+        lines = [f"{self._title}: plain PyTorch needs {self._plain}", *text_table(columns, rows)]
+        if min(self.bwd_overhead_bytes) < 0:
+            lines.append("(below 0: when its backward needs most, it has freed some of what it saved)")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    @property
+    def _title(self) -> str:
+        return f"Chain of {count(self.length - 1, 'stage')} and the loss"
+
+    @property
+    def _plain(self) -> str:
+        return f"{format_bytes(self.store_all_bytes)} and {format_seconds(self.store_all_seconds)} a step"
+
+    def _marks(self, index: int) -> list[str]:
+        """What is special about a stage."""
+        marks = {
+            "random": self.draws_random[index],
+            "buffers": self.changes_buffers[index],
+            "no gradient": self.grad_bytes[index + 1] == 0 and index < self.length - 1,
+            "kept": self.fixed[index],
+        }
+        ways = [count(len(self.options[index]), "part")] if self.options[index] else []
+        return [*(name for name, there in marks.items() if there), *ways]
+
     def _repr_html_(self) -> str:
         most = max(self.saved_bytes, default=0) or 1
         rows = [
@@ -280,30 +321,30 @@ class Chain:
                 format_bytes(self.act_bytes[index + 1]),
                 format_bytes(self.saved_bytes[index]),
                 bar(self.saved_bytes[index] / most),
-                "kept" if self.fixed[index] else "",
+                ", ".join(self._marks(index)),
             )
             for index, name in enumerate(self.names)
         ]
         facts = [
-            ("storing everything takes", format_bytes(self.store_all_bytes)),
-            ("and", format_seconds(self.store_all_seconds)),
-            ("least budget", format_bytes(self.minimum_budget())),
+            ("plain PyTorch needs", self._plain),
+            ("minimum budget", format_bytes(self.minimum_budget())),
         ]
         units: dict[tuple[Option, ...], list[int]] = {}
         for index, options in enumerate(self.options):
             if options:
                 units.setdefault(options, []).append(index)
         parts = "".join(
-            f"<p>A part of {escape(_listed([self.names[index] for index in members]))} can be kept:<br>"
+            f"<details><summary>Parts of {escape(_listed([self.names[index] for index in members]))} that can be kept"
+            "</summary>"
             + "<br>".join(
                 escape(option.described(self.saved_bytes[members[0]], self.fwd_seconds[members[0]]))
                 for option in options
             )
-            + "</p>"
+            + "</details>"
             for options, members in units.items()
         )
         columns = ("stage", "forward", "backward", "output", "saved", "", "")
-        return card(f"Chain of {self.length - 1} stages and the loss", facts, table(columns, rows) + parts)
+        return card(self._title, facts, table(columns, rows) + parts)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the chain to `path` as JSON."""

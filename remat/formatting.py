@@ -33,6 +33,24 @@ def _digits(number: float) -> str:
     return f"{number:#.3g}".rstrip(".") if number else "0"
 
 
+def count(number: int, what: str) -> str:
+    """A number of things: "1 stage", "3 stages"."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of plain text: the first column is text, and so is one without a title at the end; the others are
+    numbers. A row of one cell is a heading."""
+    lines = [list(columns), *map(list, rows)]
+    widths = [max(len(line[column]) for line in lines if len(line) > 1) for column in range(len(columns))]
+    last = str.rjust if columns[-1] else str.ljust
+    sides = [str.ljust, *[str.rjust] * (len(widths) - 2), last]
+    return [
+        "  ".join(side(cell, width) for side, cell, width in zip(sides, line, widths, strict=False)).rstrip()
+        for line in lines
+    ]
+
+
 def card(title: str, facts: Iterable[tuple[str, str]] = (), body: str = "") -> str:
     """A heading, facts in a line, and what comes below."""
     line = " · ".join(f"{escape(name)} <b>{escape(value)}</b>" if name else escape(value) for name, value in facts)

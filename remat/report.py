@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from remat import files
 from remat.errors import InvalidFile
-from remat.formatting import bar, card, format_bytes, format_seconds
+from remat.formatting import bar, card, count, format_bytes, format_seconds
 
 
 class Moment(NamedTuple):
@@ -87,7 +87,7 @@ class Report:
         return (
             f"{self.strategy or 'schedule'} [{'measured' if self.measured else 'predicted'}, {self.outcome}]: "
             f"{budget}, peak {format_bytes(self.peak_bytes)}, {format_seconds(self.seconds)} per step{overhead}, "
-            f"{self.recomputations} recomputations"
+            f"{count(self.recomputations, 'recomputation')}"
             f"{'' if not self.host_bytes else f', {format_bytes(self.host_bytes)} on the host'}"
             f"{'' if self.reserved_bytes is None else f', {format_bytes(self.reserved_bytes)} reserved in all'}"
             f"{'' if self.gap is None else f', at most {self.gap:.1%} from optimal'}"

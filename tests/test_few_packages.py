@@ -28,7 +28,7 @@ schedule = remat.solve(chain, 0.7)
 assert remat.run(model, sample, schedule).outcome == "pass"
 with remat.DTR("1MiB") as dtr:
     model(sample).sum().backward()
-assert remat.simulate_dtr(dtr.trace, dtr.trace_budget).outcome == "pass"
+assert remat.simulate_dtr(dtr.trace, dtr.budget).outcome == "pass"
 remat.fit(model, sample, memory="auto")
 model(sample).sum().backward()
 remat.remove(model)

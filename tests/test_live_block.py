@@ -213,11 +213,10 @@ def test_thrashing_is_noticed() -> None:
 
     with remat.DTR("1GiB", costs="model") as dtr:
         run()
-    trace, beside = dtr.trace, dtr.trace_budget - dtr.budget
-    most = dtr.report().peak_bytes
+    trace, most = dtr.trace, dtr.report().peak_bytes
     thrashing = next(
         b for b in range(most, 0, -most // 50)
-        if remat.simulate_dtr(trace, b + beside, "h_size", thrash_limit=3.0).outcome == "thrash"
+        if remat.simulate_dtr(trace, b, "h_size", thrash_limit=3.0).outcome == "thrash"
     )  # fmt: skip
     with pytest.warns(remat.ThrashingWarning, match="a larger budget would be much faster"):
         with remat.DTR(thrashing, "h_size", costs="model", thrash_limit=1.5) as dtr:

@@ -9,7 +9,7 @@ import torch
 
 import remat
 from remat.runtime.dtr.simulator import Replay
-from support.live_models import CASES, least_budget, make, peak_bytes, step_of, train
+from support.live_models import CASES, decisions_of, least_budget, make, peak_bytes, step_of, train
 
 FEED_FORWARD = ("ResNet-50", "DenseNet", "GPT", "Transformer")
 
@@ -61,10 +61,8 @@ def test_the_simulator_repeats_a_live_run(name: str, heuristic: str) -> None:
     trace, lines = dtr.trace, list(dtr.trace.lines())
     read = remat.Trace(tuple(remat.runtime.dtr.trace.read_instructions(lines)))
     assert read == trace
-    report, core = Replay(read).run(dtr.trace_budget, heuristic, thrash_limit=1e6, log=True)
-    constants = sum(isinstance(instruction, remat.runtime.dtr.trace.Constant) for instruction in trace.instructions)
-    simulated = [(d.kind, d.what - constants) for d in core.decisions() if d.kind in ("evict", "recompute")]
-    assert dtr.decisions == simulated
+    report, core = Replay(read).run(dtr.budget, heuristic, thrash_limit=1e6, log=True)
+    assert dtr.decisions == decisions_of(read, core)
     live = dtr.report()
     assert live.evictions > 0
     assert (report.outcome, report.evictions, report.recomputations) == ("pass", live.evictions, live.recomputations)

@@ -140,7 +140,8 @@ def test_the_reported_peak_is_the_measured_one(end: str) -> None:
             budget = error.minimum
         measured, dtr = metered(block(budget))
         report = dtr.report()
-        simulated = remat.simulate_dtr(dtr.trace, dtr.trace_budget, "h_dtr_eq", thrash_limit=1e9)
+        simulated = remat.simulate_dtr(dtr.trace, dtr.budget, "h_dtr_eq", thrash_limit=1e9)
+        assert simulated.budget_bytes == budget and simulated.peak_bytes <= budget
         assert (simulated.evictions, simulated.recomputations) == (report.evictions, report.recomputations)
         assert measured <= report.peak_bytes <= min(measured + more, budget)
         evicted += report.evictions

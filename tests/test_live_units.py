@@ -19,7 +19,7 @@ from remat.runtime.dtr.simulator import Replay
 from remat.runtime.live.units.block import UnitsBlock
 from remat.runtime.live.units.unit import makings
 from remat.runtime.pytree import loss_in
-from support.live_models import CASES, allocate_gradients, make, metered, train
+from support.live_models import CASES, allocate_gradients, decisions_of, make, metered, train
 from support.training import made
 from support.unit_blocks import blocks, by_calls, left_by, memory_of, mlps, step_of
 
@@ -123,8 +123,8 @@ def test_the_simulator_repeats_a_block_by_calls() -> None:
     lines = list(dtr.trace.lines())
     read = remat.Trace(tuple(remat.runtime.dtr.trace.read_instructions(lines)))
     assert read == dtr.trace
-    report, core = Replay(read).run(dtr.trace_budget, dtr._heuristic, thrash_limit=1e6, log=True)
-    assert dtr.decisions == [(d.kind, d.what) for d in core.decisions() if d.kind in ("evict", "recompute")]
+    report, core = Replay(read).run(dtr.budget, dtr._heuristic, thrash_limit=1e6, log=True)
+    assert dtr.decisions == decisions_of(read, core)
     assert (report.evictions, report.recomputations) == (dtr.report().evictions, dtr.report().recomputations)
 
 
@@ -135,7 +135,7 @@ def test_advice_on_blocks_by_calls() -> None:
     roomy, tight = (blocks(step, int(share * most))[-1] for share in (2.0, 0.9))
     assert by_calls(roomy) and not roomy.report().evictions
     for dtr in (roomy, tight):
-        report = remat.simulate_dtr(dtr.trace, dtr.trace_budget)
+        report = remat.simulate_dtr(dtr.trace, dtr.budget)
         assert 0 <= dtr.report().peak_bytes - report.peak_bytes <= 256  # numbers that PyTorch makes tensors of
     assert roomy.advice().least_bytes == pytest.approx(roomy.report().peak_bytes, rel=0.01)  # one unit: all or nothing
     least = tight.advice().least_bytes

@@ -17,7 +17,7 @@ from remat.runtime.dtr.graph import Graph
 from remat.runtime.dtr.heuristics import HEURISTICS
 from remat.runtime.dtr.simulator import Replay
 from remat.runtime.live.ledger import Ledger
-from support.live_models import allocate_gradients, metered
+from support.live_models import allocate_gradients, decisions_of, metered
 from support.unit_blocks import Model, by_calls, left_by, memory_of
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
@@ -131,8 +131,8 @@ def test_what_the_program_holds_is_passed_on() -> None:
             if number:
                 assert by_calls(dtr) and dtr.report().outcome == "pass"
                 retained += sum(row[0] == k.RETAIN for row in dtr._block.ledger.instructions)
-        report, core = Replay(dtr.trace).run(dtr.trace_budget, dtr._heuristic, thrash_limit=1e6, log=True)
-        assert dtr.decisions == [(d.kind, d.what) for d in core.decisions() if d.kind in ("evict", "recompute")]
+        report, core = Replay(dtr.trace).run(dtr.budget, dtr._heuristic, thrash_limit=1e6, log=True)
+        assert dtr.decisions == decisions_of(dtr.trace, core)
         assert report.recomputations == dtr.report().recomputations
     assert retained
 

@@ -25,7 +25,7 @@ from remat.runtime.live.units.counting import Seen, with_seconds
 from remat.runtime.live.units.orders import Orders
 from remat.runtime.live.units.plans import Plan, Trial
 from remat.runtime.live.units.pool import Pool
-from support.live_models import allocate_gradients, metered
+from support.live_models import allocate_gradients, decisions_of, metered
 from support.unit_blocks import Model, blocks, by_calls, left_by, memory_of, mlp, mlps, step_of
 
 pytestmark = pytest.mark.usefixtures("nothing_known", "compiled_core")
@@ -61,9 +61,9 @@ def test_blocks_by_a_plan(make_model: Callable[[], Model], share: float) -> None
         assert len(notes) == 2 or peak <= budget  # scratch memory of first calls
         lines = list(dtr.trace.lines())
         read = remat.Trace(tuple(remat.runtime.dtr.trace.read_instructions(lines)))
-        again, core = Replay(read).run(dtr.trace_budget, dtr._heuristic, thrash_limit=1e6, log=True)
-        assert dtr.decisions == [(d.kind, d.what) for d in core.decisions() if d.kind in ("evict", "recompute")]
-        assert again.peak_bytes <= dtr.trace_budget
+        again, core = Replay(read).run(dtr.budget, dtr._heuristic, thrash_limit=1e6, log=True)
+        assert dtr.decisions == decisions_of(read, core)
+        assert again.peak_bytes <= dtr.budget
     assert "the next block here" in notes[1] and "in a replay" in notes[1]
     assert notes[-1].startswith("by ") and "takes" in notes[-1]  # it is decided
     advice = dtr.advice()

@@ -32,7 +32,7 @@ from remat.cli.app import (
 )
 from remat.errors import InfeasibleBudget, RematError
 from remat.formatting import format_bytes, format_seconds
-from remat.plotting.terminal import columns_table, stage_table
+from remat.plotting.terminal import columns_table
 
 if TYPE_CHECKING:
     from remat.chain import Chain
@@ -47,7 +47,7 @@ _COMPARED = ("store_all", "recompute_all", "sequential", "chen", "revolve", "per
 def profile(model: Model, batch: Batch = 8, device: Device = "cpu", out: Out = None) -> None:
     """Measure every stage of a model: bytes and seconds."""
     chain = profiled(model, batch, device)
-    console.print(stage_table(model, chain))
+    console.print(f"{model}: {chain}", highlight=False, markup=False, soft_wrap=True)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         chain.save(out / "chain.json")

@@ -9,7 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from remat.comparison.verdicts import EQUAL
-from remat.formatting import format_bytes, format_seconds
+from remat.formatting import format_bytes, format_seconds, text_table
 from remat.host.packages import require
 from remat.report import Report
 
@@ -51,13 +51,14 @@ def rich_table(comparison: Comparison) -> Table:
 
 def plain_text(comparison: Comparison) -> str:
     """The same without rich: columns side by side."""
-    rows = [[column.replace("-\n", "").replace("\n", " ") for column in _SHORT]]
+    columns = [column.replace("-\n", "").replace("\n", " ") for column in _SHORT]
+    rows: list[list[str]] = []
     for heading, entries in _groups(comparison):
         rows += [[heading]] if heading else []
         rows += [_cells(comparison, entry) for entry in entries]
-    widths = [max(len(row[column]) for row in rows if len(row) > 1) for column in range(len(_SHORT))]
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
-    return "\n".join([*comparison.recommendations(), "", _title(comparison), *lines, "", _caption(comparison)])
+    return "\n".join(
+        [*comparison.recommendations(), "", _title(comparison), *text_table(columns, rows), "", _caption(comparison)]
+    )
 
 
 def html(comparison: Comparison) -> str:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from remat.formatting import count
 from remat.host.packages import require
 from remat.plotting.style import COLOURS, new_figure
 from remat.runtime.dtr.core import Core
@@ -39,7 +40,7 @@ def plot_evictions(
 
     Args:
         trace: as for `remat.simulate_dtr`; of a live run `dtr.trace`.
-        budget: as there; for a live run `dtr.trace_budget`.
+        budget: as there; for a live run `dtr.budget`.
         heuristic: which storage to evict.
         thrash_limit: where a run ends, as a multiple of the program's own time.
     """
@@ -71,7 +72,7 @@ def plot_evictions(
         lower.plot(*zip(*again, strict=True), linestyle="", marker="s", markersize=1.8, color=COLOURS[1])
     lower.set(xlabel="operator", ylabel="storage")
     ends = {"oom": ", then out of memory", "thrash": f", then stopped at {thrash_limit:g} times its own time"}
-    counts = f"{report.evictions} evictions, {report.recomputations} recomputations"
+    counts = f"{count(report.evictions, 'eviction')}, {count(report.recomputations, 'recomputation')}"
     figure.suptitle(f"{report.strategy}: {counts}{ends.get(report.outcome, '')}")
     return figure
 

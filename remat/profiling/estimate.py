@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from remat.chain import Chain
 from remat.devices import Device, device_named
 from remat.errors import InfeasibleBudget, RematError
 from remat.estimation.world import World
-from remat.formatting import format_bytes, format_seconds
+from remat.formatting import format_bytes, format_seconds, table, text_table
 from remat.profiling.profile import estimate_in
 from remat.runtime.checks import Loss, check_count, check_model
 from remat.runtime.pytree import map_tensors, storage_of, tensors
@@ -128,30 +129,46 @@ class Estimate:
         return fits
 
     def __str__(self) -> str:
-        static = self.static
+        rows = [(f"  {name}", size, note) for name, size, note in self._budget()]
+        return "\n".join([self._verdict(), *text_table(("", "", ""), rows)[1:]])
+
+    def _repr_html_(self) -> str:
+        return f"<p><b>{escape(self._verdict())}</b></p>{table(('', '', ''), self._budget())}"
+
+    def _verdict(self) -> str:
+        """Whether it fits, and how fast it is then."""
+        name, plain = self.device.name, format_seconds(self.chain.store_all_seconds)
+        if self.left_bytes <= 0:
+            return f"does not fit {name}: nothing is left for activations"
+        try:
+            overhead = self.overhead()
+        except InfeasibleBudget:
+            return f"does not fit {name}, whatever is recomputed: use a smaller batch, or more devices"
+        if store_all_peak(self.chain) <= self.left_bytes:
+            return f"fits {name} as it is: {plain} a step (estimated)"
+        host = (
+            ""
+            if self.host_limit is None
+            else f", with up to {format_bytes(resolve_budget(self.host_limit))} on the host"
+        )
+        seconds = format_seconds(overhead * self.chain.store_all_seconds)
+        return f"fits {name}: {seconds} a step, {overhead - 1:.1%} slower than plain PyTorch would be (estimated){host}"
+
+    def _budget(self) -> list[tuple[str, str, str]]:
+        """Where the device's memory goes, and what activations need of it."""
+        static, memory, usable = self.static, self.device.memory_bytes, int(_USABLE * self.device.memory_bytes)
         parts = {"parameters": static.parameters, "gradients": static.gradients, "optimiser": static.optimiser}
         parts |= {"buffers": static.buffers, "gathered": static.gathered}
         listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
-        lines = [
-            f"{self.device.name}: {format_bytes(self.device.memory_bytes)}, of which {format_bytes(static.total)} are "
-            f"static ({listed or 'nothing'})"
+        rows = [
+            ("memory", memory, ""),
+            ("- kept back", memory - usable, f"{1 - _USABLE:.0%}, for the device's context and its allocator"),
+            ("- static", static.total, listed),
+            ("= left for activations", self.left_bytes, ""),
+            ("plain PyTorch needs", store_all_peak(self.chain), ""),
+            ("the minimum is", self.least_bytes, "whatever is recomputed"),
         ]
-        if self.left_bytes <= 0:
-            return "\n".join([*lines, "does not fit: nothing is left for activations"])
-        stored = store_all_peak(self.chain)
-        lines.append(
-            f"left for activations {format_bytes(self.left_bytes)}; they take {format_bytes(stored)} and "
-            f"{format_seconds(self.chain.store_all_seconds)} a step when everything is stored, and "
-            f"{format_bytes(self.least_bytes)} at least"
-        )
-        try:
-            overhead = self.overhead()
-            room = None if self.host_limit is None else format_bytes(resolve_budget(self.host_limit))
-            host = "" if room is None else f", with up to {room} on the host"
-            lines.append(f"fits, at {overhead:.3f} times the seconds of storing everything{host}")
-        except InfeasibleBudget:
-            lines.append("does not fit, whatever is recomputed: take a smaller batch, or more devices")
-        return "\n".join(lines)
+        return [(name, format_bytes(size), note) for name, size, note in rows]
 
 
 def estimate(

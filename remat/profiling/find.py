@@ -272,7 +272,7 @@ def _outside(written: Recording, units: Sequence[Unit]) -> tuple[tuple[str, int]
             return
         if any(call.has(own) for unit in units for own in unit.calls):
             own_bytes = call.saved_bytes - sum(child.saved_bytes for child in call.children)
-            found.append((f"code of {call.name or 'the model'}", own_bytes))
+            found.append((f"{call.name or 'the model'}'s own forward", own_bytes))
             for child in call.children:
                 visit(child)
         else:

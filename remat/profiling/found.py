@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from html import escape
 
 from remat.chain import Layout
-from remat.formatting import format_bytes
+from remat.formatting import count, format_bytes, format_seconds, table
 from remat.runtime.calls.stages import describe_call, stage_name
+
+_SMALL = 0.001  # of all that autograd keeps
 
 
 @dataclass(frozen=True)
@@ -78,33 +80,40 @@ class FoundChain:
         """How the stages lie on the model, measured with this call."""
         return Layout(tuple(map(len, self.calls)), describe_call(call), self.calls, self.aside, self.uncalled)
 
+    @property
+    def saved_bytes(self) -> int:
+        """All that autograd keeps for the backward."""
+        return sum(stage.saved_bytes for stage in self.stages) + sum(size for _, size in self.outside)
+
     def __str__(self) -> str:
-        lines = [f"{self._summary()}"]
+        lines = [self._summary()]
         for chain in self.chains:
             first, last = chain[0].name, chain[-1].name
-            saved = sum(stage.saved_bytes for stage in chain)
             ends = first if len(chain) == 1 else f"{first} ... {last}"
-            lines.append(f"  {ends}: {_count(len(chain), 'stage')}, {format_bytes(saved)} saved")
-        lines += [f"  outside: {name}, {format_bytes(size)} saved" for name, size in self.outside if size]
+            saved = sum(stage.saved_bytes for stage in chain)
+            lines.append(f"  {ends}: {count(len(chain), 'stage')}, {self._saved(saved)}")
+        lines += [f"  outside: {name}, {self._saved(size)}" for name, size in self._worth_telling()]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        rows = []
-        for number, chain in enumerate(self.chains, 1):
-            for stage in chain:
-                cells = (f"{number}", escape(stage.name), format_bytes(stage.saved_bytes), f"{stage.fwd_seconds:.2g} s")
-                rows.append(cells)
-        rows += [("outside", escape(name), format_bytes(size), "") for name, size in self.outside if size]
-        body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-        head = "".join(f"<th>{title}</th>" for title in ("chain", "stage", "saved", "forward"))
-        return f"<p>{escape(self._summary())}</p><table><tr>{head}</tr>{body}</table>"
+        rows = [
+            (escape(stage.name), f"chain {number}", format_bytes(stage.saved_bytes), format_seconds(stage.fwd_seconds))
+            for number, chain in enumerate(self.chains, 1)
+            for stage in chain
+        ]
+        rows += [(escape(name), "outside", format_bytes(size), "") for name, size in self._worth_telling()]
+        return f"<p>{escape(self._summary())}</p>{table(('stage', '', 'saved', 'forward'), rows)}"
 
     def _summary(self) -> str:
         return (
-            f"{self.model}: {_count(len(self.stages), 'stage')} in {_count(len(self.chains), 'chain')}, with "
-            f"{self.memory_share:.0%} of the activation memory and {self.time_share:.0%} of the forward's time"
+            f"{self.model}: {count(len(self.stages), 'stage')} in {count(len(self.chains), 'chain')}. Plans can free "
+            f"up to {self.memory_share:.0%} of the {format_bytes(self.saved_bytes)} that autograd keeps for the "
+            f"backward, by recomputing up to {self.time_share:.0%} of the forward"
         )
 
+    def _saved(self, size: int) -> str:
+        return f"{format_bytes(size)} saved ({size / max(self.saved_bytes, 1):.0%})"
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("s" if number != 1 else "")
+    def _worth_telling(self) -> list[tuple[str, int]]:
+        """What lies outside of the chains, without what is too small to matter."""
+        return [(name, size) for name, size in self.outside if size > _SMALL * self.saved_bytes]

@@ -13,7 +13,9 @@ from torch.nn import functional
 
 import remat
 from remat import models
+from remat.runtime.dtr.core import Core
 from remat.runtime.dtr.simulator import Replay
+from remat.runtime.dtr.trace import Constant
 from remat.runtime.meter import MemoryMeter
 
 Result = TypeVar("Result")
@@ -169,6 +171,12 @@ def step_of(case: Case) -> Callable[[], None]:
     return run
 
 
+def decisions_of(trace: remat.Trace, core: Core) -> list[tuple[str, int]]:
+    """As `DTR.decisions`, of a replay of the trace: storages are counted without its constants."""
+    constants = sum(isinstance(each, Constant) for each in trace.instructions)
+    return [(each.kind, each.what - constants) for each in core.decisions() if each.kind in ("evict", "recompute")]
+
+
 def least_budget(run: Callable[[], object], *, thrash_limit: float = 3.0) -> tuple[int, int]:
     """Bytes that store-all takes, and the least budget found that works in less than `thrash_limit` times its time.
 
@@ -179,11 +187,10 @@ def least_budget(run: Callable[[], object], *, thrash_limit: float = 3.0) -> tup
         with remat.DTR("100GiB", costs="model") as dtr:
             run()
     most, replay = dtr.report().peak_bytes, Replay(dtr.trace)
-    beside = dtr.trace_budget - dtr.budget
     fails, works = 0, most
     while works - fails > most // 100:
         middle = (fails + works) // 2
-        report, _ = replay.run(middle + beside, "h_dtr_eq", thrash_limit=thrash_limit)
+        report, _ = replay.run(middle, "h_dtr_eq", thrash_limit=thrash_limit)
         fails, works = (fails, middle) if report.outcome == "pass" else (middle, works)
     while True:
         try:

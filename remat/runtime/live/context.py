@@ -95,9 +95,9 @@ class DTR:
             raise RematError(f"thrash_limit={thrash_limit}: it is a multiple of the program's own time, so above 1")
         if isinstance(budget, float):
             raise InvalidBudget(
-                f"budget {budget!r}: DTR has no traits, so it does not know what a fraction is of. Run a block within "
-                "more than enough, `with remat.DTR('1TiB') as dtr:`, and give the later ones a share of what it took: "
-                "remat.DTR(int(0.5 * dtr.report().peak_bytes))"
+                f"budget {budget!r}: DTR measures nothing beforehand, so it does not know what a fraction is of. Run a "
+                "block within more than enough, `with remat.DTR('1TiB') as dtr:`, and give the later ones a share of "
+                "what it took: remat.DTR(int(0.5 * dtr.report().peak_bytes))"
             )
         self.budget = resolve_budget(budget, None)
         self.chooses = heuristic == AUTO
@@ -227,26 +227,21 @@ class DTR:
 
     @property
     def trace(self) -> Trace:
-        """What the last block did, in the paper's log format; see `trace_budget`."""
-        return trace_of(self._last.ledger)
-
-    @property
-    def trace_budget(self) -> int:
-        """The budget under which `remat.simulate_dtr` repeats the block's decisions on `trace`: the block's and the
-        bytes of all constants, which a trace's budget includes."""
-        ledger = self._last.ledger
-        return ledger.budget + sum(ledger.constant_bytes)
+        """What the last block did, in the paper's log format. Under the same budget `remat.simulate_dtr` repeats the
+        block's decisions; what was in memory before the block counts nothing there."""
+        block = self._last
+        return trace_of(block.ledger, block.budget - block.ledger.budget)
 
     def plot(self, budget: int | str | float | None = None, heuristic: str | Heuristic | None = None) -> Figure:
         """What the last block had in memory, operator by operator; or would have had within another budget, or by
         another heuristic.
 
         Args:
-            budget: as for `remat.simulate_dtr` on `trace`, whose peak includes what was allocated before the block.
+            budget: as for `remat.simulate_dtr`; by default the block's.
         """
         from remat.plotting.evictions import plot_evictions
 
-        chosen = self.trace_budget if budget is None else budget
+        chosen = self._last.budget if budget is None else budget
         return plot_evictions(self.trace, chosen, self._heuristic if heuristic is None else heuristic)
 
     @property

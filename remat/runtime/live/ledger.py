@@ -66,7 +66,7 @@ class Ledger:
         arguments: for each operator the tensors of the policy core that it uses, and -1 - i for constant i.
         changed: for operators that change storages those of their arguments whose new versions are the last of what
             they make.
-        constant_bytes: size of each constant seen.
+        constants: how many were seen.
         memory, peak: bytes in use, and the most so far.
         ceiling: up to here it need not be asked: the budget less what was given out besides, as far as nobody has
             looked how much that is.
@@ -76,7 +76,7 @@ class Ledger:
         self.graph = Graph()
         self.arguments: list[list[int]] = []
         self.changed: dict[int, tuple[int, ...]] = {}
-        self.constant_bytes: list[int] = []
+        self.constants = 0
         self.budget = self.ceiling = budget
         self._options: dict[str, Any] = {"sampling": sampling, "skip_small": skip_small, "seed": seed}
         self._heuristic = heuristic

@@ -202,8 +202,8 @@ class Store:
             brought = self.constants[id(storage)] = Brought(storage)
             brought.constant = None
             if version is None:
-                brought.argument = -1 - len(self.ledger.constant_bytes)
-                self.ledger.constant_bytes.append(allocated_bytes(storage))
+                brought.argument = -1 - self.ledger.constants
+                self.ledger.constants += 1
             else:
                 brought.argument = version.tensor
         known = None if brought.constant is None else brought.constant()

@@ -19,9 +19,13 @@ _MARKS = {
 }
 
 
-def trace_of(ledger: Ledger) -> Trace:
-    """The trace of what was written down. Constants come first, whenever they were first used."""
-    return Trace(tuple(_Recorder(ledger).instructions()))
+def trace_of(ledger: Ledger, reserved_bytes: int = 0) -> Trace:
+    """The trace of what was written down, so that the block's budget is the trace's.
+
+    Constants come first, whenever they were first used, and take nothing: they were there before the block, whose
+    budget does not hold them. What it holds besides what the ledger knows of is one more.
+    """
+    return Trace(tuple(_Recorder(ledger).instructions(reserved_bytes)))
 
 
 class _Recorder:
@@ -29,11 +33,13 @@ class _Recorder:
         self._ledger = ledger
         self._name_of: dict[int, str] = {}  # of tensors; a new version may have the name of the old one
 
-    def instructions(self) -> Generator[Instruction, None, None]:
+    def instructions(self, reserved_bytes: int) -> Generator[Instruction, None, None]:
         ledger = self._ledger
         yield Annotate("HELD")
-        for number, size in enumerate(ledger.constant_bytes):
-            yield Constant(f"c{number}", size)
+        if reserved_bytes:
+            yield Constant("reserved", reserved_bytes)
+        for number in range(ledger.constants):
+            yield Constant(f"c{number}", 0)
         instructions, position = ledger.instructions, 0
         while position < len(instructions):
             kind, what = instructions[position]
