@@ -233,3 +233,38 @@ def test_copies_of_parameters_that_forwards_change_are_counted() -> None:
     schedule = remat.solve(chain, remat.minimum_budget(chain))
     assert schedule.recomputations
     assert remat.run(model, sample, schedule, repeats=1).outcome == "pass"
+
+
+class Holding(torch.autograd.Function):
+    """Keeps a tensor where no hook sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.x = x
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * ctx.x.cos()
+
+
+class Twice(nn.Module):
+    """What a function of its own keeps, a layer saves too: a recomputation makes that anew beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(256, 256), nn.Linear(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).tanh()
+        return Holding.apply(y) + self.second(y)
+
+
+def test_what_is_kept_unseen_and_saved_too_counts_twice_once_it_was_recomputed() -> None:
+    model, sample = nn.Sequential(*(Twice() for _ in range(6))), torch.randn(256, 256)
+    chain = remat.profile(model, sample, repeats=1).without_options
+    schedule = remat.Schedule.parse(
+        "F_ck1 F_none2 F_none3 F_none4 F_none5 F_none6 F_all7 B7 F_all1 F_all2 F_all3 F_all4 F_all5 F_all6 B6 B5 B4 B3 B2 B1"
+    )
+    predicted = remat.simulate(chain, schedule).peak_bytes
+    assert remat.run(model, sample, schedule, repeats=1).peak_bytes <= predicted

@@ -32,6 +32,7 @@ class Marks:
     set_up_bytes: int = 0  # of buffers that its first run puts in the place of others, and a recomputation of that too
     set_up_saved: int = 0  # what of these autograd keeps
     attribute_bytes: int = 0  # of what its run replaces in attributes of its modules
+    held_twice: int = 0  # of what autograd saves where hooks see it, and others hold where they do not, as threads do
 
 
 NO_MARKS = Marks(False, False, 0)
@@ -74,6 +75,12 @@ class SavedStorages:
         return any(
             StorageWeakRef(storage_of(tensor)).cdata in self._storages for tensor in tensors(value) if tensor.numel()
         )
+
+    def bytes_held(self, besides: Any) -> int:
+        """Of what is still in memory although nothing of it was kept, but for storages of this value."""
+        others = {StorageWeakRef(storage_of(tensor)).cdata for tensor in tensors(besides) if tensor.numel()}
+        there = [(ref, size) for ref, size in self._storages.values() if not ref.expired()]
+        return sum(size for ref, size in there if ref.cdata not in others)
 
     def bytes_besides(self, value: Any) -> int:
         """Of all that would have been kept, but for storages of this value."""
@@ -159,10 +166,11 @@ def as_executed(size: Sizes, stage: Stage, mark: Marks) -> Sizes:
     does) in place of the buffers. Memory that hooks cannot defer is charged to `reserve_bytes`, not to `saved_bytes`;
     during a recomputation it exists twice.
     """
+    deferred = size.saved - size.undeferred + min(mark.held_twice, size.undeferred)
     working = working_bytes(stage) + mark.set_up_bytes + written_bytes(stage.parameters())
     return replace(
         size,
-        saved=max(size.saved - size.undeferred, min(size.act, size.saved)) + mark.changed_bytes + mark.set_up_saved,
+        saved=max(deferred, min(size.act, size.saved)) + mark.changed_bytes + mark.set_up_saved,
         fwd_overhead=size.fwd_overhead + working,
         save_overhead=size.save_overhead + working + size.undeferred,
     )
