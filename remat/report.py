@@ -41,8 +41,10 @@ class Report:
         peak_bytes: the most memory in use at once, the sample included; parameters, their gradients, buffers and
             optimiser state are not.
         seconds: duration of a step.
-        overhead: `seconds` over the duration of a step that stores everything; None where that is not known.
-        recomputations: forward runs of stages beyond the first one of each.
+        overhead: `seconds` over the duration of a plain step, one that stores everything; None where that is not known,
+            as of a step in which DTR still learns.
+        recomputations: forward runs of stages beyond the first one of each, in part or as a whole; of DTR, calls of
+            modules or operators that ran again. None where that is not known.
         planning_seconds: how long making the plan took.
         evictions: of DTR: storages evicted for room.
         accesses: of DTR: storages looked at to score and to keep track of evicted neighbourhoods (Kirisame et al.,
@@ -62,7 +64,7 @@ class Report:
     peak_bytes: int
     seconds: float
     overhead: float | None
-    recomputations: int
+    recomputations: int | None
     planning_seconds: float = 0.0
     evictions: int = 0
     accesses: int = 0
@@ -82,17 +84,20 @@ class Report:
         return max(self.seconds / self.bound_seconds - 1, 0.0) if self.bound_seconds > 0 else 0.0
 
     def __str__(self) -> str:
-        budget = "no budget" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)}"
-        overhead = "" if self.overhead is None else f" ({self.overhead:.3f} x store-all)"
-        return (
-            f"{self.strategy or 'schedule'} [{'measured' if self.measured else 'predicted'}, {self.outcome}]: "
-            f"{budget}, peak {format_bytes(self.peak_bytes)}, {format_seconds(self.seconds)} per step{overhead}, "
-            f"{count(self.recomputations, 'recomputation')}"
-            f"{'' if not self.host_bytes else f', {format_bytes(self.host_bytes)} on the host'}"
-            f"{'' if self.reserved_bytes is None else f', {format_bytes(self.reserved_bytes)} reserved in all'}"
-            f"{'' if self.gap is None else f', at most {self.gap:.1%} from optimal'}"
-            f"{self.note and f' ({self.note})'}"
-        )
+        budget = "" if self.budget_bytes is None else f" of a budget of {format_bytes(self.budget_bytes)}"
+        parts = [
+            f"peak {format_bytes(self.peak_bytes)}{budget}",
+            f"{format_seconds(self.seconds)} a step",
+            *([] if self.overhead is None else [f"{self.overhead:.2f} x plain PyTorch"]),
+            *([] if self.recomputations is None else [count(self.recomputations, "recomputation")]),
+            *([f"{format_bytes(self.host_bytes)} on the host"] if self.host_bytes else []),
+            *([] if self.reserved_bytes is None else [f"{format_bytes(self.reserved_bytes)} reserved in all"]),
+            *([] if self.gap is None else [f"at most {self.gap:.1%} from optimal"]),
+        ]
+        kind = "measured" if self.measured else "predicted"
+        outcome = "" if self.outcome == "pass" else f", {self.outcome}"
+        text = f"{self.strategy or 'schedule'} ({kind}{outcome}): {', '.join(parts)}"
+        return f"{text}; {self.note}" if self.note else text
 
     def _repr_html_(self) -> str:
         facts = [
@@ -101,10 +106,11 @@ class Report:
             ("budget", "none" if self.budget_bytes is None else format_bytes(self.budget_bytes)),
             ("peak", format_bytes(self.peak_bytes)),
             ("a step takes", format_seconds(self.seconds)),
-            ("recomputations", str(self.recomputations)),
         ]
         if self.overhead is not None:
-            facts.insert(5, ("over storing everything", f"{self.overhead:.3f} x"))
+            facts.append(("over plain PyTorch", f"{self.overhead:.2f} x"))
+        if self.recomputations is not None:
+            facts.append(("recomputations", str(self.recomputations)))
         if self.host_bytes:
             facts.append(("on the host", format_bytes(self.host_bytes)))
         if self.reserved_bytes is not None:

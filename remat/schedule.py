@@ -104,14 +104,20 @@ class Schedule:
 
     @property
     def recomputations(self) -> int:
-        """Forward runs beyond the first one of each stage."""
+        """Forward runs beyond the first one of each stage, those of a part of it included."""
         forwards = [operation.stage for operation in self.operations if operation.kind != B]
-        return len(forwards) - len(set(forwards))
+        in_part = sum(operation.option > 0 and self._drops(operation) for operation in self.operations)
+        return len(forwards) - len(set(forwards)) + in_part
 
     @property
     def parts(self) -> int:
         """Stages of which a part is kept, and the rest made again before their backward."""
         return sum(operation.option > 0 for operation in self.operations)
+
+    def _drops(self, operation: Operation) -> bool:
+        """Whether a part is dropped there, and not only sent to the host."""
+        known = () if self.layout is None else self.layout.dropped
+        return not known or bool(known[operation.stage - 1][operation.option - 1])
 
     def __str__(self) -> str:
         return " ".join(map(str, self.operations))

@@ -69,7 +69,7 @@ def test_planning_for_a_device_that_is_not_here(target: str, tmp_path: Path) -> 
     out = tmp_path / "out"
     code, output = run("plan", target, "--device", "h100", *options, "--largest-batch", "--out", str(out))
     assert code == 0
-    assert "h100: 80.0 GiB" in output and "fits, at 1.000" in output and "largest batch that fits" in output
+    assert "fits h100 as it is" in output and "80.0 GiB" in output and "largest batch that fits" in output
     chain = remat.Chain.load(out / "chain.json")
     assert chain.act_bytes[0] == 512 and chain.layout is not None and chain.layout.inputs == ("float32[8, 16] cuda",)
     with pytest.raises(RematError, match="no device 'h101' to plan for; choose one of a100"):
@@ -86,4 +86,4 @@ def test_calibrating_this_machine(target: str, tmp_path: Path, monkeypatch: pyte
     code, output = run("calibrate", "--out", str(file))
     assert code == 0 and "GFLOP/s" in output and "product" in output
     code, output = run("plan", target, "--device", str(file), "--budgets", "1.0", "--no-pictures")
-    assert code == 0 and "threads:" in output
+    assert code == 0 and "fits " in output and "threads" in output

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import remat
 from remat import rotor
 from remat.errors import UnsupportedModel
+from remat.formatting import format_bytes
 from remat.runtime.calls.stage_calls import StageCalls
 from support.library_models import LENGTH, gpt2, shared, t5
 from support.training import made
@@ -94,8 +95,8 @@ def test_the_answer_shows_itself() -> None:
     found = remat.find_chain(model, sample)
     text = str(found)
     assert "transformer.h.0 ... transformer.h.2: 3 stages" in text and "outside: lm_head" in text
-    assert f"{found.memory_share:.0%} of the activation memory" in text
-    assert "<td>transformer.h.1</td>" in found._repr_html_()
+    assert f"free up to {found.memory_share:.0%} of the {format_bytes(found.saved_bytes)}" in text
+    assert ">transformer.h.1</td>" in found._repr_html_()
 
 
 def test_stages_can_be_named() -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional
 import remat
 from remat.runtime.calls.partial import needs
 from remat.runtime.calls.tape import OUTSIDE, Recorder
+from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.simulator import Replay
 from remat.runtime.live.units.block import UnitsBlock
 from remat.runtime.live.units.unit import makings
@@ -176,3 +177,16 @@ def test_makings_are_what_replays_run(names: list[str]) -> None:
         running = [op for op, runs in zip(tape.operators, found.runs, strict=True) if runs and not op.is_view]
         assert {number for op in running for number in op.given} <= set(making.inputs)
         assert sum(op.seconds for op in running) <= 1e-9 * making.nanoseconds
+
+
+@pytest.mark.usefixtures("nothing_known")
+def test_a_block_that_learns_is_compared_with_nothing() -> None:
+    """Most of its time it learns, once. Later ones are compared by the clock with what operators take."""
+    step = step_of(mlps())
+    budget = memory_of(step) // 2
+    done = blocks(step, budget, 6)
+    first, last = done[0].report(), done[-1].report()
+    assert first.overhead is None and "to learn this place of the program, once" in str(first)
+    own = done[-1]._block.ledger.core.scalar(k.MODEL_COST) * 1e-9
+    assert last.overhead == pytest.approx(last.seconds / own) and "learn" not in str(last)
+    assert "x plain PyTorch" in str(last) and len(str(last)) < 240

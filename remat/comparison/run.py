@@ -66,7 +66,7 @@ def run(
         peak_bytes=peak,
         seconds=statistics.median(seconds),
         overhead=statistics.median(overheads) if overheads else None,
-        recomputations=0,
+        recomputations=0 if schedule is None else None,
         host_bytes=step.host_bytes(),
         reserved_bytes=reserved,
     )

@@ -114,7 +114,7 @@ def _cells(comparison: Comparison, entry: Entry) -> list[str]:
         _ratio(None if entry.outcome in _FAILED else predicted),
         _ratio(measured),
         "" if throughput is None else _rate(throughput),
-        "" if failed or report is None else str(report.recomputations),
+        "" if failed or report is None or report.recomputations is None else str(report.recomputations),
     ]
 
 

@@ -195,22 +195,19 @@ class Block(Guard):
             self._choice = choose(where, self.ledger, by_model=self._by_model)
 
     def advice(self) -> Advice:
-        return advice_on(self.ledger, self._limits.reserved_bytes, self._seconds)
+        following = ""
+        if self._choice is not None and self._choice.overhead is not None:
+            name, overhead = self._choice
+            following = f"takes {name}: {overhead:.2f} x the program's own time in a replay"
+        return advice_on(self.ledger, self._limits.reserved_bytes, self._seconds, following)
 
     def report(self, strategy: str) -> Report:
         """What it cost; see `DTR.report`."""
-        note = self._note()
-        return report_of(strategy, self.outcome, self.ledger, self._limits, self.budget, self._seconds, note)
-
-    def _note(self) -> str:
-        first, over = self._mode.first_calls, self._limits.over
-        notes = [f"{first} operators were called for the first time"] if first else []
-        if self._choice is not None and self._choice.overhead is not None:
-            name, overhead = self._choice
-            notes.append(f"the next blocks here take {name}: {overhead:.2f} x the program's own time in a replay")
-        if over is not None:
-            notes.append(f"it went over by {format_bytes(over.peak_bytes - self.ledger.budget)} at {over.where}")
-        return "; ".join(notes)
+        over = self._limits.over
+        more = 0 if over is None else over.peak_bytes - self.ledger.budget
+        notes = [] if over is None else [f"it went over by {format_bytes(more)} at {over.where}"]
+        how: Any = {"learns": self._observation is not None or self._mode.first_calls > 0, "by_model": self._by_model}
+        return report_of(strategy, self.outcome, self.ledger, self._limits, self.budget, self._seconds, notes, **how)
 
     def touched(self, tensor: Tensor, access: Access) -> None:
         """Has the memory of a tensor there before it is touched without an operator."""

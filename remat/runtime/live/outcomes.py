@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 
 from remat.errors import OutOfBudget, OverBudgetWarning, Thrashing
-from remat.formatting import format_bytes
+from remat.formatting import format_bytes, format_seconds
 from remat.report import Report
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.live.ledger import Ledger
@@ -37,11 +38,33 @@ def warn_of_more(limits: Limits, outcome: str, budget: int) -> None:
 
 
 def report_of(
-    strategy: str, outcome: str, ledger: Ledger, limits: Limits, budget: int, seconds: float, note: str
+    strategy: str,
+    outcome: str,
+    ledger: Ledger,
+    limits: Limits,
+    budget: int,
+    seconds: float,
+    notes: Iterable[str],
+    *,
+    learns: bool,
+    by_model: bool,
 ) -> Report:
-    """What a block cost, whose ledger knows all of it."""
+    """What a block cost, whose ledger knows all of it.
+
+    Args:
+        learns: it was learned in it what the program does at this place, which is most of its time.
+        by_model: operators' times are those of the fixed cost model, and not compared with the clock.
+    """
     core = ledger.core
     own, again = core.scalar(k.MODEL_COST), core.scalar(k.AGAIN_COST)
+    spent = (own + again) * 1e-9
+    overhead = None
+    if by_model:
+        overhead = (own + again) / own if own else None
+    elif learns:
+        notes = [f"{format_seconds(max(seconds - spent, 0.0))} of it to learn this place of the program, once", *notes]
+    elif own:
+        overhead = seconds / (own * 1e-9)
     peak = max(ledger.peak, limits.over.peak_bytes if limits.over is not None else 0)
     if outcome == "pass":
         outcome = "thrash" if limits.thrashes else "over" if peak > ledger.budget else "pass"
@@ -52,9 +75,9 @@ def report_of(
         budget_bytes=budget,
         peak_bytes=peak + limits.reserved_bytes,
         seconds=seconds,
-        overhead=(own + again) / own if own else None,
+        overhead=overhead,
         recomputations=core.scalar(k.RECOMPUTATIONS),
         evictions=core.scalar(k.EVICTIONS),
         accesses=core.scalar(k.ACCESSES),
-        note=note,
+        note="; ".join(notes),
     )

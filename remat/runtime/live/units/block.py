@@ -432,18 +432,15 @@ class UnitsBlock:
     # What it cost ----------------------------------------------------------------------------------------------------
 
     def advice(self) -> Advice:
-        return advice_on(self.ledger, self._limits.reserved_bytes, self._seconds)
+        return advice_on(self.ledger, self._limits.reserved_bytes, self._seconds, self._next)
 
     def report(self, strategy: str) -> Report:
         """What it cost; see `DTR.report`."""
-        ledger, note = self.ledger, self._note()
-        # By what replays take at most, it may have taken more than what was seen of it; the warning says that, too.
-        return report_of(strategy, self.outcome, ledger, self._limits, self.budget, self._seconds, note)
-
-    def _note(self) -> str:
         plan = self._course.plan
-        now = [f"by {plan.name}"] if plan is not None and self._course.follows else []
-        return "; ".join([*now, *([f"the next block here {self._next}"] if self._next else [])])
+        notes = [f"by {plan.name}"] if plan is not None and self._course.follows else []
+        how: Any = {"learns": self._recorded_calls > 0, "by_model": self._pool.by_model}
+        # By what replays take at most, it may have taken more than what was seen of it; the warning says that, too.
+        return report_of(strategy, self.outcome, self.ledger, self._limits, self.budget, self._seconds, notes, **how)
 
 
 class _Begins:
