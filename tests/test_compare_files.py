@@ -125,7 +125,7 @@ def test_a_file_of_the_same_model_in_another_form_is_refused(tmp_path: Path) -> 
 def test_an_interruption_at_any_moment_loses_nothing(moment: str, tmp_path: Path) -> None:
     model, sample = small_gpt()
     file = tmp_path / "comparison.json"
-    options = {"strategies": ["sequential", "persistent", "dtr", "dtr, operators"], "file": file}
+    options = {"strategies": ["sequential", "persistent", "dtr", "dtr-operators"], "file": file}
 
     def stop(what: str, done: int, total: int) -> None:
         if what.startswith(moment):
@@ -143,7 +143,7 @@ def test_an_interruption_at_any_moment_loses_nothing(moment: str, tmp_path: Path
         for entry, row in zip(found.entries, found.rows(), strict=True):
             if entry.measured is None and found.measured:  # no prediction where measurements stand
                 assert row["throughput"] is None
-        assert ("as predicted" in str(found).splitlines()[0]) or found.timed
+        assert ("predicted" in str(found).splitlines()[0]) or found.timed
     assert all(torch.equal(parameter, value) for parameter, value in before.items())
     seen: list[str] = []
     finished = remat.compare(model, sample, [0.6, 1.0], progress=lambda what, done, total: seen.append(what), **options)
@@ -177,9 +177,8 @@ def test_predictions_do_not_stand_where_measurements_do() -> None:
         found = remat.compare(model, sample, [0.6], ["persistent"], progress=stop)
     assert found.plain.measured
     waiting = next(line for line in str(found).splitlines() if line.startswith(" persistent"))
-    assert " - " in waiting
-    assert " ms" not in waiting
-    assert "as predicted" in str(found).splitlines()[0]
+    assert waiting.split()[-1] == "?"
+    assert "predicted" in str(found).splitlines()[0]
     assert "(as predicted)" in str(remat.compare(model, sample, [0.6], ["persistent"], measure=False, progress=False))
 
 

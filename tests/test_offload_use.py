@@ -177,12 +177,12 @@ def test_a_comparison_without_the_host_is_not_taken_up_by_one_with_it(tmp_path: 
 
 def test_compare_with_a_limit_of_the_host() -> None:
     model, sample = small_gpt()
-    found = remat.compare(model, sample, 0.6, ["persistent, options"], host_limit="64MiB", progress=False, repeats=1)
+    found = remat.compare(model, sample, 0.6, ["persistent+parts"], host_limit="64MiB", progress=False, repeats=1)
     entries = {entry.strategy: entry for entry in found.entries}
     offloaded = entries["offload"].measured
     assert offloaded is not None and offloaded.outcome == "pass" and offloaded.host_bytes > 0
-    assert entries["offload"].predicted is not None and entries["persistent, options"].predicted is not None
-    assert entries["offload"].predicted.seconds <= entries["persistent, options"].predicted.seconds
+    assert entries["offload"].predicted is not None and entries["persistent+parts"].predicted is not None
+    assert entries["offload"].predicted.seconds <= entries["persistent+parts"].predicted.seconds
 
 
 def test_estimates_with_a_limit_of_the_host() -> None:

@@ -16,7 +16,7 @@ from remat.runtime.library import BlockCheckpointing
 from remat.runtime.meter import free_bytes
 
 _STRATEGIES = [
-    *("store_all", "persistent", "persistent, options", "dtr", "block_checkpointing", "selective_checkpointing"),
+    *("store_all", "persistent", "persistent+parts", "dtr", "block_checkpointing", "selective_checkpointing"),
     "torch.compile",
 ]
 _REPEATS = 3
@@ -41,7 +41,7 @@ def _reports(found: remat.Comparison) -> list[Any]:
 
 _ROOM = 2**34  # bytes of activations within which the largest batch is looked for; less where less is free
 _SMALL_ROOM = 2**26
-_LARGEST = ("plain", "block_checkpointing", "persistent, options", "offload", "dtr")
+_LARGEST = ("plain", "block_checkpointing", "persistent+parts", "offload", "dtr")
 
 
 def largest_batch(name: str, device: torch.device, small: bool) -> dict[str, Any]:

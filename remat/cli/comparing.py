@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,7 +33,7 @@ def compare(
     strategies: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated planners, also as 'persistent, options'; dtr; 'dtr, operators'; heuristics of DTR."
+            help="Comma-separated planners, also as 'persistent+parts'; dtr; 'dtr-operators'; heuristics of DTR."
         ),
     ] = None,
     measure: Annotated[bool, typer.Option(help="Run every plan, or stop after the predictions.")] = True,
@@ -51,7 +52,7 @@ def compare(
     from remat.models.examples import load_example
 
     sizes = None if budgets is None else [budget_in(text) for text in budgets.split(",")]
-    names = None if strategies is None else _strategies_in(strategies)
+    names = None if strategies is None else [name.strip() for name in strategies.split(",")]
     for size in sizes or ():
         resolve_budget(size, store_all_bytes=sys.maxsize)  # its form, before anything is measured
     example = load_example(model, batch, device)
@@ -80,17 +81,6 @@ def compare(
         raise typer.Exit(NOTHING_FITS)
 
 
-def _strategies_in(text: str) -> list[str]:
-    """Names of strategies, of which some have a comma in them."""
-    names: list[str] = []
-    for part in text.split(","):
-        if names and part.strip() in ("options", "operators"):
-            names[-1] += f", {part.strip()}"
-        else:
-            names.append(part.strip())
-    return names
-
-
 def _works(found: Comparison, size: int) -> bool:
     """Whether anything stays within this budget."""
     try:
@@ -101,18 +91,15 @@ def _works(found: Comparison, size: int) -> bool:
 
 
 def _write_comparison(out: Path, found: Comparison) -> list[Path]:
-    """The table as CSV, and the figures: of all, and of the best plan at each budget."""
+    """The table as CSV, and the figures: of all, and of the plan to take within each budget."""
     found.to_csv(out / "comparison.csv")
     paths = [out / "comparison.json", out / "comparison.csv", out / "comparison.png"]
     found.plot().savefig(paths[-1], dpi=150)
-    for size in sorted(set(found.budgets)):
-        planned = [entry for entry in found.entries if entry.budget_bytes == size and entry.schedule is not None]
-        working = [entry.report for entry in planned if entry.outcome == "pass" and entry.report is not None]
-        timed = [report for report in working if report.seconds and report.measured == found.timed]
-        if timed:
-            best = min(timed, key=lambda report: report.seconds)
+    for size in filter(partial(_works, found), sorted(set(found.budgets))):
+        best = found.best(size)
+        if best.schedule is not None and best.budget_bytes is not None:
             paths.append(out / f"plan_{in_a_name(size, found.budgets)}.png")
-            found.plot(strategy=best.strategy, budget=size).savefig(paths[-1], dpi=150)
+            found.plot(strategy=best.strategy, budget=best.budget_bytes).savefig(paths[-1], dpi=150)
     return paths
 
 

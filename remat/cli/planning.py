@@ -166,7 +166,7 @@ def _comparison(
 
 
 def _named(solver: Solver, chain: Chain) -> str:
-    """As in comparisons: "persistent" is the paper's, "persistent, options" may keep a part of a stage."""
+    """As in comparisons: "persistent" is the paper's, "persistent+parts" may keep a part of a stage."""
     from remat.runtime.strategies import OPTIONS
 
     return f"{solver.name}{OPTIONS}" if getattr(solver, "options", False) and any(chain.options) else solver.name

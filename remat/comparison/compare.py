@@ -66,8 +66,9 @@ def compare(
 
     The protocol: the model is profiled once. Every plan and DTR run the same sample from the same random numbers, by
     one executor. Memory and gradients are taken in steps of their own, after one to warm up; then steps are timed in
-    rounds, in each of which plain PyTorch and every strategy take one step, in changing order. Medians are reported,
-    overheads are ratios within a round. Plans that are the same sequence are run once. The model is left as found.
+    rounds, in each of which every strategy takes one step, in changing order, and plain PyTorch one beside each.
+    Medians are reported, and overheads are ratios to the step beside. Plans that are the same sequence are run
+    once. The model is left as found.
 
     Args:
         model: any module; static strategies plan for the chains found in it, DTR for all of it.
@@ -76,15 +77,15 @@ def compare(
         budgets: one or several, each an int (bytes), a string ("2GiB"), or a float in (0, 1] of the store-all peak.
             They cover what `remat.run` measures, the sample included. None: five, in equal ratios from the least that
             works to that peak.
-        strategies: names of planners, `Solver` objects; "dtr", by calls, which is not predicted; "dtr, operators",
+        strategies: names of planners, `Solver` objects; "dtr", by calls, which is not predicted; "dtr-operators",
             names or functions of heuristics, operator by operator;
             "gradient_checkpointing" for that of the model's library (transformers, timm), "block_checkpointing" and
             "selective_checkpointing" (products, convolutions and attention saved) for PyTorch's own of every block,
             "torch.compile", with several values of its `activation_memory_budget`, and ways of your own (`Execution`
-            objects), none of which has a budget in bytes. Names of planners mean the papers' plans; with ", options"
-            behind them, plans that may keep a part of a stage. None: store_all, sequential, chen, revolve, persistent,
-            floating (unless it would take long), "persistent, options", "dtr", "dtr, operators", and the library's
-            checkpointing where it has one.
+            objects), none of which has a budget in bytes. Names of planners mean the papers' plans; with "+parts"
+            behind them, plans that may keep a part of a stage; "fit", the plan that `remat.fit` takes. None: store_all,
+            sequential, chen, revolve, persistent, floating (unless it would take long), "fit", "dtr", "dtr-operators",
+            and the library's checkpointing where it has one.
         loss: a function of the output that returns a scalar; without one the output is backpropagated with a fixed
             random gradient.
         measure: False stops after the predictions, of DTR too: nothing larger than single stages is run.

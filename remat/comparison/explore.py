@@ -13,7 +13,7 @@ from remat.runtime.checks import Loss
 
 _STEPS = 24  # of the slider, between the least budget and storing everything
 # Planners that answer at once, also for long chains.
-PLANNERS = ("persistent, options", "persistent", "revolve", "chen", "sequential")
+PLANNERS = ("fit", "persistent", "revolve", "chen", "sequential")
 
 
 def explore(model: nn.Module | Chain, sample: Any = None, loss: Loss | None = None, *, output_held: bool = True) -> Any:

@@ -29,6 +29,8 @@ from remat.simulation import simulate
 if TYPE_CHECKING:
     from rich.table import Table
 
+_TOO_NOISY = "too noisy to tell: ranked by planned times ({}). Run it again with repeats=15 on a quiet machine"
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -44,7 +46,7 @@ class Entry:
         gradients: "equal" if gradients and buffers were those of plain PyTorch to the bit, else by how much they
             differed, beginning with `OWN` where plain PyTorch differs from itself too (kernels on a GPU may); empty
             where they were not compared.
-        times: seconds of the timed steps; ratios: each over that of plain PyTorch's step in the same round.
+        times: seconds of the timed steps; ratios: each over that of the plain PyTorch step beside it.
     """
 
     strategy: str
@@ -198,10 +200,11 @@ class Comparison:
     def verdict(self, budget: int | str | float) -> Verdict:
         """The fastest entry whose peak is within `budget`, and those that are tied with it.
 
-        Times count by their ratio to plain PyTorch's step in the same round. Where the intervals of these ratios
-        overlap that of the fastest, the entries are tied, and the simplest of them is the best: plain PyTorch, storing
-        everything, the persistent plan, other plans, a library's own way, DTR. What was measured counts where anything
-        was timed; predictions else. An entry whose gradients differed does not.
+        Times count by their ratio to a plain PyTorch step beside them. Entries that were not slower than the fastest in
+        all rounds (in three quarters of eight or more) are tied with it, and the one of the least median is the best,
+        or plain PyTorch. Where times scatter too much for that, or a step that recomputes seems to beat a plain one,
+        planned times decide. What was measured counts where anything was timed; predictions else. An entry whose
+        gradients differed does not.
 
         Raises:
             InfeasibleBudget: none fits; `minimum` is the least peak of those that work.
@@ -213,7 +216,8 @@ class Comparison:
             if report is None or not report.seconds or not _is_right(entry):
                 continue
             if report.outcome in ("pass", "over"):
-                found.append(Candidate(report.overhead or report.seconds, report.peak_bytes, entry))
+                planned = None if entry.predicted is None else entry.predicted.overhead
+                found.append(Candidate(report.overhead or report.seconds, planned, report.peak_bytes, entry))
         fitting = [candidate for candidate in found if candidate.peak_bytes <= size]
         if not fitting:
             raise InfeasibleBudget(size, min((candidate.peak_bytes for candidate in found), default=0))
@@ -226,21 +230,24 @@ class Comparison:
     def _recommendation(self, size: int) -> str:
         within = f"within {format_bytes(size)}:"
         try:
-            best, tied = self.verdict(size)
+            best, tied, noise = self.verdict(size)
         except InfeasibleBudget:
             name, least = min(self.least_bytes.items(), key=lambda item: item[1], default=("", 0))
             if not name or least > size:
-                return f"{within} nothing works; the least budget is {format_bytes(least)}, with {name}"
+                return f"{within} nothing works; the minimum budget is {format_bytes(least)}, with {name}"
             return f"{within} nothing that works was compared; {name} works from {format_bytes(least)} on"
-        report = best.measured if self.timed else best.predicted
+        measured, predicted = best.measured, best.predicted
+        report = measured if self.timed else predicted
         assert report is not None
-        overhead = "" if report.overhead is None else f", {report.overhead:.2f} x plain PyTorch"
-        if best.interval is not None and best.strategy != PLAIN:
-            overhead += f" [{best.interval.low:.2f}, {best.interval.high:.2f}]"
+        what = f"{within} {best.strategy}, peak {format_bytes(report.peak_bytes)}"
+        if noise and predicted is not None:
+            return f"{what}, predicted {predicted.overhead or 1.0:.2f} x plain PyTorch; {_TOO_NOISY.format(noise)}"
+        if report.overhead is not None and best.strategy != PLAIN:
+            what += f", {'' if report.measured else 'predicted '}{report.overhead:.2f} x plain PyTorch"
+            if best.interval is not None:
+                what += f" ({best.interval.low:.2f} to {best.interval.high:.2f})"
         names = [name for name in dict.fromkeys(entry.strategy for entry in tied) if name != best.strategy]
-        level = f"; tied with {', '.join(names)}" if names else ""
-        how = "" if report.measured else ", as predicted"
-        return f"{within} {best.strategy}, {format_bytes(report.peak_bytes)}{overhead}{how}{level}"
+        return f"{what}; tied with {', '.join(names)}" if names else what
 
     def _bytes(self, budget: int | str | float) -> int:
         return resolve_budget(budget, self.store_all_bytes)

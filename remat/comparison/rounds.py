@@ -91,21 +91,32 @@ def measure(bench: Bench, rows: Sequence[Row], repeats: int, tell: Progress, kee
     _look_at_all(bench, plain, others, lambda what, done: tell(what, done, total), lambda: _kept(rows, keep))
     for turn in range(repeats):
         timed = [row for row in others if row.step is not None and len(row.times) < row.rounds(repeats)]
-        if plain.step is not None and (timed or len(plain.times) < repeats):
-            timed.append(plain)
+        if not timed and plain.step is not None and len(plain.times) < repeats:
+            timed = [plain]
         first = turn * len(timed) // repeats  # nobody always comes after the same one, or first
-        seconds: list[tuple[Row, float]] = []
+        found: list[tuple[Row, float | None, float | None]] = []
         for row in [*timed[first:], *timed[:first]]:
-            tell(row.what("time"), (1 + len(others)) * (1 + turn) + len(seconds), total)
-            found = _time(bench, row)
-            if found is not None:
-                seconds.append((row, found))
-        plain_seconds = next((found for row, found in seconds if row is plain), None)
-        for row, found in seconds:  # a round counts as a whole or not at all
-            row.times.append(found)
-            if plain_seconds is not None:
-                row.ratios.append(found / plain_seconds)
+            tell(row.what("time"), (1 + len(others)) * (1 + turn) + len(found), total)
+            found.append((row, *_beside(bench, row, plain, plain_first=(turn + len(found)) % 2 == 0)))
+        for row, own, beside in found:  # a round counts as a whole or not at all
+            if beside is not None:
+                plain.times.append(beside)
+                plain.ratios.append(1.0)
+            if own is not None and row is not plain:
+                row.times.append(own)
+                row.ratios += [] if beside is None else [own / beside]
         _kept(rows, keep)
+
+
+def _beside(bench: Bench, row: Row, plain: Row, *, plain_first: bool) -> tuple[float | None, float | None]:
+    """Seconds of a step of a row, and of a plain one right before or after it."""
+    if row is plain or plain.step is None:
+        seconds = _time(bench, row)
+        return (seconds, seconds) if row is plain else (seconds, None)
+    if plain_first:
+        beside = _time(bench, plain)
+        return _time(bench, row), beside
+    return _time(bench, row), _time(bench, plain)
 
 
 def _look_at_all(

@@ -1,4 +1,4 @@
-"""Which way to train is best within a budget: the fastest by ratios within rounds, and of ties the simplest."""
+"""Which way to train is best within a budget: the fastest by ratios within rounds, or by plans if these are noise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 PLAIN = "plain PyTorch"
 EQUAL = "equal"  # gradients, to the bit
 OWN = "not repeatable here"
-_SIMPLE = (PLAIN, "store_all", "persistent")  # in this order; then other plans, libraries' own ways, DTR
+_SCATTERED = 1.5  # times its least, that a ratio may be in other rounds
+_TOO_FAST = 0.98  # times a plain step: nobody recomputes in less
 _MANY = 8  # rounds from which on quartiles say more than the extremes
 
 
@@ -35,38 +36,66 @@ class Candidate(NamedTuple):
     """A way to train that works within a budget.
 
     Attributes:
-        cost: seconds over those of plain PyTorch in the same round, or seconds where no such ratio is known.
+        cost: seconds over those of plain PyTorch beside it, or seconds where no such ratio is known.
+        planned: the same as predicted; None where it was not.
     """
 
     cost: float
+    planned: float | None
     peak_bytes: int
     entry: Entry
 
     @property
-    def interval(self) -> Interval:
-        found = self.entry.interval
-        return Interval(self.cost, self.cost) if found is None else found
+    def recomputes(self) -> bool:
+        report = self.entry.report
+        return report is not None and bool(report.recomputations)
+
+    def reaches(self, other: Candidate) -> bool:
+        """Whether the rounds do not tell it apart from a faster one: what it took over what the other took."""
+        mine, theirs = self.entry.ratios, other.entry.ratios
+        if len(mine) != len(theirs):  # measured on other days
+            intervals = self.entry.interval, other.entry.interval
+            return None not in intervals and intervals[0].low <= intervals[1].high  # type: ignore[union-attr]
+        found = interval_of([one / another for one, another in zip(mine, theirs, strict=True)])
+        return self.cost == other.cost if found is None else found.low <= 1
 
 
 class Verdict(NamedTuple):
-    """The entry to take, and the others from which the measurement does not tell it apart."""
+    """The entry to take, and the others from which the measurement does not tell it apart.
+
+    Attributes:
+        noise: why the measurement tells nothing, and planned times decide; empty where it does.
+    """
 
     best: Entry
-    tied: tuple[Entry, ...]
+    tied: tuple[Entry, ...] = ()
+    noise: str = ""
 
 
 def verdict_of(candidates: Iterable[Candidate]) -> Verdict:
-    """The simplest of those whose interval reaches that of the fastest; of as simple ones the fastest."""
-    ordered = sorted(candidates, key=lambda found: (found.cost, found.peak_bytes, _simplicity(found.entry)))
-    reach = ordered[0].interval.high
-    level = [found for found in ordered if found is ordered[0] or found.interval.low <= reach]
-    best = min(level, key=lambda found: (_simplicity(found.entry), found.cost, found.peak_bytes))
+    """The fastest, and those that are tied with it: plain PyTorch if it is among them, else that of the least median.
+
+    Where times scatter too much, or a step that recomputes beats a plain one, planned times decide.
+    """
+    ordered = sorted(candidates, key=lambda found: (found.cost, found.peak_bytes))
+    noise = _noise_in(ordered)
+    planned = [found for found in ordered if found.planned is not None]
+    if noise and planned:
+        best = min(planned, key=lambda found: (found.planned, found.peak_bytes, found.cost))
+        return Verdict(best.entry, noise=noise)
+    level = [found for found in ordered if found is ordered[0] or found.reaches(ordered[0])]
+    best = next((found for found in level if found.entry.strategy == PLAIN), level[0])
     return Verdict(best.entry, tuple(found.entry for found in level if found is not best))
 
 
-def _simplicity(entry: Entry) -> int:
-    if entry.strategy in _SIMPLE:
-        return _SIMPLE.index(entry.strategy)
-    if entry.schedule is not None:
-        return len(_SIMPLE)
-    return len(_SIMPLE) + (2 if entry.strategy.startswith("dtr") else 1)
+def _noise_in(ordered: Sequence[Candidate]) -> str:
+    timed = [found for found in ordered if found.entry.ratios]
+    if not timed:
+        return ""
+    fast = next((found for found in timed if found.recomputes and found.cost < _TOO_FAST), None)
+    if fast is not None:
+        return f"{fast.entry.strategy} recomputes, and seems to take {fast.cost:.2f} of a plain step"
+    interval = timed[0].entry.interval
+    if interval is not None and interval.high > _SCATTERED * interval.low:
+        return f"{timed[0].entry.strategy} takes {interval.low:.2f} to {interval.high:.2f} times a plain step"
+    return ""

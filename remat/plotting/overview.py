@@ -13,7 +13,7 @@ from remat.plotting.style import new_figure, styles
 from remat.plotting.timeline import plot_memory, plot_schedule
 from remat.runtime.dtr.simulator import Replay
 from remat.runtime.dtr.trace import Trace
-from remat.runtime.strategies import OPTIONS, THRASH_LIMIT, Dynamic, Static, make_strategies, takes_long
+from remat.runtime.strategies import FIT, THRASH_LIMIT, Dynamic, Static, make_strategies, takes_long
 from remat.schedule import Schedule
 from remat.simulation import simulate
 from remat.solvers.base import Solver, store_all_peak
@@ -43,7 +43,7 @@ def plot_overview(
     """
     size = resolve_budget(budget, store_all_peak(chain))
     if solver is None:
-        solver = f"persistent{OPTIONS}" if any(chain.options) else "persistent"
+        solver = FIT if any(chain.options) else "persistent"
     (shown,) = make_strategies([solver], slots)
     assert isinstance(shown, Static)
     figure = new_figure(12.6, 3.9)

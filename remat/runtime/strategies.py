@@ -15,12 +15,10 @@ from remat.solvers import SOLVERS, make_solver
 from remat.solvers.base import Solver
 from remat.solvers.floating import Floating, is_quick
 
-OPTIONS = ", options"  # behind the name of a planner: with the options of stages, which are not in the papers
-DTR, OPERATORS = "dtr", "dtr, operators"  # by calls, as it chooses itself; operator by operator
-DEFAULTS = (
-    *("store_all", "sequential", "chen", "revolve", "persistent", "floating", f"persistent{OPTIONS}"),
-    *(DTR, OPERATORS),
-)
+OPTIONS = "+parts"  # behind the name of a planner: with the options of stages, which are not in the papers
+FIT = "fit"  # the plan that `remat.fit` takes: the fastest of all planners
+DTR, OPERATORS = "dtr", "dtr-operators"  # by calls, as it chooses itself; operator by operator
+DEFAULTS = (*("store_all", "sequential", "chen", "revolve", "persistent", "floating", FIT, DTR, OPERATORS),)
 THRASH_LIMIT = 5.0  # times the program's own time: what DTR takes above that is thrashing, whose extent is no news
 DTR_HEURISTIC = DEFAULT  # of DTR operator by operator, where none is named
 
@@ -67,8 +65,8 @@ def make_strategies(wanted: Sequence[str | Solver | Execution | Callable] | None
     """The strategies of these names, or the default ones.
 
     Args:
-        wanted: names of planners, also with ", options" behind them, `Solver` objects, "dtr", "dtr, operators", names
-            of heuristics, functions that are heuristics; "gradient_checkpointing", which is the library's own;
+        wanted: names of planners, also with "+parts" behind them, "fit", `Solver` objects, "dtr", "dtr-operators",
+            names of heuristics, functions that are heuristics; "gradient_checkpointing", which is the library's own;
             "block_checkpointing" and "selective_checkpointing", which are PyTorch's, of every block; "torch.compile",
             several values of its `activation_memory_budget`, or "torch.compile@0.3", one; `Execution` objects.
         slots: memory units of the dynamic programs.
@@ -123,8 +121,8 @@ def family(name: str) -> str:
 def _make(item: str | Solver | Callable, slots: int) -> Strategy:
     if isinstance(item, Solver):
         return Static(item.name, item)
-    if isinstance(item, str) and item.removesuffix(OPTIONS) in SOLVERS:
-        base = item.removesuffix(OPTIONS)
+    base = "fastest" if item == FIT else item.removesuffix(OPTIONS) if isinstance(item, str) else ""
+    if isinstance(item, str) and base in SOLVERS:
         solver = make_solver(base, slots=slots, options=item.endswith(OPTIONS) or base == "fastest")
         return Static(item, solver)
     if item == DTR:
@@ -136,6 +134,7 @@ def _make(item: str | Solver | Callable, slots: int) -> Strategy:
         if heuristic not in HEURISTICS:
             names = (
                 *SOLVERS,
+                FIT,
                 *(f"{name}{OPTIONS}" for name in ("persistent", "floating", "ilp")),
                 DTR,
                 OPERATORS,
