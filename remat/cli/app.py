@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from remat.errors import RematError
+from remat.host.progress import shown
 
 if TYPE_CHECKING:
     from remat.chain import Chain
@@ -59,11 +59,6 @@ def _main(
     """What all commands have in common."""
 
 
-def progress_bar() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
-
-
 def budget_in(text: str) -> int | str | float:
     """A budget as typed: a number with a point is a fraction, one without is bytes, anything else has a unit."""
     text = text.strip()
@@ -80,12 +75,7 @@ def profiled(name: str, batch: int, device: str, *, offload: bool = False) -> Ch
     from remat.profiling.profile import profile as profile_model
 
     example = load_example(name, batch, device)
-    with progress_bar() as progress:
-        task = progress.add_task("starting")
-
-        def tell(what: str, done: int, total: int) -> None:
-            progress.update(task, description=what, completed=done, total=total)
-
+    with shown(True) as tell:
         return profile_model(example.model, example.sample, loss=example.loss, offload=offload, progress=tell)
 
 

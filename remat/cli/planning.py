@@ -28,10 +28,10 @@ from remat.cli.app import (
     chain_in,
     console,
     profiled,
-    progress_bar,
 )
 from remat.errors import InfeasibleBudget, RematError
 from remat.formatting import format_bytes, format_seconds
+from remat.host.progress import shown
 from remat.plotting.terminal import columns_table
 
 if TYPE_CHECKING:
@@ -242,12 +242,7 @@ def _estimate(
     world = World(device_named(device))
     with world.entered():  # so that parameters take no memory
         example = load_unplaced(name, batch)
-    with progress_bar() as progress:
-        task = progress.add_task("starting")
-
-        def tell(what: str, done: int, total: int) -> None:
-            progress.update(task, description=what, completed=done, total=total)
-
+    with shown(True) as tell:
         found = estimated_in(
             world,
             example.model,

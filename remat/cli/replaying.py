@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import Progress, TaskID
 
-from remat.cli.app import app, budget_in, chain_in, console, progress_bar
+from remat.cli.app import app, budget_in, chain_in, console
 from remat.errors import RematError
 from remat.formatting import format_bytes
+from remat.host.progress import shown
 from remat.plotting.terminal import sweep_table
 
 if TYPE_CHECKING:
@@ -41,19 +42,14 @@ def simulate(
         make_heuristic(name)
     sizes = [budget_in(text) for text in budgets.split(",")]
     replays = {name: Replay(trace) for name, trace in _traces(traces).items()}
-    with progress_bar() as progress:
-        task = progress.add_task("simulating")
-
-        def tell(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
-
-        chosen = {name: name for name in names}
-        cells = sweep(replays, sizes, chosen, [deallocation], thrash_limit=thrash_limit, progress=tell)
+    with shown(True) as tell:
+        chosen, told = {name: name for name in names}, partial(tell, "simulating")
+        cells = sweep(replays, sizes, chosen, [deallocation], thrash_limit=thrash_limit, progress=told)
     for model, replay in replays.items():
-        shown = [cell for cell in cells if cell.model == model]
+        own = [cell for cell in cells if cell.model == model]
         peak, constants = map(format_bytes, (replay.baseline.peak_bytes, replay.baseline.constant_bytes))
         console.print(f"{model}: peak {peak}, of which constants {constants}; overhead by heuristic:", highlight=False)
-        console.print(sweep_table(shown, names))
+        console.print(sweep_table(own, names))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         _write_cells(out, cells)
@@ -83,13 +79,9 @@ def experiment(
             raise RematError(f"experiment {name!r} replays logs; name them with --traces")
     loaded = _traces(traces or [])
     for name in names:
-        with progress_bar() as progress:
-            task = progress.add_task(name, total=None)
-
-            def tell(done: int, total: int, progress: Progress = progress, task: TaskID = task) -> None:
-                progress.update(task, completed=done, total=total)
-
-            made = WITH_TRACES[name](loaded, progress=tell) if name in WITH_TRACES else WITHOUT_TRACES[name]()
+        with shown(True) as tell:
+            told = partial(tell, name)
+            made = WITH_TRACES[name](loaded, progress=told) if name in WITH_TRACES else WITHOUT_TRACES[name]()
         for path in made.save(out):
             console.print(f"wrote {path}")
         if made.cells:
