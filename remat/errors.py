@@ -55,12 +55,11 @@ class InfeasibleBudget(RematError, ValueError):
         self.budget = budget
         self.minimum = minimum
         self.solver = solver
-        by = f" of solver {solver!r}" if solver else ""
-        hint = " (An int counts bytes; all that storing everything takes is 1.0.)" if budget == 1 else ""
+        by = f" with solver {solver!r}" if solver and solver != "fastest" else ""
+        hint = " (An int counts bytes; 1.0 is all that plain PyTorch needs.)" if budget == 1 else ""
         super().__init__(
-            f"no schedule{by} fits {format_bytes(budget)} ({budget} bytes); the least budget that works is "
-            f"{format_bytes(minimum)} ({minimum} bytes). Raise the budget to that, use a smaller batch or input, "
-            f"or split large stages into smaller ones.{hint}"
+            f"{format_bytes(budget)} ({budget} bytes) is too small{by}: the minimum is {format_bytes(minimum)} "
+            f"({minimum} bytes). Use that, a smaller batch, or shorter inputs.{hint}"
         )
 
     def __reduce__(self) -> tuple[type, tuple[int, int, str]]:
@@ -86,7 +85,7 @@ class OutOfBudget(RematError, MemoryError):
         least = (
             ""
             if minimum is None
-            else f"; the least budget with which the program gets past it is {format_bytes(minimum)} ({minimum} bytes)"
+            else f"; the minimum budget to get past it is {format_bytes(minimum)} ({minimum} bytes)"
         )
         super().__init__(
             f"{operator} does not fit into {format_bytes(budget)} ({budget} bytes): with its inputs, its outputs, its "
@@ -110,8 +109,8 @@ class Thrashing(RematError, RuntimeError):
         self.operator, self.budget, self.times, self.minimum = operator, budget, times, minimum
         least = "" if minimum is None else f" to {format_bytes(minimum)} ({minimum} bytes), with which it would not,"
         super().__init__(
-            f"within {format_bytes(budget)}, up to {operator} recomputation takes more than {times:g} times as long as "
-            f"all that the program has computed; raise the budget{least} or set thrash_limit=None to go on"
+            f"stopped at {operator}: within {format_bytes(budget)}, recomputation has taken more than {times:g} times "
+            f"as long as the program itself; raise the budget{least} or set thrash_limit=None to go on"
         )
 
     def __reduce__(self) -> tuple[type, tuple[str, int, float, int | None]]:

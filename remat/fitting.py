@@ -22,7 +22,7 @@ from remat.errors import (
     ThrashingWarning,
     UnsupportedModel,
 )
-from remat.formatting import format_bytes
+from remat.formatting import count, format_bytes, text_table
 from remat.report import Report
 from remat.rotor import Checkpointable
 from remat.runtime.calls.stages import is_sequential
@@ -44,6 +44,7 @@ AUTO = "auto"
 _OVERHEADS = (0.05, 0.1, 0.2)  # whose limits the table shows
 _REHEARSALS = 3  # one may fail operator by operator, and tell what the units are; one may find that others fit
 _ATTEMPTS = 8  # to find the least memory of DTR
+_HOPELESS = 4  # times what there is, that plans need: nothing else will do with so little either
 _TRIED = 64  # limits between the least and storing everything
 
 
@@ -127,20 +128,21 @@ def fit(
     by_calls_too = stages is None and group is None
     limit = handle.automatic_limit() if memory == AUTO else memory
     try:
-        handle.measure(sample, progress=not quiet)
+        handle.measure(sample, progress=not quiet, again=False)
     except NoChain:
         if not by_calls_too:
             raise
         _train_by_calls(model, sample, limit, loss, output_held, other_path, quiet, "no chain of blocks was found")
         return model
     assert handle.chain is not None
-    if memory == AUTO and not quiet:
+    most = store_all_peak(handle.chain)
+    if not quiet:
         _write(_choices(handle.chain, planner("fastest", slots, host_limit)))
     try:
         handle.plan_with("fastest", limit)
     except InfeasibleBudget as error:
         error.args = (f"{error}{_what_is_outside(handle.chain, error.minimum)}",)
-        if not by_calls_too:
+        if not by_calls_too or _HOPELESS * error.budget < error.minimum:
             raise
         if is_sequential(model):
             error.args = (f"{error}{_by_operators(model, sample, error.budget, loss, output_held)}",)
@@ -155,7 +157,7 @@ def fit(
     handle.take_place()
     assert handle.sequence is not None
     if not quiet:
-        _write(f"remat.fit: {_in_a_line(handle.chain, handle.sequence)}")
+        _write(_in_a_line(type(model).__name__, handle.chain, handle.sequence, resolve_budget(limit, most)))
     return model
 
 
@@ -200,11 +202,12 @@ def _train_by_calls(
         model, lambda args, kwargs: steps if model.training else None, other_path=other_path, ended=steps.end
     )
     if not quiet:
-        of = "" if most is None else f" of the {format_bytes(most)} that storing everything takes"
+        plain = "" if most is None else f", plain PyTorch {format_bytes(most)}"
+        slower = "" if report.overhead is None else f", measured {max(report.overhead - 1, 0):.0%} slower"
         _write(
-            f"remat.fit: {why} in this {type(model).__name__}, so it trains under DTR by calls within "
-            f"{format_bytes(budget)}: {format_bytes(report.peak_bytes)}{of}, {report.overhead or 1.0:.2f} x the time, "
-            f"{report.recomputations} recomputation{'s' * (report.recomputations != 1)} a step"
+            f"remat.fit: {why} in this {type(model).__name__}, so it now trains under DTR by calls in "
+            f"{format_bytes(report.peak_bytes)} (limit {format_bytes(budget)}{plain}){slower}; "
+            f"{count(report.recomputations or 0, 'recomputation')} a step"
         )
 
 
@@ -299,18 +302,18 @@ def _write(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _in_a_line(chain: Chain, schedule: Schedule) -> str:
-    report = simulate(chain, schedule)
-    assert report.budget_bytes is not None
-    overhead = "" if report.overhead is None else f", {report.overhead:.2f} x the time of storing everything"
-    maker, limit = schedule.note.removeprefix("by ") or schedule.strategy, format_bytes(report.budget_bytes)
-    most = format_bytes(store_all_peak(chain))
-    parts = f", {schedule.parts} stages kept in part" if schedule.parts else ""
-    if report.host_bytes:
-        parts += f", {format_bytes(report.host_bytes)} on the host"
+def _in_a_line(name: str, chain: Chain, schedule: Schedule, limit: int) -> str:
+    report, most = simulate(chain, schedule), store_all_peak(chain)
+    if not schedule.recomputations and not report.host_bytes:
+        return f"remat.fit: {name} fits {format_bytes(limit)} as it is, in {format_bytes(most)}: nothing is recomputed"
+    slower = "" if report.overhead is None else f", predicted {report.overhead - 1:.0%} slower"
+    whole = schedule.recomputations - schedule.parts
+    what = [f"{count(whole, 'recomputation')} of whole stages"] * (whole > 0)
+    what += [f"a part of {count(schedule.parts, 'stage')} is recomputed"] * (schedule.parts > 0)
+    what += [f"{format_bytes(report.host_bytes)} wait on the host"] * (report.host_bytes > 0)
     return (
-        f"{maker} within {limit}: {format_bytes(report.peak_bytes)} of the {most} that storing everything takes"
-        f"{overhead}, {report.recomputations} recomputation{'s' * (report.recomputations != 1)} a step{parts}"
+        f"remat.fit: {name} now trains in {format_bytes(report.peak_bytes)} (limit {format_bytes(limit)}, plain "
+        f"PyTorch {format_bytes(most)}){slower}: {', '.join(what)}"
     )
 
 
@@ -323,9 +326,8 @@ def _choices(chain: Chain, solver: Solver) -> str:
         for limit, answer in zip(limits, solver.solve_many(chain, limits), strict=True)
         if not isinstance(answer, InfeasibleBudget)
     ]
-    lines = [f"remat.fit: limits to choose from, of {format_bytes(most)} that storing everything takes:"]
-    lines.append(f"  least          {format_bytes(found[0][0]):>9}  {found[0][1]:.2f} x the time")
-    for wanted in _OVERHEADS:
-        limit, overhead = next(choice for choice in found if choice[1] <= 1 + wanted)
-        lines.append(f"  {wanted:4.0%} overhead  {format_bytes(limit):>9}  {overhead:.2f} x the time")
-    return "\n".join(lines)
+    rows = [("minimum", *found[0])]
+    rows += [(f"{wanted:.0%} slower", *next(each for each in found if each[1] <= 1 + wanted)) for wanted in _OVERHEADS]
+    rows.append(("plain PyTorch", most, 1.0))
+    shown = [(f"  {name}", format_bytes(limit), f"{overhead:.2f} x") for name, limit, overhead in rows]
+    return "\n".join(text_table(("remat.fit:", "limit", "predicted time"), shown))

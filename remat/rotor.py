@@ -19,6 +19,7 @@ from remat.errors import PlanMismatch, RematError
 from remat.formatting import format_bytes, format_seconds
 from remat.host.progress import Progress, shown
 from remat.profiling.profile import Loss, profile
+from remat.profiling.remembered import profile_once
 from remat.report import Report
 from remat.runtime.calls.stages import call_of, flatten, is_sequential
 from remat.runtime.checks import check_count, check_model, checked_loss
@@ -33,7 +34,6 @@ from remat.runtime.planned.patched_forward import (
     patched_forward_of,
     refuse_other_path,
     refuse_patched,
-    unpatched,
 )
 from remat.runtime.planned.validity import Validity, smallest_covering, training
 from remat.runtime.planned.wrapper import Wrapper
@@ -207,13 +207,15 @@ class Checkpointable(Wrapper):
 
     # Measuring and planning --------------------------------------------------------------------------------------
 
-    def measure(self, input: Any, *, progress: bool = False) -> None:
+    def measure(self, input: Any, *, progress: bool = False, again: bool = True) -> None:
         """Measures every stage on a sample, in train mode; plans made before are dropped. Leaves the model as found.
 
-        `progress`: show on stderr what is measured.
+        Args:
+            progress: show on stderr what is measured.
+            again: False: take what was measured last, where the model and the sample look the same.
         """
         with training(self.wrapped), shown(progress) as tell:
-            self.chain = self._profile(input, self.loss, tell)
+            self.chain = self._profile(input, self.loss, tell, again=again)
             self._measured_state = self._validity(call_of(self.wrapped, input))
         self._plan = None
         self._plans.clear()
@@ -224,14 +226,13 @@ class Checkpointable(Wrapper):
             f"{format_seconds(self.chain.store_all_seconds)} when everything is stored, {format_bytes(least)} at least"
         )
 
-    def _profile(self, sample: Any, loss: Loss | None, tell: Progress | None = None) -> Chain:
-        with unpatched(self.wrapped):
-            options: dict[str, Any] = {"loss": loss, "stages": self.stages, "output_held": self.output_held}
-            options |= {"progress": tell, "options": self.options, "offload": self.host_limit is not None}
-            options |= {"keep": self.keep, "recompute": self.recompute}
-            if self.group is None:
-                return profile(self.wrapped, sample, **options)
-            return profile(self.wrapped, sample, agreed=partial(agree, group=self.group), **options)
+    def _profile(self, sample: Any, loss: Loss | None, tell: Progress | None = None, *, again: bool = True) -> Chain:
+        options: dict[str, Any] = {"loss": loss, "stages": self.stages, "output_held": self.output_held}
+        options |= {"progress": tell, "options": self.options, "offload": self.host_limit is not None}
+        options |= {"keep": self.keep, "recompute": self.recompute}
+        if self.group is None:
+            return (profile if again else profile_once)(self.wrapped, sample, **options)
+        return profile(self.wrapped, sample, agreed=partial(agree, group=self.group), **options)
 
     def compute_sequence(
         self,

@@ -122,7 +122,7 @@ def test_command_line(cli, tmp_path: Path) -> None:
     assert sum(chain.layout.modules) == 4
     done = cli("plan", "my_models:make", "--budgets", "1.0,1GiB,100", "--out", "results")
     assert done.returncode == 0, done.stderr
-    assert "no schedule of solver 'persistent' fits 100 B" in done.stdout
+    assert "100 B (100 bytes) is too small with solver 'persistent'" in done.stdout
     assert "lower bound" in done.stdout and "kept at first" in done.stdout and "█" in done.stdout
     schedule = remat.Schedule.load(tmp_path / "results" / "schedule_1.0.json")
     remat.simulate(remat.Chain.load(tmp_path / "results" / "chain.json"), schedule)

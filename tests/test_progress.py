@@ -14,7 +14,7 @@ def test_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
         now = float(second)
         tell("measuring", second, 35)
     told = capsys.readouterr().err.splitlines()
-    assert told == [f"remat: measuring ({second} of 35)" for second in (10, 20, 30)]
+    assert told == [f"remat: measuring ({s} of 35, about {35 - s} s left)" for s in (10, 20, 30)]
 
 
 def test_a_function_is_handed_on_and_false_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -235,7 +235,7 @@ def test_sequential_runs_stages_as_often_as_checkpoint_sequential(segments: int)
 
 
 def test_errors_say_what_to_do(table2: Chain) -> None:
-    with pytest.raises(InfeasibleBudget, match=r"10\.0 MiB.*least budget that works is .*Raise the budget") as caught:
+    with pytest.raises(InfeasibleBudget, match=r"10\.0 MiB.*is too small.*the minimum is .*Use that") as caught:
         solve(table2, "10MiB")
     assert isinstance(caught.value, ValueError)
     assert caught.value.minimum == minimum_budget(table2)

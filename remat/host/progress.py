@@ -32,14 +32,15 @@ def shown(progress: bool | Progress) -> Iterator[Progress]:
 
 def lines(every: float = _EVERY, clock: Callable[[], float] = time.monotonic) -> Progress:
     """Writes a line on stderr where `every` seconds have passed since the last one, or since the beginning."""
-    last = clock()
+    first = last = clock()
 
     def tell(what: str, done: int, total: int) -> None:
         nonlocal last
         now = clock()
         if now - last >= every:
             last = now
-            print(f"remat: {what} ({done} of {total})", file=sys.stderr, flush=True)
+            left = f", about {(now - first) / done * (total - done):.0f} s left" if 0 < done < total else ""
+            print(f"remat: {what} ({done} of {total}{left})", file=sys.stderr, flush=True)
 
     return tell
 

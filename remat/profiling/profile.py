@@ -46,6 +46,7 @@ from remat.runtime.calls.stages import Stage, call_of, check_device, flatten, gr
 from remat.runtime.checks import Loss, check_count, check_model, check_sample, checked_loss
 from remat.runtime.executor import BySchedule, executing
 from remat.runtime.meter import instruments, undisturbed
+from remat.runtime.planned.patched_forward import unpatched
 from remat.runtime.pytree import Arguments, loss_in, tensors
 from remat.runtime.sharding import refuse_flat_shards, refuse_shards_of_others
 from remat.schedule import Schedule
@@ -145,6 +146,7 @@ def profile(
     modules = [model, *loss_modules]
     with (
         torch.enable_grad(),
+        unpatched(model),
         preserved(modules, accelerators(everything, call)) as replaced,
         caches_off(configs_with_caches(model.modules())),
         aliased_parameters(modules) as foreign,

@@ -1,0 +1,104 @@
+"""The last profile of each model, which serves every limit as long as the model and the sample look the same."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from remat.chain import Chain
+from remat.errors import OverBudgetWarning
+from remat.profiling.profile import profile
+from remat.runtime.calls.attributes import hooks_of
+from remat.runtime.calls.stages import call_of, describe_call
+from remat.runtime.generators import OWN
+from remat.runtime.pytree import tensors
+from remat.runtime.surroundings import present
+
+_OURS = frozenset(("forward", "__getstate__"))  # that are put into a module that trains by a plan
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+
+
+class _Last(NamedTuple):
+    look: Hashable
+    chain: Chain
+
+
+_last: weakref.WeakKeyDictionary[nn.Module, _Last] = weakref.WeakKeyDictionary()
+
+
+def profile_once(model: nn.Module, sample: Any, **options: Any) -> Chain:
+    """`profile`, or what it found the last time, where nothing has changed that it depends on and can be seen.
+
+    What depends on the values in the sample is measured each time.
+    """
+    look = _look_of(model, sample, options)
+    known = _last.get(model)
+    if known is not None and known.look == look:
+        return known.chain
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        chain = profile(model, sample, **options)
+    for each in caught:
+        warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    _last.pop(model, None)
+    if not any(issubclass(each.category, OverBudgetWarning) for each in caught):
+        _last[model] = _Last(look, chain)
+    return chain
+
+
+def _look_of(model: nn.Module, sample: Any, options: dict[str, Any]) -> Hashable:
+    kept = {name: value for name, value in options.items() if name not in ("progress", "loss", "stages")}
+    loss, stages = options.get("loss"), options.get("stages")
+    return (
+        describe_call(call_of(model, sample)),
+        *(tensor.requires_grad for tensor in tensors(sample)),
+        present(),
+        torch.get_num_threads(),
+        tuple(sorted((name, repr(value)) for name, value in kept.items())),
+        None if loss is None else _Reference(loss),
+        None if stages is None else tuple(each if isinstance(each, str) else id(each) for each in stages),
+        *(part for module in model.modules() for part in _of_module(module)),
+    )
+
+
+def _of_module(module: nn.Module) -> tuple[Any, ...]:
+    owned = [*module._parameters.values(), *module._buffers.values()]
+    return (
+        id(module),
+        type(module),
+        tuple(len(hooks) for hooks in hooks_of(module)),
+        tuple(None if t is None else (tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in owned),
+        tuple(
+            part
+            for name in sorted(vars(module).keys() - OWN - _OURS)
+            for part in (name, *_plain_in(vars(module)[name]))
+        ),
+        module.training,
+    )
+
+
+def _plain_in(value: Any) -> tuple[Any, ...]:
+    """What can be compared of an attribute: a number or a name, or those that an object holds, as a configuration."""
+    if type(value) in _PLAIN:
+        return (value,)
+    if isinstance(value, (nn.Module, torch.Tensor)) or not hasattr(value, "__dict__"):
+        return (type(value),)
+    return (type(value), *((name, each) for name, each in vars(value).items() if type(each) in _PLAIN))
+
+
+class _Reference:
+    """Equal to that of the same object, which it does not keep alive: a loss may hold the model."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = weakref.WeakMethod(value) if hasattr(value, "__self__") else weakref.ref(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Reference) and self._value() is not None and self._value() == other._value()
+
+    def __hash__(self) -> int:
+        return hash(type(self._value))

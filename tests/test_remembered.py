@@ -1,0 +1,116 @@
+"""`fit` measures a model once: the next limit takes the profile of before, as long as nothing has changed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import remat
+from remat.profiling import remembered
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout, self.scale = nn.Linear(32, 32), nn.Dropout(0.1), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.linear(x).tanh()) * self.scale
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A model each time it is measured."""
+    found: list[Any] = []
+    profile = remembered.profile
+
+    def counted(model: nn.Module, sample: Any, **options: Any) -> remat.Chain:
+        found.append(model)
+        return profile(model, sample, **options)
+
+    monkeypatch.setattr(remembered, "profile", counted)
+    return found
+
+
+def model_and_sample() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(6)), nn.Linear(32, 3)), torch.randn(64, 32)
+
+
+def test_the_next_limit_is_planned_from_the_same_profile(measured: list[Any]) -> None:
+    """So more memory is never predicted slower."""
+    model, sample = model_and_sample()
+    chain, overheads = None, []
+    for share in (0.6, 0.9, 0.7, 0.8):
+        remat.fit(model, sample, share, quiet=True)
+        model(sample).sum().backward()  # the gradients that are there now change nothing
+        chain = remembered._last[model].chain
+        overheads.append((share, remat.simulate(chain, remat.solve(chain, share)).overhead))
+    assert measured == [model]
+    found = [overhead for _, overhead in sorted(overheads)]
+    assert found == sorted(found, reverse=True)
+
+
+CHANGES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "another length": lambda model, sample: torch.randn(65, 32),
+    "a sample with a gradient": lambda model, sample: sample.requires_grad_(),
+    "eval mode of a layer": lambda model, sample: (model[0].dropout.eval(), sample)[1],
+    "another rate": lambda model, sample: (setattr(model[0].dropout, "p", 0.0), sample)[1],
+    "another number": lambda model, sample: (setattr(model[1], "scale", 2.0), sample)[1],
+    "a frozen layer": lambda model, sample: (model[2].requires_grad_(False), sample)[1],
+    "a hook": lambda model, sample: (model[2].register_forward_hook(lambda m, a, y: y * 2), sample)[1],
+    "another layer": lambda model, sample: (model.__setitem__(1, nn.Linear(32, 32)), sample)[1],
+    "another type": lambda model, sample: (model.double(), sample.double())[1],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_looks_otherwise_is_measured_anew(
+    change: Callable[[nn.Module, Tensor], Tensor], measured: list[Any]
+) -> None:
+    model, sample = model_and_sample()
+    remat.fit(model, sample, 0.9, quiet=True)
+    remat.remove(model)
+    remat.fit(model, change(model, sample), 0.9, quiet=True)
+    assert len(measured) == 2
+
+
+def test_surroundings_and_losses_count(measured: list[Any]) -> None:
+    model, sample = model_and_sample()
+
+    def loss(output: Tensor) -> Tensor:
+        return output.square().sum()
+
+    for _ in range(2):
+        remat.fit(model, sample, 0.9, quiet=True)
+        remat.fit(model, sample, 0.9, loss, quiet=True)
+        remat.fit(model, sample, 0.8, loss, quiet=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            remat.fit(model, sample, 0.9, loss, quiet=True)
+    assert len(measured) == 6  # only the third of each turn is the one before
+
+
+class Choosing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x[x > 0].sum()
+
+
+def test_what_depends_on_the_values_is_measured_and_said_each_time(measured: list[Any]) -> None:
+    model, sample = nn.Sequential(*(m for _ in range(4) for m in (Block(), Choosing()))), torch.randn(64, 32)
+    for _ in range(2):
+        with pytest.warns(remat.OverBudgetWarning, match="depends on the data"):
+            remat.fit(model, sample, 0.9, quiet=True)
+    assert len(measured) == 2
+
+
+def test_a_model_that_trains_by_a_plan_can_be_profiled() -> None:
+    model, sample = model_and_sample()
+    remat.fit(model, sample, 0.7, quiet=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert remat.profile(model, sample, repeats=1).length == 8
