@@ -25,7 +25,7 @@ from benchmarks.planners import random_chain
 from remat.chain import Option
 from remat.comparison.bench import Bench
 from remat.models import resnet50
-from remat.plotting.style import new_figure, style_at
+from remat.plotting.style import COLOURS, new_figure, style_at
 from remat.runtime.calls.partial import Parts, Replaying
 from remat.runtime.calls.tape import Recorder
 from remat.runtime.library import BlockCheckpointing, Compiled
@@ -123,30 +123,33 @@ def replays(rounds: int = 60, layers: int = 100) -> list[dict[str, object]]:
     return [row]
 
 
-def figure(rows: Sequence[dict[str, Any]]) -> Any:
-    """Overhead against memory, a panel for each model."""
-    drawn = new_figure(9.6, 3.4)
-    names = list(dict.fromkeys(row["model"] for row in rows if "model" in row))
-    ways = list(dict.fromkeys(row["way"] for row in rows if "measured" in row))
-    for ax, name in zip(drawn.subplots(1, len(names), sharey=True), names, strict=True):
-        for place, way in enumerate(ways):
-            points = [row for row in rows if row.get("model") == name and row["way"] == way]
-            if not points:
-                continue
-            x = [row["share_of_plain"] for row in points]
-            y = [100 * (row["measured"][1] - 1) for row in points]
-            low, high = ([100 * (row["measured"][at] - 1) for row in points] for at in (0, 2))
-            spread = [
-                [max(b - a, 0) for a, b in zip(low, y, strict=True)],
-                [b - a for a, b in zip(y, high, strict=True)],
-            ]
-            style = {**style_at(place), "linestyle": "-" if "limit" in points[0] else ""}
-            ax.errorbar(x, y, spread, **style, label=way, capsize=2)
-        ax.set(title=name, xlabel="peak, of plain PyTorch's", xlim=(0, None))
-        ax.grid(alpha=0.3)
-    drawn.axes[0].set_ylabel("overhead (%)")
-    drawn.axes[1].legend(frameon=False, fontsize="small", loc="upper center")
+_LABELS = {
+    **{"options": "remat", "whole blocks": "remat, whole blocks only"},
+    **{"every block checkpointed": "PyTorch, every block", "selective": "PyTorch, selective"},
+}
+
+
+def figure(rows: Sequence[dict[str, Any]], model: str = "GPT-2") -> Any:
+    """Extra time against memory of one model, plain PyTorch's at (100, 0), with intervals."""
+    drawn = new_figure(6.4, 3.8)
+    ax = drawn.subplots()
+    for place, (way, label) in enumerate(_LABELS.items()):
+        points = sorted((row for row in rows if (row.get("model"), row.get("way")) == (model, way)), key=_share)
+        x, y = [100 * _share(row) for row in points], [100 * (row["measured"][1] - 1) for row in points]
+        low, high = ([abs(100 * (row["measured"][at] - row["measured"][1])) for row in points] for at in (0, 2))
+        line = "-" if "limit" in points[0] else ""
+        ax.errorbar(x, y, [low, high], **{**style_at(place), "linestyle": line}, capsize=2)
+        side = {"options": (-6, -10, "right"), "whole blocks": (6, 6, "left")}.get(way, (8, -3, "left"))
+        ax.annotate(label, (x[0], y[0]), side[:2], textcoords="offset points", ha=side[2], color=COLOURS[place])
+    ax.plot([100], [0], "k*", markersize=11)
+    ax.annotate("plain PyTorch", (100, 0), (-8, 8), textcoords="offset points", ha="right")
+    ax.set(xlabel="peak memory, % of plain PyTorch's", ylabel="extra time per step (%)", xlim=(0, 105), title=model)
+    ax.grid(alpha=0.3)
     return drawn
+
+
+def _share(row: dict[str, Any]) -> float:
+    return float(row["share_of_plain"])
 
 
 def _of(name: str, model: nn.Module, sample: Any) -> list[dict[str, object]]:

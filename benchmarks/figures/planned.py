@@ -168,6 +168,26 @@ def options__overheads() -> str:
 
 
 @figure
+def options__table() -> str:
+    """A row for each share of the memory, a column for each model."""
+    found = by("options", "model", way="options")
+    shares = [row["limit"] for row in next(iter(found.values()))]
+    lines = ["", f"| memory | {' | '.join(found)} |", f"|---|{'---|' * len(found)}"]
+    for number, share in enumerate(shares):
+        cells = [percent(each[number]["measured"][1] - 1, 1) for each in found.values()]
+        lines.append(f"| {share:.0%} | {' | '.join(f'{cell} %' for cell in cells)} |")
+    whole = {row["model"]: row for row in rows("options", way="every block checkpointed")}
+    cells = [
+        f"{percent(whole[model]['measured'][1] - 1)} % at {whole[model]['share_of_plain']:.0%}"
+        if model in whole
+        else "-"
+        for model in found
+    ]
+    lines.append(f"| PyTorch, every block checkpointed | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+@figure
 def options__replay() -> str:
     (row,) = (row for row in rows("options") if "operators" in row)
     return f"{row['replay, us an operator']:.1f} us ({row['plain, us an operator']:.1f} us)"
