@@ -71,6 +71,7 @@ def test_the_allocator_counts_no_more_than_the_budget(kind: str, share: float, n
         assert error.minimum > budget
         return
     assert peak <= budget or dtr.report().outcome == "over"
+    assert peak <= dtr.report().peak_bytes
 
 
 def _block(budget: int, step: Callable[[], None]) -> remat.DTR:

@@ -78,7 +78,8 @@ class SavedStorages:
 
     def bytes_held(self, besides: Any) -> int:
         """Of what is still in memory although nothing of it was kept, but for storages of this value."""
-        others = {StorageWeakRef(storage_of(tensor)).cdata for tensor in tensors(besides) if tensor.numel()}
+        dense = [tensor for tensor in tensors(besides) if tensor.layout == torch.strided and tensor.numel()]
+        others = {StorageWeakRef(storage_of(tensor)).cdata for tensor in dense}
         there = [(ref, size) for ref, size in self._storages.values() if not ref.expired()]
         return sum(size for ref, size in there if ref.cdata not in others)
 
@@ -147,8 +148,12 @@ class OldAttributes:
         for container, items in self._contents:
             now = items_of(container)
             if len(now) != len(items) or any(a is not b for a, b in zip(now, items, strict=True)):
-                old.append(max(now, key=storage_bytes, default=None))
-        return storage_bytes(old)
+                old += max(map(tensors, now), key=_size, default=[])
+        return storage_bytes([tensor for tensor in tensors(old) if tensor.layout == torch.strided])
+
+
+def _size(found: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in found)
 
 
 def executor_reserve(marks: Sequence[Marks], sizes: Sequence[Sizes]) -> int:

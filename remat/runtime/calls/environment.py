@@ -299,7 +299,7 @@ class FirstRun:
         self._parameters.refuse_others(self._stage, f"stage {self._stage.name!r}")
         written = [(weight, weight.detach().clone()) for weight in self._rewritten]
         with ExitStack() as stack:
-            stack.enter_context(self._flags_again())
+            stack.enter_context(flags_again(self._stage.parts, self._flags))
             stack.enter_context(self._surroundings.again())
             stack.enter_context(under(self._modes))
             stack.enter_context(self._attributes.again())
@@ -325,18 +325,6 @@ class FirstRun:
         self._parameters = self._parameters.again()
 
     @contextmanager
-    def _flags_again(self) -> Iterator[None]:
-        now = [(part, part.training) for part in self._stage.parts]
-        other = [(part, flag) for (part, is_now), flag in zip(now, self._flags, strict=True) if is_now != flag]
-        for part, flag in other:
-            part.training = flag
-        try:
-            yield
-        finally:
-            for part, flag in now if other else ():
-                part.training = flag
-
-    @contextmanager
     def _buffers_again(self) -> Iterator[None]:
         """Runs on scratch copies of the old values, so that the module's own buffers are not changed a second time."""
         originals: list[tuple[dict[str, Any], str, Any]] = []
@@ -358,6 +346,30 @@ class FirstRun:
         finally:
             for holder, name, buffer in originals:
                 holder[name] = buffer
+
+
+@contextmanager
+def flags_again(parts: Sequence[nn.Module], flags: Sequence[bool]) -> Iterator[None]:
+    """Inside, modules are in train or eval mode as these flags say."""
+    now = [(part, part.training) for part in parts]
+    other = [(part, flag) for (part, is_now), flag in zip(now, flags, strict=True) if is_now != flag]
+    for part, flag in other:
+        part.training = flag
+    try:
+        yield
+    finally:
+        for part, flag in now if other else ():
+            part.training = flag
+
+
+@contextmanager
+def without_autocast(device_types: Iterable[str]) -> Iterator[None]:
+    """Inside, nothing is cast."""
+    with ExitStack() as stack:
+        for device_type in device_types:
+            if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
 
 
 def _look(tensor: torch.Tensor) -> Hashable:

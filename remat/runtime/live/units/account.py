@@ -95,8 +95,8 @@ class Account:
         if not growth:
             return
         if counted is None:
-            counted = self.enter(storage)
             self.others -= before  # which was there before
+            counted = self.enter(storage)
             counted.size = growth
             return
         counted.size += growth

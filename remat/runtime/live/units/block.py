@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_curren
 from remat.report import Report
 from remat.runtime.allocator import level_of
 from remat.runtime.caches import caches_off, configs_with_caches
+from remat.runtime.calls.environment import accelerators, state_bytes
 from remat.runtime.calls.tape import Recorder
 from remat.runtime.dtr.heuristics import Heuristic
 from remat.runtime.live.advice import Advice, advice_on
@@ -285,7 +286,7 @@ class UnitsBlock:
         self._ahead[self._turn] = call.row.call
         for number in unit.writes:
             given = call.given()[number]
-            call.inputs[number].seen = None  # it does not read it again
+            call.inputs[number].written()
             pool.changes(torch._C.TensorBase.untyped_storage(given))
         self._in_call, pool.forward_of = True, call
         try:
@@ -351,6 +352,8 @@ class UnitsBlock:
         survivors = frozenset(id(counted) for seen in trail for counted in seen.made if counted.piece is not None)
         unit.inner_bytes = inner_peak(trail, start, survivors) + unit.working_bytes
         unit.whole_bytes = inner_peak(trail, start, frozenset()) + unit.working_bytes
+        if not unit.draws:  # which is looked at, by the states of generators before and after
+            unit.whole_bytes += 2 * state_bytes(on_accelerator=bool(accelerators(call.code.stage, ())))
         return output
 
     def _hook(self, call: UnitCall, found: Sequence[torch.Tensor]) -> None:

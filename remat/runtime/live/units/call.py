@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -13,12 +13,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from remat.errors import ReplayError
 from remat.runtime.allocator import allocated_bytes
 from remat.runtime.calls.ending import Ended
-from remat.runtime.calls.environment import FirstRun, Parameters
+from remat.runtime.calls.environment import FirstRun, Parameters, accelerators, flags_again, without_autocast
 from remat.runtime.calls.partial import Differs, Parts, Replaying, nothing
 from remat.runtime.calls.stages import attached
 from remat.runtime.calls.tape import OUTSIDE, Recorder, Value, value_of
 from remat.runtime.fakes import alias
-from remat.runtime.generators import held_by
+from remat.runtime.generators import RandomState, held_by, of_python
 from remat.runtime.live.store import is_number
 from remat.runtime.live.units.account import Counted
 from remat.runtime.live.units.dormant import packing
@@ -35,6 +35,10 @@ _HINT = (
     "; what its forward does must not depend on what the program changes before its backward, as attributes of "
     "modules; otherwise use remat.DTR(..., granularity='operator')"
 )
+
+
+# Storages by number, with the tensors of those that autograd saves.
+_Made: TypeAlias = "dict[int, tuple[torch.UntypedStorage, dict[int, torch.Tensor]]]"
 
 
 class _Place:
@@ -354,7 +358,7 @@ class UnitCall:
             self._have_inputs(range(len(self.inputs)))
             self.pool.passing(f"{unit.name}, which is made again as a whole,", unit.whole_bytes)
             try:
-                made = self._again(dropped, unsaved, None)
+                made = self._as_a_whole(dropped, unsaved)
             except Differs as error:
                 raise ReplayError(
                     f"recomputing {unit.name} has not done what its first run did ({error}){_HINT}"
@@ -366,11 +370,29 @@ class UnitCall:
             if piece is not None and piece.content() is None:
                 piece.put(*made[number])
 
+    def _as_a_whole(self, dropped: Collection[int], unsaved: Collection[int]) -> _Made:
+        """Runs all of the call again. Nobody looks at its operators; that it draws, what it draws from tells.
+
+        Raises:
+            Differs: the run was not what the first one was.
+        """
+        unit, parts = self.unit, self.code.stage.parts
+        if unit.draws:
+            return self._again(dropped, unsaved, None)
+        devices = accelerators(self.code.stage, [given.tensor for given in self.inputs])
+        random = RandomState(devices, [*held_by(parts), *of_python()])
+        made = self._again(dropped, unsaved, None)
+        if random != random.now():
+            random.restore()
+            self.pool.all_draw()
+            raise Differs("it draws random numbers, which it did not when it was recorded")
+        return made
+
     def _have_inputs(self, numbers: Iterable[int]) -> None:
         """Makes inputs that are not there, whatever that takes: the core has not known that they are needed."""
         for number in numbers:
             piece = self.inputs[number].piece
-            if piece is not None and self.inputs[number].there() is None:
+            if piece is not None and self._there(self.inputs[number]) is None:
                 self.pool.revive(piece)
 
     def _is_kept(self, storage: int) -> bool:
@@ -384,9 +406,7 @@ class UnitCall:
         storage = None if piece is None or piece.changes else piece.content()
         return None if storage is None else tensor_on(storage, value)
 
-    def _again(
-        self, dropped: Collection[int], unsaved: Collection[int], parts: Parts | None
-    ) -> dict[int, tuple[torch.UntypedStorage, dict[int, torch.Tensor]]]:
+    def _again(self, dropped: Collection[int], unsaved: Collection[int], parts: Parts | None) -> _Made:
         """Runs the call again; gives storages by number, with the tensors of those that autograd saves.
 
         Args:
@@ -399,7 +419,7 @@ class UnitCall:
         assert tape is not None
         replaying = None
         with torch.enable_grad(), self._surroundings(), suppress(Ended):
-            there = [given.there() for given in self.inputs]
+            there = [self._there(given) for given in self.inputs]
             filled = [self._input(number, tensor, parts) for number, tensor in enumerate(there)]
             args, kwargs = map_tensors(lambda place: filled[place.number], self._passed, (_Place,))
             if parts is not None:
@@ -417,6 +437,18 @@ class UnitCall:
             replaying.check()
         return collector.found
 
+    def _there(self, given: Input) -> torch.Tensor | None:
+        try:
+            return given.there()
+        except ReplayError:
+            self.pool.distrust()
+            raise
+
+    def distrust(self) -> None:
+        """Is made again in no later block, if an input of it was changed."""
+        if any(given.is_changed for given in self.inputs):
+            self.unit.kept = "its input is changed"
+
     def _input(self, number: int, tensor: torch.Tensor | None, parts: Parts | None) -> torch.Tensor:
         given = self.inputs[number]
         if tensor is None:
@@ -426,11 +458,16 @@ class UnitCall:
             tensor = nothing(given.value, given.piece.size, given.device)
         return attached(tensor.requires_grad_(given.needs_gradient)) if given.needs_gradient else tensor
 
-    def _surroundings(self) -> AbstractContextManager[None]:
+    def _surroundings(self) -> AbstractContextManager[Any]:
         if self._environment is not None:
             return self._environment.again()
         self._parameters.refuse_others(self.code.stage, self.unit.name)
-        return self._flags.again()
+        with ExitStack() as stack:
+            stack.enter_context(self._flags.again())
+            stack.enter_context(flags_again(self.code.stage.parts, self.unit.flags))
+            if torch._C._is_any_autocast_enabled():  # which it was not then
+                stack.enter_context(without_autocast({"cpu", *(given.device.type for given in self.inputs)}))
+            return stack.pop_all()
 
     def __del__(self) -> None:
         self.pool.gone(self)

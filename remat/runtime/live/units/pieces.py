@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -167,20 +168,30 @@ class Input:
     Attributes:
         tensor: it itself, apart from its graph, where nobody can make it again.
         seen: a reference to it else.
+        witness: then also a tensor without memory whose version counts the changes of that one's and of its views, also
+            when they are all that is left.
     """
 
-    __slots__ = ("changes", "device", "needs_gradient", "piece", "seen", "tensor", "value", "version")
+    __slots__ = ("changes", "device", "needs_gradient", "piece", "seen", "tensor", "value", "version", "witness")
 
     def __init__(self, tensor: torch.Tensor, piece: Piece | None) -> None:
         self.piece, self.needs_gradient, self.device = piece, tensor.requires_grad, tensor.device
         self.version = -1 if tensor.is_inference() else tensor._version
         self.tensor: torch.Tensor | None = None
         self.seen: weakref.ref[torch.Tensor] | None = None
+        self.witness: torch.Tensor | None = None
         if piece is None:
             self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
         else:
             self.seen, self.changes = weakref.ref(tensor), piece.changes
             self.value = value_of(tensor, piece.number)
+            if self.version >= 0:
+                self.witness = tensor.detach()
+                self.witness.data = _nothing_on(tensor.device)
+
+    def written(self) -> None:
+        """The call itself changes it, and does not read it again."""
+        self.seen = self.witness = None
 
     def there(self) -> torch.Tensor | None:
         """The tensor, where it is in memory.
@@ -194,13 +205,21 @@ class Input:
             tensor = self.seen()
             if tensor is None:
                 storage = self.piece.content()
-                if storage is not None and self.piece.changes != self.changes:
-                    raise _changed(tensor_on(storage, self.value))
-                return None if storage is None else tensor_on(storage, self.value)
+                if storage is None:
+                    return None
+                tensor = tensor_on(storage, self.value)
         assert tensor is not None
-        if self.version >= 0 and tensor._version != self.version:
+        if self.is_changed:
             raise _changed(tensor)
         return tensor.detach()
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it was changed since."""
+        if self.seen is not None and self.piece is not None and self.piece.changes != self.changes:
+            return True
+        witness = self.tensor if self.tensor is not None else self.witness
+        return witness is not None and self.version >= 0 and witness._version != self.version
 
 
 def _is_shared(slot: Slot, slots: int) -> bool:
@@ -223,6 +242,11 @@ def tensor_on(storage: torch.UntypedStorage, value: Value) -> torch.Tensor:
     _, size, stride, offset, dtype = value
     with in_earnest(), torch.no_grad():
         return torch.empty((), dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+
+
+@cache
+def _nothing_on(device: torch.device) -> torch.Tensor:
+    return torch.empty(0, device=device)
 
 
 def _changed(tensor: torch.Tensor) -> ReplayError:

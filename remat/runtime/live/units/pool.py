@@ -179,9 +179,9 @@ class Pool:
         """A storage is about to be changed: what was made of it could not be made again."""
         self.wake()
         counted = self.account.of(storage)
-        if counted is not None and counted.piece is not None:
-            counted.piece.changes += 1
-            counted.piece.call.unit.kept = "what it makes is changed"
+        changed = None if counted is None else counted.piece
+        if changed is not None:
+            changed.call.unit.kept = "what it makes is changed"
         for key, reference, number in self.readers:
             self._readers.setdefault(key, []).append((reference, number))
         self.readers.clear()
@@ -191,11 +191,22 @@ class Pool:
                 continue
             call.unit.kept = "its input is changed"
             waiting = call.waiting()
-            self.room("in-place change", 0, waiting)
+            self.room("in-place change", 0, waiting)  # brings it back, as long as what it is made of is as it was
             for piece in waiting:
-                if piece.content() is None:
-                    self.revive(piece)
                 piece.changes += 1
+        if changed is not None:
+            changed.changes += 1
+
+    def all_draw(self) -> None:
+        """A call draws that did not when it was recorded: so may others that were made since."""
+        for row in self.rows:
+            row.unit.draws = True
+
+    def distrust(self) -> None:
+        """An input of a call was changed where nobody was watching: so may those of others have been."""
+        for call in [row.call() for row in self.rows]:
+            if call is not None:
+                call.distrust()
 
     # Room ------------------------------------------------------------------------------------------------------------
 

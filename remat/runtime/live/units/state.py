@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.runtime.generators import is_generator
+from remat.runtime.generators import OWN, is_generator
 
-_DEPTH, _MOST = 4, 5000  # how far into objects, and how many of them
+_DEPTH, _MOST = 4, 20_000  # how far into objects other than modules, and how many of them
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_OWN = frozenset(("_parameters", "_buffers"))  # of modules: kept by the environment of a call
+_KEPT = frozenset(("_parameters", "_buffers"))  # of modules: kept by the environment of a call
 
 
 class State:
@@ -31,11 +31,15 @@ class State:
 
     def changed(self) -> str:
         """What has changed since; empty where nothing has."""
+        if self._is_too_much:
+            return "it holds too many objects to see whether it changes one"
         return "it changes attributes or containers" if self._look() != self._now else ""
 
     def _look(self) -> list[Hashable]:
         seen: set[int] = set()
-        return [each for root in self._roots for each in _walk(root, 0, seen)]
+        found = [each for root in self._roots for each in _walk(root, 0, seen)]
+        self._is_too_much = len(seen) > _MOST
+        return found
 
 
 def _walk(value: Any, depth: int, seen: set[int]) -> Iterator[Hashable]:
@@ -53,15 +57,30 @@ def _walk(value: Any, depth: int, seen: set[int]) -> Iterator[Hashable]:
     ):
         return
     seen.add(id(value))
-    if isinstance(value, dict):
+    if isinstance(value, nn.Module):
+        yield from _walk_module(value, depth, seen)
+    elif isinstance(value, dict):
         for name, item in list(value.items()):  # other threads may add to it
             yield name if isinstance(name, _PLAIN) else id(name)
             yield from _walk(item, depth + 1, seen)
     elif isinstance(value, (list, tuple, set, frozenset)):
         for item in list(value):
             yield from _walk(item, depth + 1, seen)
-    elif isinstance(value, nn.Module) or (hasattr(value, "__dict__") and not isinstance(value, type)):
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
         for name, item in list(vars(value).items()):
-            if not (isinstance(value, nn.Module) and name in _OWN):
-                yield name
-                yield from _walk(item, depth + (not isinstance(value, nn.Module)), seen)
+            yield name
+            yield from _walk(item, depth + 1, seen)
+
+
+def _walk_module(module: nn.Module, depth: int, seen: set[int]) -> Iterator[Hashable]:
+    for name, item in list(vars(module).items()):
+        if name in _KEPT:
+            continue
+        yield name
+        if name == "_modules":
+            for child in list(item.values()):
+                yield from _walk(child, depth, seen)  # however deep it lies
+        elif name in OWN:  # hooks, for the most part: of each module there are many dictionaries, and few hold any
+            yield tuple(map(id, item.values())) if isinstance(item, dict) else repr(item)
+        else:
+            yield from _walk(item, depth, seen)

@@ -98,6 +98,7 @@ class Unit:
 
     Attributes:
         name: of the module's class.
+        flags: of the module and those in it, whether they are in train mode.
         tape: None until a call was recorded.
         makings: of what outlives a call.
         saved: of each tensor that autograd saves how it looks at the storage of which number.
@@ -117,6 +118,7 @@ class Unit:
 
     def __init__(self, code: Code) -> None:
         self.name = code.stage.name
+        self.flags = [part.training for part in code.stage.parts]
         self.watch = BufferWatch()
         self._parts: dict[tuple[frozenset[int], ...], Parts] = {}
         self._failed = 0

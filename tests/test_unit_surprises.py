@@ -1,0 +1,187 @@
+"""DTR by calls where a program changes something behind its back: equal bits, or an error that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.runtime.live.units.account import Account
+from support.live_models import allocate_gradients
+from support.unit_blocks import Model, blocks, left_by, memory_of, step_of
+from test_unit_calls import Held
+
+pytestmark = pytest.mark.usefixtures("nothing_known")
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow, self.factor, self.sigma = nn.Linear(64, 256), nn.Linear(256, 64), 1.0, 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.wide(x) * (2.0 if self.training else 1.0)
+        if self.sigma:
+            x = x + self.sigma * torch.randn_like(x)
+        return self.narrow(x.tanh())
+
+
+def _compare(
+    model: nn.Module, step: Callable[[], None], before: list[Callable[[], object]], share: float, fails: str = ""
+) -> None:
+    """Each block after a change leaves what a plain step does, but for errors that say `fails`, not in the last."""
+    before[0]()
+    budget, failed = int(share * memory_of(step)), 0
+    for number, change in enumerate(before, start=1):
+        change()
+        left_by(model)
+        torch.manual_seed(7)
+        step()
+        plain = left_by(model)
+        torch.manual_seed(7)
+        try:
+            blocks(step, budget, 1)
+        except remat.ReplayError as error:
+            assert fails and fails in str(error) and number < len(before)
+            failed += 1
+            left_by(model)
+            continue
+        assert all(map(torch.equal, plain, left_by(model)))
+    assert bool(failed) == bool(fails)
+
+
+def test_eval_mode_before_the_backward() -> None:
+    """Also of modules that draw nothing and have no buffers."""
+    torch.manual_seed(1)
+    model, x = Model(*(Wide() for _ in range(6))), torch.randn(64, 64)
+    allocate_gradients(model)
+
+    def step() -> None:
+        model.train()
+        loss = model(x).square().mean()
+        model.eval()
+        loss.backward()
+
+    _compare(model, step, [lambda: None] * 4, 0.6)
+
+
+def test_noise_that_is_turned_on_after_a_unit_was_recorded() -> None:
+    """What is saved looks the same, and no state of a generator was kept: an error once, and then it is."""
+    torch.manual_seed(1)
+    model = Model(*(Wide() for _ in range(6)))
+    allocate_gradients(model)
+    ways = [lambda s=s: [setattr(stage, "sigma", s) for stage in model.stages] for s in (0, 0, 0, 0.1, 0.1)]
+    _compare(model, step_of(model), ways, 0.6, fails="draws random numbers, which it did not")
+
+
+@pytest.mark.parametrize("depth", [4, 9])
+def test_a_counter_deep_inside_of_a_unit(depth: int) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.count = Held(), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            return self.inner(x) * (1 + 0.1 * self.count)
+
+    def fresh() -> nn.Module:
+        torch.manual_seed(3)
+        stages: list[nn.Module] = [Counting() for _ in range(6)]
+        for _ in range(depth):
+            stages = [nn.Sequential(stage) for stage in stages]
+        model = Model(*stages)
+        allocate_gradients(model)
+        return model
+
+    sample, model, plain = torch.randn(64, 64), fresh(), []
+    for _ in range(5):
+        step_of(model, sample)()
+        plain.append(left_by(model))
+    budget = int(0.8 * memory_of(step_of(fresh(), sample)))
+    model = fresh()
+    for expected in plain:
+        blocks(step_of(model, sample), budget, 1)
+        assert all(map(torch.equal, expected, left_by(model)))
+
+
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.bias
+
+
+class Changing(nn.Module):
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.linear = nn.ModuleList([nn.Linear(64, 64) for _ in range(6)])
+        self.shift = nn.ModuleList([Shift() if when == "at once" else nn.Identity() for _ in range(6)])
+        self.held = nn.ModuleList([Held() for _ in range(6)])
+        self.when, self.changes = when, True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.there = there = []
+        for linear, shift, held in zip(self.linear, self.shift, self.held, strict=True):
+            y = linear(x)
+            there.append(y.detach())
+            y = shift(y)
+            if self.changes and self.when == "at once":
+                there[-1].add_(1)
+            x = x + held(y)
+        del y
+        if self.changes and self.when == "at the end":
+            for each in there:
+                each.add_(1)
+        return x
+
+
+def test_inputs_of_calls_that_are_changed_in_a_block_that_follows_others() -> None:
+    """Code between calls is not watched there: an error once, and then they are not made again."""
+    torch.manual_seed(3)
+    model = Changing("at once")
+    allocate_gradients(model)
+
+    def way(changes: bool) -> Callable[[], object]:
+        return lambda: (setattr(model, "changes", changes), setattr(model, "there", None))
+
+    _compare(
+        model,
+        step_of(model),
+        [way(changes) for changes in (False, False, False, True, True)],
+        0.55,
+        fails="was modified in place since",
+    )
+
+
+def test_inputs_of_calls_whose_pieces_were_evicted_are_changed() -> None:
+    """What was made of them is made again before."""
+    torch.manual_seed(3)
+    model = Changing("at the end")
+    allocate_gradients(model)
+    _compare(model, step_of(model), [lambda: setattr(model, "there", None)] * 3, 0.8)
+
+
+def test_a_backward_under_autocast_of_a_forward_outside() -> None:
+    torch.manual_seed(1)
+    model, x = Model(*(Wide() for _ in range(6))), torch.randn(64, 64)
+    allocate_gradients(model)
+
+    def step() -> None:
+        loss = model(x).square().mean()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss.backward()
+
+    _compare(model, step, [lambda: None] * 4, 0.8)
+
+
+def test_what_grows_from_outside_is_not_counted_twice() -> None:
+    account, storage = Account(), torch.empty(1000, dtype=torch.uint8).untyped_storage()
+    storage.resize_(1100)
+    account.resized(storage, 1000)
+    assert account.memory == 100 and account.peak == 100
