@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from remat import files
 from remat.budgets import resolve_budget
 from remat.chain import Chain
-from remat.comparison.table import html, is_shown, plain_text, rich_table
+from remat.comparison.table import caption_of, html, is_shown, plain_text, rich_table, title_of
 from remat.comparison.verdicts import EQUAL, OWN, PLAIN, Candidate, Interval, Verdict, interval_of, verdict_of
 from remat.errors import InfeasibleBudget, InvalidFile, RematError
 from remat.formatting import card, format_bytes
@@ -333,7 +333,7 @@ class Comparison:
         from rich.console import Group
         from rich.text import Text
 
-        return Group(*map(Text, self.recommendations()), self.table())
+        return Group(*map(Text, [*self.recommendations(), "", title_of(self)]), self.table(), Text(caption_of(self)))
 
     def __str__(self) -> str:
         if not has("rich"):

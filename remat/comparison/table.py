@@ -31,8 +31,7 @@ def rich_table(comparison: Comparison) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    title, caption = Text(_title(comparison)), Text(_caption(comparison))
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for position, column in enumerate(_columns(comparison)):
         table.add_column(column, justify="right" if position else "left", no_wrap=True)
     for row in _rows(comparison):
@@ -44,15 +43,15 @@ def plain_text(comparison: Comparison) -> str:
     """The same without rich: columns side by side."""
     columns = [column.replace("\n", " ") for column in _columns(comparison)]
     lines = text_table(columns, _rows(comparison))
-    return "\n".join([*comparison.recommendations(), "", _title(comparison), *lines, "", _caption(comparison)])
+    return "\n".join([*comparison.recommendations(), "", title_of(comparison), *lines, "", caption_of(comparison)])
 
 
 def html(comparison: Comparison) -> str:
     """The same in Jupyter."""
     answers = "".join(f"<li>{escape(line)}</li>" for line in comparison.recommendations())
     rows = [[escape(cell) for cell in row] for row in _rows(comparison)]
-    notes = "".join(f"<p>{escape(line)}</p>" for line in _caption(comparison).splitlines())
-    heading = f"<p><b>{escape(_title(comparison))}</b></p><ul>{answers}</ul>"
+    notes = "".join(f"<p>{escape(line)}</p>" for line in caption_of(comparison).splitlines())
+    heading = f"<p><b>{escape(title_of(comparison))}</b></p><ul>{answers}</ul>"
     return heading + html_table(_columns(comparison), rows) + notes
 
 
@@ -101,7 +100,7 @@ def is_shown(comparison: Comparison, report: Report) -> bool:
     return report.measured or not comparison.measured
 
 
-def _title(comparison: Comparison) -> str:
+def title_of(comparison: Comparison) -> str:
     plain = comparison.plain
     seconds = f", {format_seconds(plain.seconds)} a plain step" if plain is not None and plain.seconds else ""
     marks = ["as predicted"] * (not comparison.measured) + ["incomplete"] * (not comparison.complete)
@@ -109,7 +108,7 @@ def _title(comparison: Comparison) -> str:
     return f"{examples}; seconds over a plain step's" + (f" ({', '.join(marks)})" if marks else "")
 
 
-def _caption(comparison: Comparison) -> str:
+def caption_of(comparison: Comparison) -> str:
     checked = [entry for entry in comparison.entries if entry.gradients]
     different = [entry for entry in checked if entry.gradients != EQUAL]
     lines = []

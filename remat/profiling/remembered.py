@@ -15,6 +15,7 @@ from remat.errors import OverBudgetWarning
 from remat.profiling.profile import profile
 from remat.runtime.calls.attributes import hooks_of
 from remat.runtime.calls.stages import call_of, describe_call
+from remat.runtime.checks import check_sample
 from remat.runtime.generators import OWN
 from remat.runtime.pytree import tensors
 from remat.runtime.surroundings import present
@@ -36,6 +37,7 @@ def profile_once(model: nn.Module, sample: Any, **options: Any) -> Chain:
 
     What depends on the values in the sample is measured each time.
     """
+    check_sample(sample)
     look = _look_of(model, sample, options)
     known = _last.get(model)
     if known is not None and known.look == look:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -152,7 +152,7 @@ class OldAttributes:
         return storage_bytes([tensor for tensor in tensors(old) if tensor.layout == torch.strided])
 
 
-def _size(found: Sequence[torch.Tensor]) -> int:
+def _size(found: Iterable[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in found)
 
 

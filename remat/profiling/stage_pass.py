@@ -184,7 +184,7 @@ class Pass(ABC):
             storage_bytes(set_up),
             storage_bytes([buffer for buffer in set_up if saved.among(buffer)]),
             attributes.bytes(),
-            saved.bytes_held(besides=(given, output, stage.parameters(), [buffer for *_, buffer in stage.buffers()])),
+            saved.bytes_held(besides=[given, output, *stage.parameters(), *(buffer for *_, buffer in stage.buffers())]),
         )
         del attributes
         activation = self._activation(output)
