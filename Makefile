@@ -6,10 +6,11 @@ DONE := $(VENV)/.installed
 # Each test runs in one thread. A file stays in one process: blocks of a document build on each other.
 PARALLEL := --numprocesses 2 --dist loadfile
 
-.PHONY: help demo test test-slow gpu mutants lint docs bench notebooks dist clean
+.PHONY: help demo demo-full test test-slow gpu mutants lint docs bench notebooks dist clean
 
 help:
-	@echo "make demo   compare strategies on two networks, with figures in demo/ (about three minutes once installed)"
+	@echo "make demo   train a GPT within half of its memory, with a picture in demo/ (a minute and a half once installed)"
+	@echo "make demo-full   compare all strategies on two networks, with tables and figures in demo/"
 	@echo "make test   run the tests"
 	@echo "make test-slow   run those that take long: notebooks, several processes, the largest models"
 	@echo "make gpu   check what remat promises on this machine's GPU, and what it costs there (goes on where it stopped)"
@@ -27,6 +28,9 @@ $(DONE): pyproject.toml constraints.txt
 	touch $(DONE)
 
 demo: $(DONE)
+	$(BIN)/python -m examples.within_half --out demo
+
+demo-full: $(DONE)
 	$(BIN)/remat compare examples.demo:language --out demo/language
 	$(BIN)/remat compare examples.demo:images --out demo/images
 

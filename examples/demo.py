@@ -1,7 +1,8 @@
-"""The two networks of `make demo`, on data that is at hand: for `remat compare examples.demo:language --out ...`.
+"""The networks of `make demo` and `make demo-full`, on data that is at hand.
 
 A GPT on the bytes of Python's own standard library, a ResNet on the handwritten digits of scikit-learn. Each function
-returns what the command takes: a model, a sample of its input, and a loss. Nothing is downloaded.
+returns what `remat compare examples.demo:language --out ...` takes: a model, a sample of its input, and a loss.
+Nothing is downloaded.
 """
 
 from __future__ import annotations

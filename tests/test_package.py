@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -167,8 +168,16 @@ def test_command_line_compares(cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_demo_of_the_readme(cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`make demo` as it is written in the Makefile, in one process and with one round."""
+def test_the_demo_of_the_readme(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    assert "-m examples.within_half --out demo" in (ROOT / "Makefile").read_text()
+    said = importlib.import_module("examples.within_half").main(["--out", str(tmp_path), "--repeats", "1"])
+    assert said.startswith("remat trained a GPT in ") and (tmp_path / "fit.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_full_demo(cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`make demo-full` as it is written in the Makefile, in one process and with one round."""
     pytest.importorskip("sklearn")
     monkeypatch.syspath_prepend(str(ROOT))
     lines = [line.split() for line in (ROOT / "Makefile").read_text().splitlines() if "remat compare" in line]
