@@ -171,7 +171,7 @@ def test_command_line_compares(cli, tmp_path: Path) -> None:
 def test_the_demo_of_the_readme(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
     assert "-m examples.within_half --out demo" in (ROOT / "Makefile").read_text()
-    said = importlib.import_module("examples.within_half").main(["--out", str(tmp_path), "--repeats", "1"])
+    said = importlib.import_module("examples.within_half").main(["--out", str(tmp_path)])
     assert said.startswith("remat trained a GPT in ") and (tmp_path / "fit.png").read_bytes().startswith(b"\x89PNG")
 
 
