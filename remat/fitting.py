@@ -86,7 +86,7 @@ def fit(
         loss: a function of the output that returns a scalar; without one it is the output's own (`output.loss`), or
             taken as free.
         slots: memory units of the dynamic programs.
-        quiet: do not tell on stderr what was chosen and what it costs, and with "auto" what other limits would cost.
+        quiet: do not tell on stderr what limits there are, what was chosen, and what it costs.
         stages: names or modules to take for the stages, as in `remat.find_chain`; None: they are found.
         other_path: what to do where a forward takes another path than the chain that was found: "warn" or "error".
         group: processes that train this model together, as for `rotor.Checkpointable`.

@@ -18,9 +18,10 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.dropout, self.scale = nn.Linear(32, 32), nn.Dropout(0.1), 1.0
+        self.act, self.order = torch.tanh, [0, 1]
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.linear(x).tanh()) * self.scale
+        return x + self.dropout(self.act(self.linear(x))) * self.scale
 
 
 @pytest.fixture
@@ -64,6 +65,9 @@ CHANGES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "another number": lambda model, sample: (setattr(model[1], "scale", 2.0), sample)[1],
     "a frozen layer": lambda model, sample: (model[2].requires_grad_(False), sample)[1],
     "a hook": lambda model, sample: (model[2].register_forward_hook(lambda m, a, y: y * 2), sample)[1],
+    "another function": lambda model, sample: (setattr(model[1], "act", torch.sin), sample)[1],
+    "another list": lambda model, sample: (model[1].order.append(2), sample)[1],
+    "another forward": lambda model, sample: (setattr(model[1], "forward", lambda x: x * 2), sample)[1],
     "another layer": lambda model, sample: (model.__setitem__(1, nn.Linear(32, 32)), sample)[1],
     "another type": lambda model, sample: (model.double(), sample.double())[1],
 }

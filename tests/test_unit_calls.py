@@ -176,9 +176,9 @@ def test_what_a_call_that_varies_returns_is_held_by_who_needs_it() -> None:
     assert by_calls(dtr) and dtr.report().evictions
 
 
-@pytest.mark.parametrize("depth", [0, 3])
+@pytest.mark.parametrize("depth", [0, 3, 4, 9])
 def test_state_of_modules_inside_of_a_unit(depth: int) -> None:
-    """What a module counts is found as deep as this; such a module is not run again."""
+    """What a module counts is found however deep it lies; such a module is not run again."""
 
     class Counting(nn.Module):
         def __init__(self) -> None:

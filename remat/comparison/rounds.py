@@ -200,7 +200,7 @@ def _report(row: Row, peak: Peak) -> Report:
         peak_bytes=peak.bytes,
         seconds=0.0,
         overhead=None,
-        recomputations=0 if row.strategy is None else None if schedule is None else schedule.recomputations,
+        recomputations=schedule.recomputations if schedule is not None else 0 if row.strategy is None else None,
         planning_seconds=0.0 if schedule is None else schedule.planning_seconds,
         host_bytes=0 if row.step is None else row.step.host_bytes(),
         reserved_bytes=peak.reserved_bytes,

@@ -13,14 +13,14 @@ from torch import nn
 from remat.chain import Chain
 from remat.errors import OverBudgetWarning
 from remat.profiling.profile import profile
-from remat.runtime.calls.attributes import hooks_of
+from remat.runtime.calls.attributes import hooks_of, items_of
 from remat.runtime.calls.stages import call_of, describe_call
 from remat.runtime.checks import check_sample
 from remat.runtime.generators import OWN
+from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.runtime.pytree import tensors
 from remat.runtime.surroundings import present
 
-_OURS = frozenset(("forward", "__getstate__"))  # that are put into a module that trains by a plan
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
@@ -69,28 +69,34 @@ def _look_of(model: nn.Module, sample: Any, options: dict[str, Any]) -> Hashable
 
 
 def _of_module(module: nn.Module) -> tuple[Any, ...]:
+    ours = {"forward", "__getstate__"} if patched_forward_of(module) is not None else set()
     owned = [*module._parameters.values(), *module._buffers.values()]
     return (
         id(module),
         type(module),
-        tuple(len(hooks) for hooks in hooks_of(module)),
+        tuple(id(hook) for hooks in hooks_of(module) for hook in hooks.values()),
         tuple(None if t is None else (tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in owned),
         tuple(
-            part
-            for name in sorted(vars(module).keys() - OWN - _OURS)
-            for part in (name, *_plain_in(vars(module)[name]))
+            part for name in sorted(vars(module).keys() - OWN - ours) for part in (name, *_plain_in(vars(module)[name]))
         ),
         module.training,
     )
 
 
 def _plain_in(value: Any) -> tuple[Any, ...]:
-    """What can be compared of an attribute: a number or a name, or those that an object holds, as a configuration."""
+    """What can be compared of an attribute: a number or a name, those that an object or a container holds, as a
+    configuration does, and which function it is."""
     if type(value) in _PLAIN:
         return (value,)
-    if isinstance(value, (nn.Module, torch.Tensor)) or not hasattr(value, "__dict__"):
+    if isinstance(value, (nn.Module, torch.Tensor)):
         return (type(value),)
-    return (type(value), *((name, each) for name, each in vars(value).items() if type(each) in _PLAIN))
+    held = vars(value).items() if hasattr(value, "__dict__") else enumerate(items_of(value)) if _is_plain(value) else ()
+    which = id(value) if callable(value) else 0
+    return (type(value), which, *((name, each) for name, each in held if type(each) in _PLAIN))
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (list, tuple, set, dict)
 
 
 class _Reference:

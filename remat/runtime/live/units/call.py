@@ -23,7 +23,7 @@ from remat.runtime.live.store import is_number
 from remat.runtime.live.units.account import Counted
 from remat.runtime.live.units.dormant import packing
 from remat.runtime.live.units.pieces import Input, Piece, Row, Slot, tensor_on
-from remat.runtime.live.units.unit import Code, Unit
+from remat.runtime.live.units.unit import INPUT_CHANGED, Code, Unit
 from remat.runtime.pytree import map_tensors, storage_of, tensors
 from remat.runtime.surroundings import Surroundings, present
 
@@ -447,7 +447,7 @@ class UnitCall:
     def distrust(self) -> None:
         """Is made again in no later block, if an input of it was changed."""
         if any(given.is_changed for given in self.inputs):
-            self.unit.kept = "its input is changed"
+            self.unit.kept = INPUT_CHANGED
 
     def _input(self, number: int, tensor: torch.Tensor | None, parts: Parts | None) -> torch.Tensor:
         given = self.inputs[number]

@@ -20,6 +20,7 @@ from remat.runtime.live.units.dormant import Precedent, corrected, peak_of, reto
 from remat.runtime.live.units.orders import Orders
 from remat.runtime.live.units.pieces import Piece, Row, Slot
 from remat.runtime.live.units.story import Died, Event, Evicted, Gone, Made, Others, Ran
+from remat.runtime.live.units.unit import INPUT_CHANGED
 
 
 class Planned(NamedTuple):
@@ -189,7 +190,7 @@ class Pool:
             call = reference()
             if call is None or not call.reads(number, storage):
                 continue
-            call.unit.kept = "its input is changed"
+            call.unit.kept = INPUT_CHANGED
             waiting = call.waiting()
             self.room("in-place change", 0, waiting)  # brings it back, as long as what it is made of is as it was
             for piece in waiting:
@@ -203,10 +204,19 @@ class Pool:
             row.unit.draws = True
 
     def distrust(self) -> None:
-        """An input of a call was changed where nobody was watching: so may those of others have been."""
-        for call in [row.call() for row in self.rows]:
-            if call is not None:
+        """An input of a call was changed where nobody was watching: so may those of others have been. Of calls whose
+        backward is over nobody knows; those of modules of the same class are taken for changed, too."""
+        gone = []
+        for row in self.rows:
+            call = row.call()
+            if call is None:
+                gone.append(row.unit)
+            else:
                 call.distrust()
+        caught = {row.unit.name for row in self.rows if row.unit.kept == INPUT_CHANGED}
+        for unit in gone:
+            if unit.name in caught:
+                unit.kept = unit.kept or INPUT_CHANGED
 
     # Room ------------------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from remat.runtime.live.costs import rates_of
 from remat.runtime.pytree import tensors
 from remat.runtime.surroundings import present
 
+INPUT_CHANGED = "its input is changed"  # why a unit may be kept
 _HOST = torch.device("cpu")
 _ATTEMPTS = 3  # replays in part that fail before no more are tried
 _BACKWARD = 2  # times what its forward takes: what a backward takes, about
