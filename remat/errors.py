@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from remat.formatting import format_bytes
 
 
@@ -49,21 +52,23 @@ class InfeasibleBudget(RematError, ValueError):
     Attributes:
         budget: the budget asked for, in bytes.
         minimum: the least budget, in bytes, under which the same solver does find a schedule.
+        exact: False where the budget was refused before that was known; it is larger than `minimum` then.
     """
 
-    def __init__(self, budget: int, minimum: int, solver: str = "") -> None:
-        self.budget = budget
-        self.minimum = minimum
-        self.solver = solver
+    def __init__(self, budget: int, minimum: int, solver: str = "", *, exact: bool = True) -> None:
+        self.budget, self.minimum, self.solver, self.exact = budget, minimum, solver, exact
         by = f" with solver {solver!r}" if solver and solver != "fastest" else ""
         hint = " (An int counts bytes; 1.0 is all that plain PyTorch needs.)" if budget == 1 else ""
-        super().__init__(
-            f"{format_bytes(budget)} ({budget} bytes) is too small{by}: the minimum is {format_bytes(minimum)} "
-            f"({minimum} bytes). Use that, a smaller batch, or shorter inputs.{hint}"
+        least = (
+            f"the minimum is {format_bytes(minimum)} ({minimum} bytes). Use that, a smaller batch, or shorter inputs."
+            if exact
+            else f"a first pass shows that more than {format_bytes(minimum)} are needed. Use memory=0.5, half of what "
+            "plain PyTorch needs, to see which limits work."
         )
+        super().__init__(f"{format_bytes(budget)} ({budget} bytes) is too small{by}: {least}{hint}")
 
-    def __reduce__(self) -> tuple[type, tuple[int, int, str]]:
-        return type(self), (self.budget, self.minimum, self.solver)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), exact=self.exact), (self.budget, self.minimum, self.solver)
 
 
 class OutOfBudget(RematError, MemoryError):

@@ -6,6 +6,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -23,6 +24,7 @@ from remat.errors import (
     UnsupportedModel,
 )
 from remat.formatting import count, format_bytes, text_table
+from remat.plotting.notebook import shown_in_a_sentence
 from remat.report import Report
 from remat.rotor import Checkpointable
 from remat.runtime.calls.stages import is_sequential
@@ -36,6 +38,7 @@ from remat.schedule import Schedule
 from remat.simulation import simulate
 from remat.solvers import planner
 from remat.solvers.base import Solver, store_all_peak
+from remat.solvers.bounds import least_of_any
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -128,7 +131,7 @@ def fit(
     by_calls_too = stages is None and group is None
     limit = handle.automatic_limit() if memory == AUTO else memory
     try:
-        handle.measure(sample, progress=not quiet, again=False)
+        handle.measure(sample, progress=not quiet, again=False, enough=partial(_refuse_hopeless, limit))
     except NoChain:
         if not by_calls_too:
             raise
@@ -142,7 +145,7 @@ def fit(
         handle.plan_with("fastest", limit)
     except InfeasibleBudget as error:
         error.args = (f"{error}{_what_is_outside(handle.chain, error.minimum)}",)
-        if not by_calls_too or _HOPELESS * error.budget < error.minimum:
+        if not by_calls_too or _is_hopeless(error.budget, error.minimum):
             raise
         if is_sequential(model):
             error.args = (f"{error}{_by_operators(model, sample, error.budget, loss, output_held)}",)
@@ -156,8 +159,9 @@ def fit(
         return model
     handle.take_place()
     assert handle.sequence is not None
-    if not quiet:
-        _write(_in_a_line(type(model).__name__, handle.chain, handle.sequence, resolve_budget(limit, most)))
+    _conclude(
+        model, _in_a_line(type(model).__name__, handle.chain, handle.sequence, resolve_budget(limit, most)), quiet
+    )
     return model
 
 
@@ -201,14 +205,25 @@ def _train_by_calls(
     PatchedForward(
         model, lambda args, kwargs: steps if model.training else None, other_path=other_path, ended=steps.end
     )
-    if not quiet:
-        plain = "" if most is None else f", plain PyTorch {format_bytes(most)}"
-        slower = "" if report.overhead is None else f", measured {max(report.overhead - 1, 0):.0%} slower"
-        _write(
-            f"remat.fit: {why} in this {type(model).__name__}, so it now trains under DTR by calls in "
-            f"{format_bytes(report.peak_bytes)} (limit {format_bytes(budget)}{plain}){slower}; "
-            f"{count(report.recomputations or 0, 'recomputation')} a step"
-        )
+    plain = "" if most is None else f", plain PyTorch {format_bytes(most)}"
+    slower = "" if report.overhead is None else f", measured {max(report.overhead - 1, 0):.0%} slower"
+    text = (
+        f"remat.fit: {why} in this {type(model).__name__}, so it now trains under DTR by calls in "
+        f"{format_bytes(report.peak_bytes)} (limit {format_bytes(budget)}{plain}){slower}; "
+        f"{count(report.recomputations or 0, 'recomputation')} a step"
+    )
+    _conclude(model, text, quiet)
+
+
+def _refuse_hopeless(limit: int | str | float, chain: Chain) -> None:
+    """Refuses a limit that nothing can meet as soon as sizes are known, before all the rest is measured."""
+    budget, least = resolve_budget(limit, store_all_peak(chain)), least_of_any(chain)
+    if _is_hopeless(budget, least):
+        raise InfeasibleBudget(budget, least, "fastest", exact=False)
+
+
+def _is_hopeless(budget: int, least: int) -> bool:
+    return _HOPELESS * budget < least
 
 
 def _dtr_of(model: nn.Module, budget: int) -> DTR:
@@ -296,6 +311,16 @@ def _what_is_outside(chain: Chain, least: int) -> str:
         "sequences, a loss that works on parts of the logits, or output_held=False, if the loop does not hold the "
         "output while backward runs, help"
     )
+
+
+def _conclude(model: nn.Module, text: str, quiet: bool) -> None:
+    """Says how the model trains now: on stderr, unless it is to be quiet, and where a notebook shows the model."""
+    patch = patched_forward_of(model)
+    assert patch is not None
+    patch.summary = text
+    shown_in_a_sentence()
+    if not quiet:
+        _write(text)
 
 
 def _write(text: str) -> None:

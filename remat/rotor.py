@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -207,15 +207,23 @@ class Checkpointable(Wrapper):
 
     # Measuring and planning --------------------------------------------------------------------------------------
 
-    def measure(self, input: Any, *, progress: bool = False, again: bool = True) -> None:
+    def measure(
+        self,
+        input: Any,
+        *,
+        progress: bool = False,
+        again: bool = True,
+        enough: Callable[[Chain], None] = lambda chain: None,
+    ) -> None:
         """Measures every stage on a sample, in train mode; plans made before are dropped. Leaves the model as found.
 
         Args:
             progress: show on stderr what is measured.
             again: False: take what was measured last, where the model and the sample look the same.
+            enough: as for `remat.profile`; several processes do not call it.
         """
         with training(self.wrapped), shown(progress) as tell:
-            self.chain = self._profile(input, self.loss, tell, again=again)
+            self.chain = self._profile(input, self.loss, tell, again=again, enough=enough)
             self._measured_state = self._validity(call_of(self.wrapped, input))
         self._plan = None
         self._plans.clear()
@@ -226,12 +234,14 @@ class Checkpointable(Wrapper):
             f"{format_seconds(self.chain.store_all_seconds)} when everything is stored, {format_bytes(least)} at least"
         )
 
-    def _profile(self, sample: Any, loss: Loss | None, tell: Progress | None = None, *, again: bool = True) -> Chain:
+    def _profile(
+        self, sample: Any, loss: Loss | None, tell: Progress | None = None, *, again: bool = True, **more: Any
+    ) -> Chain:
         options: dict[str, Any] = {"loss": loss, "stages": self.stages, "output_held": self.output_held}
         options |= {"progress": tell, "options": self.options, "offload": self.host_limit is not None}
         options |= {"keep": self.keep, "recompute": self.recompute}
         if self.group is None:
-            return (profile if again else profile_once)(self.wrapped, sample, **options)
+            return (profile if again else profile_once)(self.wrapped, sample, **options, **more)
         return profile(self.wrapped, sample, agreed=partial(agree, group=self.group), **options)
 
     def compute_sequence(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -118,3 +119,27 @@ def test_a_model_that_trains_by_a_plan_can_be_profiled() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert remat.profile(model, sample, repeats=1).length == 8
+
+
+def test_a_limit_far_too_small_is_refused_after_the_first_passes() -> None:
+    model, sample = model_and_sample()
+    told: list[str] = []
+    handle = remat.rotor.Checkpointable(model, in_place=False)
+    with pytest.raises(remat.InfeasibleBudget, match="first pass shows that more than") as refused:
+        remat.fit(model, sample, "1KiB", quiet=True)
+    assert not refused.value.exact and model not in remembered._last
+    handle.measure(sample)
+    with pytest.raises(remat.InfeasibleBudget) as exact:
+        handle.plan_with("persistent", refused.value.minimum)  # which only says what is too little
+    assert exact.value.exact and exact.value.minimum > refused.value.minimum
+    again = pickle.loads(pickle.dumps(refused.value))
+    assert (again.exact, again.minimum, str(again)) == (False, refused.value.minimum, str(refused.value))
+    with pytest.raises(RuntimeError, match="enough"):
+        remat.profile(model, sample, enough=_end, progress=lambda what, done, total: told.append(what))
+    assert set(told) == {"probing stages", "looking at gradients", "measuring memory"}
+    model(sample).sum().backward()  # as it was
+
+
+def _end(chain: remat.Chain) -> None:
+    assert chain.store_all_seconds == 0 and not any(chain.options)
+    raise RuntimeError("enough")

@@ -13,6 +13,8 @@ from remat.host.packages import has
 Progress: TypeAlias = Callable[[str, int, int], None]
 
 _EVERY = 10.0  # seconds between two lines
+_FIRST = 1.0  # seconds after which it can be said how long the work takes
+_LONG = 3.0  # seconds; what takes less need not be announced
 
 
 @contextmanager
@@ -31,18 +33,41 @@ def shown(progress: bool | Progress) -> Iterator[Progress]:
 
 
 def lines(every: float = _EVERY, clock: Callable[[], float] = time.monotonic) -> Progress:
-    """Writes a line on stderr where `every` seconds have passed since the last one, or since the beginning."""
-    first = last = clock()
+    """Writes a line on stderr every so many seconds, the first as soon as it is known how long the work takes."""
+    first = last = begun = clock()
+    announced, before, of = False, 0, 0  # done before the work began that has this total
 
     def tell(what: str, done: int, total: int) -> None:
-        nonlocal last
+        nonlocal last, announced, begun, before, of
         now = clock()
-        if now - last >= every:
-            last = now
-            left = f", about {(now - first) / done * (total - done):.0f} s left" if 0 < done < total else ""
-            print(f"remat: {what} ({done} of {total}{left})", file=sys.stderr, flush=True)
+        if total != of:
+            begun, before, of = now, done, total
+        left = (now - begun) / (done - before) * (total - done) if before < done < total else 0.0
+        soon = not announced and now - first >= _FIRST and left >= _LONG
+        if soon or now - last >= every:
+            last, announced = now, True
+            about = f", about {left:.0f} s left" if left else ""
+            print(f"remat: {what} ({done} of {total}{about})", file=sys.stderr, flush=True)
 
     return tell
+
+
+class Passes:
+    """Progress of several passes over the same stages, as one count.
+
+    Args:
+        tell: is told of it.
+        expected: how many passes there will be; that more of them come only makes the end recede.
+    """
+
+    def __init__(self, tell: Progress, expected: int) -> None:
+        self._tell, self._expected, self._begun = tell, expected, 0
+
+    def begin(self, what: str, stages: int) -> Callable[[int], None]:
+        """The next pass. Returns a function to call with the number, from 1 on, of each stage that begins."""
+        before, self._begun = self._begun * stages, self._begun + 1
+        total = max(self._expected, self._begun) * stages
+        return lambda stage: self._tell(what, before + stage - 1, total)
 
 
 def _bar() -> Iterator[Progress]:

@@ -102,7 +102,7 @@ def chain_of(
     Args:
         places: where they lie in the model's own forward; None for an `nn.Sequential`, which has no code between them.
         let_go: what variables of that forward held.
-        times: what each sweep measured.
+        times: what each sweep measured; all are 0 where there was none.
         ways: to keep a part of what stages save; None: they have no options.
     """
     facts, last = memory.facts, len(stages)
@@ -175,7 +175,8 @@ class _Times:
 
     def median(self, what: str, index: int, otherwise: float = 0.0) -> float:
         stages = self._alike.get(index, (index,))
-        return statistics.median(sweep.get(Span(what, stage), otherwise) for sweep in self._sweeps for stage in stages)
+        found = [sweep.get(Span(what, stage), otherwise) for sweep in self._sweeps for stage in stages]
+        return statistics.median(found) if found else otherwise
 
 
 def _replay(times: _Times, facts: Facts, index: int, forward: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,12 +14,12 @@ from remat.chain import Chain, Layout
 from remat.devices import device_named
 from remat.errors import LeftChain, RematError, UnsupportedModel
 from remat.estimation.world import LOOKS_AT_VALUES, World
-from remat.host.progress import Progress
+from remat.host.progress import Passes, Progress
 from remat.profiling.assembling import Measurement, Ways, chain_of
 from remat.profiling.facts import Facts
 from remat.profiling.find import SMALL, locate
 from remat.profiling.fusing import in_a_row
-from remat.profiling.gauges import Bytes, Gauge, Seconds
+from remat.profiling.gauges import Bytes, Gauge, Seconds, Span
 from remat.profiling.model_pass import ModelPass
 from remat.profiling.preserving import (
     ForeignGradients,
@@ -67,6 +67,7 @@ def profile(
     stages: Sequence[str | nn.Module] | None = None,
     progress: Progress | None = None,
     agreed: Callable[[Chain], Chain] | None = None,
+    enough: Callable[[Chain], None] = lambda chain: None,
     output_held: bool = True,
     options: bool = True,
     offload: bool = False,
@@ -110,6 +111,8 @@ def profile(
         device: to estimate for: "h100", "a100", "h200", "l4", "rtx4090", "mi300x", "cpu", or a file that
             `remat calibrate` wrote. By default "cpu".
         agreed: makes of the chain that was measured the one to plan for, as processes do that train together.
+        enough: called with the chain as soon as its bytes are known, and nothing else of it; what it raises ends the
+            measuring.
         progress: called with what is being done, how many steps of it are done, and how many there are.
 
     Returns:
@@ -163,21 +166,33 @@ def profile(
         casts = casts_made_again(model, _recomputed(model, layout), forward) + cast_bytes(place, forward)
         own = options and agreed is None  # several processes would each find others
         wanted = Wanted(own, keep, recompute, offload)
-        chain = _measured(model, call, layout, place, foreign, protocol, replaced, wanted, repeats=repeats, tell=tell)
+        passes = Passes(tell, 2 + repeats + own * (_RECORDINGS + 1 + repeats) + 2 * (layout.calls is not None))
+        chain = _measured(
+            model,
+            call,
+            layout,
+            place,
+            foreign,
+            protocol,
+            replaced,
+            wanted,
+            repeats=repeats,
+            passes=passes,
+            enough=enough,
+        )
         set_up = storage_bytes(replaced.among(everything.parts))
         chain = replace(chain, reserve_bytes=chain.reserve_bytes + casts + set_up)
         if agreed is not None:  # before the check, whose stages have to run in the same order in all processes
             chain = agreed(chain)
         if not any(chain.fixed):
             return chain
-        tell("checking", 0, 1)
+        passes.begin("checking", chain.length)(1)
         try:
             excess = _excess(model, call, chain, place, foreign, protocol)
         except LeftChain as error:
             raise UnsupportedModel(
                 f"{error}: the model takes another path each time. Train it under remat.DTR"
             ) from error
-        tell("checking", 1, 1)
     chain = replace(chain, reserve_bytes=chain.reserve_bytes + excess)
     return chain if agreed is None else agreed(chain)
 
@@ -245,7 +260,8 @@ def _measured(
     wanted: Wanted,
     *,
     repeats: int,
-    tell: Progress,
+    passes: Passes,
+    enough: Callable[[Chain], None],
 ) -> Chain:
     """The chain of a model whose stages lie on it as `layout` says.
 
@@ -258,11 +274,9 @@ def _measured(
     if places is not None:
         refuse_shards_of_others(model, stages)
 
-    def run(
-        gauge: Gauge, each_stage: Callable[[int], None], *, variables: Variables | None = None, **options: Any
-    ) -> Pass:
+    def run(gauge: Gauge, what: str, *, variables: Variables | None = None, **options: Any) -> Pass:
         work: Pass
-        options["each_stage"] = each_stage
+        options["each_stage"] = passes.begin(what, len(stages) + 1)
         if places is None:
             work = SequencePass(stages, gauge, foreign, **options)
         else:
@@ -277,7 +291,7 @@ def _measured(
             gauge = Bytes(device)
             options: Any = {"output_held": protocol.output_held, "replaced": replaced}
             with undisturbed(), gauge.meter.session():
-                work = run(gauge, in_memory, known=known, contiguous=contiguous, **options)
+                work = run(gauge, "measuring memory", known=known, contiguous=contiguous, **options)
             facts, odd_ends = work.facts, work.odd_ends
             del work
             return Measurement(facts, gauge.regions(), odd_ends)
@@ -292,30 +306,25 @@ def _measured(
                 break
         return measured()
 
-    def looking(index: int) -> None:
-        tell("looking at gradients", index - 1, len(stages) + 1)
-
-    def in_memory(index: int) -> None:
-        tell("measuring memory", index - 1, len(stages) + 1)
-
-    def in_time(sweep: int, index: int) -> None:
-        tell("measuring time", sweep * (len(stages) + 1) + index - 1, repeats * (len(stages) + 1))
-
+    looking = "looking at gradients"
     variables = Variables()  # followed in a first pass, in which what is set up once is set up
     memory = measured_memory(run(Seconds(device), looking, variables=variables).facts)
     if memory.odd_ends and loss is None:  # what is not known may send back either form, and all backwards hand it on
         memory = memory.or_where_larger(measured_memory(memory.facts, contiguous=True))
-    tell("measuring memory", len(stages) + 1, len(stages) + 1)
-    times = []
-    for sweep in range(repeats):
-        seconds = Seconds(device)
-        run(seconds, partial(in_time, sweep), known=memory.facts)
-        times.append(seconds.seconds)
-    tell("measuring time", repeats * (len(stages) + 1), repeats * (len(stages) + 1))
-    recomputed = [i for i in range(1, len(stages) + 1) if places is None or not places.fixed[i - 1]]
-    ways, offers = _ways(run, stages, recomputed, memory.facts, device, wanted, repeats, tell)
+    times: list[Mapping[Span, float]] = []
     ends: Any = {"has_loss": loss is not None, "output_held": protocol.output_held}
-    chain = chain_of(layout, places, stages, memory, variables.let_go, times, ways, **ends)
+
+    def assembled(ways: Ways | None) -> Chain:
+        return chain_of(layout, places, stages, memory, variables.let_go, times, ways, **ends)
+
+    enough(assembled(None))
+    for _ in range(repeats):
+        seconds = Seconds(device)
+        run(seconds, "measuring time", known=memory.facts)
+        times.append(seconds.seconds)
+    recomputed = [i for i in range(1, len(stages) + 1) if places is None or not places.fixed[i - 1]]
+    ways, offers = _ways(run, stages, recomputed, memory.facts, device, wanted, repeats)
+    chain = assembled(ways)
     chain = replace(chain, reserve_bytes=chain.reserve_bytes + slack_of(max(chain.saved_bytes), device))
     return with_offload(chain, offers, instruments().link_bytes_per_second(device)) if offers else chain
 
@@ -328,23 +337,13 @@ def _ways(
     device: torch.device,
     wanted: Wanted,
     repeats: int,
-    tell: Progress,
 ) -> tuple[Ways | None, dict[int, list[Parcel]]]:
     """What can be kept of the stages that may run again, None where they are all or nothing; and what may be sent."""
     if not wanted.any:
         return None, {}
-    what, passes, done = "looking for what to keep", _RECORDINGS + 1 + repeats, 0
 
     def look(gauge: Gauge, visitor: Visitor) -> None:
-        nonlocal done
-        first = done * (len(stages) + 1)
-        run(
-            gauge,
-            lambda index: tell(what, first + index - 1, passes * (len(stages) + 1)),
-            known=facts,
-            visitor=visitor,
-        )
-        done += 1
+        run(gauge, "looking for what to keep", known=facts, visitor=visitor)
 
     in_part = {index: stages[index - 1] for index in recomputed if Ending(stages[index - 1]).allowed is not False}
     recording = Recording(in_part)
@@ -364,7 +363,6 @@ def _ways(
             sweeps.append(seconds.seconds)
         units = [unit for unit in units if not measuring.failed(unit.stages[0])]
         found = Ways(units, gauge.regions(), sweeps)
-    tell(what, passes * (len(stages) + 1), passes * (len(stages) + 1))
     return found, recording.parcels() if wanted.offload else {}
 
 

@@ -54,7 +54,7 @@ def profile_once(model: nn.Module, sample: Any, **options: Any) -> Chain:
 
 
 def _look_of(model: nn.Module, sample: Any, options: dict[str, Any]) -> Hashable:
-    kept = {name: value for name, value in options.items() if name not in ("progress", "loss", "stages")}
+    kept = {name: value for name, value in options.items() if name not in ("progress", "enough", "loss", "stages")}
     loss, stages = options.get("loss"), options.get("stages")
     return (
         describe_call(call_of(model, sample)),

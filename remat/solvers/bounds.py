@@ -11,6 +11,7 @@ from remat.simulation import everything
 from remat.solvers._tables import always
 from remat.solvers.base import store_all_peak
 from remat.solvers.floating import Floating, FloatingTable
+from remat.solvers.persistent import Persistent
 
 _HALF_ULP = 2.0**-24  # relative error of one float32 addition
 
@@ -73,3 +74,18 @@ def _relaxed(chain: Chain) -> Chain:
     for stage in range(chain.length, 0, -1):
         grad[stage - 1] = min(grad[stage - 1], grad[stage] + kept[stage - 1])
     return replace(chain, act_bytes=act, fwd_overhead_bytes=tuple(passing), grad_bytes=tuple(grad))
+
+
+def least_of_any(chain: Chain) -> int:
+    """Bytes below which no schedule fits, whatever parts of its stages are kept; known before those are."""
+    nothing = (0,) * chain.length
+    saved = tuple(size if fixed else 0 for size, fixed in zip(chain.saved_bytes, chain.fixed, strict=True))
+    bare = replace(
+        chain,
+        saved_bytes=saved,
+        fwd_overhead_bytes=nothing,
+        save_overhead_bytes=nothing,
+        bwd_overhead_bytes=nothing,
+        options=(),
+    )
+    return Persistent().minimum_budget(bare)

@@ -35,6 +35,9 @@ class PatchedForward:
         lock: the one of the executors that are chosen.
         other_path: "warn" once where a forward takes another path than the chain's, or "error".
         ended: called when the model has its own forward again.
+
+    Attributes:
+        summary: a sentence on how the model trains, which notebooks show in place of its modules.
     """
 
     def __init__(
@@ -48,7 +51,7 @@ class PatchedForward:
     ) -> None:
         check_other_path(other_path)
         refuse_patched(model)
-        self.ended = ended
+        self.ended, self.summary = ended, ""
         self.model, self.choose, self.other_path = model, choose, other_path
         self._runs_in: int | None = None  # the thread in which the model's own forward runs
         self._lock = lock or Lock()
