@@ -71,7 +71,7 @@ def quartiles(values: Sequence[float]) -> str:
 
 def holds_one(found: Rows) -> str:
     inside = sum(row["ratio"]["low"] <= 1 <= row["ratio"]["high"] for row in found)
-    return "every interval holds 1" if inside == len(found) else f"{inside} of {len(found)} intervals hold 1"
+    return "every interval contains 1" if inside == len(found) else f"{inside} of {len(found)} intervals contain 1"
 
 
 def table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -17,33 +17,21 @@ _NEAR = 0.01
 @figure
 def dtr__cells() -> str:
     (row,) = (row for row in rows("dtr") if row["what"].startswith("all:"))
-    return f"{row['seconds']:.1f} s, where that took {row['plain_python_seconds']:.0f} s"
+    return f"{row['seconds']:.1f} s (the paper's simulator: {row['plain_python_seconds']:.0f} s)"
 
 
 @figure
 def dtr__chain() -> str:
     (row,) = rows("dtr", what="chain, h_dtr_eq", stages=50000)
-    return f"{row['seconds']:.0f} s (`h_dtr_eq`), growing with the square of the stages, as the pool does"
-
-
-@figure
-def live_units__idle() -> str:
-    found = rows("live_units", **{"of the memory": "more than enough"})
-    return ", ".join(f"{row['model']} {row['calls'][1]:.2f} ({row['operator'][1]:.2f})" for row in found)
-
-
-@figure
-def live_units__half() -> str:
-    found = [row for row in rows("live_units", **{"of the memory": 0.5}) if isinstance(row.get("static"), list)]
-    return ", ".join(f"{row['model']} {row['calls'][1]:.2f} / {row['static'][1]:.2f}" for row in found)
+    return f"{row['seconds']:.0f} s (`h_dtr_eq`), quadratic in the number of stages"
 
 
 @figure
 def live_turns() -> str:
     (row,) = rows("live_turns")
     return (
-        f"equal bits in all; {row['pass']:,} within the budget, {row['said']} say that they were not, {row['first']} "
-        "went over in silence the first or second time that they went a way"
+        f"bit-identical in all; {row['pass']:,} within the budget, {row['said']} over it with a warning or an error, "
+        f"{row['first']} over it without one, the first or second time that they took a path"
     )
 
 
@@ -51,7 +39,7 @@ def live_turns() -> str:
 def live_turns__size() -> str:
     (row,) = rows("live_turns")
     blocks = row["pass"] + row["said"] + row["first"]
-    return f"{row['programs']} random programs that take turns at one place, {blocks:,} blocks"
+    return f"{row['programs']} random programs that alternate between paths, {blocks:,} blocks"
 
 
 @figure
@@ -61,7 +49,7 @@ def live_fuzz() -> str:
     silent = blocks - row["pass"] - row["said"]
     return (
         f"{blocks:,} blocks: gradients and buffers equal in all; {row['pass']:,} within the budget by the allocator's "
-        f"count, {row['said']} said that they went over or did not fit; {silent} did so in silence"
+        f"count, {row['said']} over it or refused, with a warning or an error; {silent} over it without one"
     )
 
 
@@ -71,10 +59,10 @@ def live_models() -> str:
     counts = Counter(row["outcome"] for row in found)
     least = [row for row in rows("live_models") if "least, by calls" in row]
     above = sum(row["least, by calls"] > row["operators"] for row in least)
-    said = {"pass": "within the budget", "retry": "too small, with a least budget that works at once"}
-    said |= {"over": "over, which says so", "thrash": "thrashes"}
+    said = {"pass": "within the budget", "retry": "too small (the minimum that the error states works)"}
+    said |= {"over": "over, with a warning", "thrash": "thrashes"}
     listed = ", ".join(f"{count} {said.get(name, name)}" for name, count in counts.items())
-    return f"{len(found)} budgets: {listed}; least budgets above those operator by operator: {above} of {len(least)}"
+    return f"{len(found)} budgets: {listed}; minimum above that of operator granularity: {above} of {len(least)}"
 
 
 @figure
@@ -85,9 +73,9 @@ def learned() -> str:
     slower = sum(row["overhead"] > row["its overhead"] for row in through)
     best = max(faster, key=lambda row: row["its overhead"] / row["overhead"])
     most = f"{percent(best['its overhead'] / best['overhead'] - 1)} %"
-    where = f"{best['log']} at {best['ratio']}: {best['overhead']:.3f}, {best['its overhead']:.3f}"
+    where = f"{best['log']} at {best['ratio']}: overhead {best['overhead']:.3f} instead of {best['its overhead']:.3f}"
     return (
-        f"{len(through)} of {len(found)} cells get through; slower in {slower}, faster in {len(faster)}, by up to "
+        f"{len(through)} of {len(found)} runs finish; slower in {slower}, faster in {len(faster)}, by up to "
         f"{most} ({where})"
     )
 
@@ -103,7 +91,7 @@ def table1() -> str:
             tried = {row["outcome"] for row in found if row["way"] == way}
             cells.append(str(max(passed)) if passed else "no chain" if "UnsupportedModel" in tried else "-")
         lines.append(cells)
-    return table(["model", "limit", "plain", "static", "DTR by calls", "DTR, operators"], lines)
+    return table(["model", "limit", "plain", "static plan", "DTR, modules", "DTR, operators"], lines)
 
 
 @figure
@@ -111,12 +99,13 @@ def table1__treelstm() -> str:
     """What stops the ways at the size behind their largest."""
     said = []
     words = {
-        "InfeasibleBudget": "has no plan",
+        "InfeasibleBudget": "does not fit",
         "OutOfBudget": "does not fit",
         "Thrashing": "thrashes",
         "over": "is over",
     }
-    for way, name in (("static", "a plan"), ("calls", "DTR by calls"), ("operators", "operator by operator")):
+    names = {"static": "the static plan", "calls": "module-level DTR", "operators": "operator-level DTR"}
+    for way, name in names.items():
         found = [row for row in rows("table1", model="TreeLSTM", way=way) if row["outcome"] != "pass"]
         if found:
             said.append(f"{name} {words.get(found[0]['outcome'], found[0]['outcome'])} at {found[0]['size']}")
@@ -134,7 +123,7 @@ def table1__seconds() -> str:
                 f"{passed[-1]['size']} ({passed[0]['seconds']:.2g}, {passed[-1]['seconds']:.2g})" if passed else "-"
             )
         lines.append(cells)
-    return table(["model", "plain", "best static plan", "by calls", "operator by operator"], lines)
+    return table(["model", "plain", "best static plan", "DTR, modules", "DTR, operators"], lines)
 
 
 @figure
@@ -147,13 +136,13 @@ def live_units__table() -> str:
             f"{_middle(row, 'calls')} ({_middle(row, 'operator')})" for row in (by_memory["more than enough"], half)
         ]
         lines.append([model, *cells, _middle(half, "static")])
-    return table(["model", "nothing evicted", "half of the memory", "the best static plan there"], lines)
+    return table(["model", "nothing evicted", "half of the memory", "best static plan at half"], lines)
 
 
 def _middle(row: dict[str, Any], key: str) -> str:
     """Of quartiles; else why there are none."""
     found = row.get(key, "-")
-    words = {"Thrashing": "thrashes", "OutOfBudget": "too little", "InfeasibleBudget": "too little"}
+    words = {"Thrashing": "thrashes", "OutOfBudget": "does not fit", "InfeasibleBudget": "does not fit"}
     return f"{found[1]:.2f}" if isinstance(found, list) else words.get(found, found)
 
 
@@ -168,14 +157,14 @@ def live__mechanisms() -> str:
         _microseconds(named[name])
         for name in ("wrapper subclass", "dispatch mode", "dispatch mode that torch.compile may trace")
     )
-    return f"wrappers {wrapper} more, a mode {mode} ({bare} where `torch.compile` is not kept out of it)"
+    return f"{wrapper} more with wrapper subclasses, {mode} with a mode ({bare} if `torch.compile` may trace it)"
 
 
 @figure
 def live__additions() -> str:
     warm = [_microseconds(row) for row in rows("live", what="addition, extra microseconds")]
     (cold,) = rows("live", what="addition with cold caches, extra microseconds")
-    return f"{warm[0]} more of tensors made in the block, {warm[1]} of others; {_microseconds(cold)} with cold caches"
+    return f"{warm[0]} more for tensors made in the block, {warm[1]} for others; {_microseconds(cold)} with cold caches"
 
 
 @figure
@@ -195,7 +184,7 @@ def live__choice() -> str:
 @figure
 def live_units__gpt2() -> str:
     (row,) = rows("live_units", model="GPT-2", **{"of the memory": "more than enough"})
-    return f"{row['calls'][1]:.2f} times plain PyTorch's, where operators cost {row['operator'][1]:.2f}"
+    return f"{row['calls'][1]:.2f} times plain PyTorch ({row['operator'][1]:.2f} at operator granularity)"
 
 
 def _on_graphs() -> Rows:
@@ -208,7 +197,7 @@ def learned__graphs() -> str:
     over = [row["overhead"] / row["optimum"] for row in found]
     online = [row["its overhead"] / row["optimum"] for row in found]
     return (
-        f"plans take {span(over, 3)} of what integer programming found in a minute, the best heuristic "
+        f"time over that found by integer programming in a minute: plans {span(over, 3)}, the best heuristic "
         f"{span(online, 3)} ({len(found)} budgets)"
     )
 
@@ -224,7 +213,7 @@ def simulated__ignored() -> str:
     }
     ours = rows("dtr_simulated", part="deallocation, paper", deallocation="ignore", outcome="pass")
     off = [
-        f"{row['log']} at {row['budget']} ({row['overhead']:.3f}, there {theirs[row['log'], row['budget']]:.3f})"
+        f"{row['log']} at {row['budget']} ({row['overhead']:.3f}, the paper's {theirs[row['log'], row['budget']]:.3f})"
         for row in ours
         if abs(row["overhead"] / theirs[row["log"], row["budget"]] - 1) > _NEAR
     ]

@@ -43,7 +43,7 @@ def _frontier(model: str) -> Rows:
 
 @figure
 def frontier__resnet() -> str:
-    return f"{span([row['ratio']['median'] for row in _frontier('ResNet-101')])} of its seconds"
+    return f"{span([row['ratio']['median'] for row in _frontier('ResNet-101')])} of its time"
 
 
 @figure
@@ -120,13 +120,14 @@ def any_model__limits() -> str:
     kept = sum(ratio <= 1 for ratio in over)
     share = span([100 * row["memory_share"] for row in found], 0)
     return (
-        f"{kept} of {len(over)} measured peaks at or below the limit and {span(predicted, 3)} of what was predicted; "
-        f"{share} % of the activation memory lies in the chains; {_least_of(found)}"
+        f"{kept} of {len(over)} measured peaks at or below the limit, and {span(predicted, 3)} of the predicted ones; "
+        f"{share} % of the activation memory is in the stages; {_least_of(found)}"
     )
 
 
 def _least_of(found: Rows) -> str:
-    return f"least limit {span([row['least_bytes'] / row['store_all_bytes'] for row in found])} of storing everything"
+    shares = [100 * row["least_bytes"] / row["store_all_bytes"] for row in found]
+    return f"minimum limit {span(shares, 0)} % of the memory without recomputation"
 
 
 @figure
@@ -158,13 +159,15 @@ def rivals() -> str:
 
 @figure
 def options__overheads() -> str:
-    measured, planned = [], []
+    """Per model: overheads with parts of blocks, those predicted, and those with whole blocks, by share of memory."""
+    lines = []
     for model, found in by("options", "model", way="options").items():
         whole = rows("options", model=model, way="whole blocks")
-        parts, blocks = (", ".join(percent(row["measured"][1] - 1, 1) for row in each) for each in (found, whole))
-        measured.append(f"{model} {parts} (whole blocks: {blocks})")
-        planned.append(f"{model} {', '.join(percent(row['planned'] - 1, 1) for row in found)}")
-    return f"in %: {'; '.join(measured)}; planned: {'; '.join(planned)}"
+        shares = [f"{row['limit']:.0%}" for row in found]
+        lines.append([f"{model}", *(f"{percent(row['measured'][1] - 1, 1)} %" for row in found)])
+        lines.append([f"{model}, predicted", *(f"{percent(row['planned'] - 1, 1)} %" for row in found)])
+        lines.append([f"{model}, whole blocks", *(f"{percent(row['measured'][1] - 1, 1)} %" for row in whole)])
+    return table(["memory", *shares], lines)
 
 
 @figure
@@ -201,7 +204,7 @@ def options__planning() -> str:
     gpt, resnet = (
         rows("options", model=model, way="plain")[0]["profiling_options_in_steps"] for model in ("GPT-2", "ResNet-50")
     )
-    return f"{said}; {gpt:.1f} (ResNet-50: {resnet:.1f})"
+    return f"planning time {said}; profiling {gpt:.1f} training steps more (ResNet-50: {resnet:.1f})"
 
 
 @figure
@@ -211,7 +214,7 @@ def peaks() -> str:
     (resnet,) = (row["predicted_over_measured"] for row in random if row["model"] == "ResNet-50")
     each = [ratio for row in blocks for ratio in row["predicted_over_measured"]]
     return (
-        f"with parts of blocks: {span(others, 3)} for {len(others)} schedules of ResNet-18, a GPT and Linear layers, "
+        f"partial recomputation: {span(others, 3)} for {len(others)} schedules of ResNet-18, a GPT and Linear layers, "
         f"{span(resnet, 3)} for {len(resnet)} of ResNet-50; every block checkpointed, {len(each)} models of "
         f"transformers: {span(each, 3)}"
     )
@@ -220,7 +223,7 @@ def peaks() -> str:
 @figure
 def compare() -> str:
     row = rows("compare", what="compare, seconds")[0]
-    return f"{row['seconds']:.0f} s, of which {percent(row['own_share'])} % are not training steps"
+    return f"{row['seconds']:.0f} s, {percent(row['own_share'])} % of it outside training steps"
 
 
 @figure
@@ -230,8 +233,8 @@ def fuzz() -> str:
         counts.update(each)
     refused = counts.pop("refused", 0)
     passed = counts.pop("pass")
-    others = ", ".join(f"{count} {name}" for name, count in counts.items()) or "nothing else"
-    return f"{passed} trained within their limit with equal bits; {refused} refused with a sentence; {others}"
+    others = ", ".join(f"{count} {name}" for name, count in counts.items()) or "no other outcome"
+    return f"{passed} trained within their limit, bit-identical; {refused} refused with an error message; {others}"
 
 
 @figure
@@ -241,8 +244,8 @@ def zoo() -> str:
     kept = sum(limit["outcome"] == "pass" for limit in limits)
     near = sum(abs(row["predicted_over_plain_held"] - 1) <= 0.03 for row in found)
     return (
-        f"{kept} of {len(limits)} peaks within the limit, with equal gradients and buffers; storing everything "
-        f"predicted within 3 % of its peak for {near} of {len(found)}"
+        f"{kept} of {len(limits)} peaks within the limit, with equal gradients and buffers; peak without "
+        f"recomputation predicted within 3 % for {near} of {len(found)}"
     )
 
 
@@ -264,9 +267,9 @@ def estimates__short() -> str:
     dense, unet = (max(_plans("predicted_over_peak", odd=odd)) for odd in _ODD)
     usual = _plans("seconds") + _plans("seconds", odd=_ODD[0])
     return (
-        f"bytes of activations {'equal' if equal else 'not equal in all'}; peaks "
-        f"{span(_plans('predicted_over_peak'), 3)} of what is measured (DenseNet-121 {dense:.3f}, UNet {unet:.2f}); "
-        f"plans of an estimate take {span(usual)} of the CPU time of plans of a profile (UNet "
+        f"activation bytes {'equal' if equal else 'not equal in all'}; predicted over measured peaks "
+        f"{span(_plans('predicted_over_peak'), 3)} (DenseNet-121 {dense:.3f}, UNet {unet:.2f}); "
+        f"CPU time by plans of an estimate over plans of a profile {span(usual)} (UNet "
         f"{span(_plans('seconds', odd='UNet'))})"
     )
 
@@ -313,9 +316,9 @@ def estimates__time() -> str:
 def estimates__llama() -> str:
     eight, sixteen = rows("estimates", model="Llama of 70 billion parameters")
     gib = 2**30
-    static = f"{eight['static_bytes'] / gib:.1f} GiB are static"
-    verdict = "fits 8" if eight["fits"] else f"does not fit 8 under Adam ({static})"
-    then = f"fits 16 at {sixteen['overhead']:.2f} times the seconds of storing everything"
+    static = f"{eight['static_bytes'] / gib:.1f} GiB static"
+    verdict = "fits 8" if eight["fits"] else f"does not fit 8 with Adam ({static})"
+    then = f"fits 16 at {sixteen['overhead']:.2f} times the seconds without recomputation"
     return f"{eight['seconds']:.0f} s, {eight['process_bytes'] / gib:.1f} GiB; {verdict}, {then}"
 
 
@@ -326,8 +329,8 @@ def _sent(model: str, way: str) -> Rows:
 @figure
 def offload__table() -> str:
     models = ("GPT-2", "ResNet-50")
-    headings = ["limit, of storing everything"]
-    headings += [text for model in models for text in (f"{model}, recompute", "or send", "on the host")]
+    headings = ["limit, share of plain PyTorch"]
+    headings += [text for model in models for text in (f"{model}, recompute", "or offload", "host memory")]
     lines = []
     for number, row in enumerate(_sent(models[0], "recompute")):
         cells = [f"{row['limit']}"]
@@ -363,7 +366,7 @@ def offload__planning() -> str:
     found = [row for row in rows("offload") if "stages" in row]
     spent = ", ".join(f"{seconds(row['offload_seconds'])} for {row['stages']} stages" for row in found[1:])
     alone = ", ".join(seconds(row["recompute_seconds"]) for row in found[1:])
-    return f"{spent} (`fastest` without the host, which is part of it: {alone})"
+    return f"{spent} (`fastest` alone: {alone})"
 
 
 @figure
@@ -381,8 +384,8 @@ def peaks__above() -> str:
     resnet = most.pop("ResNet-50")
     count = sum(len(row["predicted_over_measured"]) for row in found)
     return (
-        f"at most {percent(resnet, 1)} % above, which a ResNet-50 reaches, the others "
-        f"{percent(max(most.values()), 1)} % ({count} schedules"
+        f"at most {percent(resnet, 1)} % above (ResNet-50; the others "
+        f"{percent(max(most.values()), 1)} %; {count} schedules"
     )
 
 
@@ -401,7 +404,7 @@ def compile__more_is_less() -> str:
             f"{row['strategy'].partition('@')[2]} ({row['measured_peak_bytes'] / 2**20:.1f} MiB)" for row in pair
         )
         if pair[0]["measured_peak_bytes"] > pair[1]["measured_peak_bytes"]:
-            return f"{other} took less than {one}"
+            return f"{other} used less memory than {one}"
     return "not here"
 
 

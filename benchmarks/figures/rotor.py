@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.figures.common import Rows, by, figure, percent, rows, seconds, span, table
 
 WAYS = ("persistent", "options")
+_LARGE = 384  # px, at which only one way was measured at one share
 
 
 def _advantages() -> Rows:
@@ -43,7 +44,7 @@ def rotor__table() -> str:
                 *(cell for way in WAYS for cell in (_shown(row[way]), f"{row[f'{way}_planned']:.2f}")),
             ]
         )
-    headings = ["network", "segments", "over `persistent`", "planned", "over options", "planned"]
+    headings = ["network", "segments", "over `persistent`", "planned", "over `fit`", "planned"]
     return table(headings, lines)
 
 
@@ -55,7 +56,7 @@ def rotor__mean() -> str:
         measured = statistics.mean(row[way][1] - 1 for row in found)
         planned = statistics.mean(row[f"{way}_planned"] - 1 for row in found)
         said.append(f"{percent(measured, 1)} % ({percent(planned, 1)} % planned)")
-    return f"{said[0]} for `persistent` and {said[1]} with options, over {len(found)} networks and sizes"
+    return f"{said[0]} for `persistent`, {said[1]} for `fit`, over {len(found)} networks and sizes"
 
 
 @figure
@@ -85,8 +86,8 @@ def rotor__kept() -> str:
     most = max(row["peak_bytes"] / row["limit_bytes"] for row in planned)
     compared = [row["bits_equal"] for row in planned if row["bits_equal"] is not None]
     return (
-        f"{len(planned)} plans were run, none of which took more than {most:.4f} of its limit; gradients and buffers "
-        f"were compared for {len(compared)} and equal plain PyTorch's to the bit in {sum(compared)}"
+        f"{len(planned)} plans were run; the highest peak was {most:.4f} of its limit. Gradients and buffers were "
+        f"compared for {len(compared)} and equal plain PyTorch's to the bit in {sum(compared)}"
     )
 
 
@@ -113,16 +114,16 @@ def rotor__revolve() -> str:
 
 @figure
 def rotor__overheads() -> str:
-    """By share of the memory of storing everything: medians over the networks."""
+    """By share of the memory of storing everything: medians over the networks, not at the larger size (few ways)."""
     lines = []
     for place in ("0.7", "0.5", "0.3"):
         at = f"{place} of storing everything"
         cells = []
         for way in ("options", "persistent", "chen", "revolve"):
-            found = [row["over_plain"][1] for row in _measured() if row.get("at") == at and row["way"] == way]
-            cells.append(f"{statistics.median(found):.2f} ({len(found)})" if found else "-")
+            found = [row["over_plain"][1] for row in _measured(at=at, way=way) if row["side"] != _LARGE]
+            cells.append(f"{statistics.median(found):.2f} ({len(found)})")
         lines.append([place, *cells])
-    return table(["share", "options", "`persistent`", "`chen`", "`revolve`"], lines)
+    return table(["share", "`fit`", "`persistent`", "`chen`", "`revolve`"], lines)
 
 
 @figure
@@ -149,7 +150,7 @@ def prediction__table() -> str:
     for model, found in by("prediction", "model").items():
         cells = {row["way"]: row for row in found}
         lines.append([model, *(_of_way(cells, way) for way in ("plain", "half", "third"))])
-    return table(["model", "storing everything", "at half the memory", "at 0.3"], lines)
+    return table(["model", "no recomputation", "at half the memory", "at 0.3"], lines)
 
 
 def _of_way(cells: dict[str, dict[str, Any]], way: str) -> str:
@@ -166,7 +167,7 @@ def _planned() -> Rows:
 @figure
 def planned__mean() -> str:
     persistent, options = (statistics.mean(row[way] - 1 for row in _planned()) for way in WAYS)
-    return f"{percent(persistent, 1)} % for `persistent` and {percent(options, 1)} % with options"
+    return f"{percent(persistent, 1)} % for `persistent`, {percent(options, 1)} % for `fit`"
 
 
 @figure
@@ -180,7 +181,7 @@ def planned__table() -> str:
             cells.append(f"{percent(statistics.mean(row[way] - 1 for row in found), 1)} %")
         cells.append(f"{percent(max(row['options'] - 1 for row in found), 1)} %")
         lines.append(cells)
-    headings = ["networks", "sizes", "`persistent`", "with options", "at most"]
+    headings = ["networks", "sizes", "`persistent`", "`fit`", "`fit`, at most"]
     return table(headings, lines)
 
 
@@ -212,9 +213,9 @@ def planned__equal() -> str:
     for row in others:
         families[row["network"].partition("-")[0]] = families.get(row["network"].partition("-")[0], 0) + 1
     most = max(row["persistent"] / row["floating"] - 1 for row in others)
-    named = ", ".join(f"{count} of {name}s" for name, count in families.items())
+    named = ", ".join(f"{count} of {name}" for name, count in families.items())
     return (
-        f"as fast in {equal} of {len(found)} plans; in the others ({named}) floating ones are faster by at most "
+        f"equally fast in {equal} of {len(found)} cases; in the others ({named}) `floating` is faster by at most "
         f"{percent(most, 2)} %"
     )
 
@@ -233,8 +234,8 @@ def planned__planning() -> str:
 def planned__resnet101() -> str:
     (row,) = (r for r in _planned() if (r["network"], r["batch"], r["side"]) == ("ResNet-101", 8, 1000))
     return (
-        f"two segments take {row['limit_bytes'] / 2**30:.2f} GiB; at that memory `persistent` is "
-        f"{percent(row['persistent'] - 1, 1)} % and options are {percent(row['options'] - 1, 1)} % faster"
+        f"two segments need {row['limit_bytes'] / 2**30:.2f} GiB; at that memory `persistent` is "
+        f"{percent(row['persistent'] - 1, 1)} % and `fit` {percent(row['options'] - 1, 1)} % faster"
     )
 
 
@@ -244,11 +245,11 @@ def planned__resnet1001() -> str:
     said = []
     for row in found:
         rates = (f"{name} {_rate(row[way])}" for way, name in (("plain", "plain PyTorch"), ("checkpoint_sequential",
-                 "`checkpoint_sequential`"), ("persistent", "`persistent`"), ("options", "options")))  # fmt: skip
+                 "`checkpoint_sequential`"), ("persistent", "`persistent`"), ("options", "`fit`")))  # fmt: skip
         said.append(f"batch {row['batch']}: {', '.join(rates)}")
     batch = found[0]["batch"]
     (most,) = rows("rotor_planned", what="advantage", network="ResNet-1001", side=224, batch=batch)
-    stored = f"storing everything takes {most['store_all_bytes'] / 2**30:.0f} GiB at batch {batch}"
+    stored = f"no recomputation needs {most['store_all_bytes'] / 2**30:.0f} GiB at batch {batch}"
     return f"{'; '.join(said)} ({stored})"
 
 
@@ -271,5 +272,5 @@ def growing__table() -> str:
             step = plain["batch"] / plain["examples_per_second"]
             cells.append(f"{percent(plain['update_seconds'] / step, 1)} %")
             lines.append(cells)
-    headings = ["network", "batch", "plain, no limit", "the plan over it", "within the limit", "update over step"]
+    headings = ["network", "batch", "plain, no limit", "plan / plain time", "plan", "update / step"]
     return table(headings, lines)

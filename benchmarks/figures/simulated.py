@@ -125,7 +125,7 @@ def simulated__ablation() -> str:
         passes = {name: len(_passed(found)) for name, found in _by("heuristic", "ablation", source).items()}
         best = max(passes, key=passes.__getitem__)
         least = min(passes, key=passes.__getitem__)
-        said.append(f"{best} gets through {passes[best]} cells, {least} through {passes[least]}")
+        said.append(f"{best} finishes {passes[best]} runs, {least} {passes[least]}")
     return "; ".join(said)
 
 
@@ -151,8 +151,12 @@ def simulated__static() -> str:
             at = [row for row in found if row["budget"] == budget]
             cells = [_best(at, names) for _, names in _STATIC]
             if set(cells) != {"-"} and budget < 1:
-                lines.append([log, f"{budget:.1f}", *cells])
+                lines.append([_titled(log), f"{budget:.1f}", *cells])
     return table(["network", "budget", *(name for name, _ in _STATIC)], lines)
+
+
+def _titled(network: str) -> str:
+    return network.replace(", of Checkmate", " (Checkmate's)")
 
 
 def _best(found: Rows, names: Sequence[str]) -> str:
@@ -175,7 +179,7 @@ def simulated__near() -> str:
         for (name, budget), row in cells.items():
             if name == "checkmate" and not row.get("note") and ("h_dtr", budget) in cells:
                 ratios.setdefault(log, []).append(cells["h_dtr", budget]["overhead"] / row["overhead"])
-    return ", ".join(f"{log} {span(found, 3)}" for log, found in ratios.items())
+    return ", ".join(f"{_titled(log)} {span(found, 3)}" for log, found in ratios.items())
 
 
 @figure
@@ -191,7 +195,7 @@ def simulated__lru_static() -> str:
                 both += 1
                 faster += at["h_lru"] <= min(static)
             alone += bool(static) and "h_lru" not in at
-    return f"in {faster} of {both} budgets where both get through; in {alone} only a baseline does"
+    return f"at {faster} of {both} budgets where both finish; at {alone} only a baseline finishes"
 
 
 # Theory --------------------------------------------------------------------------------------------------------------
@@ -216,12 +220,12 @@ def _of_lemmas(key: Callable[[dict[str, Any]], float]) -> list[float]:
 def theory__lemma_a1() -> str:
     gaps = _of_lemmas(lambda found: found["gap"] / found["gap_bound"])
     lost = _of_lemmas(lambda found: found["kept"][0] - found["kept"][1])
-    return f"gaps of {span(gaps)} of the bound; {span(lost, 0)} of the tensors kept are evicted later"
+    return f"gaps of {span(gaps)} of the bound; {span(lost, 0)} of the kept tensors are evicted later"
 
 
 @figure
 def theory__lemma_a2() -> str:
-    return f"a constant of {span(_of_lemmas(lambda found: found['group_constant']))} does"
+    return f"{span(_of_lemmas(lambda found: found['group_constant']))}"
 
 
 @figure
@@ -235,7 +239,7 @@ def theory__lemma_a4() -> str:
     stated, proved = (_of_lemmas(lambda found, key=key: found[key]) for key in ("as_stated", "as_proved"))
     gradients = sum(int(count) for count in _of_lemmas(lambda found: found["gradients"]))
     return (
-        f"gaps of at most {max(stated):.2f} of the bound as stated ({max(proved):.2f} of the proof's), behind "
+        f"gaps of at most {max(stated):.2f} of the bound as stated ({max(proved):.2f} of the proof's), after "
         f"{gradients} gradients"
     )
 
@@ -247,7 +251,7 @@ def theory__adversary() -> str:
     memory = {row["static_memory"] for row in found}
     assert all(row["static_operators"] == row["nodes"] - 1 for row in found)
     return (
-        f"DTR runs {span(over)} N/B times as many operators (three heuristics); the static order runs each once, in "
+        f"DTR runs {span(over)} N/B times as many operators (three heuristics); the static order runs each once, with "
         f"memory for {span(sorted(memory), 0)} tensors"
     )
 
@@ -255,7 +259,7 @@ def theory__adversary() -> str:
 # Run -----------------------------------------------------------------------------------------------------------------
 
 _WAYS = ("h_dtr_eq", "h_dtr", "h_lru", "by calls", "static")
-_WORDS = {"Thrashing": "thrashes", "OutOfBudget": "too little", "over": "over, says so", "thrash": "thrashes"}
+_WORDS = {"Thrashing": "thrashes", "OutOfBudget": "does not fit", "over": "over budget", "thrash": "thrashes"}
 
 
 @figure
@@ -265,7 +269,7 @@ def dtr_run__table() -> str:
         for share in dict.fromkeys(row["share"] for row in found):
             ways = {row["way"]: row for row in found if row["share"] == share}
             lines.append([model, f"{share:g}", *(_overhead(ways.get(way)) for way in _WAYS)])
-    titles = (*(f"operators, `{way}`" for way in _WAYS[:3]), "by calls", "static plan")
+    titles = (*(f"operators, `{way}`" for way in _WAYS[:3]), "modules", "static plan")
     return table(["model", "budget", *titles], lines)
 
 
@@ -285,8 +289,8 @@ def dtr_run__kept() -> str:
     equal = sum(row["bits_equal"] for row in found if "bits_equal" in row)
     ran = sum("bits_equal" in row for row in found)
     return (
-        f"{ran} of {len(found)} got through; gradients and buffers of {equal} equal plain PyTorch's to the bit; of the "
-        f"{len(passed)} that say they passed, {within} kept their budget by the allocator"
+        f"{ran} of {len(found)} runs finished; gradients and buffers of {equal} equal plain PyTorch's to the bit; of "
+        f"the {len(passed)} that reported a pass, {within} kept their budget by the allocator's count"
     )
 
 
@@ -297,7 +301,7 @@ def dtr_run__split() -> str:
         shares = (f"{percent(row[key] / row['total'])} %" for key in ("operators", "recomputation", "costs", "search",
                   "rest"))  # fmt: skip
         lines.append([row["model"], f"{row['share']:g}", f"{row['total']:.2f} s", *shares])
-    return table(["model", "budget", "a step", "operators", "recomputation", "costs", "search", "the rest"], lines)
+    return table(["model", "budget", "a step", "operators", "recomputation", "costs", "search", "runtime"], lines)
 
 
 @figure
@@ -310,7 +314,7 @@ def dtr_run__costs() -> str:
 def dtr_run__over_static() -> str:
     """DTR over the best static plan at the same budget, where something has to go."""
     said = []
-    for way, name in (("h_dtr_eq", "operator by operator"), ("by calls", "by calls")):
+    for way, name in (("h_dtr_eq", "operator-level"), ("by calls", "module-level")):
         ratios = []
         for found in by("dtr_run", "part", what="overhead").values():
             ways = {row["way"]: row for row in found if row["outcome"] == "pass" and row["share"] < 1}
