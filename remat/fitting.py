@@ -24,7 +24,6 @@ from remat.errors import (
     UnsupportedModel,
 )
 from remat.formatting import count, format_bytes, text_table
-from remat.plotting.notebook import shown_in_a_sentence
 from remat.report import Report
 from remat.rotor import Checkpointable
 from remat.runtime.calls.stages import is_sequential
@@ -32,6 +31,7 @@ from remat.runtime.checks import Loss, check_count, check_model
 from remat.runtime.executor import UnderDTR
 from remat.runtime.live.context import DTR
 from remat.runtime.live.steps import Steps
+from remat.runtime.planned.notebook import shown_in_a_sentence
 from remat.runtime.planned.patched_forward import PatchedForward, patched_forward_of
 from remat.runtime.planned.wrapper import Wrapper
 from remat.schedule import Schedule
