@@ -19,7 +19,6 @@ from remat.errors import PlanMismatch, RematError
 from remat.formatting import format_bytes, format_seconds
 from remat.host.progress import Progress, shown
 from remat.profiling.profile import Loss, profile
-from remat.profiling.remembered import profile_once
 from remat.report import Report
 from remat.runtime.calls.stages import call_of, flatten, is_sequential
 from remat.runtime.checks import check_count, check_model, checked_loss
@@ -241,7 +240,7 @@ class Checkpointable(Wrapper):
         options |= {"progress": tell, "options": self.options, "offload": self.host_limit is not None}
         options |= {"keep": self.keep, "recompute": self.recompute}
         if self.group is None:
-            return (profile if again else profile_once)(self.wrapped, sample, **options, **more)
+            return profile(self.wrapped, sample, again=again, **options, **more)
         return profile(self.wrapped, sample, agreed=partial(agree, group=self.group), **options)
 
     def compute_sequence(

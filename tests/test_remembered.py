@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import remat
+from remat.profiling import profile as profiling
 from remat.profiling import remembered
 
 
@@ -29,13 +30,13 @@ class Block(nn.Module):
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A model each time it is measured."""
     found: list[Any] = []
-    profile = remembered.profile
+    profiled = profiling._profiled
 
     def counted(model: nn.Module, sample: Any, **options: Any) -> remat.Chain:
         found.append(model)
-        return profile(model, sample, **options)
+        return profiled(model, sample, **options)
 
-    monkeypatch.setattr(remembered, "profile", counted)
+    monkeypatch.setattr(profiling, "_profiled", counted)
     return found
 
 
@@ -56,6 +57,15 @@ def test_the_next_limit_is_planned_from_the_same_profile(measured: list[Any]) ->
     assert measured == [model]
     found = [overhead for _, overhead in sorted(overheads)]
     assert found == sorted(found, reverse=True)
+
+
+def test_a_profile_serves_fit(measured: list[Any]) -> None:
+    model, sample = model_and_sample()
+    chain = remat.profile(model.train(), sample)
+    remat.fit(model, sample, 0.7, quiet=True)
+    assert measured == [model] and remembered._last[model].chain is chain
+    assert remat.profile(model, sample) is not chain and len(measured) == 2  # whoever asks for a profile gets one
+    assert remat.profile(model, sample, again=False, repeats=5) and len(measured) == 3
 
 
 CHANGES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {

@@ -31,6 +31,7 @@ from remat.profiling.preserving import (
     with_graph_of_its_own,
 )
 from remat.profiling.recording import saving_nothing
+from remat.profiling.remembered import remembered
 from remat.profiling.sending import Parcel, with_offload
 from remat.profiling.sequence_pass import SequencePass
 from remat.profiling.stage_costs import cast_bytes, casts_made_again, own_autocast_cache, storage_bytes
@@ -75,6 +76,7 @@ def profile(
     recompute: Collection[str] = (),
     device: str | None = None,
     estimate: bool = False,
+    again: bool = True,
 ) -> Chain:
     """Measures what every stage of `model` costs on `sample` (Beaumont et al., Section 5.1).
 
@@ -110,6 +112,8 @@ def profile(
             from operations and bytes of operators (`remat.estimation`). Parameters may be on the meta device.
         device: to estimate for: "h100", "a100", "h200", "l4", "rtx4090", "mi300x", "cpu", or a file that
             `remat calibrate` wrote. By default "cpu".
+        again: False: return what was measured last of this model, where nothing has changed that it depends on and can
+            be seen: shapes, types, flags, hooks, numbers and functions in attributes, but not the values of the sample.
         agreed: makes of the chain that was measured the one to plan for, as processes do that train together.
         enough: called with the chain as soon as its bytes are known, and nothing else of it; what it raises ends the
             measuring.
@@ -127,16 +131,38 @@ def profile(
     check_model(model)
     if offload and not (options and agreed is None):
         raise RematError("what goes to the host is an option of a stage; offload=True needs options, and one process")
+    given: Any = {"small": small, "stages": stages, "progress": progress, "agreed": agreed}
+    given |= {"output_held": output_held, "options": options, "offload": offload, "keep": keep, "recompute": recompute}
     if estimate:
-        options_of_it: Any = {"small": small, "stages": stages, "progress": progress, "agreed": agreed}
-        options_of_it |= {"output_held": output_held, "options": options, "offload": offload}
-        options_of_it |= {"keep": keep, "recompute": recompute}
-        return estimate_in(World(device_named(device or "cpu")), model, sample, loss, options_of_it)
+        return estimate_in(World(device_named(device or "cpu")), model, sample, loss, given)
     if device is not None:
         raise RematError("device= is what an estimate is for; a model is measured where it is. Say estimate=True, too")
     refuse_flat_shards(model)
     check_sample(sample)
     check_count("repeats", repeats)
+    given |= {"repeats": repeats, "loss": loss}
+    measure = partial(_profiled, model, sample, enough=enough, **given)
+    return measure() if agreed is not None else remembered(model, sample, given, measure, again=again)
+
+
+def _profiled(
+    model: nn.Module,
+    sample: Any,
+    *,
+    repeats: int,
+    loss: Loss | None,
+    small: float,
+    stages: Sequence[str | nn.Module] | None,
+    progress: Progress | None,
+    agreed: Callable[[Chain], Chain] | None,
+    enough: Callable[[Chain], None],
+    output_held: bool,
+    options: bool,
+    offload: bool,
+    keep: Collection[str],
+    recompute: Collection[str],
+) -> Chain:
+    """The chain of a model that is measured where it is."""
     loss_modules = [loss] if isinstance(loss, nn.Module) else []  # which may have parameters and buffers too
     protocol = Protocol(checked_loss(loss), output_held)
     tell = progress or (lambda what, done, total: None)
@@ -207,7 +233,7 @@ def estimate_in(world: World, model: nn.Module, sample: Any, loss: Loss | None, 
     given, end = world.stand_in(sample), world.stand_in_for(loss) if isinstance(loss, nn.Module) else loss
     try:
         with world.entered():
-            chain = profile(copy, given, loss=end, **(options | {"repeats": 1}))
+            chain = profile(copy, given, loss=end, repeats=1, **options)
     except RematError as error:
         if isinstance(error.__cause__, LOOKS_AT_VALUES):
             raise UnsupportedModel(

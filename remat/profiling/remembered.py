@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +12,8 @@ from torch import nn
 
 from remat.chain import Chain
 from remat.errors import OverBudgetWarning
-from remat.profiling.profile import profile
 from remat.runtime.calls.attributes import hooks_of, items_of
 from remat.runtime.calls.stages import call_of, describe_call
-from remat.runtime.checks import check_sample
 from remat.runtime.generators import OWN
 from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.runtime.pytree import tensors
@@ -32,19 +30,24 @@ class _Last(NamedTuple):
 _last: weakref.WeakKeyDictionary[nn.Module, _Last] = weakref.WeakKeyDictionary()
 
 
-def profile_once(model: nn.Module, sample: Any, **options: Any) -> Chain:
-    """`profile`, or what it found the last time, where nothing has changed that it depends on and can be seen.
+def remembered(
+    model: nn.Module, sample: Any, options: dict[str, Any], measure: Callable[[], Chain], *, again: bool
+) -> Chain:
+    """What `measure` finds, or found the last time, where nothing has changed that it depends on and can be seen.
 
     What depends on the values in the sample is measured each time.
+
+    Args:
+        options: arguments of `profile`.
+        again: measure it also where it is known.
     """
-    check_sample(sample)
     look = _look_of(model, sample, options)
     known = _last.get(model)
-    if known is not None and known.look == look:
+    if not again and known is not None and known.look == look:
         return known.chain
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        chain = profile(model, sample, **options)
+        chain = measure()
     for each in caught:
         warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
     _last.pop(model, None)
@@ -54,7 +57,7 @@ def profile_once(model: nn.Module, sample: Any, **options: Any) -> Chain:
 
 
 def _look_of(model: nn.Module, sample: Any, options: dict[str, Any]) -> Hashable:
-    kept = {name: value for name, value in options.items() if name not in ("progress", "enough", "loss", "stages")}
+    kept = {name: value for name, value in options.items() if name not in ("progress", "loss", "stages")}
     loss, stages = options.get("loss"), options.get("stages")
     return (
         describe_call(call_of(model, sample)),
