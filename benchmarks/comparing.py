@@ -11,7 +11,7 @@ import torch
 
 import remat
 import remat.comparison.compare
-from benchmarks.keeping import FIGURES, write
+from benchmarks.keeping import write
 from remat.comparison.bench import Bench
 from remat.models import resnet50
 
@@ -58,10 +58,6 @@ def comparing() -> list[dict[str, object]]:
         found = remat.compare(model, sample, progress=False)
         total = time.perf_counter() - start
     own = 1 - (sum(steps) + sum(profiles)) / total
-    figure = found.plot()
-    figure.suptitle("ResNet-50, batch 4, 96 px, two cores")
-    FIGURES.mkdir(parents=True, exist_ok=True)
-    figure.savefig(FIGURES / "comparison.png", dpi=110)
     print(found)
     print(f"compare took {total:.0f} s, of which {own:.1%} its own work", flush=True)
     rows: list[dict[str, object]] = [
