@@ -26,7 +26,7 @@ def _refuse(budget: object, reason: str) -> ValueError:
 
     return InvalidBudget(
         f"budget {budget!r}: {reason}. Write it as bytes (an int, 2147483648), as a string with a unit "
-        "('2GiB', '800MB'), or as a float in (0, 1], the fraction of the store-all peak (0.5)."
+        "('2GiB', '800MB'), or as a float in (0, 1], a fraction of plain PyTorch's peak (0.5)."
     )
 
 
@@ -38,7 +38,7 @@ def parse_bytes(text: str) -> int:
     """
     match = _AMOUNT.fullmatch(text)
     if match is None:
-        raise _refuse(text, "not a number followed by a unit")
+        raise _refuse(text, "not a number with a unit")
     number, unit = match.groups()
     factor = _FACTORS.get(unit.lower())
     if factor is None:
@@ -60,9 +60,9 @@ def resolve_budget(budget: int | str | float, store_all_bytes: int | None = None
         size = parse_bytes(budget)
     elif isinstance(budget, float):
         if not 0 < budget <= 1:
-            raise _refuse(budget, "a float must lie in (0, 1]")
+            raise _refuse(budget, "a float must be in (0, 1]")
         if store_all_bytes is None:
-            raise _refuse(budget, "a fraction needs a store-all peak, which is not known here")
+            raise _refuse(budget, "plain PyTorch's peak is not known here, so no fraction of it")
         size = math.floor(budget * store_all_bytes)
     else:
         try:
@@ -70,9 +70,9 @@ def resolve_budget(budget: int | str | float, store_all_bytes: int | None = None
                 raise TypeError
             size = operator.index(budget)
         except TypeError:
-            raise _refuse(budget, f"a {type(budget).__name__} is none of the three forms") from None
+            raise _refuse(budget, f"a {type(budget).__name__} is not a budget") from None
     if size <= 0:
         raise _refuse(budget, "a budget must be above zero")
     if size >= _TOO_MUCH and not isinstance(budget, float):
-        raise _refuse(budget, "more than any machine has")
+        raise _refuse(budget, "above the largest budget, 2**63 bytes")
     return size

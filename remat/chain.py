@@ -96,11 +96,11 @@ class Option:
     def described(self, saved_bytes: int, fwd_seconds: float) -> str:
         """What it comes to in a stage that saves so many bytes and takes so long: "without gelu: 48 % of ..."."""
         kept = self.saved_bytes / saved_bytes if saved_bytes else 1.0
-        again = f", {self.replay_seconds / fwd_seconds:.0%} of the forward again" if fwd_seconds else ""
+        again = f", reruns {self.replay_seconds / fwd_seconds:.0%} of the forward" if fwd_seconds else ""
         if self.host_bytes:
-            away = f"{format_bytes(self.host_bytes)} on the host: {kept:.0%} of the bytes stay"
+            away = f"offloads {format_bytes(self.host_bytes)}: keeps {kept:.0%} of the bytes"
             return away if not self.without else f"{away}, without {self.without}{again}"
-        return f"without {self.without or 'a part'}: {kept:.0%} of the bytes{again}"
+        return f"without {self.without or 'a part'}: keeps {kept:.0%} of the bytes{again}"
 
 
 # How the chains that several processes measured become the one that they plan for, field by field: of each number, or
@@ -163,8 +163,8 @@ class Chain:
         stages = len(self.act_bytes) - 1
         if stages < 1:
             raise InvalidChain(
-                "act_bytes needs at least two entries, the input's and the loss's: "
-                f"a chain of L stages has L+2, found {len(self.act_bytes)}"
+                f"act_bytes has {len(self.act_bytes)} entries; it needs at least two, for the input and the loss "
+                "(L+2 for L stages)"
             )
         for name in ("saved_bytes", "fwd_overhead_bytes", "bwd_overhead_bytes"):
             sizes = _sizes(name, getattr(self, name), signed=name == "bwd_overhead_bytes")
@@ -176,7 +176,7 @@ class Chain:
         for index, (replay, forward) in enumerate(zip(replays, self.fwd_seconds, strict=True)):
             if replay > forward:
                 raise InvalidChain(
-                    f"replay_seconds[{index}] is {replay}, and fwd_seconds[{index}], of which it is a part, {forward}"
+                    f"replay_seconds[{index}] is {replay}, above fwd_seconds[{index}], {forward}, which includes it"
                 )
         grads = _sizes("grad_bytes", self.grad_bytes) or self.act_bytes
         set_field(self, "grad_bytes", _of_length("grad_bytes", grads, stages + 1, "L+2"))
@@ -194,7 +194,7 @@ class Chain:
             for name in ("dropped", "offloaded"):
                 named = getattr(self.layout, name)
                 if named and [*map(len, named)] != [*map(len, self.options[:-1])]:
-                    raise InvalidChain(f"layout.{name} says of other options than options what they keep")
+                    raise InvalidChain(f"layout.{name} does not have one entry for each of `options`")
             _of_length("layout.modules", self.layout.modules, stages - 1, "L")
             if self.layout.ends_early:
                 _of_length("layout.ends_early", self.layout.ends_early, stages - 1, "L")
@@ -203,15 +203,15 @@ class Chain:
         stages = self.length
         for index, options in enumerate(self.options):
             if options and (index == stages - 1 or self.fixed[index]):
-                raise InvalidChain(f"options[{index}] is of a stage that does not run again; it has none")
+                raise InvalidChain(f"options[{index}] must be empty: this stage never runs again")
             away = [option.host_bytes > 0 for option in options]
             if any(away) and (index >= stages - 2 or self.fixed[index + 1]):
                 raise InvalidChain(
-                    f"options[{index}] sends something to the host, and no stage behind it hides that: the next one is "
-                    "the loss, or fixed"
+                    f"options[{index}] offloads, but no later stage can hide the copy: the next one is the loss, or "
+                    "fixed"
                 )
             if away != sorted(away):
-                raise InvalidChain(f"options[{index}]: those that send something to the host come last")
+                raise InvalidChain(f"options[{index}]: options that offload must come last")
 
     @property
     def length(self) -> int:
@@ -287,7 +287,7 @@ class Chain:
         ]
         lines = [f"{self._title}: plain PyTorch needs {self._plain}", *text_table(columns, rows)]
         if min(self.bwd_overhead_bytes) < 0:
-            lines.append("(below 0: when its backward needs most, it has freed some of what it saved)")
+            lines.append("(below 0: at its peak, the backward has freed some saved tensors)")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -397,7 +397,7 @@ def _sizes(name: str, values: Iterable[Any], *, signed: bool = False) -> tuple[i
             size = operator.index(value)
         except TypeError:
             raise InvalidChain(
-                f"{name}[{index}] is {value!r}; sizes are whole bytes, so give an int (round up where needed)"
+                f"{name}[{index}] is {value!r}; a size is an int in bytes (round up if needed)"
             ) from None
         if size < 0 and not signed:
             raise InvalidChain(f"{name}[{index}] is {size}; a size cannot be negative")
@@ -411,7 +411,7 @@ def _options(stages: Iterable[Iterable[Option]]) -> tuple[tuple[Option, ...], ..
         checked = []
         for number, option in enumerate(options, start=1):
             if not isinstance(option, Option):
-                raise InvalidChain(f"options[{index}] holds {option!r}; it is a tuple of remat.Option")
+                raise InvalidChain(f"options[{index}] contains {option!r}; it must be a tuple of remat.Option")
             name = f"options[{index}][{number - 1}]."
             kept, save, host = _sizes(name, (option.saved_bytes, option.save_overhead_bytes, option.host_bytes))
             (extra,) = _sizes(name, (option.bwd_overhead_bytes,), signed=True)
@@ -437,6 +437,6 @@ def _times(name: str, values: Iterable[Any]) -> tuple[float, ...]:
 def _of_length(name: str, values: tuple[Any, ...], expected: int, formula: str) -> tuple[Any, ...]:
     if len(values) != expected:
         raise InvalidChain(
-            f"{name} has {len(values)} entries, expected {expected} ({formula}, where act_bytes has L+2 entries)"
+            f"{name} has {len(values)} entries, expected {expected} ({formula}, when act_bytes has L+2)"
         )
     return values

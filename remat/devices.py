@@ -65,9 +65,10 @@ class Device:
     def __post_init__(self) -> None:
         missing = {*BY_ARITHMETIC, *BY_MEMORY} - self.efficiency.keys()
         if self.kind not in ("cpu", "cuda") or missing or "float32" not in self.flops_per_second:
+            lacking = f" ({', '.join(sorted(missing))} missing)" if missing else ""
             raise RematError(
-                f"device {self.name!r} is not complete: its kind must be cpu or cuda, with a rate for float32 and an "
-                f"efficiency for each kind of operator{': ' + ', '.join(sorted(missing)) + ' missing' * bool(missing)}"
+                f"device {self.name!r} is not complete: it needs the kind cpu or cuda, a rate for float32, and an "
+                f"efficiency for each kind of operator{lacking}"
             )
 
     @property
@@ -94,7 +95,7 @@ class Device:
         try:
             return cls(**content)
         except (TypeError, RematError) as error:
-            raise InvalidFile(f"{path}: not a device: {error}") from error
+            raise InvalidFile(f"{path}: not a device file: {error}") from error
 
 
 def _gpu(name: str, memory: int, rates: tuple[float, float, float, float], bandwidth: float, link: float) -> Device:
@@ -146,5 +147,5 @@ def device_named(name: str) -> Device:
     if name.endswith(".json"):
         return Device.load(name)
     raise RematError(
-        f"no device {name!r} to plan for; choose one of {', '.join(DEVICES)}, or a file that `remat calibrate` wrote"
+        f"unknown device {name!r}; choose one of {', '.join(DEVICES)}, or a file written by `remat calibrate`"
     )

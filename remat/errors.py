@@ -93,9 +93,9 @@ class OutOfBudget(RematError, MemoryError):
             else f"; the minimum budget to get past it is {format_bytes(minimum)} ({minimum} bytes)"
         )
         super().__init__(
-            f"{operator} does not fit into {format_bytes(budget)} ({budget} bytes): with its inputs, its outputs, its "
-            f"scratch memory and what cannot be evicted it needs {format_bytes(needed)} ({needed} bytes){least}. Raise "
-            "the budget, use a smaller batch or input, or hold fewer tensors"
+            f"{operator} does not fit into {format_bytes(budget)} ({budget} bytes): with its inputs, outputs, scratch "
+            f"memory and tensors that cannot be evicted it needs {format_bytes(needed)} ({needed} bytes){least}. Raise "
+            "the budget, use a smaller batch or shorter inputs, or keep fewer tensors alive"
         )
 
     def __reduce__(self) -> tuple[type, tuple[str, int, int, int | None]]:
@@ -112,10 +112,10 @@ class Thrashing(RematError, RuntimeError):
 
     def __init__(self, operator: str, budget: int, times: float, minimum: int | None) -> None:
         self.operator, self.budget, self.times, self.minimum = operator, budget, times, minimum
-        least = "" if minimum is None else f" to {format_bytes(minimum)} ({minimum} bytes), with which it would not,"
+        least = "" if minimum is None else f" to {format_bytes(minimum)} ({minimum} bytes),"
         super().__init__(
-            f"stopped at {operator}: within {format_bytes(budget)}, recomputation has taken more than {times:g} times "
-            f"as long as the program itself; raise the budget{least} or set thrash_limit=None to go on"
+            f"stopped at {operator}: within {format_bytes(budget)}, recomputation has taken more than {times:g} x the "
+            f"time of the program itself. Raise the budget{least} or set thrash_limit=None to go on"
         )
 
     def __reduce__(self) -> tuple[type, tuple[str, int, float, int | None]]:

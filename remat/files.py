@@ -47,13 +47,14 @@ def read(path: str | os.PathLike[str], kind: str, version: int, *, oldest: int |
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InvalidFile(f"{path}: not a JSON file of remat ({error})") from error
+        raise InvalidFile(f"{path}: not valid JSON ({error})") from error
     found = content.pop("remat", None) if isinstance(content, dict) else None
     if found != kind:
-        raise InvalidFile(f"{path}: expected a {kind}, found {found or 'a file that remat did not write'}")
+        raise InvalidFile(f"{path}: expected a {kind}, found {found or 'a file not written by remat'}")
     found_version = content.pop("version", None)
     if not isinstance(found_version, int) or not (oldest or version) <= found_version <= version:
+        versions = f"{oldest} to {version}" if oldest and oldest < version else f"{version}"
         raise InvalidFile(
-            f"{path}: {kind} of format version {found_version}, this release of remat reads version {version}"
+            f"{path}: {kind} of format version {found_version}; this release of remat reads version {versions}"
         )
     return content

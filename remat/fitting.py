@@ -114,6 +114,7 @@ def fit(
     check_count("slots", slots)
     if memory != AUTO:
         resolve_budget(memory, store_all_bytes=2**62)  # its form, before anything is measured
+    kind = type(model).__name__
     handle = Checkpointable(
         model,
         mem_slots=slots,
@@ -135,7 +136,8 @@ def fit(
     except NoChain:
         if not by_calls_too:
             raise
-        _train_by_calls(model, sample, limit, loss, output_held, other_path, quiet, "no chain of blocks was found")
+        why = f"no chain of blocks found in {kind}"
+        _train_by_calls(model, sample, limit, loss, output_held, other_path, quiet, why)
         return model
     assert handle.chain is not None
     most = store_all_peak(handle.chain)
@@ -150,7 +152,7 @@ def fit(
         if is_sequential(model):
             error.args = (f"{error}{_by_operators(model, sample, error.budget, loss, output_held)}",)
             raise
-        why = f"no plan of the chains needs less than {format_bytes(error.minimum)}"
+        why = f"plans for {kind} need at least {format_bytes(error.minimum)}"
         try:
             _train_by_calls(model, sample, error.budget, loss, output_held, other_path, quiet, why, below=error.minimum)
         except UnsupportedModel:
@@ -193,9 +195,8 @@ def _train_by_calls(
             least = _least_by_calls(model, bench, max(hint, budget + 1), below)
             if least is None:
                 raise UnsupportedModel(
-                    f"{why} in this {type(model).__name__}, and no calls of its modules leave enough memory behind "
-                    f"to train within {format_bytes(budget)}; code between modules may be what takes it. Blocks of "
-                    "remat.DTR(budget, granularity='operator') recompute that, too"
+                    f"{why}, and recomputing its modules under DTR does not reach {format_bytes(budget)} either; code "
+                    "between modules may need the memory. remat.DTR(budget, granularity='operator') recomputes that too"
                 )
             raise InfeasibleBudget(budget, least, "dtr")
     before = patched_forward_of(model)
@@ -208,9 +209,8 @@ def _train_by_calls(
     plain = "" if most is None else f", plain PyTorch {format_bytes(most)}"
     slower = "" if report.overhead is None else f", measured {max(report.overhead - 1, 0):.0%} slower"
     text = (
-        f"remat.fit: {why} in this {type(model).__name__}, so it now trains under DTR by calls in "
-        f"{format_bytes(report.peak_bytes)} (limit {format_bytes(budget)}{plain}){slower}; "
-        f"{count(report.recomputations or 0, 'recomputation')} a step"
+        f"remat.fit: {why}; it now trains under DTR (module level) in {format_bytes(report.peak_bytes)} (limit "
+        f"{format_bytes(budget)}{plain}){slower}, with {count(report.recomputations or 0, 'recomputation')} a step"
     )
     _conclude(model, text, quiet)
 
@@ -286,8 +286,8 @@ def _by_operators(model: nn.Module, sample: Any, budget: int, loss: Loss | None,
                 continue
             if peak <= budget:
                 return (
-                    f" Or train in blocks of remat.DTR({budget}, granularity='operator'), which recompute parts of "
-                    "stages too: a step ran within that"
+                    f" Or train in blocks of remat.DTR({budget}, granularity='operator'), which recomputes single "
+                    "operators: a step fits there."
                 )
     return ""
 
@@ -295,8 +295,8 @@ def _by_operators(model: nn.Module, sample: Any, budget: int, loss: Loss | None,
 def _refuse_wrapped(model: object) -> None:
     if isinstance(model, Wrapper):
         raise RematError(
-            f"this model is wrapped in a {type(model).__name__} already; fit the model inside, `.wrapped`, or plan "
-            "anew with the wrapper's own methods"
+            f"this model is wrapped in a {type(model).__name__} already; fit its `.wrapped`, or plan again with the "
+            "wrapper's methods"
         )
 
 
@@ -306,10 +306,9 @@ def _what_is_outside(chain: Chain, least: int) -> str:
     if 2 * outside < least:
         return ""
     return (
-        f" {format_bytes(outside)} of it are kept by code outside of the chains, which no plan recomputes (print("
-        "remat.find_chain(model, sample)) lists it), as are the logits of a large vocabulary. A smaller batch, shorter "
-        "sequences, a loss that works on parts of the logits, or output_held=False, if the loop does not hold the "
-        "output while backward runs, help"
+        f" {format_bytes(outside)} of it belong to code outside of the blocks, such as logits, and are never "
+        "recomputed (`print(remat.find_chain(model, sample))` lists them). A loss that works on parts of the logits "
+        "helps, and so does output_held=False if the training loop does not keep the output during backward."
     )
 
 
@@ -330,12 +329,12 @@ def _write(text: str) -> None:
 def _in_a_line(name: str, chain: Chain, schedule: Schedule, limit: int) -> str:
     report, most = simulate(chain, schedule), store_all_peak(chain)
     if not schedule.recomputations and not report.host_bytes:
-        return f"remat.fit: {name} fits {format_bytes(limit)} as it is, in {format_bytes(most)}: nothing is recomputed"
+        return f"remat.fit: {name} needs {format_bytes(most)} and fits {format_bytes(limit)}: nothing is recomputed"
     slower = "" if report.overhead is None else f", predicted {report.overhead - 1:.0%} slower"
     whole = schedule.recomputations - schedule.parts
     what = [f"{count(whole, 'recomputation')} of whole stages"] * (whole > 0)
-    what += [f"a part of {count(schedule.parts, 'stage')} is recomputed"] * (schedule.parts > 0)
-    what += [f"{format_bytes(report.host_bytes)} wait on the host"] * (report.host_bytes > 0)
+    what += [f"{count(schedule.parts, 'stage')} partly recomputed"] * (schedule.parts > 0)
+    what += [f"{format_bytes(report.host_bytes)} offloaded to CPU memory"] * (report.host_bytes > 0)
     return (
         f"remat.fit: {name} now trains in {format_bytes(report.peak_bytes)} (limit {format_bytes(limit)}, plain "
         f"PyTorch {format_bytes(most)}){slower}: {', '.join(what)}"

@@ -90,8 +90,8 @@ class Report:
             f"{format_seconds(self.seconds)} a step",
             *([] if self.overhead is None else [f"{self.overhead:.2f} x plain PyTorch"]),
             *([] if self.recomputations is None else [count(self.recomputations, "recomputation")]),
-            *([f"{format_bytes(self.host_bytes)} on the host"] if self.host_bytes else []),
-            *([] if self.reserved_bytes is None else [f"{format_bytes(self.reserved_bytes)} reserved in all"]),
+            *([f"{format_bytes(self.host_bytes)} offloaded"] if self.host_bytes else []),
+            *([] if self.reserved_bytes is None else [f"{format_bytes(self.reserved_bytes)} reserved in total"]),
             *([] if self.gap is None else [f"at most {self.gap:.1%} from optimal"]),
         ]
         kind = "measured" if self.measured else "predicted"
@@ -105,16 +105,16 @@ class Report:
             ("outcome", self.outcome),
             ("budget", "none" if self.budget_bytes is None else format_bytes(self.budget_bytes)),
             ("peak", format_bytes(self.peak_bytes)),
-            ("a step takes", format_seconds(self.seconds)),
+            ("time of a step", format_seconds(self.seconds)),
         ]
         if self.overhead is not None:
-            facts.append(("over plain PyTorch", f"{self.overhead:.2f} x"))
+            facts.append(("time / plain PyTorch", f"{self.overhead:.2f}"))
         if self.recomputations is not None:
             facts.append(("recomputations", str(self.recomputations)))
         if self.host_bytes:
-            facts.append(("on the host", format_bytes(self.host_bytes)))
+            facts.append(("offloaded", format_bytes(self.host_bytes)))
         if self.reserved_bytes is not None:
-            facts.append(("reserved in all", format_bytes(self.reserved_bytes)))
+            facts.append(("reserved in total", format_bytes(self.reserved_bytes)))
         if self.evictions:
             facts.append(("evictions", str(self.evictions)))
         used = "" if not self.budget_bytes else bar(self.peak_bytes / self.budget_bytes)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from remat import files
 from remat.chain import Layout
 from remat.errors import InvalidFile, InvalidSchedule
-from remat.formatting import card, format_bytes
+from remat.formatting import card, count, format_bytes
 
 F_ALL, F_CK, F_NONE, B = KINDS = ("F_all", "F_ck", "F_none", "B")
 _COLOURS = {F_ALL: "#2b4b7e", F_CK: "#8c9bb5", F_NONE: "#dfe5ee"}
@@ -92,7 +92,7 @@ class Schedule:
                 or (operation.option and operation.kind != F_ALL)
             ):
                 raise InvalidSchedule(
-                    "only F_all has options, 0 and up: F_all3/2 keeps a part of what stage 3 saves",
+                    "only F_all has options, from 0: F_all3/2 keeps a part of the saved tensors of stage 3",
                     step=step,
                     operation=operation,
                 )
@@ -136,9 +136,11 @@ class Schedule:
         )
         budget = "none" if self.budget_bytes is None else format_bytes(self.budget_bytes)
         facts = [("budget", budget), ("recomputations", str(self.recomputations))]
-        legend = "dark: everything is kept at first, blue: a part, grey: the input, light: nothing"
+        legend = "kept by the first forward: dark everything, blue a part, grey the input, light nothing"
         return card(
-            f"Schedule by {self.strategy or 'hand'} for {self.length} stages", facts, f"<p>{cells}<br>{legend}</p>"
+            f"Schedule by {self.strategy or 'hand'} for {count(self.length, 'stage')}",
+            facts,
+            f"<p>{cells}<br>{legend}</p>",
         )
 
     @classmethod
@@ -153,8 +155,8 @@ class Schedule:
             match = _TOKEN.fullmatch(word)
             if match is None:
                 raise InvalidSchedule(
-                    "not an operation; write F_all, F_ck, F_none or B and the stage's number, as in F_ck3 or, with an "
-                    "option, F_all3/2",
+                    "not an operation; write F_all, F_ck, F_none or B with the stage number, as F_ck3, or F_all3/2 "
+                    "with an option",
                     step=step,
                     operation=word,
                 )

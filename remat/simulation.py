@@ -126,9 +126,9 @@ def _walk(chain: Chain, operations: Iterable[Operation]) -> Iterator[tuple[Opera
         kind, stage, number = operation
         missing = _what_is_missing(operation, own, kept, pending, chain.length)
         if not missing and number > len(chain.options[stage - 1]):
-            missing = f"stage {stage} has {len(chain.options[stage - 1])} options"
+            missing = f"stage {stage} has only {len(chain.options[stage - 1])} of these options"
         if not missing and kind != B and chain.fixed[stage - 1] and (kind != F_ALL or pending < chain.length):
-            missing = f"stage {stage} is fixed: it runs forward once, before any backward, as F_all{stage}"
+            missing = f"stage {stage} is fixed: its forward runs once, before any backward, as F_all{stage}"
         if not missing:
             missing = _what_hides_no_copy(chain, operation, pending, leaving=leaving > 0)
         if missing:
@@ -169,9 +169,9 @@ def _what_hides_no_copy(chain: Chain, operation: Operation, pending: int, *, lea
     """Why `operation` cannot run now beside a copy to the host, or begin one, or an empty string."""
     kind, stage, number = operation
     if leaving and (kind == B or stage == chain.length or chain.fixed[stage - 1]):
-        return "the operation before it sends something to the host, which a run forward of another stage has to hide"
+        return "the operation before it offloads, so the forward of another stage must follow to hide the copy"
     if number and chain.options[stage - 1][number - 1].host_bytes and pending == stage:
-        return f"B{stage} comes next, and what goes to the host comes back while B{stage + 1} runs"
+        return f"B{stage} is the next backward, and offloaded tensors come back earlier, during B{stage + 1}"
     return ""
 
 
@@ -181,13 +181,13 @@ def _what_is_missing(  # noqa: PLR0911  # a table of rules, one return each
     """Why `operation` cannot run now, or an empty string."""
     kind, stage, _ = operation
     if stage > length:
-        return f"the chain has {length} stages, the loss included"
+        return f"the chain has {length} stages, including the loss"
     if pending == 0:
-        return "B1 has run, nothing is left to do"
+        return "B1 has run, so the step is over"
     before = stage - 1
     if kind == B:
         if stage != pending:
-            return f"grad_{stage} is not there; the next backward is B{pending}"
+            return f"grad_{stage} is not in memory; the next backward is B{pending}"
         if not kept[stage]:
             return f"saved_{stage} is not in memory; run F_all{stage} first"
         if not (own[before] or kept[before]):
@@ -198,7 +198,7 @@ def _what_is_missing(  # noqa: PLR0911  # a table of rules, one return each
     if kind == F_NONE and not own[before]:
         return f"a_{before} is part of saved_{before} and cannot be dropped; use F_ck{stage}"
     if kind == F_NONE and kept[stage]:
-        return f"saved_{stage} is in memory and holds a_{before}, which F_none would drop; use F_ck{stage}"
+        return f"saved_{stage} is in memory and contains a_{before}, which F_none would drop; use F_ck{stage}"
     if kind == F_ALL and kept[stage]:
         return f"saved_{stage} is in memory already"
     return ""

@@ -45,7 +45,7 @@ def test_anything_else_shows_the_three_forms(budget: object) -> None:
 
 
 def test_a_fraction_needs_a_known_peak() -> None:
-    with pytest.raises(InvalidBudget, match="store-all peak, which is not known"):
+    with pytest.raises(InvalidBudget, match="plain PyTorch's peak is not known"):
         resolve_budget(0.5)
 
 

@@ -41,7 +41,7 @@ def test_numpy_integers_are_sizes() -> None:
     [
         ("act_bytes", [4], "at least two"),
         ("act_bytes", [4, 3, -2], r"act_bytes\[2\] is -2; a size cannot be negative"),
-        ("act_bytes", [4, 3.5, 2], r"act_bytes\[1\] is 3.5; sizes are whole bytes"),
+        ("act_bytes", [4, 3.5, 2], r"act_bytes\[1\] is 3.5; a size is an int in bytes"),
         ("act_bytes", [4, True, 2], r"act_bytes\[1\] is True"),
         ("saved_bytes", [5, 2, 1], r"saved_bytes has 3 entries, expected 2"),
         ("fwd_overhead_bytes", [0], "fwd_overhead_bytes has 1 entries, expected 2"),
@@ -101,7 +101,7 @@ def test_files_of_another_kind_or_version(tmp_path: Path) -> None:
     with pytest.raises(InvalidFile, match="version 99"):
         Schedule.load(path)
     path.write_text("{ half a fi")
-    with pytest.raises(InvalidFile, match="not a JSON file"):
+    with pytest.raises(InvalidFile, match="not valid JSON"):
         Schedule.load(path)
     path.write_text(json.dumps({"remat": "Chain", "version": Chain.VERSION, "act_bytes": [1, 2]}))
     with pytest.raises(InvalidFile, match="not the fields of a Chain"):

@@ -387,7 +387,7 @@ def test_solvers_heuristics_and_wrong_names() -> None:
         ([], [0.5], "no strategies"),
         (None, [], "no budgets"),
         (None, ["12 parsecs"], "parsecs"),
-        (None, [1.5], "float must lie"),
+        (None, [1.5], "float must be in"),
     ):
         with pytest.raises(remat.RematError, match=message):
             remat.compare(model, sample, budgets, strategies, measure=False, progress=False)

@@ -238,7 +238,7 @@ def test_heuristics_that_cannot_be_used_say_why() -> None:
         simulate_dtr(trace, 0.5, thrash_limit=1.0)
     with pytest.raises(RematError, match="numerators are one, local"):
         Ratio("global")
-    with pytest.raises(ValueError, match=r"must lie in \(0, 1\]"):
+    with pytest.raises(ValueError, match=r"must be in \(0, 1\]"):
         simulate_dtr(trace, 1.5)
 
 

@@ -343,10 +343,10 @@ def test_devices_have_names_and_files(tmp_path: Path, monkeypatch: pytest.Monkey
     found.save(path)
     assert Device.load(path) == device_named(str(path)) == found
     assert device_named("cuda:H100") is device_named("h100") is DEVICES["h100"]
-    with pytest.raises(RematError, match=r"no device 'h101'.*h100.*remat calibrate"):
+    with pytest.raises(RematError, match=r"unknown device 'h101'.*h100.*remat calibrate"):
         device_named("h101")
     path.write_text('{"remat": "device", "version": 1, "name": "x"}')
-    with pytest.raises(InvalidFile, match="not a device"):
+    with pytest.raises(InvalidFile, match="not a device file"):
         Device.load(path)
     with pytest.raises(RematError, match=r"not complete.*random.*missing"):
         Device("x", "cuda", 1, {"float32": 1.0}, 1.0, 0.0, 1.0, dict.fromkeys(BY_ARITHMETIC, 1.0))

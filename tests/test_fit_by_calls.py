@@ -111,7 +111,7 @@ def test_it_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
     model, x = Dense(), torch.randn(256, 32)
     remat.fit(model, x, 0.6)
     said = capsys.readouterr().err
-    assert "in this Dense, so it now trains under DTR by calls in" in said
+    assert "it now trains under DTR (module level) in" in said
     assert "limit" in said and "plain PyTorch" in said and "a step" in said
 
 

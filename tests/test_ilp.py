@@ -103,7 +103,7 @@ def test_an_interrupted_solve_says_so(backend: str) -> None:
         except SolverStopped as error:
             outcomes.add("nothing")
             assert isinstance(error, TimeoutError)
-            assert "no proof that there is none; raise time_limit" in str(error)
+            assert "no proof that none exists; raise time_limit" in str(error)
             continue
         assert report.peak_bytes <= budget
         stopped = f"{backend} stopped at its time limit of {limit:g} s"

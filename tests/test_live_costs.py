@@ -172,7 +172,7 @@ def test_scratch_memory_that_another_profiler_hides_is_told(
 
     with torch.autograd.profiler.profile():
         step("10MiB")  # there is room for what nobody knows
-        with pytest.warns(remat.OverBudgetWarning, match="may have taken more than 36.0 KiB: what"):
+        with pytest.warns(remat.OverBudgetWarning, match="may have used more than 36.0 KiB: the scratch memory"):
             step("36KiB")
     step("36KiB")
     with torch.autograd.profiler.profile():

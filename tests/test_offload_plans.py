@@ -169,8 +169,8 @@ def test_memory_and_seconds_while_something_is_on_the_host() -> None:
     # a_0 and the gradient, 2; it is there while F2 runs, and again from the beginning of B2 on.
     assert [moment.peak_bytes for moment in report.timeline] == [12, 17, 16, 17, 18, 17, 18, 13]
     assert [moment.stored_bytes for moment in report.timeline] == [12, 11, 16, 17, 16, 11, 12, 1]
-    assert report.host_bytes == 6 and "6 B on the host" in str(report) and report.seconds == 12.0
-    assert "on the host" in report._repr_html_()
+    assert report.host_bytes == 6 and "6 B offloaded" in str(report) and report.seconds == 12.0
+    assert "offloaded" in report._repr_html_()
     late = simulate(small_chain(3.5), Schedule.parse(SENDING))
     assert [m.end_seconds - m.start_seconds for m in late.timeline] == [1.0, 3.5, 1.0, 1.0, 2.0, 2.0, 3.5, 2.0]
     assert remat.Report.from_fields(late.to_fields()) == late
@@ -180,9 +180,9 @@ def test_memory_and_seconds_while_something_is_on_the_host() -> None:
     ("text", "why"),
     [
         ("F_all1 F_all2 F_all3 F_all4 B4 B3 B2 B1", ""),
-        ("F_ck1 F_all2 F_all3 F_all4 B4 B3 F_all1/1 B2 B1", "a run forward of another stage has to hide"),
-        ("F_ck1 F_all2 F_all3 F_all4 B4 B3 B2 F_all1/1 B1", "B1 comes next, and what goes to the host comes back"),
-        ("F_ck1 F_none2 F_none3 F_all1/1 F_all4 B4 F_all2 F_all3 B3 B2 B1", "a run forward of another stage"),
+        ("F_ck1 F_all2 F_all3 F_all4 B4 B3 F_all1/1 B2 B1", "the forward of another stage must follow to hide"),
+        ("F_ck1 F_all2 F_all3 F_all4 B4 B3 B2 F_all1/1 B1", "B1 is the next backward, and offloaded tensors come back"),
+        ("F_ck1 F_none2 F_none3 F_all1/1 F_all4 B4 F_all2 F_all3 B3 B2 B1", "the forward of another stage"),
     ],
 )
 def test_what_cannot_be_hidden_is_no_schedule(text: str, why: str) -> None:
@@ -195,18 +195,18 @@ def test_what_cannot_be_hidden_is_no_schedule(text: str, why: str) -> None:
 
 def test_options_that_send_are_checked() -> None:
     sends, drops = Option(4, 0, 0, 0.0, host_bytes=6), Option(4, 0, 0, 1.0)
-    with pytest.raises(InvalidChain, match="those that send something to the host come last"):
+    with pytest.raises(InvalidChain, match="options that offload must come last"):
         small_chain(options=((sends, drops), (), (), ()))
-    with pytest.raises(InvalidChain, match="no stage behind it hides that"):
+    with pytest.raises(InvalidChain, match="no later stage can hide the copy"):
         small_chain(options=((), (), (sends,), ()))
-    with pytest.raises(InvalidChain, match="no stage behind it hides that"):
+    with pytest.raises(InvalidChain, match="no later stage can hide the copy"):
         small_chain(options=((sends,), (), (), ()), fixed=(False, True, False, False))
     with pytest.raises(InvalidChain, match="cannot be negative"):
         small_chain(options=((replace(sends, host_bytes=-1),), (), (), ()))
     with pytest.raises(InvalidChain, match="a time is finite"):
         small_chain(options=((replace(sends, link_seconds=float("nan")),), (), (), ()))
     layout = Layout((1, 1, 1), ("x",), dropped=((frozenset(),), (), ()), offloaded=((), (), ()))
-    with pytest.raises(InvalidChain, match=r"layout\.offloaded says of other options"):
+    with pytest.raises(InvalidChain, match=r"layout\.offloaded does not have one entry for each"):
         small_chain(layout=layout)
 
 
@@ -248,9 +248,9 @@ def test_chains_and_schedules_are_written_and_read(tmp_path: Path) -> None:
     schedule.save(tmp_path / "schedule.json")
     assert Schedule.load(tmp_path / "schedule.json") == schedule and schedule.layout == layout
     assert chain.without_options.layout == replace(layout, dropped=(), offloaded=())
-    assert "6 B on the host: 40% of the bytes stay" in chain._repr_html_()
+    assert "offloads 6 B: keeps 40% of the bytes" in chain._repr_html_()
     both = replace(chain.options[0][0], without="gelu", replay_seconds=0.5)
-    assert both.described(10, 1.0) == ("6 B on the host: 40% of the bytes stay, without gelu, 50% of the forward again")
+    assert both.described(10, 1.0) == ("offloads 6 B: keeps 40% of the bytes, without gelu, reruns 50% of the forward")
 
 
 def test_a_limit_of_the_host_asks_for_the_planner_that_knows_it() -> None:
@@ -259,7 +259,7 @@ def test_a_limit_of_the_host_asks_for_the_planner_that_knows_it() -> None:
     assert simulate(chain, remat.solve(chain, 18, host_limit="6 B")).host_bytes == 6
     assert simulate(chain, remat.solve(chain, 18, host_limit=5)).host_bytes == 0
     assert remat.minimum_budget(chain, host_limit=6) <= remat.minimum_budget(chain)
-    with pytest.raises(RematError, match="host_limit is for the planner 'offload', and 'chen' sends nothing"):
+    with pytest.raises(RematError, match="host_limit is for the planner 'offload', and 'chen' does not offload"):
         remat.solve(chain, 18, "chen", host_limit=6)
     with pytest.raises(InvalidBudget):
         remat.solve(chain, 18, host_limit="lots")

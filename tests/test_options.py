@@ -511,7 +511,7 @@ def test_operations_name_their_option() -> None:
     for text in ("F_ck2/1", "B2/1", "F_all2/", "F_all2/x"):
         with pytest.raises(InvalidSchedule):
             Schedule.parse(text)
-    with pytest.raises(InvalidSchedule, match="stage 2 has 1 options"):
+    with pytest.raises(InvalidSchedule, match="stage 2 has only 1 of these options"):
         remat.simulate(small(), Schedule.parse("F_all1 F_all2/2 F_all3 F_all4 B4 B3 B2 B1"))
     with pytest.raises(PlanMismatch, match=r"remat\.profile"):
         remat.apply(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Tanh()), Schedule.parse(str(schedule)))

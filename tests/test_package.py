@@ -220,7 +220,7 @@ def test_command_line_simulates_and_makes_experiments(cli, tmp_path: Path) -> No
         (("profile", "my_models:wrong"), "must return (model, sample) or (model, sample, loss), not int"),
         (("plan", "my_models:make", "--budgets", "lots"), "budget 'lots'"),
         (("plan", "my_models:make", "--budgets", "0.5", "--solver", "best"), "unknown solver 'best'"),
-        (("plan", "my_models:make", "--budgets", "1.5"), "must lie in (0, 1]"),
+        (("plan", "my_models:make", "--budgets", "1.5"), "must be in (0, 1]"),
         (("plan", "missing.json"), "missing.json: no such file"),
         (("compare", "nonsense"), "unknown model 'nonsense'; choose one of"),
         (("compare", "my_models:make", "--budgets", "lots"), "budget 'lots'"),

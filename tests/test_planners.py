@@ -183,7 +183,7 @@ def test_a_table_that_would_not_fit_is_refused_with_its_size() -> None:
     chain = Chain([10**9] * (n + 1), [2 * 10**9] * n, [0] * n, [0] * n, range(1, n + 1), [1] * n)
     with pytest.raises(RematError, match=r"floating planner needs a table of 5\d\d GiB for 1200 stages with 500 slots"):
         FloatingTable(chain, store_all_peak(chain) // 3 + 1, 500)
-    with pytest.raises(RematError, match=r"1\.00 MiB may be used\. Raise table_limit"):
+    with pytest.raises(RematError, match=r"only 1\.00 MiB may be used\. Raise table_limit"):
         Floating(table_limit="1MiB").solve(chain, store_all_peak(chain) // 3 + 1)
 
 

@@ -406,7 +406,7 @@ def test_a_replay_as_a_whole_that_does_not_fit_is_said() -> None:
         assert bool(said) == (dtr.report().outcome == "over")
         where += said
     Dense.other = False
-    assert where == ["Dense, which is made again as a whole,"]
+    assert where == ["the recomputation of all of Dense"]
 
 
 @pytest.mark.parametrize("share", [0.9, 0.65])

@@ -65,8 +65,8 @@ def test_blocks_by_a_plan(make_model: Callable[[], Model], share: float) -> None
         again, core = Replay(read).run(dtr.budget, dtr._heuristic, thrash_limit=1e6, log=True)
         assert dtr.decisions == decisions_of(read, core)
         assert again.peak_bytes <= dtr.budget
-    assert "in a replay" in advised[1]
-    assert notes[-1].startswith("by ") and "takes" in advised[-1]  # it is decided
+    assert "predicted" in advised[1]
+    assert notes[-1].startswith("by ") and "uses" in advised[-1]  # it is decided
     advice = dtr.advice()
     assert advice.least_bytes is not None and advice.least_bytes <= budget
 

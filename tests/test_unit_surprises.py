@@ -75,7 +75,7 @@ def test_noise_that_is_turned_on_after_a_unit_was_recorded() -> None:
     model = Model(*(Wide() for _ in range(6)))
     allocate_gradients(model)
     ways = [lambda s=s: [setattr(stage, "sigma", s) for stage in model.stages] for s in (0, 0, 0, 0.1, 0.1)]
-    _compare(model, step_of(model), ways, 0.6, fails="draws random numbers, which it did not")
+    _compare(model, step_of(model), ways, 0.6, fails="it now draws random numbers")
 
 
 class Shift(nn.Module):

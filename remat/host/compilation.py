@@ -30,7 +30,7 @@ def say_that_it_compiles(function: Any, what: str, *, seconds: str) -> None:
     """Tells on stderr, once, that what follows has to wait for a compiler."""
     if not is_compiled(function) and what not in _said:
         _said.add(what)
-        print(f"remat: compiling {what}, once for this installation: {seconds}", file=sys.stderr, flush=True)
+        print(f"remat: compiling {what} (once per installation): {seconds}", file=sys.stderr, flush=True)
 
 
 _said: set[str] = set()
@@ -82,7 +82,7 @@ class InBackground:
 
     def _begin(self) -> None:
         say_that_it_compiles(
-            self._functions[self._wanted], self._what, seconds="half a minute, in which it runs uncompiled"
+            self._functions[self._wanted], self._what, seconds="half a minute, uncompiled until then"
         )
         paths = f"import sys; sys.path[:0] = {[path for path in sys.path if path]!r}; "
         self._process = subprocess.Popen(

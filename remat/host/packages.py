@@ -37,7 +37,7 @@ def available_bytes() -> int:
         RematError: neither does.
     """
     if has("psutil"):
-        return int(require("psutil", "the free memory").virtual_memory().available)
+        return int(require("psutil", "reading the free memory").virtual_memory().available)
     memory = Path("/proc/meminfo")
     if memory.exists():
         for line in memory.read_text().splitlines():
@@ -46,4 +46,4 @@ def available_bytes() -> int:
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
-        return int(require("psutil", "how much memory is free on this system").virtual_memory().available)
+        return int(require("psutil", "reading the free memory").virtual_memory().available)

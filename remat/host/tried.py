@@ -18,6 +18,6 @@ def say_if_newer() -> None:
         _said.append(version)
         newest = ".".join(map(str, NEWEST))
         sys.stderr.write(
-            f"remat: PyTorch {version} is newer than {newest}, the newest that remat was tried with; compare a step's "
-            "gradients with plain PyTorch's before you rely on it\n"
+            f"remat: PyTorch {version} is newer than {newest}, the newest version tested with remat; compare the "
+            "gradients of a step with plain PyTorch's before you rely on it\n"
         )

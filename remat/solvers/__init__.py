@@ -119,7 +119,7 @@ def planner(solver: str | Solver, slots: int = 500, host_limit: int | str | None
     if solver not in WITH_HOST:
         named = solver if isinstance(solver, str) else solver.name
         raise RematError(
-            f"host_limit is for the planner 'offload', and {named!r} sends nothing to the host; leave one of them out, "
+            f"host_limit is for the planner 'offload', and {named!r} does not offload; leave one of them out, "
             "or pass remat.solvers.Offload(host_limit=...)"
         )
     return Offload(slots, host_limit)

@@ -145,11 +145,11 @@ class Table(ABC):
             return fitting
         advice = "Free memory" if limit is None else "Raise table_limit"
         if fitting >= FEWEST_SLOTS:
-            advice = f"Take slots={fitting}"
+            advice = f"Use slots={fitting}"
         raise RematError(
             f"the {self.method} planner needs a table of {format_bytes(needed(slots))} for {self.chain.length} stages "
-            f"with {min(slots, distinct)} slots, and {format_bytes(allowed)} may be used. {advice}, fuse stages, or "
-            "take the solver 'persistent', whose table grows with the square of the stages only."
+            f"with {min(slots, distinct)} slots, but only {format_bytes(allowed)} may be used. {advice}, merge stages, "
+            "or use the solver 'persistent', whose table is much smaller."
         )
 
     def _last_slot(self, room: int) -> int:

@@ -86,7 +86,7 @@ class Solver(ABC):
             minimum, _ = peak_and_makespan(chain, least)
             for index, size in enumerate(sizes):
                 if found[index] is None and size >= minimum:  # a relaxation may have no answer, and its rounding one
-                    found[index] = Plan(least, note="the schedule of least memory; none faster was found")
+                    found[index] = Plan(least, note="the schedule with the lowest peak; found none faster")
         plans = self._checked(chain, sizes, found)
         share = (time.perf_counter() - start) / max(len(sizes), 1)
         answers: list[Schedule | InfeasibleBudget] = []
@@ -119,7 +119,7 @@ class Solver(ABC):
                 peak, seconds = peak_and_makespan(chain, plan.operations)
                 if peak > sizes[index] and not self.may_exceed:
                     raise RematError(
-                        f"solver {self.name!r} returned a schedule that needs {peak} bytes under a budget of "
+                        f"solver {self.name!r} returned a schedule that needs {peak} bytes for a budget of "
                         f"{sizes[index]}; this is a bug of the solver"
                     )
                 cost = seconds, host_bytes(chain, plan.operations)

@@ -83,7 +83,7 @@ class Ilp(Solver):
             if not answer.found:
                 raise SolverStopped(
                     f"the ILP solver ({backend}) found no schedule within {format_bytes(budget)} in "
-                    f"{self.time_limit:g} s, and no proof that there is none; raise time_limit, or take the solver "
+                    f"{self.time_limit:g} s, and no proof that none exists; raise time_limit, or use the solver "
                     "'floating', which is exact and faster"
                 )
             operations = model.operations()
@@ -93,8 +93,8 @@ class Ilp(Solver):
                 return Plan(operations, bound_seconds=model.bound_seconds(answer), note=note)
             model.exclude_solution()
         raise SolverStopped(
-            f"the ILP solver ({backend}) returned {_RETRIES} schedules that are over {format_bytes(budget)} by its "
-            "tolerance; take the solver 'floating'"
+            f"the ILP solver ({backend}) returned {_RETRIES} schedules that exceed {format_bytes(budget)} by its "
+            "tolerance; use the solver 'floating'"
         )
 
 

@@ -54,7 +54,7 @@ class Offload(Solver):
         alone = Fastest(self.slots).plan(chain.without_offload, budgets)
         if not may_send(chain) or _least_table_bytes(chain) > _TABLE_LIMIT:
             return alone
-        say_that_it_compiles(_offload_kernels.fill_offload, "the planner", seconds="some seconds")
+        say_that_it_compiles(_offload_kernels.fill_offload, "the planner", seconds="a few seconds")
         planned = self._planned(chain, budgets, chain.length)
         sent = [plan and self._within(chain, budget, plan) for budget, plan in zip(budgets, planned, strict=True)]
         return [_fastest(chain, plans) for plans in zip(alone, sent, strict=True)]

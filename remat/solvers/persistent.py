@@ -39,7 +39,7 @@ class Persistent(Solver):
 
     def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:
         chain = chain if self.options else chain.without_options
-        say_that_it_compiles(_table_kernels.fill_persistent, "the planner", seconds="some seconds")
+        say_that_it_compiles(_table_kernels.fill_persistent, "the planner", seconds="a few seconds")
 
         def table(budget: int) -> PersistentTable:
             return PersistentTable(chain, budget, self.slots)

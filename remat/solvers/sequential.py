@@ -55,7 +55,7 @@ def segment_counts(stages: int, wanted: int | None) -> Sequence[int]:
     if wanted is None:
         return range(min(2, max(stages, 1)), min(max(2, math.isqrt(4 * stages)), max(stages, 1)) + 1)
     if not 1 <= wanted <= max(stages, 1):
-        raise RematError(f"segments={wanted}: a chain of {stages} stages takes 1 to {max(stages, 1)}")
+        raise RematError(f"segments={wanted}: this chain allows 1 to {max(stages, 1)}")
     return [wanted]
 
 

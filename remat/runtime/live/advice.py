@@ -36,12 +36,12 @@ class Advice(NamedTuple):
         if self.least_bytes is not None:
             lines.append(f"minimum budget: {format_bytes(self.least_bytes)}")
         if self.cheap_bytes is not None:
-            lines.append(f"10 % overhead or less: from {format_bytes(self.cheap_bytes)} on")
+            lines.append(f"at most 10% overhead: {format_bytes(self.cheap_bytes)} or more")
         if self.costliest:
             names = ", ".join(f"{name} ({format_seconds(cost * 1e-9)})" for name, cost in self.costliest)
             lines.append(f"most expensive recomputations: {names}")
         if self.following:
-            lines.append(f"the next block here {self.following}")
+            lines.append(f"next block here: {self.following}")
         lines.append(f"bookkeeping: {self.bookkeeping:.0%} of the block's time")
         return "\n".join(lines)
 

@@ -180,7 +180,7 @@ class Block(Guard):
         held = sum(version.size for version in self._store.living())
         self.ledger.peak = max(self.ledger.peak, held)
         if held > self.ledger.budget:
-            self._limits.went_over("the end of the block, where all that the program holds is in memory", held)
+            self._limits.went_over("the end of the block, where all tensors of the program are in memory", held)
             if self.outcome == "pass":
                 self.outcome = "over"
 
@@ -198,14 +198,14 @@ class Block(Guard):
         following = ""
         if self._choice is not None and self._choice.overhead is not None:
             name, overhead = self._choice
-            following = f"takes {name}: {overhead:.2f} x the program's own time in a replay"
+            following = f"uses {name}: predicted {overhead:.2f} x the program's own time"
         return advice_on(self.ledger, self._limits.reserved_bytes, self._seconds, following)
 
     def report(self, strategy: str) -> Report:
         """What it cost; see `DTR.report`."""
         over = self._limits.over
         more = 0 if over is None else over.peak_bytes - self.ledger.budget
-        notes = [] if over is None else [f"it went over by {format_bytes(more)} at {over.where}"]
+        notes = [] if over is None else [f"over the budget by {format_bytes(more)} at {over.where}"]
         how: Any = {"learns": self._observation is not None or self._mode.first_calls > 0, "by_model": self._by_model}
         return report_of(strategy, self.outcome, self.ledger, self._limits, self.budget, self._seconds, notes, **how)
 

@@ -24,9 +24,9 @@ def refuse_inside() -> None:
         "torch._dynamo" in sys.modules and torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
     ):
         raise RematError(
-            "a DTR block inside of code that torch.compile was given: the compiler would trace the block's own code. "
-            "Put the block around the call of the compiled function (what is compiled runs as it is written then), or "
-            "decorate the function that holds the block with torch.compiler.disable"
+            "a DTR block does not work inside a function compiled by torch.compile, which would trace the block too. "
+            "Put the block around the call of that function (it then runs uncompiled), or decorate the function that "
+            "contains the block with torch.compiler.disable"
         )
 
 

@@ -83,8 +83,8 @@ class DTR:
     ) -> None:
         if deallocation != "eager":
             raise RematError(
-                f"deallocation={deallocation!r}: a running program has 'eager' only, since PyTorch frees what the "
-                "program drops; remat.simulate_dtr shows what the others would do"
+                f"deallocation={deallocation!r}: remat.DTR supports 'eager' only, because PyTorch frees tensors as "
+                "the program drops them; try the others in remat.simulate_dtr"
             )
         if granularity not in ("calls", "operator"):
             raise RematError(f"unknown granularity {granularity!r}; choose 'calls' or 'operator'")
@@ -92,12 +92,12 @@ class DTR:
         if costs not in ("measured", "model"):
             raise RematError(f"unknown costs {costs!r}; choose 'measured' or 'model'")
         if thrash_limit is not None and not thrash_limit > 1:
-            raise RematError(f"thrash_limit={thrash_limit}: it is a multiple of the program's own time, so above 1")
+            raise RematError(f"thrash_limit={thrash_limit}: must be above 1 (a multiple of the program's own time)")
         if isinstance(budget, float):
             raise InvalidBudget(
-                f"budget {budget!r}: DTR measures nothing beforehand, so it does not know what a fraction is of. Run a "
-                "block within more than enough, `with remat.DTR('1TiB') as dtr:`, and give the later ones a share of "
-                "what it took: remat.DTR(int(0.5 * dtr.report().peak_bytes))"
+                f"budget {budget!r}: DTR measures nothing beforehand, so it needs a budget in bytes. For a fraction, "
+                "run one block `with remat.DTR('1TiB') as dtr:`, then use a share of its peak: "
+                "remat.DTR(int(0.5 * dtr.report().peak_bytes))"
             )
         self.budget = resolve_budget(budget, None)
         self.chooses = heuristic == AUTO
@@ -200,14 +200,14 @@ class DTR:
         block.exit(error)
         if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
             raise RematError(
-                "torch.func.grad, vjp, jacrev and hessian do not work in a DTR block, since PyTorch allows no hooks on "
-                "saved tensors with them; use torch.autograd.grad there, or leave that part out of the block"
+                "torch.func.grad, vjp, jacrev and hessian do not work in a DTR block, because they disable PyTorch's "
+                "saved tensor hooks; use torch.autograd.grad, or move that code out of the block"
             ) from error
 
     @property
     def _last(self) -> Block | UnitsBlock:
         if self._block is None:
-            raise RematError("this DTR has run no block yet; use it as `with remat.DTR(budget) as dtr:`")
+            raise RematError("this DTR has not run a block yet; use it as `with remat.DTR(budget) as dtr:`")
         return self._block
 
     def _repr_html_(self) -> str:

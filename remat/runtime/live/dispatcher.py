@@ -457,7 +457,7 @@ class Dispatcher(TorchDispatchMode):
         self.first_calls += 1
         self.ledger.peak = max(self.ledger.peak, memory + peak)
         if memory + peak > self.ledger.budget:
-            self.store.limits.went_over(f"the first call of {label}, whose scratch memory was not known", memory + peak)
+            self.store.limits.went_over(f"the first call of {label}, with unknown scratch memory", memory + peak)
 
     def _written_down(self, pending: Pending, sizes: list[int]) -> range:
         """The tensors of what a call has made, in the ledger with their true sizes."""

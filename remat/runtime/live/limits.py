@@ -92,8 +92,8 @@ class Limits:
     def _warn(self, ledger: Ledger) -> None:
         self.thrashes = True
         warnings.warn(
-            f"DTR spends more time on recomputing than {self.thrash_limit} x the program's own time allows, within "
-            f"{format_bytes(ledger.budget + self.reserved_bytes)}; a larger budget would be much faster",
+            f"DTR is thrashing within {format_bytes(ledger.budget + self.reserved_bytes)}: with recomputation, the "
+            f"block takes over {self.thrash_limit:g} x the program's own time; a larger budget would be much faster",
             ThrashingWarning,
             stacklevel=2,
         )

@@ -20,7 +20,7 @@ def refuse_nested() -> None:
     """Raises RematError where a block runs in this thread."""
     if is_running():
         raise RematError(
-            "a DTR block inside another one: there is one budget for a thread; leave the outer block first"
+            "a DTR block inside another one: a thread has one budget; leave the outer block first"
         )
 
 

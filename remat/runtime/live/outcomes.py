@@ -26,12 +26,12 @@ def warn_of_more(limits: Limits, outcome: str, budget: int) -> None:
     if over is not None and outcome in ("pass", "over"):
         peak = format_bytes(over.peak_bytes + limits.reserved_bytes)
         warnings.warn(
-            f"DTR took {peak} within {format_bytes(budget)}, at {over.where}", OverBudgetWarning, stacklevel=5
+            f"DTR used {peak} of a budget of {format_bytes(budget)}, at {over.where}", OverBudgetWarning, stacklevel=5
         )
     elif limits.unmeasured and outcome == "pass":
         warnings.warn(
-            f"DTR may have taken more than {format_bytes(budget)}: what {limits.unmeasured} needs while it runs is not "
-            "known, since another profiler of PyTorch was running when it was met first. Run a step without it before",
+            f"DTR may have used more than {format_bytes(budget)}: the scratch memory of {limits.unmeasured} is "
+            "unknown, because a PyTorch profiler was running at its first call. Run a step without that profiler first",
             OverBudgetWarning,
             stacklevel=5,
         )
@@ -62,7 +62,7 @@ def report_of(
     if by_model:
         overhead = (own + again) / own if own else None
     elif learns:
-        notes = [f"{format_seconds(max(seconds - spent, 0.0))} of it to learn this place of the program, once", *notes]
+        notes = [f"{format_seconds(max(seconds - spent, 0.0))} of it to learn this step (once)", *notes]
     elif own:
         overhead = seconds / (own * 1e-9)
     peak = max(ledger.peak, limits.over.peak_bytes if limits.over is not None else 0)

@@ -48,7 +48,7 @@ class Steps:
         if self._block is None:
             self._block = self._dtr.block_for(self._model, self._reserved(args, kwargs))
             if self._block is None:
-                left("its modules are too large for the budget with such an input")
+                left("with this input, its modules are too large for the budget")
                 return forward(*args, **kwargs)
         self._turns += 1
         try:

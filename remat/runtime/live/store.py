@@ -102,7 +102,7 @@ class Store:
             self.settle()
             taken = self.ledger.memory + size
             if taken > self.ledger.budget:  # others can still give way to it, but it is there already
-                self.limits.went_over("memory that no operator makes", taken)
+                self.limits.went_over("memory allocated outside of operators", taken)
             self.enter(self.announce("tensor", size), storage, size, None)
 
     def room_for_numbers(self, args: Sequence[Any]) -> None:
@@ -262,7 +262,7 @@ class Store:
         if self._outside >= 0:
             ledger.note(k.UNLOCK, self._outside)
             ledger.note(k.RELEASE, self._outside)
-        (self._outside,) = ledger.add("what the allocator gives besides", 0, [], [unseen])
+        (self._outside,) = ledger.add("extra memory of the allocator", 0, [], [unseen])
         ledger.note(k.LOCK, self._outside)
         ledger.memory += unseen - self._unseen
         ledger.peak = max(ledger.peak, ledger.memory)
@@ -333,9 +333,9 @@ class Store:
             for source in operator.sources():
                 if isinstance(source, Given) and source.changed():
                     raise ReplayError(
-                        f"{operator.function} must run again, but a tensor that it used was changed by something that "
-                        "DTR does not see (outside of its block, in another thread, or through .data); change tensors "
-                        "inside of the block, or after all that depends on them is done"
+                        f"{operator.function} must run again, but one of its inputs was changed where DTR cannot see "
+                        "it (outside of its block, in another thread, or through .data); change tensors inside the "
+                        "block, or after the backward"
                     )
             for source in operator.changes:
                 copies[id(source)] = _content(source).clone()
@@ -347,7 +347,10 @@ class Store:
             made.extend(copies[id(source)] for source in operator.changes if isinstance(source, Version))
             del result, args, kwargs
             if len(made) != len(operator.outputs):
-                raise ReplayError(f"{operator.function} made {len(made)} storages, but {len(operator.outputs)} before")
+                raise ReplayError(
+                    f"recomputing {operator.function} returned {len(made)} storages, its first run "
+                    f"{len(operator.outputs)}; an operator must do the same each time it runs"
+                )
             made.reverse()
             for reference in operator.outputs:
                 storage, version = made.pop(), reference()
@@ -357,7 +360,10 @@ class Store:
     def _place(self, version: Version, made: torch.UntypedStorage, operator: Operator) -> None:
         size = allocated_bytes(made)
         if size != version.size:
-            raise ReplayError(f"{operator.function} made {size} bytes where it had made {version.size} before")
+            raise ReplayError(
+                f"recomputing {operator.function} returned {size} bytes, its first run {version.size}; an operator "
+                "must do the same each time it runs"
+            )
         storage = None if version.where is None else version.where()
         if storage is None:
             version.held = made
@@ -535,7 +541,7 @@ def parts_of(tensor: Tensor) -> Sequence[Tensor]:
 def _content(source: Source) -> torch.UntypedStorage:
     storage = source.storage()
     if storage is None or (isinstance(source, Version) and not source.resident):
-        raise ReplayError("an operator was to run again before what it needs was there; please report this")
+        raise ReplayError("an input of an operator is missing; this is a bug of remat, please report it")
     return storage
 
 

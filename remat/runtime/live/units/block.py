@@ -316,7 +316,7 @@ class UnitsBlock:
         self._begin(Kind.AFTER, unit, after)
         self._watch(not self._course.tells)
         if after is not None and after.rise and pool.precedent is None:
-            pool.room("code after a call", after.rise)
+            pool.room("code after a module call", after.rise)
         self._course.ready()
         return output
 

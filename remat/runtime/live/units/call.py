@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 _HINT = (
-    "; what its forward does must not depend on what the program changes before its backward, as attributes of "
-    "modules; otherwise use remat.DTR(..., granularity='operator')"
+    "; its forward must not depend on state that changes before its backward, such as module attributes. Otherwise "
+    "use remat.DTR(..., granularity='operator')"
 )
 
 
@@ -356,16 +356,16 @@ class UnitCall:
                 unit.failed()
         if made is None:
             self._have_inputs(range(len(self.inputs)))
-            self.pool.passing(f"{unit.name}, which is made again as a whole,", unit.whole_bytes)
+            self.pool.passing(f"the recomputation of all of {unit.name}", unit.whole_bytes)
             try:
                 made = self._as_a_whole(dropped, unsaved)
             except Differs as error:
                 raise ReplayError(
-                    f"recomputing {unit.name} has not done what its first run did ({error}){_HINT}"
+                    f"recomputing {unit.name} did not repeat its first run ({error}){_HINT}"
                 ) from None
         for number in wanted:
             if number not in made:
-                raise ReplayError(f"recomputing {unit.name} has not made what its first run had{_HINT}")
+                raise ReplayError(f"recomputing {unit.name} did not return the tensors of its first run{_HINT}")
             piece = self.piece(number)
             if piece is not None and piece.content() is None:
                 piece.put(*made[number])
@@ -385,7 +385,7 @@ class UnitCall:
         if random != random.now():
             random.restore()
             self.pool.all_draw()
-            raise Differs("it draws random numbers, which it did not when it was recorded")
+            raise Differs("it now draws random numbers")
         return made
 
     def _have_inputs(self, numbers: Iterable[int]) -> None:
@@ -453,7 +453,7 @@ class UnitCall:
         given = self.inputs[number]
         if tensor is None:
             if parts is None or number in parts.reads:
-                raise ReplayError("an input of a module was to be read before it was there; please report this")
+                raise ReplayError("an input of a module is missing; this is a bug of remat, please report it")
             assert given.piece is not None
             tensor = nothing(given.value, given.piece.size, given.device)
         return attached(tensor.requires_grad_(given.needs_gradient)) if given.needs_gradient else tensor

@@ -100,7 +100,7 @@ class Counting(TorchDispatchMode):
             self._knowledge.learn_scratch(facts)
             if account.memory + scratch > pool.budget:
                 pool.limits.went_over(
-                    f"the first call of {traits.label}, whose scratch memory was not known", account.memory + scratch
+                    f"the first call of {traits.label}, with unknown scratch memory", account.memory + scratch
                 )
         account.reached(scratch)
         if self.trail is not None:

@@ -251,6 +251,6 @@ def _nothing_on(device: torch.device) -> torch.Tensor:
 
 def _changed(tensor: torch.Tensor) -> ReplayError:
     return ReplayError(
-        f"a tensor of shape {tuple(tensor.shape)} that a module was called with was modified in place since, and a "
+        f"an input of a module, of shape {tuple(tensor.shape)}, was modified in place since its forward, so a "
         "recomputation would read it changed; modify a copy, or use remat.DTR(..., granularity='operator')"
     )

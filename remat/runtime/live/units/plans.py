@@ -58,7 +58,7 @@ class Trial:
     @property
     def says(self) -> str:
         """What a report says of it."""
-        word = "takes" if self._decided else "tries"
+        word = "uses" if self._decided else "tries"
         return f"{word} {self.present.name} ({self.note})"
 
     def took(self, nanoseconds: int, *, passed: bool) -> None:
@@ -118,7 +118,7 @@ def plans_for(
         plans.append(Plan(online, online, {}))
     ordered = sorted(found, key=found.__getitem__)
     note = ", ".join(f"{name} {found[name] / own:.2f}" for name in ordered)
-    return Trial(plans, f"x the program's own time in a replay: {note}", decided=by_model)
+    return Trial(plans, f"predicted time over the program's own: {note}", decided=by_model)
 
 
 class _Program:
@@ -182,7 +182,7 @@ class _Program:
         if others != self._others:
             if self._outside >= 0:
                 self.instructions += [(k.UNLOCK, self._outside), (k.RELEASE, self._outside)]
-            self._outside = self._add("code outside", 0, [], others, 0)
+            self._outside = self._add("code between modules", 0, [], others, 0)
             self.instructions.append((k.LOCK, self._outside))
             self._others = others
         inputs = [

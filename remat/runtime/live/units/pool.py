@@ -172,7 +172,7 @@ class Pool:
                     self.revive(piece)
         if slot.tensor is None:
             raise ReplayError(
-                "a tensor that autograd saved cannot be made again; this is a bug of remat, please report"
+                "a tensor that autograd saved cannot be recomputed; this is a bug of remat, please report it"
             )
         return slot.tensor
 
@@ -182,7 +182,7 @@ class Pool:
         counted = self.account.of(storage)
         changed = None if counted is None else counted.piece
         if changed is not None:
-            changed.call.unit.kept = "what it makes is changed"
+            changed.call.unit.kept = "its output is changed"
         for key, reference, number in self.readers:
             self._readers.setdefault(key, []).append((reference, number))
         self.readers.clear()
@@ -335,7 +335,7 @@ class Pool:
         if self._outside >= 0:
             self.ledger.note(k.UNLOCK, self._outside)
             self.ledger.note(k.RELEASE, self._outside)
-        (self._outside,) = self.ledger.add("code outside", 0, [], [others])
+        (self._outside,) = self.ledger.add("code between modules", 0, [], [others])
         self.ledger.note(k.LOCK, self._outside)
         self._others = self._noted = others
 
@@ -368,7 +368,9 @@ class Pool:
             ReplayError: it must not run twice, or what it depends on has changed.
         """
         if call.unit.once:
-            raise ReplayError(f"{call.unit.name} was to run again, although {call.unit.once}; please report this")
+            raise ReplayError(
+                f"{call.unit.name} cannot be recomputed ({call.unit.once}); this is a bug of remat, please report it"
+            )
         self.replaying, self.replays = True, self.replays + 1
         try:
             before = self.account.pieces + self.account.shift

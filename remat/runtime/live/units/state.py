@@ -32,7 +32,7 @@ class State:
     def changed(self) -> str:
         """What has changed since; empty where nothing has."""
         if self._is_too_much:
-            return "it holds too many objects to see whether it changes one"
+            return "it has too many objects to check them for changes"
         return "it changes attributes or containers" if self._look() != self._now else ""
 
     def _look(self) -> list[Hashable]:
