@@ -436,7 +436,5 @@ def _times(name: str, values: Iterable[Any]) -> tuple[float, ...]:
 
 def _of_length(name: str, values: tuple[Any, ...], expected: int, formula: str) -> tuple[Any, ...]:
     if len(values) != expected:
-        raise InvalidChain(
-            f"{name} has {len(values)} entries, expected {expected} ({formula}, when act_bytes has L+2)"
-        )
+        raise InvalidChain(f"{name} has {len(values)} entries, expected {expected} ({formula}, when act_bytes has L+2)")
     return values

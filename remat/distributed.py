@@ -45,8 +45,8 @@ def largest(chains: Sequence[Chain]) -> Chain:
     for rank, other in enumerate(chains):
         if _calls(other) != _calls(first) or any(getattr(other, name) != getattr(first, name) for name in same):
             raise PlanMismatch(
-                f"the processes found different stages: rank 0 {first.length - 1}, rank {rank} {other.length - 1}. "
-                "Measure the same model with samples of the same kind in all of them, or name the stages"
+                f"the processes found different stages: {first.length - 1} on rank 0, {other.length - 1} on rank "
+                f"{rank}. Measure the same model with samples of the same kind in all of them, or name the stages"
             )
     numbers = [name for name, rule in rules.items() if rule == "largest"]
     return replace(first, **{name: _largest([getattr(chain, name) for chain in chains]) for name in numbers})

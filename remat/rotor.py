@@ -16,7 +16,7 @@ from remat.budgets import resolve_budget
 from remat.chain import Chain
 from remat.distributed import agree, held_by_others, solved
 from remat.errors import PlanMismatch, RematError
-from remat.formatting import format_bytes, format_seconds
+from remat.formatting import count, format_bytes, format_seconds
 from remat.host.progress import Progress, shown
 from remat.profiling.profile import Loss, profile
 from remat.report import Report
@@ -149,8 +149,8 @@ class Checkpointable(Wrapper):
             resolve_budget(host_limit)
             if not options or group is not None:
                 raise RematError(
-                    "host_limit: what goes to the host is an option of a stage, and there are none with options=False, "
-                    "or of several processes; leave out host_limit"
+                    "host_limit needs options=True and no `group`: offloaded tensors are options of a stage; leave out "
+                    "host_limit"
                 )
         check_count("in_flight", in_flight)
         check_count("mem_slots", mem_slots)
@@ -229,8 +229,8 @@ class Checkpointable(Wrapper):
         store_all = StoreAll().minimum_budget(self.chain)
         least = Persistent().minimum_budget(self.chain)
         self._say(
-            f"measured {self.chain.length - 1} stages: {format_bytes(store_all)} and "
-            f"{format_seconds(self.chain.store_all_seconds)} when everything is stored, {format_bytes(least)} at least"
+            f"measured {count(self.chain.length - 1, 'stage')}: plain PyTorch needs {format_bytes(store_all)} and "
+            f"{format_seconds(self.chain.store_all_seconds)} a step, the minimum budget is {format_bytes(least)}"
         )
 
     def _profile(
@@ -403,8 +403,8 @@ class Checkpointable(Wrapper):
             return None
         if self.chain is None and any(map(is_sharded, self.wrapped.modules())):
             raise RematError(
-                "a model in shards (fully_shard) cannot be measured inside of its first forward; call measure(sample) "
-                "in all processes before, or pass input=sample"
+                "a sharded model (fully_shard) cannot be measured in its first forward; call measure(sample) in all "
+                "processes first, or pass input=sample"
             )
         return self._plan_for(Arguments(args, kwargs)).executor
 
@@ -426,9 +426,9 @@ class Checkpointable(Wrapper):
             covering = smallest_covering(self._known(), state) if self.in_place else None
             if covering is None and self.group is not None:
                 raise PlanMismatch(
-                    f"the input is {', '.join(state.inputs)}, larger or of another kind than what was measured, and "
-                    "this process cannot plan anew without the others of its group; call measure(sample) with the "
-                    "largest batch in all of them, and compute_sequence()"
+                    f"the input is {', '.join(state.inputs)}, larger or of another kind than the measured one, and "
+                    "this process cannot plan again without the others of its group; in all of them, call "
+                    "measure(sample) with the largest batch, then compute_sequence()"
                 )
             self._plans[state] = covering or self._plan_anew(call, state)
         return self._plans[state]
@@ -445,8 +445,8 @@ class Checkpointable(Wrapper):
     def _forget(self) -> None:
         if self._request is None:
             raise PlanMismatch(
-                "modules of the model were replaced, added or removed since its sequence was assigned; assign one that "
-                "fits, or call measure(sample) and compute_sequence()"
+                "modules of the model were replaced, added or removed since its sequence was assigned; assign a new "
+                "one, or call measure(sample) and compute_sequence()"
             )
         warnings.warn(
             f"{self._name}: modules of the model were replaced, added or removed; measuring and planning again",
@@ -465,7 +465,7 @@ class Checkpointable(Wrapper):
                 if self.loss is None:
                     raise
                 # A loss often holds the targets of the batch it was given with, which another shape does not fit.
-                note = f"; the loss does not take it ({error}) and is taken as free"
+                note = f"; the loss fails on it ({error}) and is assumed to take no memory or time"
                 self.chain = self._profile(call, None)
             self._plan_as(self._request or _Request(self._planner("persistent")))
             assert self._plan is not None
@@ -474,11 +474,11 @@ class Checkpointable(Wrapper):
             self.chain, self._plan, self._request = before
         assert self._measured_state is not None
         what = (
-            f"the input is {', '.join(state.inputs)}, measured so far was {', '.join(self._measured_state.inputs)}"
+            f"the input is {', '.join(state.inputs)}, but was measured as {', '.join(self._measured_state.inputs)}"
             if state.inputs != self._measured_state.inputs
-            else "train flags, frozen parameters or autocast are not as they were when it was measured"
+            else "train flags, frozen parameters or autocast have changed since it was measured"
         )
-        warnings.warn(f"{self._name}: {what}; measured and planned for that too{note}", stacklevel=5)
+        warnings.warn(f"{self._name}: {what}; measured and planned again{note}", stacklevel=5)
         return plan
 
     def _say(self, text: str) -> None:

@@ -38,7 +38,7 @@ def test_blocks_and_entries() -> None:
     with dtr:
         assert "DTR" in dtr._repr_html_()
         model(x).sum().backward()
-    assert "a step takes" in dtr._repr_html_()
+    assert "time of a step" in dtr._repr_html_()
     comparison = remat.compare(model, x, 1.0, "store_all", measure=False, progress=False)
     assert all("<b>" in entry._repr_html_() for entry in comparison.entries)
     assert "within" in str(comparison) and "store_all" in str(comparison)

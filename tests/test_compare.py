@@ -459,7 +459,7 @@ def test_fit_plans_for_other_shapes_too() -> None:
     """Not with the planner that won on the sample, which may have nothing that fits a larger one."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
     module = remat.fit(model, torch.randn(256, 64), "1MiB", quiet=True)
-    with pytest.warns(UserWarning, match="measured and planned for that too"):
+    with pytest.warns(UserWarning, match="measured and planned again"):
         module(torch.randn(400, 64)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 

@@ -98,7 +98,7 @@ def test_all_ways_compute_the_same_and_leave_the_model_as_it_was(make: Callable[
 
 
 def test_what_is_no_way_to_run_a_step() -> None:
-    with pytest.raises(remat.RematError, match="an Execution, not by a str"):
+    with pytest.raises(remat.RematError, match="an Execution, not a str"):
         executing(network(), "persistent")  # type: ignore[arg-type]
 
 

@@ -86,7 +86,7 @@ def test_the_input_changed_before_the_backward(sample: torch.Tensor) -> None:
     sample.add_(1)
     with pytest.raises(ReplayError, match="the model's input was modified in place since the forward"):
         loss.backward()
-    with pytest.raises(ReplayError, match="the backward failed before"):
+    with pytest.raises(ReplayError, match="the backward has already failed"):
         loss.backward()
     still_trains(module, copy.deepcopy(model), sample)
 
@@ -182,7 +182,7 @@ def test_a_stage_that_changes_its_own_parameters_each_time(sample: torch.Tensor)
     module = remat.apply(model, RECOMPUTE)
     loss = module(sample).sum()
     before = model[1].weight.detach().clone()
-    with pytest.raises(ReplayError, match=r"stage '1' changes a parameter of its own, of shape \(4, 4\), once more"):
+    with pytest.raises(ReplayError, match=r"stage '1' changes its own parameter of shape \(4, 4\)"):
         loss.backward()
     assert torch.equal(before, model[1].weight)  # as plain PyTorch would have left it
 
@@ -370,7 +370,7 @@ def test_the_sample_on_another_device(sample: torch.Tensor) -> None:
     ("sample", "message"),
     [
         ((torch.ones(2), torch.ones(2)), "'0' fails on this sample: TypeError"),  # the pair is the one argument
-        ({}, "the sample holds no tensor, found dict"),
+        ({}, "the sample is a dict without a tensor"),
         ("text", "the sample is a str without a tensor in it"),
         (torch.ones(2, 99), "'0' fails on this sample: RuntimeError"),
         (torch.ones(2, 4).to_sparse(), r"a sparse_coo tensor of shape \(2, 4\)"),

@@ -116,7 +116,7 @@ def test_named_stages_that_are_no_chain_are_refused() -> None:
     model, sample = made("gpt2")
     with pytest.raises(UnsupportedModel, match=r"no module 'transformer.layers'"):
         remat.find_chain(model, sample, stages=["transformer.layers"])
-    with pytest.raises(UnsupportedModel, match="lies in the stage"):
+    with pytest.raises(UnsupportedModel, match="is inside the stage"):
         remat.find_chain(model, sample, stages=["transformer.h.0", "transformer.h.0.mlp"])
     model, sample = t5()
     with pytest.raises(UnsupportedModel) as caught:

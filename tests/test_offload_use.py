@@ -87,9 +87,9 @@ def test_what_a_stage_holds_besides_is_not_offered() -> None:
 
 def test_offload_needs_options_and_one_process() -> None:
     model, sample = small_gpt()
-    with pytest.raises(RematError, match="needs options, and one process"):
+    with pytest.raises(RematError, match="needs options=True and one process"):
         remat.profile(model, sample, offload=True, options=False)
-    with pytest.raises(RematError, match="needs options, and one process"):
+    with pytest.raises(RematError, match="needs options=True and one process"):
         remat.profile(model, sample, offload=True, agreed=lambda chain: chain)
     with pytest.raises(RematError, match="leave out host_limit"):
         rotor.Checkpointable(model, host_limit="1GiB", options=False)
@@ -99,7 +99,7 @@ def test_schedules_that_send_need_a_layout_that_says_what() -> None:
     model, sample = small_gpt()
     chain = profiled(model, sample)
     assert chain.layout is not None
-    with pytest.raises(PlanMismatch, match="names options of stages, and not what they keep"):
+    with pytest.raises(PlanMismatch, match="uses options of stages, but does not define them"):
         layout = replace(chain.layout, dropped=(), offloaded=())
         remat.apply(model, Schedule(sending_all(chain).operations, layout=layout))
 

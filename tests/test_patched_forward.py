@@ -211,7 +211,7 @@ def test_checkpointing_of_the_library_turned_on_later_is_noticed() -> None:
     remat.fit(model, sample, 0.6, quiet=True)
     for block in model.transformer.h:
         block.gradient_checkpointing = True
-    with pytest.raises(UnsupportedModel, match="of its own turned on"):
+    with pytest.raises(UnsupportedModel, match="has its own gradient checkpointing turned on"):
         model(**sample)
 
 

@@ -146,7 +146,7 @@ def test_a_limit_far_too_small_is_refused_after_the_first_passes() -> None:
     assert (again.exact, again.minimum, str(again)) == (False, refused.value.minimum, str(refused.value))
     with pytest.raises(RuntimeError, match="enough"):
         remat.profile(model, sample, enough=_end, progress=lambda what, done, total: told.append(what))
-    assert set(told) == {"probing stages", "looking at gradients", "measuring memory"}
+    assert set(told) == {"probing stages", "checking gradients", "measuring memory"}
     model(sample).sum().backward()  # as it was
 
 

@@ -197,7 +197,7 @@ def test_another_input_shape_is_planned_for_in_turn(sample: torch.Tensor, profil
     told = []
     for candidate in (half, sample, half, sample):
         told.append(notes_of(lambda given=candidate: assert_same(train_step(plain, given), train_step(wrapped, given))))
-    assert "float32[90, 20] cpu, measured so far was float32[200, 20] cpu" in told[0][0]
+    assert "float32[90, 20] cpu, but was measured as float32[200, 20] cpu" in told[0][0]
     assert [len(notes) for notes in told] == [1, 0, 0, 0]
     assert len(profiled) == 2
     assert wrapped.sequence == first
@@ -214,15 +214,15 @@ def test_plans_for_other_shapes_follow_a_new_limit_and_a_new_measurement() -> No
     def step() -> None:
         wrapped(half).sum().backward()
 
-    with pytest.warns(UserWarning, match="planned for that too"):
+    with pytest.warns(UserWarning, match="measured and planned again"):
         everything = peak_of_a_step(step, half)
     assert notes_of(step) == []
     wrapped.compute_min_sequence()
-    with pytest.warns(UserWarning, match="planned for that too"):
+    with pytest.warns(UserWarning, match="measured and planned again"):
         least = peak_of_a_step(step, half)
     assert least < 0.8 * everything
     wrapped.measure(sample)
-    with pytest.warns(UserWarning, match="planned for that too"):
+    with pytest.warns(UserWarning, match="measured and planned again"):
         assert peak_of_a_step(step, half) == least
 
 
@@ -231,7 +231,7 @@ def test_train_flags_are_part_of_what_a_plan_is_for(sample: torch.Tensor) -> Non
     assert notes_of(lambda: wrapped(sample).sum().backward()) == []
     wrapped[0][1].eval()
     (note,) = notes_of(lambda: wrapped(sample).sum().backward())
-    assert "train flags, frozen parameters or autocast are not as they were" in note
+    assert "train flags, frozen parameters or autocast have changed" in note
 
 
 def test_the_limit_without_one_is_nine_tenths_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +251,7 @@ def test_a_loss_that_only_takes_the_first_shape(sample: torch.Tensor) -> None:
         network(), sample, mem_limit=1.0, loss=lambda out: nn.functional.cross_entropy(out, target)
     )
     assert wrapped.chain.act_bytes[-1] == 4
-    with pytest.warns(UserWarning, match=r"the loss does not take it \(.*is taken as free"):
+    with pytest.warns(UserWarning, match=r"the loss fails on it \(.*is assumed to take no memory"):
         wrapped(sample[:50]).sum().backward()
 
 

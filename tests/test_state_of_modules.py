@@ -212,7 +212,7 @@ def test_a_gradient_goes_into_the_forward_before() -> None:
 
 def test_a_model_whose_gradient_goes_into_the_forward_before_is_not_measured() -> None:
     """No run of its stages stands alone."""
-    with pytest.raises(remat.UnsupportedModel, match="with its graph on by another way than its output"):
+    with pytest.raises(remat.UnsupportedModel, match="with its graph other than by its output"):
         remat.profile(nn.Sequential(*(Keeping(carry, last=None) for _ in range(2))), samples()[0])
 
 

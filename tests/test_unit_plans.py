@@ -143,7 +143,7 @@ def test_of_several_plans_the_fastest_stays() -> None:
         return trial
 
     assert [after(*[1] * count).present.name for count in range(4)] == ["a plan", "a plan", "h_dtr", "h_dtr"]
-    assert "tries" in after(1, 1).says and "takes" in after(9, 5, 9, 6).says
+    assert "tries" in after(1, 1).says and "uses" in after(9, 5, 9, 6).says
     assert after(9, 5, 9, 6).present.name == "a plan"  # the first time of each sets up what replays need
     assert after(1, 7, 9, 6).present.name == "a plan"
     assert after(9, 7, 9, 6).present.name == "h_dtr"
@@ -161,7 +161,7 @@ def test_costs_of_a_model_decide_at_once() -> None:
             step()
         notes.append(dtr.report().note)
         advised.append(dtr.advice().following)
-    assert by_calls(dtr) and "takes" in advised[1] and notes[2].startswith("by ")
+    assert by_calls(dtr) and "uses" in advised[1] and notes[2].startswith("by ")
     assert not any("tries" in following for following in advised)
 
 

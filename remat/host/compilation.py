@@ -81,9 +81,7 @@ class InBackground:
             return self._plain
 
     def _begin(self) -> None:
-        say_that_it_compiles(
-            self._functions[self._wanted], self._what, seconds="half a minute, uncompiled until then"
-        )
+        say_that_it_compiles(self._functions[self._wanted], self._what, seconds="half a minute, uncompiled until then")
         paths = f"import sys; sys.path[:0] = {[path for path in sys.path if path]!r}; "
         self._process = subprocess.Popen(
             [sys.executable, "-c", paths + self._program],

@@ -107,7 +107,7 @@ class Estimate:
         What a row takes is told from two sizes, and what comes out of that is looked at.
         """
         if self._again is None:
-            raise RematError("the sample's tensors have no first dimension in common, which would be the batch")
+            raise RematError("the tensors of the sample have no common first dimension, so no batch size")
         known = {self.batch: self.least_bytes}
         fits = self.batch if self.fits else 0
         fails = math.inf if self.fits else float(self.batch)
@@ -139,20 +139,18 @@ class Estimate:
         """Whether it fits, and how fast it is then."""
         name, plain = self.device.name, format_seconds(self.chain.store_all_seconds)
         if self.left_bytes <= 0:
-            return f"does not fit {name}: nothing is left for activations"
+            return f"does not fit {name}: no memory is left for activations"
         try:
             overhead = self.overhead()
         except InfeasibleBudget:
-            return f"does not fit {name}, whatever is recomputed: use a smaller batch, or more devices"
+            return f"does not fit {name}, even with recomputation: use a smaller batch, or more devices"
         if store_all_peak(self.chain) <= self.left_bytes:
-            return f"fits {name} as it is: {plain} a step (estimated)"
+            return f"fits {name} without recomputation: {plain} a step (estimated)"
         host = (
-            ""
-            if self.host_limit is None
-            else f", with up to {format_bytes(resolve_budget(self.host_limit))} on the host"
+            "" if self.host_limit is None else f", with up to {format_bytes(resolve_budget(self.host_limit))} offloaded"
         )
         seconds = format_seconds(overhead * self.chain.store_all_seconds)
-        return f"fits {name}: {seconds} a step, {overhead - 1:.1%} slower than plain PyTorch would be (estimated){host}"
+        return f"fits {name}: {seconds} a step, {overhead - 1:.1%} slower than plain PyTorch (estimated){host}"
 
     def _budget(self) -> list[tuple[str, str, str]]:
         """Where the device's memory goes, and what activations need of it."""
@@ -162,11 +160,11 @@ class Estimate:
         listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
         rows = [
             ("memory", memory, ""),
-            ("- kept back", memory - usable, f"{1 - _USABLE:.0%}, for the device's context and its allocator"),
+            ("- reserved", memory - usable, f"{1 - _USABLE:.0%}, for the device's context and allocator"),
             ("- static", static.total, listed),
             ("= left for activations", self.left_bytes, ""),
-            ("plain PyTorch needs", store_all_peak(self.chain), ""),
-            ("the minimum is", self.least_bytes, "whatever is recomputed"),
+            ("plain PyTorch", store_all_peak(self.chain), ""),
+            ("minimum", self.least_bytes, "with recomputation"),
         ]
         return [(name, format_bytes(size), note) for name, size, note in rows]
 

@@ -115,9 +115,9 @@ def _no_chain(model: nn.Module, selector: Selector) -> str:
     ]
     why = f" ({reasons[0]})" if reasons else ""
     return (
-        f"no chain of module calls was found in this {type(model).__name__}{why}: a plan needs modules that hand one "
-        "activation on, each to the next, and keep more than that for their backward. DTR trains any model within a "
-        "budget as it is:\n\n    with remat.DTR(budget=...):\n        loss = model(...)\n        loss.backward()"
+        f"no chain of module calls was found in this {type(model).__name__}{why}: a plan needs modules that pass one "
+        "activation to each other and save more than that for their backward. DTR trains any model within a "
+        "budget:\n\n    with remat.DTR(budget=...):\n        loss = model(...)\n        loss.backward()"
     )
 
 
@@ -207,11 +207,11 @@ def _chosen(model: nn.Module, selector: Selector, wanted: Sequence[str | nn.Modu
     units = sorted((unit for group in groups for unit in group), key=lambda unit: unit.begin)
     for one, other in itertools.pairwise(units):
         if other.begin < one.end:
-            raise UnsupportedModel(f"the stage {other.name!r} lies in the stage {one.name!r}; name one of them")
+            raise UnsupportedModel(f"the stage {other.name!r} is inside the stage {one.name!r}; name one of them")
     for unit in units:
         reason = selector.why_not_again(unit)
         if reason:
-            raise UnsupportedModel(f"{unit.name!r} cannot be a stage, which may run twice: {reason}")
+            raise UnsupportedModel(f"{unit.name!r} cannot be a stage, because it cannot run twice: {reason}")
     together = groups if any(len(group) > 1 for group in groups) else [units]
     for group in together:
         for one, other in itertools.pairwise(group):
@@ -230,7 +230,7 @@ def _group(model: nn.Module, selector: Selector, item: str | nn.Module) -> list[
     else:
         module = item
         if module not in named.values():
-            raise UnsupportedModel(f"the {type(module).__name__} given as a stage is not a module of this model")
+            raise UnsupportedModel(f"the {type(module).__name__} in `stages` is not a module of this model")
     wanted = set(module.children()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else {module}
     calls = sorted((call for call in selector.record.calls() if call.module in wanted), key=lambda call: call.begin)
     if not calls:

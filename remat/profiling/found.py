@@ -107,7 +107,7 @@ class FoundChain:
     def _summary(self) -> str:
         return (
             f"{self.model}: {count(len(self.stages), 'stage')} in {count(len(self.chains), 'chain')}. Plans can free "
-            f"up to {self.memory_share:.0%} of the {format_bytes(self.saved_bytes)} that autograd keeps for the "
+            f"up to {self.memory_share:.0%} of the {format_bytes(self.saved_bytes)} that autograd saves for the "
             f"backward, by recomputing up to {self.time_share:.0%} of the forward"
         )
 

@@ -83,11 +83,11 @@ def _probed(flat: Sequence[tuple[str, nn.Module]], value: Any, tell: Progress) -
 
 def _check_output(name: str, output: Any) -> None:
     if any(tensor.layout != torch.strided for tensor in tensors(output)):
-        raise UnsupportedModel(f"stage {name!r} returns a sparse tensor; keep it inside of a stage")
+        raise UnsupportedModel(f"stage {name!r} returns a sparse tensor; keep sparse tensors inside a stage")
     if not tensors(output):
         raise UnsupportedModel(
-            f"stage {name!r} returned {type(output).__name__}, without a tensor in it; its forward must return the "
-            "tensors that the next stage takes"
+            f"stage {name!r} returned {type(output).__name__} without a tensor; its forward must return tensors for "
+            "the next stage"
         )
 
 
@@ -99,8 +99,8 @@ def _fused(flat: Sequence[tuple[str, nn.Module]], traits: Sequence[_Probed], sma
     for index, trait in enumerate(traits):
         if only_views and trait.in_place:
             raise UnsupportedModel(
-                f"module {flat[index][0]!r} works in place on the model's input, which could then not be computed "
-                "from again; construct it with inplace=False"
+                f"module {flat[index][0]!r} works in place on the model's input, so a recomputation would read it "
+                "changed; construct it with inplace=False"
             )
         # An activation that no backward needs is not kept by autograd; a stage's end there would keep it. It is worth
         # that between blocks, which keep more inside: fused, nothing of both could be freed by itself.
@@ -131,5 +131,5 @@ def _fused(flat: Sequence[tuple[str, nn.Module]], traits: Sequence[_Probed], sma
 def cannot_unpack(_: None) -> torch.Tensor:
     """The unpack hook of a stage's forward that keeps nothing."""
     raise UnsupportedModel(
-        "a stage returns a tensor with its graph inside an object other than a tuple, list or dict; return its tensors"
+        "a stage returns a tensor with its graph in an object that is no tuple, list or dict; return its tensors"
     )

@@ -93,8 +93,8 @@ class ModelPass(Pass):
             output = model(*call.args, **call.kwargs)
         if self._route.place is not None:
             raise UnsupportedModel(
-                f"{self._route.place.name!r} was called when the chain was found, and not when it was "
-                "measured: the model takes another path each time. Train it under remat.DTR"
+                f"{self._route.place.name!r} was called when the chain was found, but not when it was measured: the "
+                "model takes another path each time. Train it under remat.DTR"
             )
         self._close_outside(last, None)
         own = loss_in(output) if loss is None else None
@@ -168,8 +168,8 @@ class ModelPass(Pass):
         place = self._route.place
         if place is None or place.name != name:
             raise UnsupportedModel(
-                f"{name!r} was called where {place.name if place else 'no stage'!r} came when the chain was found: the "
-                "model takes another path each time. Train it under remat.DTR"
+                f"{name!r} was called, but {f'{place.name!r}' if place else 'no stage'} came next when the chain was "
+                "found: the model takes another path each time. Train it under remat.DTR"
             )
         self._route.passed()
         if place.first:
@@ -194,7 +194,10 @@ class ModelPass(Pass):
         index = place.stage
         value = self._route.activation(place, args, kwargs)
         if value is None:
-            raise UnsupportedModel(f"{place.name!r} was not given the activation of the stage before it; run it as DTR")
+            raise UnsupportedModel(
+                f"the input of {place.name!r} was not the output of the stage before it: the model takes another path "
+                "each time. Train it under remat.DTR"
+            )
         self._route.let_go()
         if index not in self.places.follows:
             self._close_outside(index - 1, value)

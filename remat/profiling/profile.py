@@ -130,13 +130,13 @@ def profile(
     """
     check_model(model)
     if offload and not (options and agreed is None):
-        raise RematError("what goes to the host is an option of a stage; offload=True needs options, and one process")
+        raise RematError("offload=True needs options=True and one process: offloaded tensors are options of a stage")
     given: Any = {"small": small, "stages": stages, "progress": progress, "agreed": agreed}
     given |= {"output_held": output_held, "options": options, "offload": offload, "keep": keep, "recompute": recompute}
     if estimate:
         return estimate_in(World(device_named(device or "cpu")), model, sample, loss, given)
     if device is not None:
-        raise RematError("device= is what an estimate is for; a model is measured where it is. Say estimate=True, too")
+        raise RematError("device= is for estimates; a model is measured where it is. Pass estimate=True too")
     refuse_flat_shards(model)
     check_sample(sample)
     check_count("repeats", repeats)
@@ -237,7 +237,7 @@ def estimate_in(world: World, model: nn.Module, sample: Any, loss: Loss | None, 
     except RematError as error:
         if isinstance(error.__cause__, LOOKS_AT_VALUES):
             raise UnsupportedModel(
-                f"what {type(model).__name__} does depends on values that an estimate does not compute "
+                f"the forward of {type(model).__name__} depends on values that an estimate does not compute "
                 f"({error.__cause__}): profile it where it runs"
             ) from error
         raise
@@ -332,7 +332,7 @@ def _measured(
                 break
         return measured()
 
-    looking = "looking at gradients"
+    looking = "checking gradients"
     variables = Variables()  # followed in a first pass, in which what is set up once is set up
     memory = measured_memory(run(Seconds(device), looking, variables=variables).facts)
     if memory.odd_ends and loss is None:  # what is not known may send back either form, and all backwards hand it on
@@ -369,7 +369,7 @@ def _ways(
         return None, {}
 
     def look(gauge: Gauge, visitor: Visitor) -> None:
-        run(gauge, "looking for what to keep", known=facts, visitor=visitor)
+        run(gauge, "finding parts to keep", known=facts, visitor=visitor)
 
     in_part = {index: stages[index - 1] for index in recomputed if Ending(stages[index - 1]).allowed is not False}
     recording = Recording(in_part)

@@ -143,15 +143,13 @@ def record(model: nn.Module, sample: Arguments) -> Recording:
     ):
         output = model(*sample.args, **sample.kwargs)
     if recorder.root is None:
-        raise UnsupportedModel(
-            f"{type(model).__name__} ran without its forward being called; is it compiled as a whole?"
-        )
+        raise UnsupportedModel(f"{type(model).__name__} ran without calling its forward; is it compiled as a whole?")
     known = [*held_by(model.modules()), *recorder.generators]
     refuse_foreign(recorder.drawn_from, known, type(model).__name__)
     for tensor in tensors(output):
         recorder.storage(tensor).returned = True
     if not tensors(output):
-        raise UnsupportedModel(f"the model returned {type(output).__name__}, without a tensor in it")
+        raise UnsupportedModel(f"the model returned {type(output).__name__} without a tensor")
     total = sum(storage.size for storage in recorder.storages.values() if storage.saved_by is not None)
     return Recording(recorder.root, recorder.storages, total, recorder.alive)
 
@@ -285,7 +283,7 @@ def _own_storages(module: nn.Module) -> frozenset[int]:
 
 def no_backward(_: None) -> torch.Tensor:
     """The unpack hook of a forward that keeps nothing."""
-    raise UnsupportedModel("the model runs a backward in its forward, which is not possible while it is measured")
+    raise UnsupportedModel("the model runs a backward in its forward, so remat cannot measure it; use remat.DTR")
 
 
 def saving_nothing(unpack: Callable[[None], torch.Tensor] = no_backward) -> saved_tensors_hooks:

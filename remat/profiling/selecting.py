@@ -238,7 +238,7 @@ class Selector:
             return f"{one.name!r} returns no tensor"
         if not self.hands_on(one, other):
             what = self.storages[key.storage].what
-            return f"the output of {one.name!r} ({what}) is not what {other.name!r} is given, or was changed in between"
+            return f"the output of {one.name!r} ({what}) is not the input of {other.name!r}, or was changed in between"
         storage = self.storages[key.storage]
         late = [call.name for time, call in storage.uses if time >= other.end and not other.has(call)]
         # What is computed from it in between may send a gradient back too, as that of a head of its own does.
@@ -257,7 +257,7 @@ class Selector:
             if storage.uses:
                 late = [call.name for time, call in storage.uses if time >= other.begin]
                 if late:
-                    where = f"is used in {late[0]!r}, when {other.name!r} has begun"
+                    where = f"is used in {late[0]!r}, after {other.name!r} has begun"
                     return f"{storage.what}, computed in {one.name!r}, {where}"
         return ""
 
@@ -275,10 +275,10 @@ class Selector:
         buffers of its own modules.
         """
         if unit.takes is None:
-            return f"{unit.name!r} is given no tensor"
+            return f"{unit.name!r} gets no tensor"
         begin, end = unit.begin, unit.end
         if any(unit.has(call) for call in self._jagged_in):
-            return f"{unit.name!r} saves {JAGGED}, whose shape is another each time"
+            return f"{unit.name!r} saves {JAGGED}, whose shape changes each time"
         for address, storage, last_write, used in self._written:
             if last_write < begin or begin <= storage.born < end:
                 continue

@@ -95,7 +95,7 @@ class Recording:
         if known is not None and known.is_like(tape):
             found = [*map(min, found, self._seconds[index])]
         elif known is not None:
-            tape.whole = "it does something else each time"
+            tape.whole = "it runs other operators each time"
         self._tapes[index], self._seconds[index] = tape, found
         return following
 

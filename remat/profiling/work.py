@@ -117,10 +117,10 @@ def warn_of_data(looks: Mapping[str, str]) -> None:
     if not looks:
         return
     name, operator = next(iter(looks.items()))
-    others = f", as of {len(looks) - 1} more" if len(looks) > 1 else ""
+    others = f" and {len(looks) - 1} more" if len(looks) > 1 else ""
     warnings.warn(
-        f"remat: what {name!r} does, and takes, depends on the data ({operator}){others}: a memory limit holds where "
-        "that is as with the sample. Pass a sample that takes as much as any batch will",
+        f"remat: the memory of {name!r} ({operator}){others} depends on the data: other batches may exceed the limit. "
+        "Pass a sample that needs as much memory as any batch will",
         OverBudgetWarning,
         stacklevel=4,
     )

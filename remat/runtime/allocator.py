@@ -46,8 +46,7 @@ def refuse_untried(device: torch.device) -> None:
     """Raises UnsupportedModel where limits would not be kept, and random numbers not be drawn again, in silence."""
     if device.type not in ("cpu", "meta", *GRANULES):
         raise UnsupportedModel(
-            f"remat works on CPUs and on CUDA devices, and not yet on {device.type!r}, whose allocator and generators "
-            "it does not know; move the model to one of those"
+            f"remat works on CPUs and on CUDA devices, not yet on {device.type!r}; move the model to one of those"
         )
 
 

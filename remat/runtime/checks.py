@@ -21,7 +21,7 @@ def check_model(model: object) -> None:
     """Raises RematError unless `model` is a module."""
     say_if_newer()
     if isinstance(model, type) and issubclass(model, nn.Module):
-        raise RematError(f"{model.__name__} is a class; pass a model of it, {model.__name__}(...)")
+        raise RematError(f"{model.__name__} is a class; pass an instance, {model.__name__}(...)")
     if not isinstance(model, nn.Module):
         raise RematError(f"the model is a {type(model).__name__}; pass a torch.nn.Module")
 
@@ -33,19 +33,19 @@ def check_sample(sample: Any) -> None:
         sample is None or isinstance(sample, (str, bytes, int, float))
     ):  # objects may be what models take
         raise InvalidSample(
-            f"the sample is a {type(sample).__name__} without a tensor in it; pass the model's input as it will be in "
-            "training: a tensor, a tuple of positional or a dict of keyword arguments"
+            f"the sample is a {type(sample).__name__} without a tensor; pass the model's input as in training: a "
+            "tensor, a tuple of positional or a dict of keyword arguments"
         )
     for tensor in found:
         if tensor.is_inference():
             raise InvalidSample(
-                f"the sample holds a tensor of shape {tuple(tensor.shape)} that was made in inference mode, which "
-                "autograd cannot use; make it outside, or pass tensor.clone()"
+                f"the sample contains a tensor of shape {tuple(tensor.shape)} created in inference mode, which "
+                "autograd cannot use; create it outside, or pass tensor.clone()"
             )
         if tensor.layout != torch.strided:
             raise InvalidSample(
-                f"the sample holds a {str(tensor.layout).removeprefix('torch.')} tensor of shape "
-                f"{tuple(tensor.shape)}; activations are counted for dense tensors, so pass tensor.to_dense()"
+                f"the sample contains a {str(tensor.layout).removeprefix('torch.')} tensor of shape "
+                f"{tuple(tensor.shape)}; remat measures dense tensors only, so pass tensor.to_dense()"
             )
 
 
@@ -56,9 +56,9 @@ def check_count(name: str, value: object, least: int = 1) -> None:
             raise TypeError
         count = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise RematError(f"{name}={value!r}: it is a whole number of at least {least}") from None
+        raise RematError(f"{name}={value!r}: must be an int of at least {least}") from None
     if count < least:
-        raise RematError(f"{name}={value!r}: at least {least} is needed")
+        raise RematError(f"{name}={value!r}: must be at least {least}")
 
 
 def checked_loss(loss: Loss | None) -> Loss | None:
@@ -75,15 +75,15 @@ def checked_loss(loss: Loss | None) -> Loss | None:
     def checked(output: Any) -> torch.Tensor:
         end = loss(output)
         if not isinstance(end, torch.Tensor):
-            raise InvalidLoss(f"the loss returned a {type(end).__name__}; it has to return a tensor of one number")
+            raise InvalidLoss(f"the loss returned a {type(end).__name__}; it must return a tensor of one number")
         if end.numel() != 1:
             raise InvalidLoss(
-                f"the loss returned a tensor of shape {tuple(end.shape)}; it has to return one number, as by .mean()"
+                f"the loss returned a tensor of shape {tuple(end.shape)}; it must return one number, as .mean() does"
             )
         if not end.requires_grad:
             raise InvalidLoss(
-                "the loss returned a tensor without a graph, so there is nothing to run backward; leave out .detach() "
-                "and .item(), and compute it from the model's output"
+                "the loss returned a tensor without a graph, so backward cannot run; compute it from the model's "
+                "output, without .detach() or .item()"
             )
         return end
 

@@ -70,7 +70,7 @@ def executing(model: nn.Module, how: How, *, held_bytes: int = 0) -> Running:
     elif isinstance(how, DTR):
         how = UnderDTR(how, held_bytes)
     elif not isinstance(how, Execution):
-        raise RematError(f"a model runs by a Schedule, a DTR or an Execution, not by a {type(how).__name__}")
+        raise RematError(f"pass a Schedule, a DTR or an Execution, not a {type(how).__name__}")
     return Running(model, how)
 
 

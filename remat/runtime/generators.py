@@ -69,8 +69,8 @@ def refuse_foreign(drawn_from: Iterable[torch.Generator], known: Iterable[Any], 
     """Raises UnsupportedModel where code has drawn from a generator that nobody could set back."""
     if foreign(drawn_from, known):
         raise UnsupportedModel(
-            f"{name} draws from a torch.Generator that no module of the model holds and no call is passed, so that a "
-            "recomputation would draw other numbers; make it an attribute of the module, or pass it as an argument"
+            f"{name} draws from a torch.Generator that is neither an attribute of a module nor passed to a call, so a "
+            "recomputation would draw other numbers; make it an attribute of the module, or an argument"
         )
 
 

@@ -65,7 +65,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     ]
     alike = [each for each in lists if len(each) > 1 and len({type(member) for member in each}) == 1]
     if not alike:
-        raise RematError(f"{type(model).__name__} has no list of blocks that could be checkpointed one by one")
+        raise RematError(f"{type(model).__name__} has no list of blocks to checkpoint one by one")
     longest = max(len(each) for each in alike)
     return list(dict.fromkeys(next(each for each in alike if len(each) == longest)))
 

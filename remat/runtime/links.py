@@ -70,7 +70,7 @@ class _Thread(threading.Thread):
             self.run()
         self._pairs = ()
         if self._error is not None:
-            raise RematError(f"copying to or from the host's memory failed: {self._error}") from self._error
+            raise RematError(f"copying to or from CPU memory failed: {self._error}") from self._error
 
     def finish(self) -> None:
         self.wait()
@@ -86,8 +86,8 @@ class FileLink(Link):
                 pages = mmap.mmap(file.fileno(), size)  # the file lives as long as they do
         except OSError as error:
             raise RematError(
-                f"there is no room for {format_bytes(size)} in {tempfile.gettempdir()}, where the CPU's offload is a "
-                f"file ({error.strerror}); set TMPDIR to another folder, or take a smaller host_limit"
+                f"there is no room for {format_bytes(size)} in {tempfile.gettempdir()}, where a model on the CPU "
+                f"offloads to a file ({error.strerror}); set TMPDIR to another folder, or lower host_limit"
             ) from error
         return torch.from_numpy(np.frombuffer(pages, np.uint8))
 
@@ -130,10 +130,7 @@ class CudaLink(Link):
         try:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size, 0))
         except torch.cuda.CudaError as error:
-            raise RematError(
-                f"the system does not pin {format_bytes(size)} of the host's memory ({error}); a smaller host_limit "
-                "needs less"
-            ) from error
+            raise RematError(f"cannot pin {format_bytes(size)} of CPU memory ({error}); lower host_limit") from error
         weakref.finalize(pages, _unpin, address).atexit = False
         return torch.from_numpy(pages)
 
@@ -186,6 +183,4 @@ def link_of(device: torch.device) -> Link:
         return FileLink()
     if device.type == "cuda":
         return CudaLink(device)
-    raise RematError(
-        f"nothing is known of a link between {device.type!r} and the host's memory; plan without host_limit"
-    )
+    raise RematError(f"offloading from {device.type!r} to CPU memory is not supported; plan without host_limit")

@@ -98,7 +98,7 @@ class MemoryMeter:
     @contextmanager
     def region(self) -> Iterator[None]:
         if not self._in_session or self._open:
-            raise MeasurementError("a region lies inside a session and not inside another region")
+            raise MeasurementError("a region must be inside a session and not inside another region")
         self._open = True
         try:
             if self.device.type == "cuda":
@@ -122,7 +122,7 @@ class MemoryMeter:
     def _profiled(self) -> Iterator[None]:
         if torch.autograd._profiler_enabled():
             raise MeasurementError(
-                "a PyTorch profiler is running; measuring memory starts one of its own, which would erase the memory "
+                "a PyTorch profiler is running; measuring memory starts another one, which would erase the memory "
                 "events of the first. Measure outside of it"
             )
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler reports its start and stop on stderr
@@ -143,7 +143,7 @@ def _read_events(events: list, may_be_idle: bool) -> list[Region]:
         elif name == _MARK:
             marks.append((event.start_ns(), event.start_ns() + event.duration_ns()))
     if marks and not changes and not may_be_idle:
-        raise MeasurementError("the profiler recorded no allocation at all; was another profiler started meanwhile?")
+        raise MeasurementError("the profiler recorded no allocation; was another profiler started in the meantime?")
     changes.sort(key=lambda change: change[0])
     regions = []
     level, position = 0, 0

@@ -187,7 +187,7 @@ class Sent:
                 if slot.tensor._version != look.version:
                     raise ReplayError(
                         f"a tensor of shape {tuple(look.size)} that stage {self._name!r} saved for its backward was "
-                        "modified in place since; modify a copy"
+                        "modified in place; modify a copy"
                     )
                 slot.tensor = None
             piece.whole = None

@@ -79,7 +79,7 @@ class _Hidden:
         self._name = name
 
     def __get__(self, instance: object, owner: type) -> Any:
-        raise AttributeError(f"{owner.__name__} has no {self._name} while remat watches who reaches its memory")
+        raise AttributeError(f"{owner.__name__} has no {self._name} while remat watches accesses to its memory")
 
 
 # Functions in C that hand out memory with no word to Python. Who does not find them calls `__dlpack__`.

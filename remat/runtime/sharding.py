@@ -39,8 +39,8 @@ def refuse_flat_shards(model: nn.Module) -> None:
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
         raise UnsupportedModel(
-            "the model has modules in FullyShardedDataParallel, which gathers parameters at no other time than in its "
-            "own forward and backward; use fully_shard (FSDP2) instead"
+            "the model uses FullyShardedDataParallel, which gathers parameters only in its own forward and backward; "
+            "use fully_shard (FSDP2) instead"
         )
 
 
@@ -52,8 +52,8 @@ def refuse_shards_of_others(model: nn.Module, stages: Sequence[Stage]) -> None:
     for stage in stages:
         if any(module in around and _has_parameters_of_others(module) for module in stage.modules):
             raise UnsupportedModel(
-                f"stage {stage.name!r} has parameters in shards that are gathered for a module around it, to which "
-                "fully_shard was applied; apply it to the stages, or name the sharded modules as stages="
+                f"stage {stage.name!r} has parameters sharded with those of a module around it, to which fully_shard "
+                "was applied; apply it to the stages, or name the sharded modules as stages="
             )
 
 

@@ -78,7 +78,7 @@ def make_strategies(wanted: Sequence[str | Solver | Execution | Callable] | None
         wanted = [wanted]
     made = [strategy for item in (DEFAULTS if wanted is None else wanted) for strategy in _make_some(item, slots)]
     if not made:
-        raise RematError("no strategies to compare; leave `strategies` out for the usual ones")
+        raise RematError("no strategies to compare; leave `strategies` out for the defaults")
     distinct = {strategy.name: strategy for strategy in made}
     for strategy in made:
         if strategy != distinct[strategy.name]:
@@ -99,7 +99,7 @@ def _make_some(item: str | Solver | Execution | Callable, slots: int) -> list[St
     if isinstance(item, str) and item.startswith(f"{COMPILE}@"):
         share = item.removeprefix(f"{COMPILE}@")
         if not _is_share(share):
-            raise RematError(f"{item!r}: activation_memory_budget is a number from 0 to 1, as in {COMPILE}@0.3")
+            raise RematError(f"{item!r}: activation_memory_budget must be from 0 to 1, as in {COMPILE}@0.3")
         return [Native(item, Compiled(float(share)))]
     if isinstance(item, Execution):
         return [Native(item.name, item)]

@@ -128,8 +128,8 @@ def _without_graphs(value: Any) -> Any:
 def graph_handed_on() -> UnsupportedModel:
     """The error where a gradient wants to go where only the graph of another run leads."""
     return UnsupportedModel(
-        "a module hands a tensor with its graph on by another way than its output, as an attribute that the loss or a "
-        "later forward reads; detach it, or return it, or train under remat.DTR"
+        "a module passes on a tensor with its graph other than by its output, as in an attribute that the loss or a "
+        "later forward reads; detach it, return it, or train under remat.DTR"
     )
 
 

@@ -183,9 +183,9 @@ class Parameters:
             for found, was in zip(now, self._now, strict=True)
         ):
             raise ReplayError(
-                f"the parameters of {name} are not those that its forward ran with, so recomputing it would "
-                "give another result; run backward() before they are replaced (by `parameter.data = ...` as well, and "
-                "inside of torch.func.functional_call), or use the store_all schedule"
+                f"the parameters of {name} were replaced since its forward, so recomputing it would give another "
+                "result; run backward() before replacing them (also by `parameter.data = ...`) and inside of "
+                "torch.func.functional_call, or use the store_all schedule"
             )
         for parameter, version, _ in self._now:
             if parameter._version != version:
@@ -316,9 +316,8 @@ class FirstRun:
                 if not is_fake(weight) and not torch.equal(weight, was):
                     weight.detach().copy_(was)
                     raise ReplayError(
-                        f"stage {self._stage.name!r} changes a parameter of its own, of shape {tuple(was.shape)}, "
-                        "once more when it is recomputed, so that it would give another result; use the store_all "
-                        "schedule for such a stage"
+                        f"stage {self._stage.name!r} changes its own parameter of shape {tuple(was.shape)} in its "
+                        "forward, so recomputing it would give another result; use the store_all schedule"
                     )
 
     def _note_versions(self) -> None:
@@ -334,7 +333,7 @@ class FirstRun:
                 if not was.intact or (was.buffer is not None and was.copy is None):
                     raise ReplayError(
                         f"buffer {name!r} of stage {self._stage.name!r} changed in this forward but not in the ones "
-                        "before, so its old value was not kept; use the store_all schedule for such a stage"
+                        "before, so its old value was not kept; use the store_all schedule"
                     )
                 holder: dict[str, Any] = part._parameters if name in part._parameters else part._buffers
                 originals.append((holder, name, holder[name]))

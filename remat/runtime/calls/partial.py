@@ -266,7 +266,7 @@ def _without_memory(size: int, device: torch.device) -> torch.UntypedStorage:
 def _seal(storage: torch.UntypedStorage) -> None:
     """From now on reading it is an error wherever that happens, as far as this build of PyTorch can tell."""
     if _refuse_access is not None and storage.device.type != "meta":
-        _refuse_access(storage._cdata, "this tensor was not made again, since nobody was known to read it")
+        _refuse_access(storage._cdata, "this tensor was not recomputed, because nothing was known to read it")
 
 
 def _look(storage: torch.UntypedStorage, value: Value, device: torch.device) -> torch.Tensor:
@@ -310,7 +310,7 @@ class Replaying(TorchDispatchMode, Watch):
 
     def __enter__(self) -> Replaying:
         if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):
-            self._differ("no dispatch mode sees the operators that run here")
+            self._differ("its operators cannot be seen by a dispatch mode")
         begin_watch(self)
         super().__enter__()
         return self
@@ -325,7 +325,7 @@ class Replaying(TorchDispatchMode, Watch):
             return func(*args, **kwargs)
         action = next(self._actions, None)
         if action is None or action.operator.function is not func:
-            self._differ(f"{func} in place of {action.operator.function if action is not None else 'an end'}")
+            self._differ(f"{func} ran instead of {action.operator.function if action is not None else 'ending'}")
         operator, results = action.operator, action.results
         self.done += 1
         if operator.is_view:
@@ -336,12 +336,12 @@ class Replaying(TorchDispatchMode, Watch):
             return output
         self._reads_nothing = False
         if look_of(traits_of(func), args, kwargs, self._number) != operator.look:
-            self._differ(f"{func} is given something else")
+            self._differ(f"{func} got other arguments")
         if not action.runs:
             assert results is not None
             return _in_form(operator, [self._result(result, args, kwargs) for result in results])
         if self._reads_nothing:
-            self._differ(f"{func} reads what was skipped")
+            self._differ(f"{func} reads a tensor that was skipped")
         output = func(*args, **kwargs)
         made = [output] if operator.form is torch.Tensor else list(output) if operator.form is not None else []
         for each, value in zip(made, operator.values, strict=False):
@@ -375,9 +375,9 @@ class Replaying(TorchDispatchMode, Watch):
         """
         self._reads_nothing = False
         if number >= len(values) or value_of(tensor, self._number(tensor)) != values[number]:
-            self._differ("it saves or returns something else")
+            self._differ("it saves or returns other tensors")
         if wanted and self._reads_nothing:
-            self._differ("what it saves or returns was skipped")
+            self._differ("it saves or returns a tensor that was skipped")
 
     def check(self) -> None:
         """The run is over.
@@ -392,7 +392,7 @@ class Replaying(TorchDispatchMode, Watch):
         """Somebody reaches for the memory of a tensor without an operator."""
         asks_size = access is Access.KEEPS and is_fake(tensor)  # as the fake mode does
         if identity_of(tensor) in self._without_memory and not asks_size:
-            self._differ("what was skipped is read without an operator")
+            self._differ("a skipped tensor is read without an operator")
 
     def _differ(self, why: str) -> NoReturn:
         self.failure = self.failure or why
@@ -433,7 +433,7 @@ class Replaying(TorchDispatchMode, Watch):
                 return tensor.as_strided(size, stride, offset)
             other = torch.empty((), dtype=dtype, device=tensor.device)  # the same memory as numbers of another kind
             return other.set_(storage_of(tensor), offset, size, stride)
-        self._differ("what was kept has been freed")
+        self._differ("a kept tensor has been freed")
 
 
 def _in_form(operator: Operator, results: list[Any]) -> Any:

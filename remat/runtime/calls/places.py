@@ -40,7 +40,7 @@ class Places:
     def __init__(self, model: nn.Module, layout: Layout | None) -> None:
         if layout is None or layout.calls is None:
             raise PlanMismatch(
-                f"the schedule names no module calls, so it runs on an nn.Sequential, and this is a "
+                f"the schedule names no module calls, so it is for an nn.Sequential, but this is a "
                 f"{type(model).__name__}; profile this model and solve for its chain"
             )
         modules = dict(model.named_modules(remove_duplicate=False))

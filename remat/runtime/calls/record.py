@@ -354,4 +354,4 @@ def _unpack(slot: Slot | None) -> torch.Tensor:
 
 
 def _cannot(_: Any) -> Any:
-    raise ReplayError("a stage runs again after its last time; this is a bug of remat, please report it")
+    raise ReplayError("a stage runs again after its last run; this is a bug of remat, please report it")

@@ -132,9 +132,9 @@ class StageCalls:
         for tensor, version in self._versions:
             if version >= 0 and tensor._version != version:
                 raise ReplayError(
-                    f"a tensor of shape {tuple(tensor.shape)} that was passed to stage {self._name!r} was modified in "
-                    f"place since the forward (version {version} then, {tensor._version} now), and a recomputation "
-                    "would read it changed; modify a copy"
+                    f"a tensor of shape {tuple(tensor.shape)} passed to stage {self._name!r} was modified in place "
+                    f"since the forward (version {version} then, {tensor._version} now), so a recomputation would read "
+                    "it changed; modify a copy"
                 )
         return self.again(value)[0]
 

@@ -173,7 +173,7 @@ def single_input(sample: Any) -> Any:
     elif isinstance(sample, dict) and list(sample) == ["input"]:  # as nn.Sequential calls it
         value = sample["input"]
     if not tensors(value):
-        raise UnsupportedModel(f"the sample holds no tensor, found {type(value).__name__}")
+        raise UnsupportedModel(f"the sample is a {type(value).__name__} without a tensor")
     return value
 
 

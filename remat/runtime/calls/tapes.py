@@ -99,6 +99,6 @@ class Tapes:
             self._warned = True
             warnings.warn(
                 f"stage {self._name!r} was recomputed as a whole, not in part as planned ({why}): results are right, "
-                "memory may exceed the budget. Plan with options=False",
+                "but memory may exceed the budget. Plan with options=False",
                 stacklevel=2,
             )

@@ -19,9 +19,7 @@ def is_running() -> bool:
 def refuse_nested() -> None:
     """Raises RematError where a block runs in this thread."""
     if is_running():
-        raise RematError(
-            "a DTR block inside another one: a thread has one budget; leave the outer block first"
-        )
+        raise RematError("a DTR block inside another one: a thread has one budget; leave the outer block first")
 
 
 def claim() -> None:

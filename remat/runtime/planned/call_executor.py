@@ -78,9 +78,9 @@ def refuse_checkpointing(switches: list[nn.Module]) -> None:
     for module in switches:
         if any(getattr(module, name, False) is True for name in _SWITCHES):
             raise UnsupportedModel(
-                f"{type(module).__name__} has gradient checkpointing of its own turned on; turn it off "
-                "(gradient_checkpointing_disable(), in newer versions activation_checkpointing_disable(); "
-                "set_grad_checkpointing(False)), so that a plan decides what to keep"
+                f"{type(module).__name__} has its own gradient checkpointing turned on; turn it off "
+                "(gradient_checkpointing_disable(), activation_checkpointing_disable() in newer versions, or "
+                "set_grad_checkpointing(False)), so that the plan decides what to keep"
             )
 
 
@@ -89,7 +89,7 @@ def refuse_compiled(model: nn.Module) -> None:
     forward = model.__dict__.get("forward")
     if is_compiled(model) or hasattr(model, "_orig_mod") or hasattr(forward, "_torchdynamo_orig_callable"):
         raise UnsupportedModel(
-            f"this {type(model).__name__} is compiled as a whole, and its stages cannot be run one by one. Compile its "
+            f"this {type(model).__name__} is compiled as a whole, so its stages cannot run one by one. Compile its "
             "blocks instead: for block in ...: block.compile()"
         )
 
@@ -134,8 +134,8 @@ class _Calls:
     def _expect(self, place: Place | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Makes ready for the call `name`, if it is the one that comes next in the chain."""
         if place is None or place.name != name:
-            expected = f"{place.name!r}" if place is not None else "no more calls of stages"
-            self._leave(f"{name!r} was called where {expected} came next when the model was measured")
+            expected = f"{place.name!r}" if place is not None else "no other stage"
+            self._leave(f"{name!r} was called, but {expected} came next when the model was measured")
         elif not torch.is_grad_enabled():
             self._leave(f"{name!r} was called without gradients")
         elif place.first:
@@ -145,7 +145,7 @@ class _Calls:
         run, index = self._run, place.stage
         value = self._route.activation(place, args, kwargs)
         if value is None:
-            self._leave(f"{place.name!r} was not given the activation of the stage before it")
+            self._leave(f"the input of {place.name!r} was not the output of the stage before it")
             return
         if index == 1 and run.program.stores_input:
             run.store(0, value)

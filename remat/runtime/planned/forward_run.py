@@ -150,7 +150,7 @@ class Executor(ABC):
             return self._run(forward, args, kwargs, left)
         if len(self._waiting) >= self.in_flight:
             self._warn(
-                f"{len(self._waiting) + 1} forwards wait for their backward at once, where the plan counts "
+                f"{len(self._waiting) + 1} forwards wait for their backward at once, but the plan allows "
                 f"{self.in_flight}; call backward() sooner, or pass in_flight= to rotor.Checkpointable"
             )
         output = self._run(forward, args, kwargs, left)
@@ -279,13 +279,13 @@ class Run:
         stage = self.executor.stages[index - 1]
         if not tensors(output):
             raise UnsupportedModel(
-                f"stage {stage.name!r} returned {type(returned).__name__}, without a tensor in it; a stage hands its "
-                "output to the next one, so its forward must return tensors"
+                f"stage {stage.name!r} returned {type(returned).__name__} without a tensor; its forward must return "
+                "tensors for the next stage"
             )
         if not (step.last and index - 1 not in self._stored) and versions_of(value) != versions:
             raise ReplayError(
-                f"stage {stage.name!r} changes its input in place, and a recomputation would read it changed; use "
-                "inplace=False there, or plan with remat.profile, which fuses such a stage with the one before it"
+                f"stage {stage.name!r} changes its input in place, so a recomputation would read it changed; use "
+                "inplace=False there, or plan with remat.profile, which merges such a stage with the one before it"
             )
         self.settle(step, output)
         self._send(step.operation)
@@ -383,8 +383,8 @@ class Run:
                 "the model's input" if index == 0 else f"the output of stage {self.executor.stages[index - 1].name!r}"
             )
             raise ReplayError(
-                f"{what} was modified in place since the forward (versions {versions} then, {now} now), and a "
-                "recomputation starts from it; modify a copy"
+                f"{what} was modified in place since the forward (version {', '.join(map(str, versions))} then, "
+                f"{', '.join(map(str, now))} now), so a recomputation would read it changed; modify a copy"
             )
         return detached(value)
 
@@ -401,7 +401,7 @@ class Run:
             with nullcontext() if self.in_forward else self.executor.lock:
                 self._advance(index)
         except BaseException as error:
-            self._broken = f"the backward failed before: {error}; run the forward again"
+            self._broken = f"the backward has already failed: {error}; run the forward again"
             self._release()
             raise
         if self._pending < self._lowest:
@@ -450,8 +450,8 @@ class Run:
             return
         if self._graph_task is not None:
             raise ReplayError(
-                "backward() ran a second time through a model with recomputed stages, whose activations are gone by "
-                "then; run its forward again before each backward(), or use the store_all schedule"
+                "backward() ran a second time through a model with recomputed stages, whose activations are freed by "
+                "then; run the forward again before each backward(), or use the store_all schedule"
             )
         what = ""
         if torch.is_grad_enabled():
@@ -460,8 +460,8 @@ class Run:
             what = "retain_graph=True"
         if what:
             raise ReplayError(
-                f"backward with {what} does not work through recomputed stages: what they recompute is freed as soon "
-                "as it is used. Use the store_all schedule for this step, or the plain model"
+                f"backward with {what} does not work through recomputed stages, which free recomputed tensors as soon "
+                "as they are used. Use the store_all schedule for this step, or the plain model"
             )
         self._graph_task = task
 

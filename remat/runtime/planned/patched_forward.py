@@ -101,8 +101,8 @@ class PatchedForward:
 
     def _left(self, why: str) -> None:
         message = (
-            f"this forward left the chain that was planned for: {why}. It runs as plain PyTorch from there on, outside "
-            "of the memory limit; where data decide the path, train under remat.DTR"
+            f"this forward left the chain of its plan: {why}. The rest runs as plain PyTorch, without the memory "
+            "limit; if the path depends on data, train under remat.DTR"
         )
         if self.other_path == "error":
             raise LeftChain(message)
@@ -137,8 +137,8 @@ def refuse_patched(model: nn.Module) -> None:
     """Raises RematError where the model trains by a plan already."""
     if patched_forward_of(model) is not None:
         raise RematError(
-            "this model trains by a plan already; call remat.remove(model) first, or remat.fit(model, ...), which "
-            "plans anew"
+            "this model already trains by a plan; call remat.remove(model) first, or remat.fit(model, ...) to plan "
+            "again"
         )
 
 
@@ -149,11 +149,11 @@ def remove(model: nn.Module) -> nn.Module:
         RematError: this model trains by no plan.
     """
     if not isinstance(model, nn.Module):
-        raise RematError(f"the model is a {type(model).__name__}; pass the module that trains by a plan")
+        raise RematError(f"the model is a {type(model).__name__}; pass the torch.nn.Module that trains by a plan")
     wrapped = model.__dict__.get("wrapped", model)
     patch = patched_forward_of(wrapped)
     if patch is None:
-        raise RematError(f"this {type(wrapped).__name__} trains by no plan of remat, so there is nothing to remove")
+        raise RematError(f"this {type(wrapped).__name__} does not train by a plan, so there is nothing to remove")
     patch.remove()
     return wrapped
 
@@ -179,10 +179,10 @@ def unpatched(model: nn.Module) -> Iterator[None]:
 
 def refuse_other_path(why: str) -> None:
     """Raises LeftChain."""
-    raise LeftChain(f"this forward left the chain that was planned for: {why}")
+    raise LeftChain(f"this forward left the chain of its plan: {why}")
 
 
 def check_other_path(other_path: str) -> None:
     """Whether this is one of the two ways to deal with a forward that leaves its chain."""
     if other_path not in ("warn", "error"):
-        raise RematError(f"other_path={other_path!r}: it is 'warn' or 'error'")
+        raise RematError(f"other_path={other_path!r}: must be 'warn' or 'error'")

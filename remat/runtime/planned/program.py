@@ -73,7 +73,7 @@ def compile_schedule(schedule: Schedule, fixed: tuple[bool, ...] = ()) -> Progra
     named = schedule.layout.dropped if schedule.layout is not None else ()
     sent = schedule.layout.offloaded if schedule.layout is not None else ()
     if sent and [*map(len, sent)] != [*map(len, named)]:
-        raise PlanMismatch("the schedule's layout.offloaded says of other options than layout.dropped what they keep")
+        raise PlanMismatch("the schedule's layout.offloaded does not have one entry for each of layout.dropped")
     options: tuple[tuple[Option, ...], ...]
     if sent:
         options = (*(tuple(Option(0, 0, 0, 0.0, host_bytes=int(bool(each))) for each in stage) for stage in sent), ())
@@ -82,7 +82,7 @@ def compile_schedule(schedule: Schedule, fixed: tuple[bool, ...] = ()) -> Progra
     simulate(Chain((0,) * (length + 1), zeros, zeros, zeros, zeros, zeros, fixed=fixed, options=options), schedule)
     if any(partly) and not named:
         raise PlanMismatch(
-            "the schedule names options of stages, and not what they keep, which only a profile knows: solve for the "
+            "the schedule uses options of stages, but does not define them, as only a profile does: solve for the "
             "chain that remat.profile measured on this model"
         )
     for step, operation in enumerate(schedule.operations):

@@ -84,7 +84,7 @@ def _check_current(executor: Executor) -> None:
     if not executor.is_current:
         raise PlanMismatch(
             "modules of the model were replaced, added or removed since the schedule was applied; apply it again, "
-            "or profile the model as it is now and solve again"
+            "or profile the model and solve again"
         )
 
 
@@ -95,10 +95,9 @@ def _check_inputs(schedule: Schedule, value: Any) -> None:
     found = describe_call(value)
     if sorted(found) != sorted(layout.inputs):  # keyword arguments come in any order
         raise PlanMismatch(
-            f"the schedule was made for input {', '.join(layout.inputs)}, this one is {', '.join(found)}, for "
-            "which its budget promises nothing. Profile with such an input and solve again, wrap the model "
-            "in rotor.Checkpointable, which does so by itself, or drop the promise with "
-            "dataclasses.replace(schedule, layout=...)"
+            f"the schedule was made for input {', '.join(layout.inputs)}, this one is {', '.join(found)}, which may "
+            "exceed the budget. Profile with such an input and solve again, wrap the model in rotor.Checkpointable, "
+            "which does so itself, or change the schedule with dataclasses.replace(schedule, layout=...)"
         )
 
 

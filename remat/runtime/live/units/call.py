@@ -360,9 +360,7 @@ class UnitCall:
             try:
                 made = self._as_a_whole(dropped, unsaved)
             except Differs as error:
-                raise ReplayError(
-                    f"recomputing {unit.name} did not repeat its first run ({error}){_HINT}"
-                ) from None
+                raise ReplayError(f"recomputing {unit.name} did not repeat its first run ({error}){_HINT}") from None
         for number in wanted:
             if number not in made:
                 raise ReplayError(f"recomputing {unit.name} did not return the tensors of its first run{_HINT}")
