@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import typing
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,10 @@ from typer.testing import CliRunner
 
 import remat
 from remat.cli import app
+from remat.cli.app import Model
 from remat.errors import RematError
 from remat.estimation import calibration
-from remat.models.examples import load_example
+from remat.models.examples import EXAMPLES, load_example
 
 MODEL = """
 import torch
@@ -69,7 +72,7 @@ def test_planning_for_a_device_that_is_not_here(target: str, tmp_path: Path) -> 
     out = tmp_path / "out"
     code, output = run("plan", target, "--device", "h100", *options, "--largest-batch", "--out", str(out))
     assert code == 0
-    assert "fits h100 as it is" in output and "80.0 GiB" in output and "largest batch that fits" in output
+    assert "fits h100 without recomputation" in output and "80.0 GiB" in output and "largest batch that fits" in output
     chain = remat.Chain.load(out / "chain.json")
     assert chain.act_bytes[0] == 512 and chain.layout is not None and chain.layout.inputs == ("float32[8, 16] cuda",)
     with pytest.raises(RematError, match="unknown device 'h101'; choose one of a100"):
@@ -87,3 +90,13 @@ def test_calibrating_this_machine(target: str, tmp_path: Path, monkeypatch: pyte
     assert code == 0 and "GFLOP/s" in output and "product" in output
     code, output = run("plan", target, "--device", str(file), "--budgets", "1.0", "--no-pictures")
     assert code == 0 and "fits " in output and "threads" in output
+
+
+def test_the_help_lists_every_model() -> None:
+    """`resnet18, 34 or 50` lists three."""
+    text = typing.get_args(Model)[1].help
+    listed, kind = set(), ""
+    for word in re.findall(r"\w+", text.partition(";")[0].replace(" or ", ", ")):
+        kind = kind if word.isdigit() else word.rstrip("0123456789")
+        listed.add(kind + word if word.isdigit() else word)
+    assert set(EXAMPLES) <= listed

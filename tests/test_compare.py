@@ -177,7 +177,7 @@ def test_it_shows_itself(compared: Comparison) -> None:
     text = str(compared)
     assert repr(compared) == text
     assert max(map(len, text.splitlines())) <= 80
-    for name in (PLAIN, *compared.strategies, "minimum", "equal plain PyTorch's to the last bit"):
+    for name in (PLAIN, *compared.strategies, "minimum", "are bit-identical to plain PyTorch's"):
         assert name in " ".join(text.split())
     html = compared._repr_html_()
     assert html.count("<tr>") == 1 + 1 + len(compared.strategies)  # one row each, and one column for each budget

@@ -120,7 +120,8 @@ def test_a_file_of_the_same_model_in_another_form_is_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "moment", ["measuring memory", "recording", "least budget: pers", "planning: pers", "planning: dtr", "memory: pers"]
+    "moment",
+    ["measuring memory", "recording", "minimum budget: pers", "planning: pers", "planning: dtr", "memory: pers"],
 )
 def test_an_interruption_at_any_moment_loses_nothing(moment: str, tmp_path: Path) -> None:
     model, sample = small_gpt()
@@ -179,7 +180,7 @@ def test_predictions_do_not_stand_where_measurements_do() -> None:
     waiting = next(line for line in str(found).splitlines() if line.startswith(" persistent"))
     assert waiting.split()[-1] == "?"
     assert "predicted" in str(found).splitlines()[0]
-    assert "(as predicted)" in str(remat.compare(model, sample, [0.6], ["persistent"], measure=False, progress=False))
+    assert "(predicted)" in str(remat.compare(model, sample, [0.6], ["persistent"], measure=False, progress=False))
 
 
 def test_an_interruption_in_a_round_drops_that_round(tmp_path: Path) -> None:

@@ -409,7 +409,7 @@ def test_a_users_heuristic() -> None:
     [
         ({"deallocation": "banish"}, "'eager' only"),
         ({"costs": "guessed"}, "unknown costs 'guessed'"),
-        ({"thrash_limit": 0.5}, "so above 1"),
+        ({"thrash_limit": 0.5}, "must be above 1"),
         ({"heuristic": "h_best"}, "unknown heuristic 'h_best'"),
         ({"budget": 0.5}, "it needs a budget in bytes"),
         ({"budget": "lots"}, "not a number with a unit"),
@@ -463,7 +463,7 @@ def test_advice_names_budgets_that_work() -> None:
     assert name in ("tanh", "addmm", "t")
     assert cost > 0
     assert 0 < advice.bookkeeping < 1
-    assert "10 % overhead" in str(advice)
+    assert "10% overhead" in str(advice)
     assert not whole.advice().costliest
 
 

@@ -124,7 +124,7 @@ def test_command_line(cli, tmp_path: Path) -> None:
     done = cli("plan", "my_models:make", "--budgets", "1.0,1GiB,100", "--out", "results")
     assert done.returncode == 0, done.stderr
     assert "100 B (100 bytes) is too small with solver 'persistent'" in done.stdout
-    assert "lower bound" in done.stdout and "kept at first" in done.stdout and "█" in done.stdout
+    assert "lower bound" in done.stdout and "first forward keeps" in done.stdout and "█" in done.stdout
     schedule = remat.Schedule.load(tmp_path / "results" / "schedule_1.0.json")
     remat.simulate(remat.Chain.load(tmp_path / "results" / "chain.json"), schedule)
     assert json.loads((tmp_path / "results" / "schedule_1GiB.json").read_text())["budget_bytes"] == 2**30
@@ -143,7 +143,7 @@ def test_command_line_compares(cli, tmp_path: Path) -> None:
     for text in (
         "plain PyTorch",
         "nothing works; the minimum budget is",
-        "to the last bit",
+        "bit-identical",
         "wrote found/",
     ):
         assert text in done.stdout
@@ -164,7 +164,7 @@ def test_command_line_compares(cli, tmp_path: Path) -> None:
     assert remat.Comparison.load(folder / "comparison.json").rows()[1] == comparison.rows()[1]
     predicted = cli("compare", "my_models:with_loss", "--no-measure", "--strategies", "persistent", "--budgets", "1.0")
     assert predicted.returncode == 0, predicted.stderr
-    assert "to the last bit" not in predicted.stdout
+    assert "bit-identical" not in predicted.stdout
 
 
 @pytest.mark.slow
@@ -185,7 +185,7 @@ def test_the_full_demo(cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     for words in lines:
         done = cli(*words[words.index("compare") :], "--repeats", "1")
         assert done.returncode == 0, done.stderr
-        assert "to the last bit" in done.stdout
+        assert "bit-identical" in done.stdout
         folder = tmp_path / words[-1]
         assert (folder / "comparison.png").is_file() and (folder / "comparison.json").is_file()
 
@@ -211,7 +211,7 @@ def test_command_line_simulates_and_makes_experiments(cli, tmp_path: Path) -> No
     ("arguments", "message"),
     [
         (("simulate", "nothing.log"), "cannot read nothing.log"),
-        (("simulate", "my_models.py"), "my_models.py, line 2: no JSON object"),
+        (("simulate", "my_models.py"), "my_models.py, line 2: not a JSON object"),
         (("simulate", "nothing.log", "--heuristics", "h_best"), "unknown heuristic 'h_best'"),
         (("experiment", "figure9", "--out", "x"), "unknown experiment 'figure9'"),
         (("experiment", "overhead", "--out", "x"), "name them with --traces"),

@@ -25,11 +25,11 @@ def test_parts_are_shown_with_what_they_leave_out() -> None:
     chain = Chain([10] * 5, [100] * 4, *([[0] * 4] * 2), *([[1.0] * 4] * 2), options=[(option,)] * 3 + [()])
     schedule = Schedule.parse("F_all1/1 F_all2/1 F_ck3 F_all4 B4 F_all3 B3 B2 B1")
     lines = draw_plan(chain, schedule).splitlines()
-    assert lines[1].startswith("kept at first: █ all, ▓ a part, ▒ input")
+    assert lines[1].startswith("first forward keeps: █ all, ▓ a part, ▒ input")
     assert lines[2:] == [
         "    1  ▓▓▒█",
         "         2",
-        "▓ 1, 2: without gelu, mul: 60% of the bytes, 25% of the forward again",
+        "▓ 1, 2: without gelu, mul: keeps 60% of the bytes, reruns 25% of the forward",
     ]
     figure = plot_schedule(schedule)
     assert "forward, a part kept" in [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
@@ -85,7 +85,7 @@ def test_a_budget_at_a_glance(table2: Chain) -> None:
     assert texts["persistent"] == texts["floating"] == "1.27"
     assert texts["store_all"] == texts["sequential"] == "does not fit"
     too_small = plot_overview(table2, "10MiB").axes[0]
-    assert "10.0 MiB is too little; the least is 82.1 MiB" in too_small.get_title()
+    assert "10.0 MiB is too small; the minimum is 82.1 MiB" in too_small.get_title()
 
 
 def test_the_plan_as_a_figure(table2: Chain) -> None:

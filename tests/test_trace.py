@@ -67,16 +67,16 @@ MEMORY = '{"INSTRUCTION":"MEMORY","MEMORY":"8","NAME":"b"}'
 @pytest.mark.parametrize(
     ("lines", "number", "message"),
     [
-        (["{"], 1, "no JSON object"),
+        (["{"], 1, "not a JSON object"),
         (["[1]"], 1, 'expected an object with an "INSTRUCTION"'),
         (["", '{"INSTRUCTION":"JUMP"}'], 2, "unknown instruction 'JUMP'; expected ANNOTATE, CALL"),
         ([CALL], 1, "the log ends where the MEMORY of 'b' was expected"),
         ([CALL, MEMORY.replace('"b"', '"c"')], 2, "expected the MEMORY of 'b', found MEMORY of 'c'"),
         ([CALL, MEMORY, MEMORY], 3, "expected the ALIAS of 'b', found MEMORY of 'b'"),
         ([CALL, MEMORY, '{"ALIAS":"1","INSTRUCTION":"ALIAS","NAME":"b"}'], 3, "an index into the 1 ARGS, found '1'"),
-        ([CALL.replace('"3"', '"-3"')], 1, '"TIME" must be a whole number from 0'),
+        ([CALL.replace('"3"', '"-3"')], 1, '"TIME" must be an int of at least 0'),
         ([CALL.replace('["a"]', '"a"')], 1, '"ARGS" must be a list of names'),
-        ([MEMORY], 1, "a MEMORY without the CONSTANT or CALL"),
+        ([MEMORY], 1, "a MEMORY without its CONSTANT or CALL"),
         (['{"INSTRUCTION":"MUTATE","ARGS":["a"],"MUTATE":[1],"NAME":"f","TIME":"1"}'], 1, '"MUTATE" must be a list'),
         (['{"INSTRUCTION":"COPY","DST":"a"}'], 1, '"SRC" must be a string'),
     ],
@@ -92,7 +92,7 @@ def test_a_broken_line_is_named(lines: list[str], number: int, message: str, tmp
 
 def test_a_name_that_is_not_there_is_named() -> None:
     trace = Trace((Annotate("START"), Call("f", ("x",), ("y",), 1, (1,), (-1,))))
-    with pytest.raises(InvalidTrace, match=r"instruction 2 \(Call\) uses 'x', which none before it has made"):
+    with pytest.raises(InvalidTrace, match=r"instruction 2 \(Call\) uses 'x', which no instruction before it creates"):
         remat.simulate_dtr(trace, 100)
     with pytest.raises(FileNotFoundError):
         Trace.load("nowhere.log")

@@ -240,7 +240,7 @@ def test_a_block_does_about_what_it_does_on_paper(share: float) -> None:
     report = dtr.report()
     assert by_calls(dtr) and report.outcome == "pass" and report.evictions
     assert known.trial is not None
-    on_paper = float(known.trial.says.split("replay: ")[1].split(",")[0].rstrip(")").split()[-1])
+    on_paper = float(known.trial.says.split("own: ")[1].split(",")[0].rstrip(")").split()[-1])
     assert report.overhead == pytest.approx(on_paper, abs=0.02)
 
 

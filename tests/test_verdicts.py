@@ -65,7 +65,7 @@ def test_noise_is_said_and_plans_decide(disturbed: tuple[float, ...]) -> None:
     found = comparison(planned("revolve", disturbed, 1.4), planned("persistent", (1.5, 1.6, 1.5), 1.2))
     assert found.best(100).strategy == "persistent"
     (line,) = found.recommendations()[:1]
-    assert "predicted 1.20 x plain PyTorch; too noisy to tell: ranked by planned times (revolve " in line
+    assert "predicted 1.20 x plain PyTorch; too noisy: ranked by predicted times (revolve " in line
     assert "repeats=15" in line
 
 

@@ -1,4 +1,4 @@
-"""`python -m remat.check`: runs the checks on a device, then the benchmarks, and writes what they found as it goes."""
+"""`python -m remat.check`: runs checks and benchmarks on a device, and writes each result as soon as it has it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _FAILED = 1  # exit status
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m remat.check", description=__doc__)
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default, help=f"cuda, cuda:1, cpu; by default {default}")
-    parser.add_argument("--out", type=Path, default=Path("check"), help="folder for the results; made if not there")
-    parser.add_argument("--only", action="append", metavar="NAME", help="one of --list; may be repeated")
-    parser.add_argument("--small", action="store_true", help="models that are quick on a CPU; always so on the CPU")
-    parser.add_argument("--again", action="store_true", help="also what an earlier call has done already")
-    parser.add_argument("--seconds", type=float, default=480, help="begin nothing after so many; 480 by default")
-    parser.add_argument("--list", action="store_true", help="name what there is, and stop")
+    parser.add_argument("--device", default=default, help=f"cuda, cuda:1 or cpu (default: {default})")
+    parser.add_argument("--out", type=Path, default=Path("check"), help="folder for the results, created if missing")
+    parser.add_argument("--only", action="append", metavar="NAME", help="run only this one of --list; repeatable")
+    parser.add_argument("--small", action="store_true", help="use small models; always set on the CPU")
+    parser.add_argument("--again", action="store_true", help="repeat what an earlier run has finished")
+    parser.add_argument("--seconds", type=float, default=480, help="start nothing after this time (default: 480)")
+    parser.add_argument("--list", action="store_true", help="list all checks and exit")
     given = parser.parse_args()
     everything = [*CHECKS, *BATCHES, *BENCHMARKS]
     if given.list:
@@ -38,7 +38,7 @@ def main() -> None:
         return
     unknown = [name for name in given.only or () if name not in everything]
     if unknown:
-        parser.error(f"unknown check {unknown[0]!r}; --list names them")
+        parser.error(f"unknown check {unknown[0]!r}; see --list")
     try:
         device = torch.device(given.device)
         torch.zeros(1, device=device)
@@ -70,7 +70,7 @@ class _Session:
             if self.results.get(name, {}).get("outcome") in ("pass", "skipped"):
                 continue
             if time.monotonic() > until:
-                print(f"time is up before {name!r}; call again to go on", flush=True)
+                print(f"time limit reached before {name!r}; run again to continue", flush=True)
                 break
             self._one(name)
         return sum(found["outcome"] == "failed" for found in self.results.values())

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import remat
 from remat.check.workloads import CHAINS, Workload, make
 from remat.errors import OutOfBudget, Thrashing
+from remat.formatting import format_bytes
 from remat.runtime.allocator import rounded
 from remat.runtime.meter import MemoryMeter
 from remat.solvers.base import store_all_peak
@@ -40,11 +41,11 @@ def plans(name: str, device: torch.device, small: bool) -> Found:
     for number in range(_LIMITS):
         limit = least + (most - least) * number // (_LIMITS - 1)
         schedule = remat.solve(chain, limit)
-        _same_bits(plain, _left_by(work, schedule), f"{name} within {limit} bytes")
+        _same_bits(plain, _left_by(work, schedule), f"{name} within {format_bytes(limit)}")
         peak = remat.run(work.model, work.sample, schedule, loss=work.loss, repeats=1).peak_bytes
         over.append(peak / limit)
         predicted.append(remat.simulate(chain, schedule).peak_bytes / peak)
-    assert max(over) <= 1, f"{name}: a peak is {max(over):.4f} of its limit"
+    assert max(over) <= 1, f"{name}: a peak is {max(over):.4f} x its limit"
     return {
         "least_bytes": least,
         "store_all_bytes": most,
@@ -78,11 +79,11 @@ def offload(name: str, device: torch.device, small: bool) -> Found:
 def _offloaded(
     work: Workload, chain: remat.Chain, schedule: remat.Schedule, limit: int, plain: list[torch.Tensor]
 ) -> Found:
-    _same_bits(plain, _left_by(work, schedule), f"sending to the host within {limit} bytes")
+    _same_bits(plain, _left_by(work, schedule), f"offload within {format_bytes(limit)}")
     predicted = remat.simulate(chain, schedule)
     measured = remat.run(work.model, work.sample, schedule, loss=work.loss, repeats=3, baseline=True)
-    assert measured.peak_bytes <= limit, f"the peak is {measured.peak_bytes / limit:.4f} of the limit"
-    assert measured.host_bytes <= predicted.host_bytes, "the host holds more than was planned"
+    assert measured.peak_bytes <= limit, f"the peak is {measured.peak_bytes / limit:.4f} x the limit"
+    assert measured.host_bytes <= predicted.host_bytes, "more is offloaded than planned"
     return {
         "peak_over_limit": measured.peak_bytes / limit,
         "host_bytes": measured.host_bytes,
@@ -132,7 +133,7 @@ def _measured_dtr(work: Workload, budget: int, granularity: str, device: torch.d
 def allocator(device: torch.device, small: bool) -> Found:
     """What the allocator gives for a size is what is counted for it."""
     if device.type != "cuda":
-        raise Skipped("the CPU's allocator gives what is asked for")
+        raise Skipped("the CPU's allocator does not round sizes")
     wrong = {}
     for size in (1, 511, 512, 513, 2**20, 2**20 + 1, 3 * 2**20 + 7, 2**25 + 1):
         before = torch.cuda.memory_allocated(device)
@@ -220,7 +221,7 @@ def attention(device: torch.device, small: bool) -> Found:
 def two_devices(device: torch.device, small: bool) -> Found:
     """A model that lies on two devices, under DTR."""
     if device.type != "cuda" or torch.cuda.device_count() <= 1:
-        raise Skipped("there is one device")
+        raise Skipped("needs two devices")
     first, second = (torch.device("cuda", index) for index in (0, 1))
 
     class Split(nn.Module):
@@ -248,7 +249,7 @@ def two_devices(device: torch.device, small: bool) -> Found:
 def out_of_memory(device: torch.device, small: bool) -> Found:
     """The device's own error comes through, and memory comes back."""
     if device.type != "cuda":
-        raise Skipped("the CPU's memory has no limit that could be set here")
+        raise Skipped("the CPU has no memory limit to run into")
     work = make("gpt2", device, small=True)
     plain = _left_by(work)
     torch.cuda.synchronize(device)
@@ -342,9 +343,9 @@ def _left_by(
 
 
 def _same_bits(one: list[torch.Tensor], other: list[torch.Tensor], what: str) -> None:
-    assert len(one) == len(other), f"{what}: {len(one)} gradients and buffers, and {len(other)}"
+    assert len(one) == len(other), f"{what}: {len(other)} gradients and buffers, expected {len(one)}"
     different = sum(not torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    assert not different, f"{what}: {different} of {len(one)} gradients and buffers have other bits"
+    assert not different, f"{what}: {different} of {len(one)} gradients and buffers are not bit-identical"
 
 
 def _under_everything(
@@ -359,7 +360,8 @@ def _under_everything(
         chain = remat.profile(work.model, work.sample, loss=work.loss, repeats=1)
     least, most = remat.minimum_budget(chain), store_all_peak(chain)
     for limit in (least, (least + most) // 2):
-        _same_bits(plain, _left_by(work, remat.solve(chain, limit), around, scaler), f"{what}, within {limit} bytes")
+        left = _left_by(work, remat.solve(chain, limit), around, scaler)
+        _same_bits(plain, left, f"{what}, within {format_bytes(limit)}")
     shares = []
     for granularity in ("calls", "operator"):
         for _ in range(_STEPS):

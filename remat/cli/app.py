@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperCommand, TyperGroup
 
 from remat.errors import RematError
 from remat.host.progress import shown
@@ -18,28 +19,60 @@ if TYPE_CHECKING:
 
 NOTHING_FITS, INTERRUPTED = 1, 130  # exit statuses
 
+
+class _HelpWithoutType:
+    """Lists `--help` without a type beside it."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        found = super().get_help_option(ctx)  # type: ignore[misc]  # of the command that this is mixed into
+        if found is not None:
+            found.metavar = ""
+        return found
+
+
+class Command(_HelpWithoutType, TyperCommand):
+    """A command, as `typer` makes it."""
+
+
+class _Group(_HelpWithoutType, TyperGroup):
+    """The application, as `typer` makes it."""
+
+
 app = typer.Typer(
-    help="Train PyTorch models inside a memory limit: measure a model, plan for budgets, compare.",
+    cls=_Group,
+    help="Train PyTorch models within a memory limit: measure a model, plan for budgets, compare methods.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 console = Console()
 
-Model = Annotated[str, typer.Argument(help="A model of remat.models (gpt, resnet50, ...) or package.module:function.")]
+_MODELS = (  # remat.models.examples.EXAMPLES, which imports PyTorch
+    "One of gpt, gpt96, resnet18, 34, 50, 101, 152, 200 or 1001, densenet121, 161, 169 or 201, inception_v3, vgg11, "
+    "13, 16 or 19; or your own as package.module:function or file.py:function"
+)
+BUDGETS = "Comma-separated fractions of plain PyTorch's peak, bytes, or sizes with a unit."
+SLOTS = "Resolution of the planners: memory is divided into so many units."
+
+Model = Annotated[str, typer.Argument(help=f"{_MODELS}.")]
 ModelOrChain = Annotated[
-    str, typer.Argument(help="A model as for `remat profile`, or a chain.json that it wrote, which measures nothing.")
+    str, typer.Argument(help=f"{_MODELS}; or a chain.json of `remat profile`, which is not measured again.")
 ]
-Batch = Annotated[int, typer.Option(help="Batch size of the sample, for the models of remat.models.", min=1)]
-Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, ...")]
+Batch = Annotated[int, typer.Option(help="Batch size, for the models named here.", metavar="N", min=1)]
+Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, ...", metavar="NAME")]
 Planned = Annotated[
-    str, typer.Option(help="Where the model runs: cpu, cuda, ...; or what to estimate for: h100, l4, device.json, ...")
+    str,
+    typer.Option(
+        help="Where the model runs (cpu, cuda, ...), or a device to estimate for: a100, h100, h200, l4, rtx4090, "
+        "mi300x, or a file written by `remat calibrate`.",
+        metavar="NAME",
+    ),
 ]
 HostLimit = Annotated[
     str | None,
-    typer.Option(help="Of the host's memory, as 32GiB: what hides behind the computation may wait there meanwhile."),
+    typer.Option(help="Offload up to this much to CPU memory, where computation hides the copies.", metavar="SIZE"),
 ]
-Out = Annotated[Path | None, typer.Option(help="Folder for the results as JSON; made if it is not there.")]
+Out = Annotated[Path | None, typer.Option(help="Folder for the results as JSON, created if missing.", metavar="FOLDER")]
 
 
 def _tell_version(wanted: bool) -> None:
@@ -53,7 +86,8 @@ def _tell_version(wanted: bool) -> None:
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", callback=_tell_version, is_eager=True)
+        bool,
+        typer.Option("--version", help="Show the version and exit.", callback=_tell_version, is_eager=True, metavar=""),
     ] = False,
 ) -> None:
     """What all commands have in common."""
@@ -86,7 +120,7 @@ def chain_in(model: str, batch: int, device: str, *, offload: bool = False) -> C
     if not model.endswith(".json"):
         return profiled(model, batch, device, offload=offload)
     if not Path(model).is_file():
-        raise RematError(f"{model}: no such file; `remat profile MODEL --out DIR` writes DIR/chain.json")
+        raise RematError(f"{model}: no such file; `remat profile MODEL --out FOLDER` writes FOLDER/chain.json")
     return Chain.load(model)
 
 

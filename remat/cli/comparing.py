@@ -12,7 +12,20 @@ import typer
 from rich.markup import escape
 
 from remat.budgets import resolve_budget
-from remat.cli.app import INTERRUPTED, NOTHING_FITS, Batch, Device, HostLimit, Model, app, budget_in, console
+from remat.cli.app import (
+    BUDGETS,
+    INTERRUPTED,
+    NOTHING_FITS,
+    SLOTS,
+    Batch,
+    Command,
+    Device,
+    HostLimit,
+    Model,
+    app,
+    budget_in,
+    console,
+)
 from remat.errors import InfeasibleBudget
 from remat.formatting import format_bytes
 
@@ -20,34 +33,36 @@ if TYPE_CHECKING:
     from remat.comparison.result import Comparison
 
 
-@app.command()
+@app.command(cls=Command)
 def compare(
     model: Model,
     budgets: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated: fractions of the store-all peak, bytes, or amounts with a unit. By default five, "
-            "from the least that works to that peak."
+            help=f"{BUDGETS} Default: five, from the minimum to plain PyTorch.", metavar="LIST", show_default=False
         ),
     ] = None,
     strategies: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated planners, also as 'persistent+parts'; dtr; 'dtr-operators'; heuristics of DTR."
+            help="Comma-separated: planners (see `remat plan --help`), fit, persistent+parts, floating+parts, "
+            "ilp+parts, dtr, dtr-operators, heuristics (see `remat simulate --help`), gradient_checkpointing, "
+            "block_checkpointing, selective_checkpointing, torch.compile.",
+            metavar="LIST",
         ),
     ] = None,
-    measure: Annotated[bool, typer.Option(help="Run every plan, or stop after the predictions.")] = True,
-    repeats: Annotated[int, typer.Option(help="Steps that are timed for each.", min=1)] = 3,
-    slots: Annotated[int, typer.Option(help="Memory units of the dynamic programs.", min=1)] = 500,
+    measure: Annotated[bool, typer.Option(help="Run every plan, or only predict.", metavar="")] = True,
+    repeats: Annotated[int, typer.Option(help="Timed steps of each plan.", metavar="N", min=1)] = 3,
+    slots: Annotated[int, typer.Option(help=SLOTS, metavar="N", min=1)] = 500,
     batch: Batch = 8,
     device: Device = "cpu",
     host_limit: HostLimit = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for the table as JSON and CSV and the figures; what it holds already is taken up."),
+        typer.Option(help="Folder for tables and figures; continues an earlier comparison there.", metavar="FOLDER"),
     ] = None,
 ) -> None:
-    """Compare strategies at several budgets: plan with each, run each next to plain PyTorch, name the best."""
+    """Compare strategies at several budgets: plan, run next to plain PyTorch, recommend the best."""
     from remat.comparison.compare import compare as compare_strategies
     from remat.models.examples import load_example
 

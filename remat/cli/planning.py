@@ -15,8 +15,11 @@ from rich.table import Table
 
 from remat.budgets import resolve_budget
 from remat.cli.app import (
+    BUDGETS,
     NOTHING_FITS,
+    SLOTS,
     Batch,
+    Command,
     Device,
     HostLimit,
     Model,
@@ -30,7 +33,7 @@ from remat.cli.app import (
     profiled,
 )
 from remat.errors import InfeasibleBudget, RematError
-from remat.formatting import format_bytes, format_seconds
+from remat.formatting import count, format_bytes, format_seconds
 from remat.host.progress import shown
 from remat.plotting.terminal import columns_table
 
@@ -43,9 +46,9 @@ _PLACES = ("cpu", "cuda", "mps", "xpu")  # where a model can be put, if the mach
 _COMPARED = ("store_all", "recompute_all", "sequential", "chen", "revolve", "persistent", "floating")
 
 
-@app.command()
+@app.command(cls=Command)
 def profile(model: Model, batch: Batch = 8, device: Device = "cpu", out: Out = None) -> None:
-    """Measure every stage of a model: bytes and seconds."""
+    """Measure the memory and time of every stage of a model."""
     chain = profiled(model, batch, device)
     console.print(f"{model}: {chain}", highlight=False, markup=False, soft_wrap=True)
     if out is not None:
@@ -54,32 +57,40 @@ def profile(model: Model, batch: Batch = 8, device: Device = "cpu", out: Out = N
         console.print(f"wrote {out / 'chain.json'}")
 
 
-@app.command()
+@app.command(cls=Command)
 def plan(
     model: ModelOrChain,
-    budgets: Annotated[
-        str, typer.Option(help="Comma-separated: fractions of the store-all peak, bytes, or amounts with a unit.")
-    ] = "0.3,0.5,0.8",
-    solver: Annotated[str, typer.Option(help="The planner whose plans are drawn and written.")] = "persistent",
-    also: Annotated[str, typer.Option(help="Comma-separated planners to compare too: ilp, checkmate, floating.")] = "",
-    slots: Annotated[int, typer.Option(help="Memory units of the dynamic programs.", min=1)] = 500,
-    pictures: Annotated[bool, typer.Option(help="Draw each plan and its memory over time.")] = True,
+    budgets: Annotated[str, typer.Option(help=BUDGETS, metavar="LIST")] = "0.3,0.5,0.8",
+    solver: Annotated[
+        str,
+        typer.Option(
+            help="Planner whose plans are drawn and written: store_all, recompute_all, sequential, chen, revolve, "
+            "persistent, floating, fastest, offload, ilp or checkmate.",
+            metavar="NAME",
+        ),
+    ] = "persistent",
+    also: Annotated[
+        str, typer.Option(help="Comma-separated planners to add to the table: floating, ilp, ...", metavar="LIST")
+    ] = "",
+    slots: Annotated[int, typer.Option(help=SLOTS, metavar="N", min=1)] = 500,
+    pictures: Annotated[bool, typer.Option(help="Draw each plan and its memory over time.", metavar="")] = True,
     batch: Batch = 8,
     device: Planned = "cpu",
     optimiser: Annotated[
-        str, typer.Option(help="Of a device that is estimated: none, sgd, momentum, adam or adam-mixed.")
+        str, typer.Option(help="For an estimate: none, sgd, momentum, adam or adam-mixed.", metavar="NAME")
     ] = "adam",
-    shards: Annotated[int, typer.Option(help="Devices over which parameters are spread, as by FSDP.", min=1)] = 1,
+    shards: Annotated[
+        int, typer.Option(help="For an estimate: devices that share the parameters (FSDP).", metavar="N", min=1)
+    ] = 1,
     largest: Annotated[
-        bool, typer.Option("--largest-batch", help="Also look for the largest batch that fits an estimated device.")
+        bool, typer.Option("--largest-batch", help="For an estimate: find the largest batch that fits.", metavar="")
     ] = False,
     host_limit: HostLimit = None,
     out: Out = None,
 ) -> None:
-    """Plan for several budgets: what every planner's plans cost, and what those of one look like.
+    """Plan for several budgets: the cost of every planner's plans, and a drawing of one planner's.
 
-    With the name of a device that need not be there (h100, a100, h200, l4, rtx4090, mi300x), or a file that
-    `remat calibrate` wrote, nothing is computed: bytes and seconds are estimated.
+    For a device that this machine need not have, as --device h100, the model is not run: memory and time are estimated.
     """
     from remat.solvers import make_solver
     from remat.solvers import planner as planner_of
@@ -132,19 +143,19 @@ def _comparison(
     from remat.solvers.floating import is_quick
 
     console.print(
-        f"{model}: {chain.length - 1} stages and the loss, {format_bytes(store_all_peak(chain))} and "
-        f"{format_seconds(chain.store_all_seconds)} when everything is stored.\n"
-        "Predicted seconds of a step over those of storing everything:",
+        f"{model}: {count(chain.length - 1, 'stage')} and the loss; plain PyTorch needs "
+        f"{format_bytes(store_all_peak(chain))} and {format_seconds(chain.store_all_seconds)} a step.\n"
+        "Predicted time / plain PyTorch:",
         highlight=False,
         markup=False,
     )
-    table = columns_table("", "planner", "least\nbudget", *headings, "planned\nin")
+    table = columns_table("", "planner", "minimum\nbudget", *headings, "planning\ntime")
     chosen = {_named(solver, chain): solver for solver in (*asked, planner)}
     answers: list[Schedule | InfeasibleBudget] = []
     for name in dict.fromkeys((*_COMPARED, *chosen)):
         solver = chosen.get(name) or make_solver(name, slots=slots, options=False)
         if name == "floating" and name not in chosen and not is_quick(chain, slots):
-            console.print("(floating is left out: it takes long here; `--also floating --slots 50` tries it)")
+            console.print("(floating is left out, because it is slow here; try `--also floating --slots 50`)")
             continue
         with console.status(f"planning with {name}"):
             start = time.perf_counter()
@@ -236,9 +247,7 @@ def _estimate(
     from remat.profiling.estimate import estimated_in
 
     if name.endswith(".json"):
-        raise RematError(
-            f"{name} holds what a model costs where it was measured; leave out --device, or name the model"
-        )
+        raise RematError(f"{name} was measured on another device; leave out --device, or name the model")
     world = World(device_named(device))
     with world.entered():  # so that parameters take no memory
         example = load_unplaced(name, batch)
@@ -260,18 +269,20 @@ def _estimate(
     return found.chain
 
 
-@app.command()
+@app.command(cls=Command)
 def calibrate(
-    device: Device = "cpu",
-    out: Annotated[Path, typer.Option(help="The file to write, for `remat plan --device FILE`.")] = Path("device.json"),
+    device: Annotated[str, typer.Option(help="Device to measure: cpu, cuda, cuda:1, ...", metavar="NAME")] = "cpu",
+    out: Annotated[Path, typer.Option(help="File to write, for `remat plan --device FILE`.", metavar="FILE")] = Path(
+        "device.json"
+    ),
 ) -> None:
-    """Measure what operators get of a device that is here, for estimates: half a minute."""
+    """Measure how fast this machine's device runs operators, for estimates: half a minute."""
     from remat.estimation.calibration import calibrate as measure
 
     with console.status("measuring"):
         found = measure(device)
     found.save(out)
-    table = columns_table("", "kind of operator", "of the peak")
+    table = columns_table("", "kind of operator", "share of peak")
     for kind, share in sorted(found.efficiency.items(), key=lambda entry: -entry[1]):
         table.add_row(kind, f"{share:.2f}")
     console.print(table)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from remat.cli.app import app, budget_in, chain_in, console
+from remat.cli.app import Command, app, budget_in, chain_in, console
 from remat.errors import RematError
 from remat.formatting import format_bytes
 from remat.host.progress import shown
@@ -20,20 +20,31 @@ if TYPE_CHECKING:
     from remat.runtime.dtr.trace import Trace
 
 
-@app.command()
+@app.command(cls=Command)
 def simulate(
     traces: Annotated[
         list[str], typer.Argument(help="Logs: files, .gz files, members of a zip (logs.zip/unet.log), or a chain.json.")
     ],
     budgets: Annotated[
-        str, typer.Option(help="Comma-separated: fractions of the unconstrained peak, bytes, or amounts with a unit.")
+        str,
+        typer.Option(
+            help="Comma-separated fractions of the peak without evictions, bytes, or sizes with a unit.", metavar="LIST"
+        ),
     ] = "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9,1.0",
-    heuristics: Annotated[str, typer.Option(help="Comma-separated names.")] = "h_dtr,h_dtr_eq,h_dtr_local,h_lru",
-    deallocation: Annotated[str, typer.Option(help="eager, banish or ignore.")] = "eager",
-    thrash_limit: Annotated[float, typer.Option(help="Overhead above which a run ends.")] = 2.0,
-    out: Annotated[Path | None, typer.Option(help="Folder for the table as JSON and CSV.")] = None,
+    heuristics: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: h_dtr, h_dtr_eq, h_dtr_local, h_lru, h_size, h_msps, h_rand, h_e_star, h_dtr_unopt.",
+            metavar="LIST",
+        ),
+    ] = "h_dtr,h_dtr_eq,h_dtr_local,h_lru",
+    deallocation: Annotated[str, typer.Option(help="eager, banish or ignore.", metavar="NAME")] = "eager",
+    thrash_limit: Annotated[
+        float, typer.Option(help="A run stops at so many times its own time.", metavar="TIMES")
+    ] = 2.0,
+    out: Annotated[Path | None, typer.Option(help="Folder for the table as JSON and CSV.", metavar="FOLDER")] = None,
 ) -> None:
-    """Replay traces under budgets as dynamic tensor rematerialisation (DTR) would run them."""
+    """Simulate dynamic tensor rematerialisation (DTR) on traces, within several budgets."""
     from remat.runtime.dtr.heuristics import make_heuristic
     from remat.runtime.dtr.simulator import Replay, sweep
 
@@ -48,7 +59,7 @@ def simulate(
     for model, replay in replays.items():
         own = [cell for cell in cells if cell.model == model]
         peak, constants = map(format_bytes, (replay.baseline.peak_bytes, replay.baseline.constant_bytes))
-        console.print(f"{model}: peak {peak}, of which constants {constants}; overhead by heuristic:", highlight=False)
+        console.print(f"{model}: peak {peak}, constants {constants}; overhead by heuristic:", highlight=False)
         console.print(sweep_table(own, names))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -56,27 +67,29 @@ def simulate(
         console.print(f"wrote the table to {out}")
 
 
-@app.command()
+@app.command(cls=Command)
 def experiment(
     names: Annotated[
         list[str],
         typer.Argument(
-            help="Of the DTR paper: overhead (Figure 2), ablation (7-10), deallocation (11), paper-accesses (12, as "
-            "counted there; minutes) and accesses (as counted here), which take --traces; linear (5), adversary (6) "
-            "and static (3)."
+            help="With --traces: overhead (Figure 2), ablation (7-10), deallocation (11), paper-accesses (12, counted "
+            "as in the paper; takes minutes), accesses (12, counted by remat). Without: linear (5), adversary (6), "
+            "static (3)."
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Folder for the figures, as PNG, and the simulations, as JSON and CSV.")],
-    traces: Annotated[list[str] | None, typer.Option(help="A log, as for `remat simulate`; may be repeated.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for figures (PNG) and tables (JSON, CSV).", metavar="FOLDER")],
+    traces: Annotated[
+        list[str] | None, typer.Option(help="A log, as for `remat simulate`; repeatable.", metavar="LOG")
+    ] = None,
 ) -> None:
-    """Make the simulated experiments of the DTR paper again, with their figures."""
+    """Repeat the simulated experiments of the DTR paper, with their figures."""
     from remat.experiments import WITH_TRACES, WITHOUT_TRACES
 
     for name in names:
         if name not in WITH_TRACES and name not in WITHOUT_TRACES:
             raise RematError(f"unknown experiment {name!r}; choose from {', '.join((*WITH_TRACES, *WITHOUT_TRACES))}")
         if name in WITH_TRACES and not traces:
-            raise RematError(f"experiment {name!r} replays logs; name them with --traces")
+            raise RematError(f"experiment {name!r} needs logs; name them with --traces")
     loaded = _traces(traces or [])
     for name in names:
         with shown(True) as tell:

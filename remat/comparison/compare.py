@@ -21,6 +21,7 @@ from remat.comparison.predictions import UNLIMITED, ByChain, ByTrace, Prediction
 from remat.comparison.result import PLAIN, Comparison, Entry
 from remat.comparison.rounds import Progress, Row, measure, sum_up
 from remat.errors import RematError, UnsupportedModel
+from remat.formatting import count
 from remat.host.machine import machine
 from remat.host.progress import shown
 from remat.profiling.profile import profile
@@ -128,7 +129,7 @@ def compare(
     for budget in budgets or ():
         resolve_budget(budget, store_all_bytes=2**62)  # its form, before anything is measured
     if file is not None and not Path(file).absolute().parent.is_dir():
-        raise RematError(f"{file}: its folder does not exist; make it first")
+        raise RematError(f"{file}: its folder does not exist; create it first")
     before = Comparison.load(file) if file is not None and Path(file).exists() else None
     with shown(progress) as tell:
         work = _Work(model, sample, loss, measure, tell, file, output_held=output_held, offload=host_limit is not None)
@@ -186,13 +187,13 @@ class _Work:
         """
         if before.fingerprint != self.fingerprint:
             raise RematError(
-                f"the file holds a comparison of another model or sample ({before.model}, {before.batch} examples), or "
-                "of this one with other parameters, flags or loss. Give another file, or delete that one"
+                f"the file contains a comparison of another model or sample ({before.model}, batch of {before.batch}), "
+                "or of this one with other parameters, flags or loss. Use another file, or delete this one"
             )
         if before.machine != machine():
             raise RematError(
-                f"the file holds measurements of another machine, {before.machine}; this is {machine()}. Give another "
-                "file: times of two machines cannot be compared"
+                f"the file contains measurements of another machine, {before.machine}; this is {machine()}. Use "
+                "another file: times of two machines cannot be compared"
             )
         self.before, self.chain = before, before.chain
         if before.measured or not self.measure:  # else its trace may only be the chain's
@@ -204,12 +205,12 @@ class _Work:
         self.keep()
         if not everything and self.chain is not None:
             long = [strategy.name for strategy in chosen if takes_long(strategy, self.chain)]
-            self.notes += [f"{name} is left out: planning would take long; name it to have it" for name in long]
+            self.notes += [f"{name} is left out, because its planning is slow; name it to include it" for name in long]
             chosen = [strategy for strategy in chosen if strategy.name not in long]
         predictions = self._predictions(chosen)
         plain = next(iter(predictions.values())).plain()  # the chain's word, where there is one
         for done, strategy in enumerate(chosen):
-            self.tell(f"least budget: {strategy.name}", done, len(chosen))
+            self.tell(f"minimum budget: {strategy.name}", done, len(chosen))
             predicting = predictions.get(type(strategy))
             least = None if predicting is None else predicting.least_bytes(strategy)
             if least is not None:
@@ -228,9 +229,7 @@ class _Work:
                     sizes: list[int | None] = [*self.budgets] if isinstance(strategy, ByCalls) else [None]
                     self.rows += [Row(Entry(strategy.name, size), strategy) for size in sizes]
                 elif isinstance(strategy, ByCalls):
-                    self.notes.append(
-                        f"{strategy.name} is left out: what it costs by calls is known by running it only"
-                    )
+                    self.notes.append(f"{strategy.name} is left out: only a measurement shows its cost")
         finally:  # an interrupted one keeps what was measured before, too
             self._take_over()
         self.complete = not self.measure
@@ -252,7 +251,7 @@ class _Work:
             kind = type(self.model).__name__
             if not dynamic or not self.measure:
                 raise RematError(
-                    f"{left_out or 'predictions'} need a chain of stages, and there is none in this {kind}: {error}"
+                    f"{left_out or 'predictions'} need a chain of stages, but this {kind} has none: {error}"
                 ) from error
             self.notes.append(f"{left_out} are left out: no chain was found in this {kind}")
             return [*dynamic]
@@ -284,9 +283,7 @@ class _Work:
             except torch.OutOfMemoryError:
                 if self.chain is None:
                     raise
-                self.notes.append(
-                    "DTR is predicted from the chain: a step that evicts nothing does not fit this device"
-                )
+                self.notes.append("DTR is predicted from the chain: a step without evictions does not fit this device")
         return Trace.from_chain(self.chain), 0
 
     def _bench(self) -> Bench:
@@ -299,7 +296,7 @@ class _Work:
             budgets = [least, *(math.ceil(least * (most / least) ** share) for share in between), most]
         sizes = list(dict.fromkeys(resolve_budget(budget, most) for budget in budgets))
         if not sizes:
-            raise RematError("no budgets to compare at; leave `budgets` out for five between the least and the most")
+            raise RematError("no budgets to compare; leave `budgets` out for five from the minimum to plain PyTorch")
         return sizes
 
     def _take_over(self) -> None:
@@ -327,9 +324,9 @@ class _Work:
     def interrupted(self) -> None:
         """Records that it ended early, and writes the file."""
         sum_up(self.rows)
-        count = sum(row.measured is not None for row in self.rows)
-        where = "" if self.file is None else f"; compare again with file={os.fspath(self.file)!r} to go on from there"
-        self.notes.append(f"interrupted: {count} of {len(self.rows)} entries were measured{where}")
+        done = sum(row.measured is not None for row in self.rows)
+        where = "" if self.file is None else f"; compare again with file={os.fspath(self.file)!r} to continue"
+        self.notes.append(f"interrupted: {done} of {len(self.rows)} entries were measured{where}")
         self.keep()
 
     def keep(self) -> None:
@@ -367,7 +364,9 @@ class _Work:
 
     def _name(self) -> str:
         kind = type(self.model).__name__
-        return kind if self.chain is None else f"{kind} of {self.chain.length - 1 - sum(self.chain.fixed)} stages"
+        if self.chain is None:
+            return kind
+        return f"{kind} of {count(self.chain.length - 1 - sum(self.chain.fixed), 'stage')}"
 
 
 def _batch(sample: Any) -> int:

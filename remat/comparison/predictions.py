@@ -63,7 +63,7 @@ class ByChain(Predictions):
         try:
             return strategy.solver.minimum_budget(self.chain)
         except RematError as error:
-            self.notes.append(f"the least budget of {strategy.name} is not known: {error}")
+            self.notes.append(f"the minimum budget of {strategy.name} is unknown: {error}")
             return None
 
     def entries(self, strategy: Strategy, budgets: Sequence[int]) -> list[Entry]:
@@ -131,7 +131,7 @@ class ByTrace(Predictions):
         if report.outcome == "pass":
             peak = max(report.peak_bytes - self._extra, 0)
             return Entry(name, budget, replace(report, strategy=name, budget_bytes=budget, peak_bytes=peak))
-        thrashes = f"it takes over {THRASH_LIMIT:g} x the time"
-        why = "it runs out of memory" if report.outcome == "oom" else thrashes
-        note = f"in the simulation {why}; the least budget there is {format_bytes(self._least[name])}"
+        thrashes = f"takes over {THRASH_LIMIT:g} x plain PyTorch"
+        why = "runs out of memory" if report.outcome == "oom" else thrashes
+        note = f"{why} in simulation; the minimum budget there is {format_bytes(self._least[name])}"
         return Entry(name, budget, failed(name, budget, report.outcome, note))

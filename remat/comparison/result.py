@@ -29,7 +29,7 @@ from remat.simulation import simulate
 if TYPE_CHECKING:
     from rich.table import Table
 
-_TOO_NOISY = "too noisy to tell: ranked by planned times ({}). Run it again with repeats=15 on a quiet machine"
+_TOO_NOISY = "too noisy: ranked by predicted times ({}). Run it again with repeats=15 on a quiet machine"
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Entry:
 
     def _repr_html_(self) -> str:
         if self.report is None:
-            return card(self.strategy, [("", "nothing was planned or run")])
+            return card(self.strategy, [("", "neither planned nor run")])
         gradients = f"<p>gradients: {escape(self.gradients)}</p>" if self.gradients else ""
         return self.report._repr_html_() + gradients
 
@@ -185,8 +185,8 @@ class Comparison:
                 return entry
         budgets = ", ".join(f"{budget} ({format_bytes(budget)})" for budget in self.budgets)
         raise RematError(
-            f"nothing was compared for {strategy!r} at {budget!r}; strategies are {', '.join(self.strategies)}, "
-            f"budgets are {budgets}"
+            f"{strategy!r} was not compared at {budget!r}; strategies are {', '.join(self.strategies)}, budgets are "
+            f"{budgets}"
         )
 
     def _takes_none(self, names: list[str]) -> bool:
@@ -235,7 +235,7 @@ class Comparison:
             name, least = min(self.least_bytes.items(), key=lambda item: item[1], default=("", 0))
             if not name or least > size:
                 return f"{within} nothing works; the minimum budget is {format_bytes(least)}, with {name}"
-            return f"{within} nothing that works was compared; {name} works from {format_bytes(least)} on"
+            return f"{within} no result fits; {name} needs at least {format_bytes(least)}"
         measured, predicted = best.measured, best.predicted
         report = measured if self.timed else predicted
         assert report is not None
@@ -255,7 +255,7 @@ class Comparison:
     @cached_property
     def _replay(self) -> Replay:
         if self.trace is None:
-            raise RematError("this comparison holds no trace; DTR was not among its strategies")
+            raise RematError("this comparison has no trace; DTR was not among its strategies")
         return Replay(self.trace)
 
     def with_timeline(self, strategy: str, budget: int | str | float) -> Report:
@@ -276,7 +276,7 @@ class Comparison:
         named = DTR_HEURISTIC if entry.strategy == OPERATORS else entry.strategy.removeprefix("dtr ")
         heuristic = self.heuristics.get(entry.strategy, named)
         if isinstance(heuristic, str) and heuristic not in HEURISTICS:
-            raise RematError(f"{entry.strategy} was a function, which a file does not hold; compare again to draw it")
+            raise RematError(f"{entry.strategy} is a function, which files do not store; compare again to draw it")
         _, core = self._replay.run(
             entry.budget_bytes + self.trace_extra_bytes, heuristic, thrash_limit=THRASH_LIMIT, log=True
         )

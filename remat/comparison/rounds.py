@@ -282,7 +282,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _words(distance: float, own: float) -> str:
     if distance == 0:
         return EQUAL
-    how = "differ in a NaN, a whole number or in number" if distance == math.inf else f"differ by {distance:.1e}"
+    how = "differ in a NaN, an int or their number" if distance == math.inf else f"differ by {distance:.1e}"
     if distance <= _REPEATABLE * own:
         return f"{OWN}: they {how} of the largest value, plain PyTorch's own by {own:.1e}"
     return how

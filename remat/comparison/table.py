@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from remat.comparison.verdicts import EQUAL
-from remat.formatting import count, format_bytes, format_seconds, text_table
+from remat.formatting import format_bytes, format_seconds, text_table
 from remat.formatting import table as html_table
 from remat.host.packages import require
 from remat.report import Report
@@ -102,10 +102,10 @@ def is_shown(comparison: Comparison, report: Report) -> bool:
 
 def title_of(comparison: Comparison) -> str:
     plain = comparison.plain
-    seconds = f", {format_seconds(plain.seconds)} a plain step" if plain is not None and plain.seconds else ""
-    marks = ["as predicted"] * (not comparison.measured) + ["incomplete"] * (not comparison.complete)
-    examples = f"{comparison.model}: {count(comparison.batch, 'example')} a step{seconds}"
-    return f"{examples}; seconds over a plain step's" + (f" ({', '.join(marks)})" if marks else "")
+    seconds = f", plain PyTorch {format_seconds(plain.seconds)} a step" if plain is not None and plain.seconds else ""
+    marks = ["predicted"] * (not comparison.measured) + ["incomplete"] * (not comparison.complete)
+    examples = f"{comparison.model}, batch of {comparison.batch}{seconds}"
+    return f"{examples}; time / plain PyTorch" + (f" ({', '.join(marks)})" if marks else "")
 
 
 def caption_of(comparison: Comparison) -> str:
@@ -113,7 +113,7 @@ def caption_of(comparison: Comparison) -> str:
     different = [entry for entry in checked if entry.gradients != EQUAL]
     lines = []
     if checked and not different:
-        lines.append(f"gradients and buffers of all {len(checked)} equal plain PyTorch's to the last bit")
+        lines.append(f"gradients and buffers of all {len(checked)} are bit-identical to plain PyTorch's")
     lines += [f"{_where(entry)}: gradients {entry.gradients}" for entry in different]
     return "\n".join([*lines, *comparison.notes])
 

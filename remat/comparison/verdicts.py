@@ -94,8 +94,8 @@ def _noise_in(ordered: Sequence[Candidate]) -> str:
         return ""
     fast = next((found for found in timed if found.recomputes and found.cost < _TOO_FAST), None)
     if fast is not None:
-        return f"{fast.entry.strategy} recomputes, and seems to take {fast.cost:.2f} of a plain step"
+        return f"{fast.entry.strategy} recomputes, but measured {fast.cost:.2f} x plain PyTorch"
     interval = timed[0].entry.interval
     if interval is not None and interval.high > _SCATTERED * interval.low:
-        return f"{timed[0].entry.strategy} takes {interval.low:.2f} to {interval.high:.2f} times a plain step"
+        return f"{timed[0].entry.strategy} measured {interval.low:.2f} to {interval.high:.2f} x plain PyTorch"
     return ""

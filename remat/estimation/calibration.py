@@ -33,7 +33,7 @@ def calibrate(device: str = "cpu", name: str | None = None) -> Device:
     """
     place = torch.device(device)
     if place.type not in ("cpu", "cuda") or (place.type == "cuda" and not torch.cuda.is_available()):
-        raise RematError(f"cannot calibrate {device!r}: only the CPU, and CUDA where there is one")
+        raise RematError(f"cannot calibrate {device!r}: only the CPU and available CUDA devices")
     rates = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         left, right = (torch.randn(_WIDTH, _WIDTH, device=place).to(dtype) for _ in range(2))

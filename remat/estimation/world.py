@@ -276,7 +276,7 @@ class _Levels:
     @contextmanager
     def region(self) -> Iterator[None]:
         if self._is_open:
-            raise MeasurementError("a region lies inside of another one")
+            raise MeasurementError("a region must not be inside another one")
         self._is_open, world = True, self._world
         start, before = world.level, world.peak
         world.peak = start

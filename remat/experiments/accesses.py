@@ -30,9 +30,9 @@ def papers_accesses(replay: Replay, budget: int | str | float, heuristic: str) -
             simulator does not know: take `Trace.as_in_paper`.
     """
     if heuristic not in COUNTED:
-        raise RematError(f"the paper counts accesses of {', '.join(COUNTED)}; not of {heuristic!r}")
+        raise RematError(f"the paper counts accesses of {', '.join(COUNTED)}, not of {heuristic!r}")
     if replay.trace != replay.trace.as_in_paper:
-        raise RematError("the trace has marks that the paper's simulator does not know; count in trace.as_in_paper")
+        raise RematError("the trace has marks unknown to the paper's simulator; count in trace.as_in_paper")
     report, core = replay.run(budget, heuristic, log=True)
     if report.outcome != "pass" or report.budget_bytes is None:
         return None

@@ -75,7 +75,7 @@ def look_at_lemmas(nodes: int, budget: int | None = None, heuristic: str | Heuri
         # What a call's inputs are released by comes after it: the call itself is the first instruction.
         before, free, clock = resident, budget - core.scalar(k.MEMORY), core.scalar(k.CLOCK)
         if core.run(program.instructions[start:end]) != k.DONE:
-            raise MemoryError(f"the linear network of {nodes} nodes does not run in memory for {budget} tensors")
+            raise MemoryError(f"the linear network of {nodes} nodes needs memory for more than {budget} tensors")
         start = end
         resident = frozenset((np.flatnonzero(core.storages[:nodes, k.RESIDENT] > 0) + 1).tolist())
         if number == nodes - 1:

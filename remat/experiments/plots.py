@@ -105,7 +105,7 @@ def plot_linear_states(run: LinearRun, title: str = "") -> Figure:
         extent=(0, len(run.states), 0.5, run.nodes + 0.5),
     )
     ax.axvline(run.nodes, color="#56B4E9", linewidth=1)
-    ax.set(xlabel="operator of the program (the backward begins at the line)", ylabel="tensor", title=title)
+    ax.set(xlabel="operator of the program (line: start of the backward)", ylabel="tensor", title=title)
     return figure
 
 

@@ -207,7 +207,7 @@ def methods_at(name: str, graph: TrainingGraph, ratio: float, time_limit: float)
         return Cell(name, method, "eager", ratio, report)
 
     solved = checkmate.optimal(graph, budget, time_limit=time_limit)
-    note = "" if solved.proved else f"stopped at its time limit of {time_limit:g} s"
+    note = "" if solved.proved else f"stopped at the time limit of {time_limit:g} s"
     outcome = "pass" if solved.cost else "oom" if solved.proved else "timeout"
     cells = [cell("checkmate", outcome, solved.cost, solved.bound_nanoseconds, note)]
     rounded = checkmate.rounded(graph, budget, time_limit=time_limit)

@@ -76,7 +76,7 @@ def run_linear(
     start, gap, rows = 0, 0, []
     for end in ends:
         if core.run(program.instructions[start:end]) != k.DONE:
-            raise MemoryError(f"the linear network of {nodes} nodes does not run in memory for {budget} tensors")
+            raise MemoryError(f"the linear network of {nodes} nodes needs memory for more than {budget} tensors")
         start = end
         resident = core.storages[: 2 * nodes, k.RESIDENT] > 0
         if end == backward:
@@ -112,7 +112,7 @@ def optimal_linear_operators(nodes: int, budget: int) -> int:
         outer = _reversals(nodes, memory, outer_before, inner)
         inner_before, outer_before = inner, outer
     if not np.isfinite(outer[nodes]):
-        raise MemoryError(f"no order runs the linear network of {nodes} nodes in memory for {budget} tensors")
+        raise MemoryError(f"the linear network of {nodes} nodes needs memory for more than {budget} tensors")
     return int(outer[nodes]) + 1 + nodes  # the last node itself, whose gradient does not need it, and all gradients
 
 
@@ -181,4 +181,4 @@ def _evicted(core: Core, paths: list[list[int]]) -> list[list[int]]:
 
 def _call(core: Core, operator: int, *further: tuple[int, int]) -> None:
     if core.run(np.array([(k.COMPUTE, operator), *further], np.int64)) != k.DONE:
-        raise MemoryError("the adversary needs memory for three tensors at least")
+        raise MemoryError("the adversary needs memory for at least three tensors")

@@ -71,7 +71,7 @@ def plot_evictions(
     if again:
         lower.plot(*zip(*again, strict=True), linestyle="", marker="s", markersize=1.8, color=COLOURS[1])
     lower.set(xlabel="operator", ylabel="storage")
-    ends = {"oom": ", then out of memory", "thrash": f", then stopped at {thrash_limit:g} times its own time"}
+    ends = {"oom": ", out of memory", "thrash": f", stopped at {thrash_limit:g} x the program's own time"}
     counts = f"{count(report.evictions, 'eviction')}, {count(report.recomputations or 0, 'recomputation')}"
     figure.suptitle(f"{report.strategy}: {counts}{ends.get(report.outcome, '')}")
     return figure

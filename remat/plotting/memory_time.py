@@ -41,7 +41,7 @@ def plot(comparison: Comparison, kind: str | None, strategy: str | None, budget:
     entry = _chosen(comparison, strategy, budget, planned=kind == "schedule")
     if kind == "schedule":
         if entry.schedule is None:
-            raise RematError(f"{entry.strategy} has no schedule to draw; kind='memory' draws what it does")
+            raise RematError(f"{entry.strategy} has no schedule to draw; use kind='memory'")
         return plot_schedule(entry.schedule)
     report = comparison.with_timeline(entry.strategy, entry.budget_bytes or 0)
     if kind == "memory" or entry.schedule is None:
@@ -161,7 +161,7 @@ def _chosen(comparison: Comparison, strategy: str | None, budget: int | str | fl
         size = comparison.at(comparison.strategies[0], budget).budget_bytes
         working = [entry for entry in working if entry.budget_bytes == size]
     if not working:
-        raise RematError("nothing that could be drawn works there")
+        raise RematError("no strategy works there, so there is nothing to draw")
     least = min(entry.budget_bytes or 0 for entry in working)
     working = [entry for entry in working if entry.budget_bytes == least]
 

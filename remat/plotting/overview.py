@@ -67,7 +67,7 @@ def _plan(chain: Chain, size: int, shown: Static) -> tuple[Schedule, str]:
         return shown.solver.solve(chain, size), f"{shown.name} within {format_bytes(size)}"
     except InfeasibleBudget as error:
         least = format_bytes(error.minimum)
-        return shown.solver.solve(chain, error.minimum), f"{format_bytes(size)} is too little; the least is {least}"
+        return shown.solver.solve(chain, error.minimum), f"{format_bytes(size)} is too small; the minimum is {least}"
 
 
 def _overhead(chain: Chain, size: int, strategy: Static | Dynamic) -> float | None:
@@ -93,6 +93,6 @@ def _bars(ax: Any, overheads: dict[str, float | None]) -> None:
             ax.text(overhead, place, f" {overhead:.2f}", va="center")
     most = max((overhead for overhead in overheads.values() if overhead is not None), default=1.5)
     ax.set_yticks(list(places), names)
-    ax.set(xlim=(1, 1 + 1.35 * max(most - 1, 0.1)), xlabel="time / storing everything", title="every strategy")
+    ax.set(xlim=(1, 1 + 1.35 * max(most - 1, 0.1)), xlabel="time / plain PyTorch", title="all strategies")
     ax.set_ylim(0.4, len(names) + 0.6)
     ax.spines[["top", "right"]].set_visible(False)

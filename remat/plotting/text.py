@@ -52,8 +52,8 @@ def draw_plan(chain: Chain, schedule: Schedule, width: int = 80, symbols: Symbol
         f"{again} of {chain.length} stages run more than once, at most {max(runs.values())} times"
         if again
         else f"each of the {chain.length} stages runs once",
-        f"kept at first: {symbols.saved} all, {part}{symbols.checkpoint} input, {symbols.dropped} nothing; "
-        "below: how often it runs",
+        f"first forward keeps: {symbols.saved} all, {part}{symbols.checkpoint} input, {symbols.dropped} nothing; "
+        "below: number of runs",
     ]
     step = max(width - _GUTTER, 10) // 10 * 10
     for start in range(0, chain.length, step):
@@ -99,7 +99,7 @@ def draw_memory(report: Report, width: int = 80, height: int = 8, symbols: Symbo
         ValueError: a report without a timeline, as measured ones are.
     """
     if not report.timeline:
-        raise ValueError("this report has no timeline to draw; predicted ones have")
+        raise ValueError("this report has no timeline to draw; only predicted ones have")
     columns = max(width - _AXIS, 10)
     top = max(report.budget_bytes or 0, report.peak_bytes, 1)
     peaks = _peaks(report, columns)

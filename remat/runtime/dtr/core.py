@@ -178,9 +178,7 @@ class Core:
                 "for each"
             )
         if np.isnan(scores).any():
-            raise RematError(
-                "the heuristic returned NaN; divide where the denominator is not zero, as numpy.divide can"
-            )
+            raise RematError("the heuristic returned NaN; avoid division by zero, as with numpy.divide(..., where=...)")
         return int(pool[len(scores) - 1 - int(np.argmin(scores[::-1]))])
 
     def _columns(self, kind: int) -> np.ndarray:

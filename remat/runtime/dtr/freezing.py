@@ -37,8 +37,8 @@ def freeze(chain: Chain, budget: int | str | float, heuristic: str | Heuristic =
     """
     if any(chain.fixed):
         raise RematError(
-            "DTR recomputes the code outside of the stages too, which no schedule can; freeze a chain without fixed "
-            "stages (an nn.Sequential's), or train under remat.DTR itself"
+            "DTR also recomputes code outside of the stages, which a schedule cannot; freeze a chain without fixed "
+            "stages (of an nn.Sequential), or train under remat.DTR itself"
         )
     size = resolve_budget(budget, store_all_peak(chain))
     replay = Replay(Trace.from_chain(chain))

@@ -171,8 +171,8 @@ def compile_trace(trace: Trace, *, releases: bool = True) -> CompiledTrace:
             compiler.take(instruction)
         except KeyError as error:
             raise InvalidTrace(
-                f"instruction {number} ({type(instruction).__name__}) uses {error.args[0]!r}, which none before it has "
-                "made"
+                f"instruction {number} ({type(instruction).__name__}) uses {error.args[0]!r}, which no instruction "
+                "before it creates"
             ) from None
     return compiler.finish()
 

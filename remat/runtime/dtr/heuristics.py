@@ -86,7 +86,7 @@ class Ratio:
 
     def __call__(self, c: Columns) -> np.ndarray:
         if self.numerator == "random" or self.staleness == "neighborhood":
-            raise RematError(f"{self!r} cannot be computed from columns; give it as the heuristic itself")
+            raise RematError(f"{self!r} cannot be computed from columns; pass it as the heuristic itself")
         extra = {
             "neighborhood": "evicted_neighborhood_cost",
             "component": "evicted_component_cost",
@@ -142,7 +142,7 @@ def make_heuristic(heuristic: str | Heuristic) -> Heuristic:
             )
         return HEURISTICS[heuristic]
     if not callable(heuristic):
-        raise RematError(f"a heuristic is a name or a function of columns, found {type(heuristic).__name__}")
+        raise RematError(f"a heuristic must be a name or a function of columns, not {type(heuristic).__name__}")
     return heuristic
 
 

@@ -83,7 +83,7 @@ class Replay:
     ) -> tuple[Report, Core]:
         """The report of a replay, and the core as it was left, with its decisions where `log` is set."""
         if not thrash_limit > 1:
-            raise RematError(f"thrash_limit={thrash_limit}: it is a multiple of the trace's own time, so above 1")
+            raise RematError(f"thrash_limit={thrash_limit}: must be above 1 (a multiple of the trace's own time)")
         if deallocation not in DEALLOCATIONS:
             raise RematError(f"unknown deallocation {deallocation!r}; choose one of {', '.join(DEALLOCATIONS)}")
         size = resolve_budget(budget, self.baseline.peak_bytes)
@@ -138,7 +138,7 @@ class Replay:
             RematError: another deallocation than "eager", whose frees a plan reckons with.
         """
         if deallocation != "eager":
-            raise RematError(f"deallocation={deallocation!r}: {LEARNED!r} plans for 'eager' only")
+            raise RematError(f"deallocation={deallocation!r}: {LEARNED!r} works with 'eager' only")
         key = budget, most_again
         if key not in self._learned:
             program = self.program("eager")

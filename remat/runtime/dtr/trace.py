@@ -201,7 +201,7 @@ class _Reader:
             try:
                 fields = json.loads(line)
             except json.JSONDecodeError as error:
-                raise self.wrong(f"no JSON object ({error})") from None
+                raise self.wrong(f"not a JSON object ({error})") from None
             if not isinstance(fields, dict) or not isinstance(fields.get("INSTRUCTION"), str):
                 raise self.wrong('expected an object with an "INSTRUCTION"')
             return fields
@@ -237,7 +237,7 @@ class _Reader:
         if kind == "ANNOTATE":
             return Annotate(self.text(fields, "ANNOTATION"))
         if kind in ("MEMORY", "ALIAS"):
-            raise self.wrong(f"a {kind} without the CONSTANT or CALL that it belongs to")
+            raise self.wrong(f"a {kind} without its CONSTANT or CALL")
         raise self.wrong(
             f"unknown instruction {kind!r}; expected ANNOTATE, CALL, CONSTANT, COPY, COPY_FROM, MUTATE or RELEASE"
         )
@@ -286,7 +286,7 @@ class _Reader:
         except (TypeError, ValueError):
             number = -1
         if number < 0:
-            raise self.wrong(f'"{key}" must be a whole number from 0, found {fields.get(key)!r}')
+            raise self.wrong(f'"{key}" must be an int of at least 0, found {fields.get(key)!r}')
         return number
 
 
@@ -340,7 +340,7 @@ def _opened(path: Path) -> Iterator[IO[str]]:
             if member == "." and len(names) == 1:
                 member = names[0]
             if member not in names:
-                raise FileNotFoundError(f"{archive} holds {', '.join(names)}; write {archive}/{names[0]}, say")
+                raise FileNotFoundError(f"{archive} contains {', '.join(names)}; use for example {archive}/{names[0]}")
             with opened.open(member) as raw, io.TextIOWrapper(raw, encoding="utf-8") as lines:
                 yield lines
     elif path.suffix == ".gz":
