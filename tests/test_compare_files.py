@@ -133,7 +133,7 @@ def test_an_interruption_at_any_moment_loses_nothing(moment: str, tmp_path: Path
             raise KeyboardInterrupt
 
     before = {parameter: parameter.detach().clone() for parameter in model.parameters()}
-    if moment.startswith(("measuring", "recording", "least")):  # nothing was planned that could be returned
+    if moment.startswith(("measuring", "recording", "minimum")):  # nothing was planned that could be returned
         with pytest.raises(KeyboardInterrupt):
             remat.compare(model, sample, [0.6, 1.0], progress=stop, **options)
     else:
