@@ -17,7 +17,7 @@ from remat.formatting import bar, card, count, format_bytes, format_seconds, tab
 
 @dataclass(frozen=True)
 class Layout:
-    """How the stages of a chain lie on a model, and what input they were measured with.
+    """Which modules of a model are the stages of a chain, and the input that they were measured with.
 
     Attributes:
         modules: for each stage but the loss, how many consecutive modules of the flattened `nn.Sequential` it runs.
@@ -69,7 +69,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Option:
-    """A way for F_all to keep a part of what a stage saves; right before the stage's backward the rest is made again.
+    """A way for F_all to keep a part of a stage's saved tensors; the rest is recomputed right before its backward.
 
     Some of what is kept may go to the host's memory: it is copied out while the next operation runs forward, is gone
     from the device when that ends, and is copied back while the next stage runs backward (`remat.simulation`).
@@ -94,7 +94,7 @@ class Option:
     link_seconds: float = 0.0
 
     def described(self, saved_bytes: int, fwd_seconds: float) -> str:
-        """What it comes to in a stage that saves so many bytes and takes so long: "without gelu: 48 % of ..."."""
+        """The option in words, for a stage of these costs: "without gelu: keeps 48% of the bytes, ..."."""
         kept = self.saved_bytes / saved_bytes if saved_bytes else 1.0
         again = f", reruns {self.replay_seconds / fwd_seconds:.0%} of the forward" if fwd_seconds else ""
         if self.host_bytes:
@@ -110,7 +110,7 @@ _LARGEST, _SAME, _OWN = ({"merged": rule} for rule in ("largest", "same", "own")
 
 @dataclass(frozen=True)
 class Chain:
-    """Bytes and seconds of the stages 1..L and of the loss, which is stage L+1.
+    """The memory and time of the stages 1..L and of the loss, which is stage L+1.
 
     Attributes:
         act_bytes: L+2 sizes of the activations a_0 (the input) .. a_{L+1} (the loss).
@@ -215,12 +215,12 @@ class Chain:
 
     @property
     def length(self) -> int:
-        """Number of stages, the loss included: L+1."""
+        """Number of stages, including the loss: L+1."""
         return len(self.saved_bytes)
 
     @property
     def without_options(self) -> Chain:
-        """The same chain where F_all keeps everything, as in the paper."""
+        """The same chain without partial recomputation, as in the paper: F_all keeps everything."""
         if not any(self.options):
             return self
         layout = None if self.layout is None else replace(self.layout, dropped=(), offloaded=())
@@ -228,7 +228,7 @@ class Chain:
 
     @property
     def without_offload(self) -> Chain:
-        """The same chain where nothing goes to the host; its options have the same numbers."""
+        """The same chain without offloading; its options have the same numbers."""
         counts = [sum(not option.host_bytes for option in options) for options in self.options]
         if counts == [*map(len, self.options)]:
             return self
@@ -243,24 +243,24 @@ class Chain:
 
     @property
     def store_all_seconds(self) -> float:
-        """Makespan when everything is stored: each forward and each backward once."""
+        """Seconds of a step without recomputation: each forward and each backward once."""
         return math.fsum(self.fwd_seconds) + math.fsum(self.bwd_seconds)
 
     @property
     def store_all_bytes(self) -> int:
-        """Peak when everything is stored, which fractions as budgets are of."""
+        """Peak without recomputation; budgets in fractions refer to it."""
         from remat.solvers.base import store_all_peak  # planners know chains, not the other way round
 
         return store_all_peak(self)
 
     def minimum_budget(self, solver: str = "persistent") -> int:
-        """The least budget in bytes with which a planner works: `remat.minimum_budget(chain, solver)`."""
+        """The minimum budget of a planner in bytes: `remat.minimum_budget(chain, solver)`."""
         from remat.solvers import minimum_budget
 
         return minimum_budget(self, solver)
 
     def plot(self, budget: int | str | float = 0.5, **options: Any) -> Any:
-        """A figure of a budget at a glance: the plan, its memory over time, what planners take.
+        """A figure for one budget: the plan, its memory over time, and the time that each planner needs.
 
         Args:
             budget: int (bytes), string ("2GiB"), or float in (0, 1] of `store_all_bytes`.
@@ -374,7 +374,7 @@ class Chain:
 
     @classmethod
     def from_fields(cls, content: dict[str, Any]) -> Chain:
-        """The chain that has `to_fields`.
+        """The chain with these fields, as `to_fields` returns them.
 
         Raises:
             KeyError, TypeError, InvalidChain: they are not those of a chain.

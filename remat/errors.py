@@ -13,19 +13,19 @@ class RematError(Exception):
 
 
 class InvalidBudget(RematError, ValueError):
-    """A budget in none of the three forms: bytes, a string with a unit, a fraction of the store-all peak."""
+    """A budget that is neither bytes, nor a string with a unit, nor a fraction of plain PyTorch's peak."""
 
 
 class InvalidSample(RematError, ValueError):
-    """A sample that nothing can be measured with, or that the model does not take."""
+    """A sample that cannot be measured, or on which the model fails."""
 
 
 class InvalidLoss(RematError, ValueError):
-    """A loss that is not a function, or does not return one number with a graph."""
+    """A loss that is not a function, or does not return a scalar with a graph."""
 
 
 class InvalidChain(RematError, ValueError):
-    """Numbers that describe no chain: wrong lengths, negative or non-integer sizes, NaN times."""
+    """Invalid numbers for a chain: wrong lengths, negative or non-integer sizes, NaN times."""
 
 
 class InvalidSchedule(RematError, ValueError):
@@ -47,12 +47,12 @@ class InvalidSchedule(RematError, ValueError):
 
 
 class InfeasibleBudget(RematError, ValueError):
-    """No schedule of the solver fits the budget.
+    """The solver has no schedule that fits the budget.
 
     Attributes:
         budget: the budget asked for, in bytes.
-        minimum: the least budget, in bytes, under which the same solver does find a schedule.
-        exact: False where the budget was refused before that was known; it is larger than `minimum` then.
+        minimum: the minimum budget of the same solver, in bytes.
+        exact: False where the budget was refused before the minimum was known, which is larger than `minimum` then.
     """
 
     def __init__(self, budget: int, minimum: int, solver: str = "", *, exact: bool = True) -> None:
@@ -72,7 +72,7 @@ class InfeasibleBudget(RematError, ValueError):
 
 
 class OutOfBudget(RematError, MemoryError):
-    """One operator, with its inputs and outputs and what cannot be evicted, does not fit into a live DTR budget.
+    """An operator does not fit into a live DTR budget, with its inputs, outputs and tensors that cannot be evicted.
 
     Attributes:
         operator: its name, with types and shapes of its arguments.
@@ -103,7 +103,7 @@ class OutOfBudget(RematError, MemoryError):
 
 
 class Thrashing(RematError, RuntimeError):
-    """A live DTR run would hardly do anything but recompute.
+    """A live DTR run would spend almost all of its time on recomputation.
 
     Attributes:
         budget: bytes.
@@ -123,15 +123,15 @@ class Thrashing(RematError, RuntimeError):
 
 
 class ThrashingWarning(UserWarning):
-    """A live DTR run spends more time on recomputing than its `thrash_limit` allows."""
+    """A live DTR run spends more time on recomputation than its `thrash_limit` allows."""
 
 
 class OverBudgetWarning(UserWarning):
-    """Training took, or may take, more memory than its limit, where that could not be known beforehand or be helped."""
+    """Training used, or may use, more memory than its limit, which could not be known or prevented beforehand."""
 
 
 class SolverStopped(RematError, TimeoutError):
-    """A solver reached its time limit before it had found a schedule, or proved that there is none."""
+    """A solver reached its time limit without a schedule, and without a proof that none exists."""
 
 
 class UnsupportedModel(RematError, TypeError):
@@ -143,15 +143,15 @@ class NoChain(UnsupportedModel):
 
 
 class LeftChain(RematError, RuntimeError):
-    """A forward took another path than the chain that was planned for, and the caller wants that to be an error."""
+    """A forward left the chain of its plan, and `other_path="error"` was given."""
 
 
 class PlanMismatch(RematError, ValueError):
-    """A schedule meets a model or an input that it was not made for."""
+    """A schedule was used with a model or an input that it was not made for."""
 
 
 class MeasurementError(RematError, RuntimeError):
-    """A measurement could not be taken, or would not have been true."""
+    """A measurement failed, or would have been wrong."""
 
 
 class ReplayError(RematError, RuntimeError):
@@ -159,7 +159,7 @@ class ReplayError(RematError, RuntimeError):
 
 
 class InvalidTrace(RematError, ValueError):
-    """A log that cannot be read as a trace, or a trace that uses a name before it is there.
+    """A log that cannot be read as a trace, or a trace that uses a name before it is defined.
 
     Attributes:
         line: number of the offending line, counted from 1; None where the trace did not come from a log.
@@ -171,4 +171,4 @@ class InvalidTrace(RematError, ValueError):
 
 
 class InvalidFile(RematError, ValueError):
-    """A file that holds no object of the kind asked for, or one of a version this release cannot read."""
+    """A file without the expected kind of object, or of a version that this release cannot read."""

@@ -31,7 +31,7 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What one training step costs under one strategy.
+    """The memory and time of one training step under one strategy.
 
     Attributes:
         strategy: name of the method.
@@ -78,7 +78,7 @@ class Report:
 
     @property
     def gap(self) -> float | None:
-        """By what share of the bound `seconds` may at most exceed the optimum; None where no bound is known."""
+        """The largest possible excess of `seconds` over the optimum, as a share of the bound; None without a bound."""
         if self.bound_seconds is None:
             return None
         return max(self.seconds / self.bound_seconds - 1, 0.0) if self.bound_seconds > 0 else 0.0
@@ -143,7 +143,7 @@ class Report:
 
     @classmethod
     def from_fields(cls, content: dict[str, Any]) -> Report:
-        """The report that has `to_fields`.
+        """The report with these fields, as `to_fields` returns them.
 
         Raises:
             KeyError, TypeError: they are not those of a report.

@@ -198,7 +198,7 @@ class Checkpointable(Wrapper):
             raise
 
     def take_place(self) -> None:
-        """Makes the model itself train by the present plan; a plan that it trained by before ends."""
+        """Makes the model itself train by the present plan, in place of any earlier one."""
         before = patched_forward_of(self.wrapped)
         if before is not None:
             before.remove()
@@ -214,7 +214,7 @@ class Checkpointable(Wrapper):
         again: bool = True,
         enough: Callable[[Chain], None] = lambda chain: None,
     ) -> None:
-        """Measures every stage on a sample, in train mode; plans made before are dropped. Leaves the model as found.
+        """Measures every stage on a sample, in train mode; drops earlier plans. Leaves the model unchanged.
 
         Args:
             progress: show on stderr what is measured.
@@ -250,7 +250,7 @@ class Checkpointable(Wrapper):
         force_python: bool | None = None,
         floating: bool = False,
     ) -> None:
-        """Plans the fastest sequence within `mem_limit`, or within 0.9 of the free memory.
+        """Plans the fastest sequence within `mem_limit`, by default within 90 % of the free memory.
 
         Args:
             floating: over all sequences, instead of over memory-persistent ones. Rarely faster, and its planning takes
@@ -272,11 +272,11 @@ class Checkpointable(Wrapper):
         return planner(solver, self.mem_slots, max(resolve_budget(self.host_limit) // self.in_flight, 1))
 
     def compute_pytorch_sequence(self) -> None:
-        """Plans to store everything, as PyTorch does when left alone."""
+        """Plans without recomputation, as plain PyTorch."""
         self._plan_with(_Request(StoreAll(), bounded=False))
 
     def compute_min_sequence(self) -> None:
-        """Plans for the least memory that works."""
+        """Plans for the minimum memory."""
         self._plan_with(_Request(self._planner("persistent"), bounded=False))
 
     def compute_seq_sequence(self, segments: int | None = None) -> None:
@@ -335,7 +335,7 @@ class Checkpointable(Wrapper):
         self._plan = _Prepared(chain, schedule, executor)
 
     def automatic_limit(self) -> int:
-        """0.9 of the memory that is free, less what gradients that are not there yet will take, and Adam's state."""
+        """90 % of the free memory, minus gradients that are not allocated yet and Adam's state."""
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         missing = sum(parameter.nbytes for parameter in parameters if parameter.grad is None)
         device = next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
@@ -347,7 +347,7 @@ class Checkpointable(Wrapper):
 
     @property
     def in_place(self) -> bool:
-        """Whether the model itself trains by the plan, as all do that are no `nn.Sequential`."""
+        """Whether the model itself is patched to train by the plan."""
         return self._patch is not None
 
     # The plan ----------------------------------------------------------------------------------------------------
@@ -379,7 +379,7 @@ class Checkpointable(Wrapper):
         return simulate(self._measured(), self._plan.schedule)
 
     def display(self) -> None:
-        """Tells on stderr what the present sequence is expected to cost, and with verbosity above 1 the sequence."""
+        """Prints the predicted cost of the present sequence on stderr; with verbosity above 1, the sequence too."""
         report = self._prediction()
         self._write(str(report))
         if self.verbosity > 1:

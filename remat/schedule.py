@@ -40,7 +40,7 @@ class Operation(NamedTuple):
 
     @property
     def colour(self) -> str:
-        """Of a forward in pictures."""
+        """The colour of a forward operation in pictures."""
         return _PART if self.option else _COLOURS[self.kind]
 
     def __str__(self) -> str:
@@ -99,19 +99,19 @@ class Schedule:
 
     @property
     def length(self) -> int:
-        """Number of stages, the loss included: L+1."""
+        """Number of stages, including the loss: L+1."""
         return max(operation.stage for operation in self.operations)
 
     @property
     def recomputations(self) -> int:
-        """Forward runs beyond the first one of each stage, those of a part of it included."""
+        """Forward runs beyond the first one of each stage, including partial ones."""
         forwards = [operation.stage for operation in self.operations if operation.kind != B]
         in_part = sum(operation.option > 0 and self._drops(operation) for operation in self.operations)
         return len(forwards) - len(set(forwards)) + in_part
 
     @property
     def parts(self) -> int:
-        """Stages of which a part is kept, and the rest made again before their backward."""
+        """Number of stages of which a part is kept, and the rest recomputed before their backward."""
         return sum(operation.option > 0 for operation in self.operations)
 
     def _drops(self, operation: Operation) -> bool:
@@ -145,7 +145,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """The schedule that `str` wrote: `F_ck1 F_none2 F_all3 B3 ...`, separated by white space.
+        """The schedule written as by `str`: `F_ck1 F_none2 F_all3 B3 ...`, separated by white space.
 
         Raises:
             InvalidSchedule: a word is not an operation; the message names the first.
@@ -196,7 +196,7 @@ class Schedule:
 
     @classmethod
     def from_fields(cls, content: dict[str, Any]) -> Schedule:
-        """The schedule that has `to_fields`.
+        """The schedule with these fields, as `to_fields` returns them.
 
         Raises:
             KeyError, TypeError, InvalidSchedule: they are not those of a schedule.

@@ -22,7 +22,7 @@ from remat.schedule import F_ALL, F_NONE, B, Operation, Schedule
 
 
 def simulate(chain: Chain, schedule: Schedule) -> Report:
-    """Runs `schedule` on `chain` on paper.
+    """Simulates `schedule` on `chain`.
 
     Returns:
         The predicted `Report`: peak in bytes, seconds, and a timeline with one moment per operation.

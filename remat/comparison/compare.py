@@ -63,7 +63,7 @@ def compare(
     output_held: bool = True,
     host_limit: int | str | None = None,
 ) -> Comparison:
-    """What each strategy costs this model at each budget: planned, and then run on this machine.
+    """Compares strategies on a model at several budgets: predicts each, then measures it on this machine.
 
     The protocol: the model is profiled once. Every plan and DTR run the same sample from the same random numbers, by
     one executor. Memory and gradients are taken in steps of their own, after one to warm up; then steps are timed in

@@ -17,7 +17,7 @@ PLANNERS = ("fit", "persistent", "revolve", "chen", "sequential")
 
 
 def explore(model: nn.Module | Chain, sample: Any = None, loss: Loss | None = None, *, output_held: bool = True) -> Any:
-    """A widget of Jupyter: move the budget, choose a planner, see the plan and its memory over time.
+    """A Jupyter widget: choose a budget and a planner, see the plan and its memory over time.
 
     The model is measured once, and nothing of it is run afterwards: the pictures are predictions, at budgets that work.
 

@@ -60,7 +60,7 @@ class Entry:
 
     @property
     def report(self) -> Report | None:
-        """What was measured, or else what was predicted."""
+        """The measured report, or the predicted one if nothing was measured."""
         return self.measured or self.predicted
 
     @property
@@ -69,14 +69,14 @@ class Entry:
 
     @property
     def spread(self) -> float | None:
-        """How far the timed steps lie apart: the longest less the shortest, over the median."""
+        """Spread of the timed steps: longest minus shortest, divided by the median."""
         if len(self.times) < 2 or self.measured is None or not self.measured.seconds:  # noqa: PLR2004  # none in one
             return None
         return (max(self.times) - min(self.times)) / self.measured.seconds
 
     @property
     def interval(self) -> Interval | None:
-        """Where its ratio to plain PyTorch lies; None where it was timed fewer than two times."""
+        """The interval of its time relative to plain PyTorch; None for fewer than two timed steps."""
         return interval_of(self.ratios)
 
     def _repr_html_(self) -> str:
@@ -100,7 +100,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `remat.compare` found.
+    """The result of `remat.compare`.
 
     Attributes:
         model: name of its class, and its number of stages.
@@ -144,23 +144,23 @@ class Comparison:
 
     @property
     def strategies(self) -> list[str]:
-        """Their names, without plain PyTorch."""
+        """The names of the strategies, without plain PyTorch."""
         return list(dict.fromkeys(entry.strategy for entry in self.entries if entry.strategy != PLAIN))
 
     @property
     def plain(self) -> Report | None:
-        """Plain PyTorch's step, measured or else predicted."""
+        """The report of plain PyTorch, measured if possible, otherwise predicted."""
         return next((entry.report for entry in self.entries if entry.strategy == PLAIN), None)
 
     @property
     def store_all_bytes(self) -> int | None:
-        """The peak that fractions are of: that of storing everything, as predicted."""
+        """Predicted peak of plain PyTorch; budgets in fractions refer to it."""
         predicted = next((entry.predicted for entry in self.entries if entry.strategy == PLAIN), None)
         return None if predicted is None else predicted.peak_bytes
 
     @property
     def measured(self) -> bool:
-        """Whether anything was run."""
+        """Whether anything was measured."""
         return any(entry.measured is not None for entry in self.entries)
 
     @property
@@ -194,11 +194,11 @@ class Comparison:
         return all(entry.budget_bytes is None for entry in self.entries if entry.strategy in names)
 
     def best(self, budget: int | str | float) -> Entry:
-        """The entry to take within `budget`, whichever budget it was planned for: `verdict(budget).best`."""
+        """The best entry within `budget`, whatever budget it was planned for: `verdict(budget).best`."""
         return self.verdict(budget).best
 
     def verdict(self, budget: int | str | float) -> Verdict:
-        """The fastest entry whose peak is within `budget`, and those that are tied with it.
+        """The fastest entry whose peak is within `budget`, and the entries tied with it.
 
         Times count by their ratio to a plain PyTorch step beside them. Entries that were not slower than the fastest in
         all rounds (in three quarters of eight or more) are tied with it, and the one of the least median is the best,
@@ -224,7 +224,7 @@ class Comparison:
         return verdict_of(fitting)
 
     def recommendations(self) -> list[str]:
-        """A line for each budget: what to take within it, and what is tied with that."""
+        """One line for each budget: the best strategy, and those tied with it."""
         return [self._recommendation(size) for size in sorted(set(self.budgets))]
 
     def _recommendation(self, size: int) -> str:
@@ -259,7 +259,7 @@ class Comparison:
         return Replay(self.trace)
 
     def with_timeline(self, strategy: str, budget: int | str | float) -> Report:
-        """The prediction for one strategy at one budget, with its operations one by one.
+        """The predicted report of one strategy at one budget, with a timeline of its operations.
 
         Raises:
             RematError: no such entry, or no plan was found for it.
@@ -294,7 +294,7 @@ class Comparison:
     # Showing itself --------------------------------------------------------------------------------------------------
 
     def rows(self) -> list[dict[str, Any]]:
-        """An entry each, with plain values under plain names: bytes, seconds."""
+        """One dict of plain values (bytes, seconds) for each entry."""
         rows = []
         for entry in self.entries:
             predicted, measured = entry.predicted, entry.measured

@@ -30,7 +30,7 @@ def plot_evictions(
     *,
     thrash_limit: float = THRASH_LIMIT,
 ) -> Figure:
-    """What DTR has in memory, operator by operator, and the memory that takes.
+    """A figure of DTR's storages in memory, operator by operator, and of the memory in use.
 
     A row for each storage, in the order in which they are made: grey while it is in memory, black while it is evicted
     and will be recomputed, white before it is made and once it is gone; orange where it is recomputed.

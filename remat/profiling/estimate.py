@@ -56,7 +56,7 @@ class Static:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What training a model takes on a device.
+    """The estimated memory and time of training a model on a device.
 
     Attributes:
         chain: what its stages cost there, for `solve`, `compare` and the rest.
@@ -74,12 +74,12 @@ class Estimate:
 
     @property
     def left_bytes(self) -> int:
-        """For activations; negative where not even what is static fits."""
+        """Memory left for activations; negative if the static memory alone does not fit."""
         return int(_USABLE * self.device.memory_bytes) - self.static.total
 
     @property
     def least_bytes(self) -> int:
-        """The least limit for activations that any plan keeps."""
+        """The minimum budget for activations."""
         return self._solver.minimum_budget(self.chain)
 
     @property
@@ -88,11 +88,11 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether it trains there at all."""
+        """Whether the model can be trained on the device."""
         return self.least_bytes <= self.left_bytes
 
     def overhead(self, limit_bytes: int | None = None) -> float:
-        """Seconds of a step within a limit, by default what is left, over those of storing everything.
+        """Time of a step relative to plain PyTorch, within a limit (by default `left_bytes`).
 
         Raises:
             InfeasibleBudget: no plan keeps it.
@@ -102,7 +102,7 @@ class Estimate:
         return peak_and_makespan(self.chain, schedule.operations)[1] / max(self.chain.store_all_seconds, 1e-12)
 
     def largest_batch(self) -> int:
-        """The most rows of the sample with which it trains there, at whatever speed; 0 where one is too many.
+        """The largest batch that fits the device, at any speed; 0 if none does.
 
         What a row takes is told from two sizes, and what comes out of that is looked at.
         """
@@ -180,7 +180,7 @@ def estimate(
     host_limit: int | str | None = None,
     **options: Any,
 ) -> Estimate:
-    """What training `model` would take on a device, without that device, and without computing anything.
+    """Estimates the memory and time of training `model` on a device, without the device and without running the model.
 
     Args:
         model: any module; its parameters may be on the meta device: `with torch.device("meta"): model = ...`.

@@ -38,7 +38,7 @@ _SHOWN = 8  # calls outside that are named
 def find_chain(
     model: nn.Module, sample: Any, *, stages: Sequence[str | nn.Module] | None = None, small: float = SMALL
 ) -> FoundChain:
-    """Finds runs of module calls in `model` in which each works on the output of the one before: chains.
+    """Finds the chains of `model`: runs of module calls that each work on the output of the one before.
 
     The model runs forward twice, once recorded and once timed, and saves nothing for a backward. It is left as found.
     A call is replaced by the units inside it if no tensor bypasses them except their activations and tensors only they

@@ -14,7 +14,7 @@ _SMALL = 0.001  # of all that autograd keeps
 
 @dataclass(frozen=True)
 class FoundStage:
-    """A stage of a chain that was found.
+    """One stage of a chain found by `find_chain`.
 
     Attributes:
         calls: the module calls that make it up: the module's name, with `#2` behind it for its second call.
@@ -35,7 +35,7 @@ class FoundStage:
 
 @dataclass(frozen=True)
 class FoundChain:
-    """The chains of a model, as `find_chain` found them; shows itself in a terminal and in Jupyter.
+    """The chains of a model found by `find_chain`; print it, or show it in Jupyter.
 
     Attributes:
         model: name of its class.
@@ -57,7 +57,7 @@ class FoundChain:
 
     @property
     def chains(self) -> tuple[tuple[FoundStage, ...], ...]:
-        """The stages, cut where one does not follow the one before it."""
+        """The stages, grouped into chains in which each follows the one before it."""
         chains: list[list[FoundStage]] = []
         for stage in self.stages:
             if stage.follows and chains:
@@ -77,12 +77,12 @@ class FoundChain:
         return (*calls, ())
 
     def layout(self, call: object) -> Layout:
-        """How the stages lie on the model, measured with this call."""
+        """The layout of these stages, for a measurement with this call."""
         return Layout(tuple(map(len, self.calls)), describe_call(call), self.calls, self.aside, self.uncalled)
 
     @property
     def saved_bytes(self) -> int:
-        """All that autograd keeps for the backward."""
+        """All bytes that autograd saves for the backward."""
         return sum(stage.saved_bytes for stage in self.stages) + sum(size for _, size in self.outside)
 
     def __str__(self) -> str:

@@ -78,7 +78,7 @@ def profile(
     estimate: bool = False,
     again: bool = True,
 ) -> Chain:
-    """Measures what every stage of `model` costs on `sample` (Beaumont et al., Section 5.1).
+    """Measures the memory and time of every stage of `model` on `sample` (Beaumont et al., Section 5.1).
 
     The modules of an `nn.Sequential` are its stages. Of any other model the chains are found first (`find_chain`), and
     the code between their stages is measured too, as stages that are `fixed`.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Execution:
-    """A way to run training steps of a model; this one runs it as it is.
+    """A way to run training steps of a model; this base class runs plain PyTorch.
 
     Schedules, DTR and the checkpointing of libraries are ways like this one. `remat.run` and `remat.compare` take an
     object of a subclass, too:
@@ -33,28 +33,28 @@ class Execution:
     warm_up: int = 1
 
     def prepared(self, model: nn.Module) -> Callable[..., Any]:
-        """What is called in place of the model: the model itself, or what stands for it. Called once, before any step.
+        """Returns what to call as the model: the model itself or a replacement. Called once, before any step.
 
         It takes what the model takes, returns what the model returns, and leaves its gradients on the model.
         """
         return model
 
     def around(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Entered around steps, and no part of them: sets up the model, and undoes that afterwards."""
+        """Context around all steps: sets up the model, and undoes that afterwards."""
         return nullcontext()
 
     def step(self) -> AbstractContextManager[Any]:
-        """Entered around each step, from the beginning of its forward to the end of its backward."""
+        """Context around each step, from the start of its forward to the end of its backward."""
         return nullcontext()
 
     def is_warm(self) -> bool:
-        """Whether `warm_up` steps were enough; asked after them, and after each of a few more."""
+        """Whether it has warmed up; called after `warm_up` steps, and after each of a few more."""
         return True
 
     def host_bytes(self) -> int:
-        """Of the host's memory, that it holds for what leaves the device."""
+        """Bytes of CPU memory that it uses for offloaded tensors."""
         return 0
 
     def report(self) -> Report | None:
-        """What it says itself of the last step (outcome, evictions, recomputations); None: nothing."""
+        """Its own report of the last step (outcome, evictions, recomputations), or None."""
         return None

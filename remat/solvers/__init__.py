@@ -126,8 +126,8 @@ def planner(solver: str | Solver, slots: int = 500, host_limit: int | str | None
 
 
 def minimum_budget(chain: Chain, solver: str | Solver = "persistent", host_limit: int | str | None = None) -> int:
-    """The least budget in bytes that `solver` can meet on `chain`: it works there and fails one byte below.
+    """The minimum budget of `solver` on `chain`, in bytes: it works there and fails one byte below.
 
-    `host_limit` as for `solve`; where that is what limits, the least that was found.
+    `host_limit` as for `solve`; where it is the limiting factor, the smallest budget found.
     """
     return planner(solver, host_limit=host_limit).minimum_budget(chain)

@@ -17,7 +17,7 @@ Operations: TypeAlias = tuple[Operation, ...]
 
 
 class Plan(NamedTuple):
-    """What a solver answers for one budget.
+    """The answer of a solver for one budget.
 
     Attributes:
         operations: the sequence.
@@ -31,7 +31,7 @@ class Plan(NamedTuple):
 
 
 class Solver(ABC):
-    """A planner: makes a schedule for a chain that stays within a budget (`docs/writing-a-solver.md`).
+    """A planner: returns a schedule of a chain that stays within a budget (`docs/writing-a-solver.md`).
 
     A subclass is a frozen dataclass whose fields are its options. It names itself and answers two questions, both in
     bytes; everything else is done here, the same for all.
@@ -49,18 +49,18 @@ class Solver(ABC):
 
     @abstractmethod
     def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:
-        """For each budget (bytes) the fastest sequence this solver finds whose peak fits, None where none does.
+        """For each budget (bytes), the fastest sequence found whose peak fits, or None.
 
         Work that several budgets share is done once; that is why they come together.
         """
 
     @abstractmethod
     def least_memory(self, chain: Chain) -> Operations:
-        """The sequence with the least peak of all that `plan` may return; its peak is the least budget that works."""
+        """The sequence with the lowest peak that `plan` may return; its peak is the minimum budget."""
 
     @final
     def solve(self, chain: Chain, budget: int | str | float) -> Schedule:
-        """A schedule within `budget`: an int (bytes), a string ("2GiB"), or a float in (0, 1] of the store-all peak.
+        """A schedule within `budget`: an int (bytes), a string ("2GiB"), or a float in (0, 1] of plain PyTorch's peak.
 
         Raises:
             InfeasibleBudget: no schedule of this solver fits; `minimum` is the least budget that works.
@@ -73,7 +73,7 @@ class Solver(ABC):
 
     @final
     def solve_many(self, chain: Chain, budgets: Sequence[int | str | float]) -> list[Schedule | InfeasibleBudget]:
-        """`solve` for many budgets at once; a budget that cannot be met answers with its error, not raised.
+        """`solve` for many budgets at once; if a budget cannot be met, its error is returned, not raised.
 
         No budget gets a slower schedule than a smaller one asked for in the same call.
         """
@@ -132,7 +132,7 @@ class Solver(ABC):
 
     @final
     def minimum_budget(self, chain: Chain) -> int:
-        """The least budget in bytes that this solver can meet, exact: it works there and fails one byte below."""
+        """The minimum budget of this solver in bytes, exact: it works there and fails one byte below."""
         return peak_and_makespan(chain, self.least_memory(self._shown(chain)))[0]
 
 

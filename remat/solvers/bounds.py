@@ -19,7 +19,7 @@ _HALF_ULP = 2.0**-24  # relative error of one float32 addition
 def lower_bound(
     chain: Chain, budget: int | str | float, slots: int = 2000, table_limit: int | str | None = None
 ) -> float:
-    """Seconds that every valid schedule of `chain` within `budget` takes at least, without the host's memory.
+    """A lower bound on the seconds of every schedule of `chain` within `budget`, without offloading.
 
     The floating recurrence (`remat.solvers.floating`), which is exact over all sequences, with sizes rounded down to
     slots and the budget rounded up: every schedule that fits the bytes fits the slots too. More slots bring it nearer

@@ -20,7 +20,7 @@ _TRIES = 24  # budgets of DTR tried, by bisection
 
 
 def freeze(chain: Chain, budget: int | str | float, heuristic: str | Heuristic = DEFAULT) -> Schedule:
-    """A schedule that runs what DTR decides on the chain's trace, within `budget` when simulated.
+    """A schedule that repeats DTR's decisions on the chain's trace, within `budget` when simulated.
 
     A schedule cannot drop what a stage has saved before its backward, nor the input of a saved stage, which DTR does
     (docs/dtr.md). So stages whose result DTR evicts are run without saving, and DTR is given less memory until what

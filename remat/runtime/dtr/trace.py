@@ -123,8 +123,8 @@ class Trace:
 
     @property
     def as_in_paper(self) -> Trace:
-        """The same without remat's own marks, as the paper's simulator reads it: what operators need besides their
-        outputs, and what a running program still holds, do not count there."""
+        """The same trace without remat's own marks, as the paper's simulator reads it: without the scratch memory of
+        operators, and without what a running program still holds."""
         kept = (each for each in self.instructions if not (isinstance(each, Annotate) and _is_mark(each.text)))
         return Trace(tuple(kept))
 
@@ -136,7 +136,7 @@ class Trace:
 
     @classmethod
     def from_chain(cls, chain: Chain) -> Trace:
-        """The trace of a chain's store-all run, so that DTR and the static planners meet on the same numbers.
+        """The trace of a step of a chain without recomputation, to compare DTR and planners on the same numbers.
 
         saved_l is one storage that holds a_l and all else that B_l needs, computed from saved_{l-1}. The gradients of
         activations are storages of their own; B_l is computed from grad_l, saved_l and saved_{l-1}. Overheads are left

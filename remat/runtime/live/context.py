@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class DTR:
-    """Keeps what a block of a program allocates within a budget, by evicting tensors and recomputing them on access.
+    """Keeps the memory of a block of code within a budget, by evicting tensors and recomputing them on access.
 
         with remat.DTR(budget="3GiB") as dtr:
             loss = model(x).loss
@@ -135,7 +135,7 @@ class DTR:
         return ways if any(each.modules for each in ways) else []
 
     def block_for(self, root: nn.Module, reserved_bytes: int) -> UnitsBlock | None:
-        """A block by calls in which this model runs; whoever asks for it begins and ends it. None where it has no
+        """A block at module granularity for one run of this model; the caller begins and ends it. None if it has no
         units that fit."""
         ways = [each for each in self._begin_at(self.where) if each.begins_with(root) and each.modules]
         if not ways:
@@ -147,12 +147,12 @@ class DTR:
 
     @property
     def runs_by_calls(self) -> bool:
-        """Whether the last block did."""
+        """Whether the last block ran at module granularity."""
         return isinstance(self._block, UnitsBlock)
 
     @property
     def is_routine(self) -> bool:
-        """Whether later blocks will not run in another way: the last one ran by calls that were all known, or there are
+        """Whether later blocks will run in the same way: all calls of the last one were already recorded, or there are
         none that could be units."""
         if isinstance(self._block, UnitsBlock):
             return self._block.is_routine
@@ -215,26 +215,25 @@ class DTR:
         return card("DTR", [("budget", format_bytes(self.budget)), ("heuristic", self.name)], body)
 
     def report(self) -> Report:
-        """What the last block cost: outcome "pass", "over" (at its end the program held more than fits), "oom" or
-        "thrash"; peak as the runtime counted it, in bytes; seconds of the whole block."""
+        """The memory and time of the last block: outcome "pass", "over" (tensors alive at its end exceed the budget),
+        "oom" or "thrash"; peak as counted by the runtime, in bytes; seconds of the whole block."""
         return self._last.report(f"dtr {self.name}")
 
     def advice(self) -> Advice:
-        """What can be done about the last block: the least budget that works, the least with 10 % overhead, the
-        operators whose recomputations cost most, and how much of the time was bookkeeping. Replays the block on paper,
-        for up to some seconds; print it."""
+        """Advice on the last block, to print: the minimum budget, the minimum budget for 10 % overhead, the most
+        expensive recomputations, and the share of time spent on bookkeeping. Simulates the block, for up to a few
+        seconds."""
         return self._last.advice()
 
     @property
     def trace(self) -> Trace:
-        """What the last block did, in the paper's log format. Under the same budget `remat.simulate_dtr` repeats the
-        block's decisions; what was in memory before the block counts nothing there."""
+        """The trace of the last block, in the paper's log format. Under the same budget `remat.simulate_dtr` repeats
+        the block's decisions; memory allocated before the block is not counted there."""
         block = self._last
         return trace_of(block.ledger, block.budget - block.ledger.budget)
 
     def plot(self, budget: int | str | float | None = None, heuristic: str | Heuristic | None = None) -> Figure:
-        """What the last block had in memory, operator by operator; or would have had within another budget, or by
-        another heuristic.
+        """A figure of the storages in memory during the last block, or as simulated with another budget or heuristic.
 
         Args:
             budget: as for `remat.simulate_dtr`; by default the block's.
@@ -246,6 +245,6 @@ class DTR:
 
     @property
     def decisions(self) -> list[tuple[str, int]]:
-        """The evictions ("evict") and recomputations ("recompute") of the last block in order, with the number of the
-        storage in the order in which operators made them."""
+        """The evictions ("evict") and recomputations ("recompute") of the last block in order, each with the number of
+        its storage, in order of creation."""
         return [(d.kind, d.what) for d in self._last.ledger.core.decisions() if d.kind in ("evict", "recompute")]

@@ -143,7 +143,7 @@ def refuse_patched(model: nn.Module) -> None:
 
 
 def remove(model: nn.Module) -> nn.Module:
-    """Ends what `remat.fit`, `rotor.Checkpointable` or `remat.apply` do to a model in place, and returns the model.
+    """Undoes what `remat.fit`, `rotor.Checkpointable` or `remat.apply` did to a model in place; returns the model.
 
     Raises:
         RematError: this model trains by no plan.
