@@ -42,7 +42,7 @@ def test_a_call_goes_on_where_the_last_one_stopped(
 
     def broken(device: torch.device, small: bool) -> dict[str, Any]:
         calls.append("broken")
-        raise AssertionError("2 of 3 gradients have other bits")
+        raise AssertionError("2 of 3 gradients are not bit-identical")
 
     def absent(device: torch.device, small: bool) -> dict[str, Any]:
         calls.append("absent")

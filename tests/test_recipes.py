@@ -72,7 +72,7 @@ def run(script: ModuleType, norms: list[nn.Module], capsys: pytest.CaptureFixtur
     norms.clear()
     capsys.readouterr()
     losses = script.main(options)
-    planned = re.findall(r"(\d+) recomputations? of|a part of (\d+) stage", capsys.readouterr().err)
+    planned = re.findall(r"(\d+) recomputations? of|(\d+) stages? partly", capsys.readouterr().err)
     again = sum(int(whole or part) for whole, part in planned)
     return Outcome(losses, again, len(norms))
 

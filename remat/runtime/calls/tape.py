@@ -240,7 +240,7 @@ class Recorder(TorchDispatchMode, Watch):
         given = [*flat(args), *flat(kwargs.values())]
         reads = tuple(dict.fromkeys(self.number(tensor) for tensor in given))
         if not isinstance(func, torch._ops.OpOverload):
-            self.tape.whole = f"{func} is no ordinary operator"
+            self.tape.whole = f"{func} is not an ordinary operator"
             return func(*args, **kwargs)
         traits = traits_of(func)
         changes = [] if traits.turns else written(func, args, kwargs)
@@ -285,23 +285,23 @@ class Recorder(TorchDispatchMode, Watch):
         if access is Access.READS:
             self.tape.observed.append((len(self.tape.operators), number))
         else:
-            self.tape.whole = "it hands out memory, and nobody sees when that is read"
+            self.tape.whole = "it exposes memory that may be read unseen"
 
     def constructs(self) -> None:
         self._constructs = self._constructs or get_ident() == self._thread
 
     def elsewhere(self) -> None:
         if get_ident() == self._thread:
-            self.tape.whole = "it gives work to other threads"
+            self.tape.whole = "it starts work in other threads"
 
     def _look_at(self, func: Any, traits: Traits, values: Sequence[Any]) -> None:
         """Notes why a run in which this operator is called must not be made again, or not in part."""
         if not traits.repeatable:
             self.tape.meets = str(func)
         if not traits.repeatable or traits.label in _CHANGES_STORAGE:
-            self.tape.whole = f"{func} must not run in part of a forward"
+            self.tape.whole = f"{func} cannot run in a partial forward"
         if traits.is_fresh and not self._constructs:
-            self.tape.whole = "it makes a tensor of values, and nobody sees which"
+            self.tape.whole = "it creates a tensor from unknown values"
         self._constructs = False
         if foreign(passed_to(values), self.known):
             self.tape.draws_elsewhere = True
@@ -375,7 +375,7 @@ class Recorder(TorchDispatchMode, Watch):
     def number(self, tensor: torch.Tensor) -> int:
         """Of the storage that a tensor lies in."""
         if type(tensor) not in _KINDS or tensor.layout != torch.strided:
-            self.tape.whole = f"it works on tensors of {type(tensor).__name__}, {tensor.layout}"
+            self.tape.whole = f"it uses tensors of type {type(tensor).__name__}, {tensor.layout}"
             return OUTSIDE
         return self._numbers.get(storage_of(tensor)._cdata, OUTSIDE)
 

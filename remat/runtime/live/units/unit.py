@@ -192,9 +192,9 @@ class Unit:
         if self.writes:
             self.kept = "it changes its input"
         if tape.meets:
-            self.never_again(f"processes meet in it, by {tape.meets}")
+            self.never_again(f"it runs the collective {tape.meets}")
         if tape.draws_elsewhere:
-            self.never_again("it draws from a torch.Generator that it neither holds nor is passed")
+            self.never_again("it draws from a torch.Generator that is not its attribute or argument")
         self.draws = draws or any(operator.draws for operator in tape.operators)
         if not self.needs_environment:
             self.working_bytes = 0
