@@ -62,7 +62,7 @@ def report_of(
     if by_model:
         overhead = (own + again) / own if own else None
     elif learns:
-        notes = [f"{format_seconds(max(seconds - spent, 0.0))} of it to learn this step (once)", *notes]
+        notes = [f"{format_seconds(max(seconds - spent, 0.0))} of it to learn this step", *notes]
     elif own:
         overhead = seconds / (own * 1e-9)
     peak = max(ledger.peak, limits.over.peak_bytes if limits.over is not None else 0)
