@@ -307,7 +307,7 @@ def test_predictions_alone_run_no_step() -> None:
     assert not found.measured
     assert found.at("dtr-operators", 0.8).outcome == "pass"
     assert "dtr" not in found.strategies
-    assert any("by running it only" in note for note in found.notes)
+    assert any("only a measurement shows its cost" in note for note in found.notes)
     assert {entry.outcome for entry in found.entries} >= {"pass", "infeasible"}
     assert found.best(0.8).predicted is not None
     assert "predicted" in found.plot("throughput").axes[0].get_title()

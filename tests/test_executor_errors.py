@@ -371,7 +371,7 @@ def test_the_sample_on_another_device(sample: torch.Tensor) -> None:
     [
         ((torch.ones(2), torch.ones(2)), "'0' fails on this sample: TypeError"),  # the pair is the one argument
         ({}, "the sample is a dict without a tensor"),
-        ("text", "the sample is a str without a tensor in it"),
+        ("text", "the sample is a str without a tensor"),
         (torch.ones(2, 99), "'0' fails on this sample: RuntimeError"),
         (torch.ones(2, 4).to_sparse(), r"a sparse_coo tensor of shape \(2, 4\)"),
     ],

@@ -409,7 +409,7 @@ def test_measuring_leaves_attributes_as_they_were(found: bool) -> None:
         ({"memory": 10**30}, "above the largest budget"),
         ({"memory": 1}, r"An int counts bytes; 1\.0 is all that plain PyTorch needs"),
         ({"memory": [0.5]}, "a list is not a budget"),
-        ({"slots": "5"}, "slots='5': it is a whole number"),
+        ({"slots": "5"}, "slots='5': must be an int"),
         ({"sample": torch.randn(64, 31)}, "fails on this sample"),
         ({"sample": None}, "without a tensor"),
     ],
