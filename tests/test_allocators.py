@@ -331,7 +331,7 @@ def test_what_is_reserved_is_a_figure_of_its_own(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(bench, "MemoryMeter", Reserving)
     report = remat.run(model, sample, remat.DTR("1GiB"), repeats=1)
     assert report.reserved_bytes == 2**30 > report.peak_bytes
-    assert "1.00 GiB reserved in all" in str(report) and "reserved in all" in report._repr_html_()
+    assert "1.00 GiB reserved in total" in str(report) and "reserved in total" in report._repr_html_()
     report.save(tmp_path / "report.json")
     assert remat.Report.load(tmp_path / "report.json") == report
     found = remat.compare(model, sample, budgets=[1.0], strategies=["store_all"], repeats=1, progress=False)
