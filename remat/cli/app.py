@@ -47,16 +47,31 @@ app = typer.Typer(
 )
 console = Console()
 
-_MODELS = (  # remat.models.examples.EXAMPLES, which imports PyTorch
-    "One of gpt, gpt96, resnet18, 34, 50, 101, 152, 200 or 1001, densenet121, 161, 169 or 201, inception_v3, vgg11, "
-    "13, 16 or 19; or your own as package.module:function or file.py:function"
+MODELS = (  # the names of remat.models.examples.EXAMPLES, which imports PyTorch
+    *("gpt", "gpt96", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnet200", "resnet1001"),
+    *("densenet121", "densenet161", "densenet169", "densenet201", "inception_v3", "vgg11", "vgg13", "vgg16", "vgg19"),
 )
+_MODELS = f"One of {', '.join(MODELS)}; or your own as package.module:function or file.py:function"
 BUDGETS = "Comma-separated fractions of plain PyTorch's peak, bytes, or sizes with a unit."
 SLOTS = "Resolution of the planners: memory is divided into so many units."
 
-Model = Annotated[str, typer.Argument(help=f"{_MODELS}.")]
+
+def _model(name: str) -> str:
+    """Refuses a misspelt name at once, before PyTorch is imported."""
+    if name not in MODELS and ":" not in name and not name.endswith(".json"):
+        raise RematError(
+            f"unknown model {name!r}; choose one of {', '.join(MODELS)}, or write package.module:function or "
+            "file.py:function for a function that returns (model, sample) or (model, sample, loss)"
+        )
+    return name
+
+
+Model = Annotated[str, typer.Argument(help=f"{_MODELS}.", callback=_model)]
 ModelOrChain = Annotated[
-    str, typer.Argument(help=f"{_MODELS}; or a chain.json of `remat profile`, which is not measured again.")
+    str,
+    typer.Argument(
+        help=f"{_MODELS}; or a chain.json of `remat profile`, which is not measured again.", callback=_model
+    ),
 ]
 Batch = Annotated[int, typer.Option(help="Batch size, for the models named here.", metavar="N", min=1)]
 Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, ...", metavar="NAME")]

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from remat.runtime.dtr.trace import Trace
 
 
+_WHY = {
+    "oom": "an operator does not fit, with its inputs, its outputs and tensors that cannot be evicted",
+    "thrash": "recomputation takes the step over --thrash-limit times its own time",
+}
+
+
 @app.command(cls=Command)
 def simulate(
     traces: Annotated[
@@ -58,9 +64,16 @@ def simulate(
         cells = sweep(replays, sizes, chosen, [deallocation], thrash_limit=thrash_limit, progress=told)
     for model, replay in replays.items():
         own = [cell for cell in cells if cell.model == model]
-        peak, constants = map(format_bytes, (replay.baseline.peak_bytes, replay.baseline.constant_bytes))
-        console.print(f"{model}: peak {peak}, constants {constants}; overhead by heuristic:", highlight=False)
+        peak, constants, largest = map(format_bytes, replay.baseline[:3])
+        console.print(
+            f"{model}: peak {peak} without evictions and without scratch memory, which a trace does not have; {constants} "
+            f"of constants, {largest} for the largest operator with its inputs and outputs. Overhead by heuristic:",
+            highlight=False,
+        )
         console.print(sweep_table(own, names))
+        for outcome, why in _WHY.items():
+            if any(cell.report.outcome == outcome for cell in own):
+                console.print(f"{outcome}: {why}", highlight=False)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         _write_cells(out, cells)

@@ -82,10 +82,7 @@ def load_unplaced(name: str, batch: int) -> Example:
         return EXAMPLES[name](batch)
     module_name, colon, function_name = name.partition(":")
     if not colon:
-        raise RematError(
-            f"unknown model {name!r}; choose one of {', '.join(EXAMPLES)}, or write package.module:function or "
-            "file.py:function for a function that returns (model, sample) or (model, sample, loss)"
-        )
+        raise RematError(f"unknown model {name!r}; choose one of {', '.join(EXAMPLES)}")
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` has it, so that a module of one's own is found
     try:
