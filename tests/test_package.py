@@ -196,7 +196,7 @@ def test_command_line_simulates_and_makes_experiments(cli, tmp_path: Path) -> No
     chain.save(tmp_path / "b.json")
     done = cli("simulate", "a.log.gz", "b.json", "--budgets", "0.5,1.0", "--heuristics", "h_dtr_eq", "--out", "out")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("overhead by heuristic") == 2
+    assert done.stdout.count("without evictions") == 2
     rows = json.loads((tmp_path / "out" / "simulations.json").read_text())
     assert [(row["model"], row["outcome"]) for row in rows] == [("a.log", "pass")] * 2 + [("b", "pass")] * 2
     assert rows[0]["overhead"] == rows[2]["overhead"] > rows[1]["overhead"] == pytest.approx(1.0)

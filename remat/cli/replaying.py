@@ -66,8 +66,9 @@ def simulate(
         own = [cell for cell in cells if cell.model == model]
         peak, constants, largest = map(format_bytes, replay.baseline[:3])
         console.print(
-            f"{model}: peak {peak} without evictions and without scratch memory, which a trace does not have; {constants} "
-            f"of constants, {largest} for the largest operator with its inputs and outputs. Overhead by heuristic:",
+            f"{model}: peak {peak} without evictions and without scratch memory, which a trace does not have; "
+            f"{constants} of constants, {largest} for the largest operator with its inputs and outputs. Overhead by "
+            "heuristic:",
             highlight=False,
         )
         console.print(sweep_table(own, names))
