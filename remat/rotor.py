@@ -34,7 +34,7 @@ from remat.runtime.planned.patched_forward import (
     refuse_other_path,
     refuse_patched,
 )
-from remat.runtime.planned.validity import Validity, smallest_covering, training
+from remat.runtime.planned.validity import Snapshot, Validity, look_of, smallest_covering, training
 from remat.runtime.planned.wrapper import Wrapper
 from remat.runtime.pytree import Arguments
 from remat.runtime.sharding import is_sharded
@@ -67,6 +67,20 @@ class _Prepared(NamedTuple):
     chain: Chain | None
     schedule: Schedule
     executor: Executor
+
+
+class _Latest(NamedTuple):
+    """The plan of the last call, and what it goes by.
+
+    Attributes:
+        present: the plan for what was measured, at that time.
+        look: of the call.
+    """
+
+    plan: _Prepared
+    present: _Prepared | None
+    look: tuple[Any, ...]
+    model: Snapshot
 
 
 class Checkpointable(Wrapper):
@@ -175,6 +189,7 @@ class Checkpointable(Wrapper):
         self._plan: _Prepared | None = None
         self._plans: dict[Validity, _Prepared] = {}
         self._measured_state: Validity | None = None
+        self._latest: _Latest | None = None
         self.in_flight = in_flight
         self.output_held = output_held
         self.options, self.keep, self.recompute = options, keep, recompute
@@ -409,6 +424,14 @@ class Checkpointable(Wrapper):
         return self._plan_for(Arguments(args, kwargs)).executor
 
     def _plan_for(self, call: Arguments) -> _Prepared:
+        """The plan for such a call, as a rule the one of the call before, since nothing has changed."""
+        latest, look = self._latest, look_of(call)
+        if latest is None or latest.present is not self._plan or latest.look != look or not latest.model.is_current():
+            plan = self._fitting_plan(call)
+            latest = self._latest = _Latest(plan, self._plan, look, Snapshot(self.wrapped))
+        return latest.plan
+
+    def _fitting_plan(self, call: Arguments) -> _Prepared:
         if self._plan is not None and not self._plan.executor.is_current:
             self._forget()
         if self._plan is not None and self._request is None:

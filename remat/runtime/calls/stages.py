@@ -77,7 +77,7 @@ def _flatten(prefix: str, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, child in model._modules.items():
         if child is None:
             continue
-        if is_sequential(child) and not _has_hooks(child) and not _is_changed(child):
+        if is_sequential(child) and not has_hooks(child) and not _is_changed(child):
             yield from _flatten(f"{prefix}{name}.", child)
         else:
             yield prefix + name, child
@@ -89,7 +89,7 @@ def _is_changed(module: nn.Module) -> bool:
     return own is not None and getattr(own, "__func__", None) is not type(module).forward
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
@@ -153,10 +153,19 @@ def describe_call(value: Any) -> tuple[str, ...]:
     """What a measurement with this input holds for: a line per tensor, and one for autocast where it is on."""
     lines = describe(value)
     for kind in sorted({tensor.device.type for tensor in tensors(value)}):
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            cache = "" if torch.is_autocast_cache_enabled() else " without its cache"
-            lines += (f"autocast to {str(torch.get_autocast_dtype(kind)).removeprefix('torch.')} on {kind}{cache}",)
+        autocast = autocast_of(kind)
+        if autocast is not None:
+            dtype, cached = autocast
+            cache = "" if cached else " without its cache"
+            lines += (f"autocast to {str(dtype).removeprefix('torch.')} on {kind}{cache}",)
     return lines
+
+
+def autocast_of(kind: str) -> tuple[torch.dtype, bool] | None:
+    """What autocast casts to on devices of this type, and whether it keeps what it has cast; None where it is off."""
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return None
+    return torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
 
 
 def single_input(sample: Any) -> Any:

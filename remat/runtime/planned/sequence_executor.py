@@ -32,9 +32,7 @@ class SequenceExecutor(Executor):
     def _run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]) -> Any:
         value = input_of(Arguments(args, kwargs))
         if self.is_plain:
-            for stage in self.stages:
-                value = stage(value)
-            return value
+            return nn.Sequential.forward(self.model, value)  # type: ignore[arg-type]  # which is one: see `flatten`
         run = Run(self)
         with self.lock:
             value = self._by_program(run, value)
