@@ -52,20 +52,17 @@ class InfeasibleBudget(RematError, ValueError):
     Attributes:
         budget: the budget asked for, in bytes.
         minimum: the minimum budget of the same solver, in bytes.
-        exact: False where the budget was refused before the minimum was known, which is larger than `minimum` then.
+        exact: False where the budget was refused before everything was measured, and `minimum` is an estimate.
     """
 
     def __init__(self, budget: int, minimum: int, solver: str = "", *, exact: bool = True) -> None:
         self.budget, self.minimum, self.solver, self.exact = budget, minimum, solver, exact
         by = f" with solver {solver!r}" if solver and solver != "fastest" else ""
         hint = " (An int counts bytes; 1.0 is all that plain PyTorch needs.)" if budget == 1 else ""
-        least = (
-            f"the minimum is {format_bytes(minimum)} ({minimum} bytes). Use that, a smaller batch, or shorter inputs."
-            if exact
-            else f"a first pass shows that more than {format_bytes(minimum)} are needed. Use memory=0.5, half of what "
-            "plain PyTorch needs, to see which limits work."
-        )
-        super().__init__(f"{format_bytes(budget)} ({budget} bytes) is too small{by}: {least}{hint}")
+        about = "" if exact else "about "
+        then = "" if exact else " (a limit near to it is measured exactly)"
+        least = f"the minimum is {about}{format_bytes(minimum)} ({minimum} bytes){then}. Use that, a smaller batch, or "
+        super().__init__(f"{format_bytes(budget)} ({budget} bytes) is too small{by}: {least}shorter inputs.{hint}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(type(self), exact=self.exact), (self.budget, self.minimum, self.solver)

@@ -39,6 +39,7 @@ from remat.simulation import simulate
 from remat.solvers import planner
 from remat.solvers.base import Solver, store_all_peak
 from remat.solvers.bounds import least_of_any
+from remat.solvers.persistent import Persistent
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -217,9 +218,9 @@ def _train_by_calls(
 
 def _refuse_hopeless(limit: int | str | float, chain: Chain) -> None:
     """Refuses a limit that nothing can meet as soon as sizes are known, before all the rest is measured."""
-    budget, least = resolve_budget(limit, store_all_peak(chain)), least_of_any(chain)
-    if _is_hopeless(budget, least):
-        raise InfeasibleBudget(budget, least, "fastest", exact=False)
+    budget = resolve_budget(limit, store_all_peak(chain))
+    if _is_hopeless(budget, least_of_any(chain)):
+        raise InfeasibleBudget(budget, Persistent().minimum_budget(chain), exact=False)
 
 
 def _is_hopeless(budget: int, least: int) -> bool:

@@ -135,13 +135,13 @@ def test_a_limit_far_too_small_is_refused_after_the_first_passes() -> None:
     model, sample = model_and_sample()
     told: list[str] = []
     handle = remat.rotor.Checkpointable(model, in_place=False)
-    with pytest.raises(remat.InfeasibleBudget, match="first pass shows that more than") as refused:
+    with pytest.raises(remat.InfeasibleBudget, match="the minimum is about") as refused:
         remat.fit(model, sample, "1KiB", quiet=True)
     assert not refused.value.exact and model not in remembered._last
     handle.measure(sample)
-    with pytest.raises(remat.InfeasibleBudget) as exact:
-        handle.plan_with("persistent", refused.value.minimum)  # which only says what is too little
-    assert exact.value.exact and exact.value.minimum > refused.value.minimum
+    assert handle.chain is not None
+    least = remat.minimum_budget(handle.chain)
+    assert 0.8 * least < refused.value.minimum < 1.2 * least
     again = pickle.loads(pickle.dumps(refused.value))
     assert (again.exact, again.minimum, str(again)) == (False, refused.value.minimum, str(refused.value))
     with pytest.raises(RuntimeError, match="enough"):

@@ -52,6 +52,14 @@ class StandIn:
         return _plain_forward, (self._module, self._own)
 
 
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether the forward is that of the module's class, also where something stands in for it."""
+    found = vars(module).get("forward")
+    while isinstance(found, StandIn):
+        found = found._own
+    return found is None
+
+
 def _plain_forward(module: nn.Module, own: Forward | None = None) -> Forward:
     return types.MethodType(type(module).forward, module) if own is None else own
 

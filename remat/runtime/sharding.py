@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -19,9 +19,13 @@ if TYPE_CHECKING:
     from remat.runtime.calls.stages import Stage
 
 
-@contextmanager
-def unsharded(modules: Sequence[nn.Module]) -> Iterator[None]:
+def unsharded(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Inside, the parameters of `modules` are whole; those that were in shards before are so again afterwards."""
+    return _unsharded(modules) if any(map(is_sharded, modules)) else nullcontext()
+
+
+@contextmanager
+def _unsharded(modules: Sequence[nn.Module]) -> Iterator[None]:
     opened: list[Any] = []
     try:
         for module in modules:

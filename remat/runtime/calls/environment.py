@@ -6,8 +6,8 @@ changes, parameter versions.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -19,6 +19,7 @@ from remat.runtime.allocator import refuse_untried, rounded
 from remat.runtime.calls.attributes import Attributes
 from remat.runtime.calls.ending import sum_of
 from remat.runtime.calls.stages import Stage
+from remat.runtime.calls.steady import is_steady
 from remat.runtime.fakes import in_earnest, is_fake
 from remat.runtime.generators import RandomState, of_python
 from remat.runtime.meter import instruments
@@ -227,21 +228,30 @@ class FirstRun:
         beside: Any = (),
         own: Sequence[Any] = (),
     ) -> None:
-        self._stage = stage
-        self._flags = tuple(part.training for part in stage.parts)
+        self._stage, self._watch = stage, watch
+        self._flags = tuple([part.training for part in stage.parts])
         self._parameters = Parameters(stage.parameters())
-        self._sums = None if watch.rewritten is not None else _sums(stage)
-        self._rewritten: list[torch.Tensor] = []  # parameters that the forward itself wrote to
         self._autocast = autocast_states({tensor.device.type for tensor in tensors(value)} | {"cpu"})
         self._surroundings, self._modes = present(), function_modes()
         self._shapes = tuple(map(_look, tensors((value, beside))))
-        self._devices = accelerators(stage, value)
-        self._watch = watch
-        own = [*own, *(of_python() if watch.draws_from_python is not False else ())]
-        self._random: RandomState | None = RandomState(self._devices, own) if preserve_random else None
+        self._is_steady = not own and not self._modes and is_steady(stage.parts)
+        self._sums: list[int] | None = None
+        self._rewritten: list[torch.Tensor] = []  # parameters that the forward itself wrote to
+        self._random: RandomState | None = None
+        self._before: dict[_Key, _Before] = {}
+        self._changed: dict[_Key, _Before] = {}
+        if not self._is_steady:
+            self._note_state(value, own if preserve_random else None)
+
+    def _note_state(self, value: Any, own: Sequence[Any] | None) -> None:
+        """What a run may draw on and change."""
+        stage, watch = self._stage, self._watch
+        self._sums = None if watch.rewritten is not None else _sums(stage)
+        if own is not None:
+            python = of_python() if watch.draws_from_python is not False else ()
+            self._random = RandomState(accelerators(stage, value), [*own, *python])
         self._before = watch.before(stage, self._flags)
         self._attributes = Attributes(stage.parts)
-        self._changed: dict[_Key, _Before] = {}
 
     @property
     def situation(self) -> Hashable:
@@ -251,6 +261,8 @@ class FirstRun:
 
     def ended(self) -> None:
         """To be called when the first run is over: keeps only what it really drew on and changed."""
+        if self._is_steady:
+            return
         # A stage may change a parameter itself (Embedding's max_norm); only what comes after its run is an error.
         if self._sums is not None:
             pairs = zip(self._sums, _sums(self._stage), strict=True)
@@ -288,8 +300,7 @@ class FirstRun:
         copies = [was.copy for was in self._changed.values() if was.copy is not None and was.copy is not was.buffer]
         return copies if self._random is None else [*copies, self._random.cpu]
 
-    @contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self) -> AbstractContextManager[Any]:
         """The surroundings of the first run; afterwards everything is as before, buffers changed once included.
 
         Raises:
@@ -297,21 +308,31 @@ class FirstRun:
                 writes other values to a parameter of its own each time.
         """
         self._parameters.refuse_others(self._stage, f"stage {self._stage.name!r}")
+        contexts: list[AbstractContextManager[Any]] = []
+        if any([part.training is not flag for part, flag in zip(self._stage.parts, self._flags, strict=True)]):
+            contexts.append(flags_again(self._stage.parts, self._flags))
+        if present() is not self._surroundings:
+            contexts.append(self._surroundings.again())
+        if autocast_states([state["device_type"] for state in self._autocast]) != self._autocast:
+            contexts += [torch.autocast(**state) for state in self._autocast]
+        if not self._is_steady:
+            contexts.append(self._state_again())
+        return all_of(contexts)
+
+    @contextmanager
+    def _state_again(self) -> Iterator[None]:
+        """What the first run drew on and changed."""
         written = [(weight, weight.detach().clone()) for weight in self._rewritten]
-        with ExitStack() as stack:
-            stack.enter_context(flags_again(self._stage.parts, self._flags))
-            stack.enter_context(self._surroundings.again())
-            stack.enter_context(under(self._modes))
-            stack.enter_context(self._attributes.again())
-            stack.enter_context(self._buffers_again())
-            stack.callback(self._note_versions)
-            if self._random is not None:
-                stack.callback(self._random.now().restore)
-                self._random.restore()
-            if autocast_states({state["device_type"] for state in self._autocast}) != self._autocast:
-                for state in self._autocast:
-                    stack.enter_context(torch.autocast(**state))
-            yield
+        with under(self._modes), self._attributes.again(), self._buffers_again():
+            now = None if self._random is None else self._random.now()
+            try:
+                if self._random is not None:
+                    self._random.restore()
+                yield
+            finally:
+                if now is not None:
+                    now.restore()
+                self._note_versions()
             for weight, was in written:
                 if not is_fake(weight) and not torch.equal(weight, was):
                     weight.detach().copy_(was)
@@ -347,6 +368,19 @@ class FirstRun:
                 holder[name] = buffer
 
 
+def all_of(contexts: Sequence[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
+    """Inside, all of them are entered, in their order."""
+    return _entered(contexts) if contexts else nullcontext()
+
+
+@contextmanager
+def _entered(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
 @contextmanager
 def flags_again(parts: Sequence[nn.Module], flags: Sequence[bool]) -> Iterator[None]:
     """Inside, modules are in train or eval mode as these flags say."""
@@ -376,7 +410,7 @@ def _look(tensor: torch.Tensor) -> Hashable:
     return tensor.shape, stride, tensor.dtype, tensor.requires_grad
 
 
-def autocast_states(device_types: set[str]) -> list[dict[str, Any]]:
+def autocast_states(device_types: Collection[str]) -> list[dict[str, Any]]:
     """Arguments of `torch.autocast` that bring back the present state; a backward usually runs outside of it."""
     return [
         {

@@ -24,7 +24,7 @@ from remat.runtime.calls.stage_calls import StageCalls
 from remat.runtime.generators import RandomState, held_by
 from remat.runtime.patching import Forward, intercepted, is_compiled
 from remat.runtime.planned.forward_run import Executor, Open, Run
-from remat.runtime.planned.program import compile_schedule
+from remat.runtime.planned.program import Step, compile_schedule
 from remat.runtime.pytree import first_tensor
 from remat.schedule import Schedule
 
@@ -103,6 +103,7 @@ class _Calls:
     def __init__(self, places: Places, run: Run) -> None:
         self._route, self._run = Route(places), run
         self._steps = iter(run.program.forward)
+        self._passing: Step | None = None  # a stage under way that is not watched
         self._open: Open | None = None
         self._calls: StageCalls | None = None  # of the open stage
 
@@ -118,6 +119,12 @@ class _Calls:
         if not run.left:
             self._expect(place, name, args, kwargs)
         opened, calls = self._open, self._calls
+        if not run.left and place is not None and self._passing is not None:
+            self._route.passed()
+            output = forward(*args, **kwargs)
+            if place.last:
+                self._pass(self._passing, output)
+            return output
         if run.left or place is None or opened is None or calls is None:
             return forward(*args, **kwargs)
         self._route.passed()
@@ -158,6 +165,9 @@ class _Calls:
                 run.observe(step.operation)
                 run.settle(step, value)
         self._route.let_go()
+        if run.passes(step):
+            self._passing = step
+            return
         stage = run.executor.stages[index - 1]
         several = not place.last
         generators = None
@@ -165,6 +175,13 @@ class _Calls:
             generators = partial(RandomState, accelerators(stage, value), held_by(run.executor.holders))
         self._calls = StageCalls(value, stage.name, several=several, generators=generators)
         self._open = run.begins(step, value, self._calls, (args, kwargs))
+
+    def _pass(self, step: Step, output: Any) -> None:
+        """The one run of a stage is over that is not watched."""
+        self._passing = None
+        activation = first_tensor(output)
+        self._run.passed(step, activation, output)
+        self._route.hand_on(step.operation.stage, activation)
 
     def _close(self, opened: Open, calls: StageCalls, output: Any) -> None:
         """The first run of a stage is over."""
@@ -191,7 +208,7 @@ class _Calls:
         self._run.left = why
         self._route.let_go()
         opened, calls = self._open, self._calls
-        self._open = self._calls = None
+        self._open = self._calls = self._passing = None
         if opened is not None and calls is not None:  # its calls so far are what there is to recompute
             calls.complete()
             self._run.leaves(opened)

@@ -195,6 +195,13 @@ class Executor(ABC):
         """Whether the stages still are modules of the model."""
 
     @property
+    def begins_something(self) -> Sequence[bool]:
+        """Of each stage, from 0 on, whether there is something to do when its backward begins."""
+        if self.observer is not None or self.program.sends:
+            return (True,) * (self.program.stages + 1)
+        return self.program.begins_something
+
+    @property
     def is_plain(self) -> bool:
         """Whether the model runs as it is: nothing is recomputed or sent away, and nobody looks on."""
         return self.program.is_plain and self.observer is None
@@ -251,7 +258,7 @@ class Run:
         environment = None
         if not step.last:
             watch, preserve_random = self.executor.watches[index - 1], self.executor.preserve_random
-            own = held_by(self.executor.holders, beside)
+            own = held_by(self.executor.holders, beside) if self.executor.holders or beside else ()
             environment = FirstRun(stage, value, watch, preserve_random=preserve_random, beside=beside, own=own)
         record = None
         if environment is not None or step.operation.kind != F_ALL or self.executor.sent(step.operation):
@@ -289,6 +296,22 @@ class Run:
             )
         self.settle(step, output)
         self._send(step.operation)
+        self._waits_for_backward(index, returned)
+
+    def passes(self, step: Step) -> bool:
+        """Whether nothing of this stage runs again, nor anything on its input, so that nobody has to watch it run."""
+        return step.is_plain and self.executor.observer is None and step.operation.stage - 1 not in self._stored
+
+    def passed(self, step: Step, output: Any, returned: Any) -> None:
+        """Such a stage has run; `output` and `returned` as for `ended`."""
+        self.settle(step, output)
+        self._waits_for_backward(step.operation.stage, returned)
+
+    def _waits_for_backward(self, index: int, returned: Any) -> None:
+        """The backward of stage `index` will begin at a node of what it returned, if there is something to do then."""
+        first = self._lowest > self.program.stages
+        if not first and not self.executor.begins_something[index]:
+            return
         for node in dict.fromkeys(tensor.grad_fn for tensor in tensors(returned) if tensor.grad_fn is not None):
             node.register_prehook(_Trigger(self, index))
             self._lowest = min(self._lowest, index)

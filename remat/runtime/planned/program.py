@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from remat.chain import Chain, Option
@@ -33,6 +34,11 @@ class Step(NamedTuple):
     ends_early: bool = False
     completes: bool = False
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the stage runs once, and all that it saves is kept."""
+        return self.first and self.last and self.operation.kind == F_ALL and not self.operation.option
+
 
 @dataclass(frozen=True)
 class Program:
@@ -51,6 +57,11 @@ class Program:
     phases: tuple[tuple[Step, ...], ...]
     stores_input: bool
     sends: bool = False
+
+    @cached_property
+    def begins_something(self) -> tuple[bool, ...]:
+        """Of each stage, from 0 on, whether something comes before its backward; before the last one, a check."""
+        return (*map(bool, self.phases[:-1]), True)
 
     @property
     def is_plain(self) -> bool:

@@ -55,6 +55,10 @@ class SequenceExecutor(Executor):
 
     def _first_run(self, run: Run, step: Step, value: Any) -> Any:
         stage = self.stages[step.operation.stage - 1]
+        if run.passes(step):
+            output = stage(value)
+            run.passed(step, output, output)
+            return output
         opened = run.begins(step, value, stage)
         with run.saving(opened):
             output = stage(value)

@@ -1,0 +1,40 @@
+"""Stages of PyTorch's own layers that depend on nothing but input, parameters, autocast and flags of backends.
+
+They draw no random numbers, have no buffers, and their forwards change no attribute and no parameter, so that none of
+these has to be saved before they run and restored when they run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.nn.modules import module as _of_all
+
+from remat.runtime.calls.stages import has_hooks
+from remat.runtime.patching import has_own_forward
+
+_NAMES = """
+    Identity Sequential ModuleList ModuleDict Linear Bilinear Flatten Unflatten LayerNorm GroupNorm RMSNorm
+    LocalResponseNorm ReLU ReLU6 LeakyReLU PReLU ELU CELU SELU GELU SiLU Mish GLU Tanh Sigmoid LogSigmoid Softplus
+    Softsign Softshrink Hardshrink Hardsigmoid Hardswish Hardtanh Tanhshrink Threshold Softmax LogSoftmax Softmin
+    PixelShuffle PixelUnshuffle Upsample ChannelShuffle CosineSimilarity PairwiseDistance
+"""
+_OF_DIMENSIONS = "Conv ConvTranspose MaxPool AvgPool AdaptiveMaxPool AdaptiveAvgPool LPPool ConstantPad ZeroPad"
+_STEADY = frozenset(
+    getattr(nn, name)
+    for name in (*_NAMES.split(), *(f"{kind}{n}d" for kind in _OF_DIMENSIONS.split() for n in (1, 2, 3)))
+    if hasattr(nn, name)  # in this version of PyTorch
+)
+
+
+def is_steady(parts: Sequence[nn.Module]) -> bool:
+    """Whether all these modules are such layers, as PyTorch has them, with plain parameters and without hooks."""
+    if _of_all._global_forward_hooks or _of_all._global_forward_pre_hooks:
+        return False
+    for part in parts:
+        if type(part) not in _STEADY or part._buffers or has_hooks(part) or not has_own_forward(part):
+            return False
+        if any([type(each) is not nn.Parameter for each in part._parameters.values() if each is not None]):
+            return False
+    return True
