@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from remat.chain import Chain
 from remat.errors import OverBudgetWarning
@@ -78,7 +79,7 @@ def _of_module(module: nn.Module) -> tuple[Any, ...]:
         id(module),
         type(module),
         tuple(id(hook) for hooks in hooks_of(module) for hook in hooks.values()),
-        tuple(None if t is None else (tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in owned),
+        tuple(None if t is None or is_lazy(t) else (tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in owned),
         tuple(
             part for name in sorted(vars(module).keys() - OWN - ours) for part in (name, *_plain_in(vars(module)[name]))
         ),
