@@ -299,8 +299,12 @@ class Run:
         self._waits_for_backward(index, returned)
 
     def passes(self, step: Step) -> bool:
-        """Whether nothing of this stage runs again, nor anything on its input, so that nobody has to watch it run."""
-        return step.is_plain and self.executor.observer is None and step.operation.stage - 1 not in self._stored
+        """Whether nothing of this stage runs again, nor anything on its input, so that nobody has to watch it run.
+
+        Where something is sent away, the end of each stage lets go of what the one before it has sent (rule 7).
+        """
+        looked_on = self.executor.observer is not None or self.program.sends
+        return step.is_plain and not looked_on and step.operation.stage - 1 not in self._stored
 
     def passed(self, step: Step, output: Any, returned: Any) -> None:
         """Such a stage has run; `output` and `returned` as for `ended`."""
