@@ -16,7 +16,7 @@ from remat import rotor
 from remat.errors import LeftChain, PlanMismatch, ReplayError
 from remat.solvers.base import store_all_peak
 from support.library_models import Blocks, Residual, blocks, convolutions, records
-from support.steps import assert_same
+from support.steps import assert_same, train_step
 from support.training import budgets_of, made, train
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -106,6 +106,46 @@ def test_a_forward_that_leaves_the_chain_is_noticed_and_right(path: str) -> None
             train(strict, sample)
         strict.path = "all"
         assert_same(train(wandering("all"), sample), train(strict, sample))
+
+
+class Turning(nn.Module):
+    """A block that takes its other layer when told to, and draws and counts after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.other_way = nn.Linear(8, 8), nn.Linear(8, 8), False
+        self.norm, self.dropout = nn.BatchNorm1d(8), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        taken = self.other if self.other_way else self.one
+        return x + self.dropout(self.norm(taken(x).tanh()))
+
+
+class Turns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Turning() for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("options", [False, True])
+def test_a_call_that_leaves_the_chain_midway_runs_again_with_all_that_it_drew_and_changed(options: bool) -> None:
+    torch.manual_seed(1)
+    plain, sample = Turns(), torch.randn(16, 8)
+    model = copy.deepcopy(plain)
+    chain = remat.profile(model, sample, repeats=1, options=options)
+    remat.apply(model, remat.solve(chain, remat.minimum_budget(chain)))
+    for turning in (None, 0, 2, 4, None):
+        for each in (plain, model):
+            for number, block in enumerate(each.blocks):
+                block.other_way = number == turning
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it left the chain
+            assert_same(train_step(plain, sample), train_step(model, sample), f"block {turning}")
 
 
 def test_a_sample_that_takes_another_path_than_the_training_data() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
 from remat.runtime.live.units.account import Account
@@ -155,3 +157,22 @@ def test_what_grows_from_outside_is_not_counted_twice() -> None:
     storage.resize_(1100)
     account.resized(storage, 1000)
     assert account.memory == 100 and account.peak == 100
+
+
+class _Noisy(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result + torch.rand(()) if func is torch.ops.aten.addmm.default else result
+
+
+def test_a_mode_that_gives_other_results_in_the_forward_only() -> None:
+    torch.manual_seed(1)
+    model, x = Model(*(Wide() for _ in range(6))), torch.randn(64, 64)
+    allocate_gradients(model)
+
+    def step() -> None:
+        with _Noisy():
+            loss = model(x).square().mean()
+        loss.backward()
+
+    _compare(model, step, [lambda: None] * 4, 0.8)

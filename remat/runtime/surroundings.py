@@ -7,12 +7,13 @@ was the case then. Pointwise operators and those that move data ask no backend, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils import _python_dispatch as dispatch
 
 
 class Flag(NamedTuple):
@@ -157,23 +158,51 @@ def put_back(changed: Sequence[tuple[Flag, Any]]) -> None:
         flag.write(value)
 
 
-def function_modes() -> list[Any]:
-    """The modes that functions of PyTorch pass now, `torch.device` and `torch.set_default_device` among them."""
-    return _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else []
+def modes_now() -> list[Any]:
+    """What functions and operators pass on their way now, `torch.device` and `torch.set_default_device` among it."""
+    found = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else []
+    return [*found, *dispatch_modes()]
+
+
+def dispatch_modes() -> list[Any]:
+    """Without those that make tensors without data, or look on for remat: they come and go by themselves."""
+    if not dispatch._len_torch_dispatch_stack():
+        return []
+    return [
+        mode
+        for mode in dispatch._get_current_dispatch_mode_stack()
+        if getattr(mode, "_mode_key", None) is None and not type(mode).__module__.startswith("remat.")
+    ]
 
 
 @contextmanager
 def under(modes: Sequence[Any]) -> Iterator[None]:
     """Inside, these are in force, too: a backward runs without any."""
-    now = function_modes()
-    missing = [mode for mode in modes if not any(mode is other for other in now)]
-    for mode in missing:
-        _push_mode(mode)  # not by `with`, as they may have been entered elsewhere
-    try:
+    now = modes_now()
+    with ExitStack() as stack:
+        for mode in modes:
+            if any(mode is other for other in now):
+                continue
+            # Not by `with`, as they may have been entered elsewhere.
+            if isinstance(mode, dispatch.TorchDispatchMode):
+                dispatch._push_mode(mode)
+                stack.callback(dispatch._pop_mode)
+            else:
+                _push_mode(mode)
+                stack.callback(_pop_mode)
         yield
-    finally:
-        for _ in missing:
-            _pop_mode()
+
+
+def subclasses_heard() -> bool:
+    """Whether subclasses of tensors have their say (`__torch_function__`); not while one of them runs a backward."""
+    return torch._C._is_torch_function_enabled()
+
+
+def hearing_subclasses(on: bool) -> AbstractContextManager[Any]:
+    """Inside, they have their say, or not."""
+    if on == subclasses_heard():
+        return nullcontext()
+    return torch._C._EnableTorchFunction() if on else torch._C.DisableTorchFunctionSubclass()
 
 
 KNOWN: dict[tuple[Any, ...], Surroundings] = {}  # by values; those of the two sets of flags differ in length

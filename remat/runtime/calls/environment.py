@@ -18,13 +18,14 @@ from remat.errors import ReplayError
 from remat.runtime.allocator import refuse_untried, rounded
 from remat.runtime.calls.attributes import Attributes
 from remat.runtime.calls.ending import sum_of
+from remat.runtime.calls.hooks import Hooks
 from remat.runtime.calls.stages import Stage
 from remat.runtime.calls.steady import is_steady
 from remat.runtime.fakes import in_earnest, is_fake
 from remat.runtime.generators import RandomState, of_python
 from remat.runtime.meter import instruments
 from remat.runtime.pytree import storage_of, tensors
-from remat.runtime.surroundings import function_modes, present, under
+from remat.runtime.surroundings import modes_now, present, under
 
 
 def state_bytes(*, on_accelerator: bool = False) -> int:
@@ -232,9 +233,9 @@ class FirstRun:
         self._flags = tuple([part.training for part in stage.parts])
         self._parameters = Parameters(stage.parameters())
         self._autocast = autocast_states({tensor.device.type for tensor in tensors(value)} | {"cpu"})
-        self._surroundings, self._modes = present(), function_modes()
+        self._surroundings, self._modes, self._hooks = present(), modes_now(), Hooks(stage.parts)
         self._shapes = tuple(map(_look, tensors((value, beside))))
-        self._is_steady = not own and not self._modes and is_steady(stage.parts)
+        self._is_steady = not (own or self._modes or self._hooks.any) and is_steady(stage.parts, (value, beside))
         self._sums: list[int] | None = None
         self._rewritten: list[torch.Tensor] = []  # parameters that the forward itself wrote to
         self._random: RandomState | None = None
@@ -279,6 +280,7 @@ class FirstRun:
         self._attributes.ended()
         self._changed = self._watch.after(self._stage, self._flags, self._before)
         self._before = {}
+        self._hooks.ended()
         now = None if self._random is None else self._random.now()
         if self._watch.draws_from_python is None and self._random is not None and now is not None:
             self._watch.draws_from_python = self._random.own[-len(of_python()) :] != now.own[-len(of_python()) :]
@@ -315,6 +317,8 @@ class FirstRun:
             contexts.append(self._surroundings.again())
         if autocast_states([state["device_type"] for state in self._autocast]) != self._autocast:
             contexts += [torch.autocast(**state) for state in self._autocast]
+        if not self._hooks.are_present:
+            contexts.append(self._hooks.again())
         if not self._is_steady:
             contexts.append(self._state_again())
         return all_of(contexts)

@@ -44,7 +44,6 @@ class Places:
                 f"{type(model).__name__}; profile this model and solve for its chain"
             )
         modules = dict(model.named_modules(remove_duplicate=False))
-        self.model = model
         self.stages: list[Stage] = []
         self.calls: list[Place] = []
         for index, names in enumerate(layout.calls, start=1):
@@ -75,12 +74,6 @@ class Places:
             elif not fixed:
                 found.append(range(index, index + 1))
         return found
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the stages still are modules of the model: none of them replaced or removed since."""
-        present = dict(self.model.named_modules(remove_duplicate=False))
-        return all(present.get(name) is module for module, name in self._stage_names.items())
 
 
 class Counter:

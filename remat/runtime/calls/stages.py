@@ -117,12 +117,6 @@ def group(model: nn.Module, layout: Layout | None, length: int) -> list[Stage]:
     return stages
 
 
-def is_current(model: nn.Module, stages: Sequence[Stage]) -> bool:
-    """Whether `stages` still are the modules of `model`: none replaced, added or removed since."""
-    planned = [id(module) for stage in stages for module in stage.modules]
-    return planned == [id(module) for _, module in _flatten("", model)]
-
-
 def stage_name(names: Sequence[str]) -> str:
     """One name for a stage of several modules: the first and the last."""
     return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"

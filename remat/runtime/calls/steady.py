@@ -7,12 +7,13 @@ these has to be saved before they run and restored when they run again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import nn
-from torch.nn.modules import module as _of_all
 
-from remat.runtime.calls.stages import has_hooks
 from remat.runtime.patching import has_own_forward
+from remat.runtime.pytree import tensors
 
 _NAMES = """
     Identity Sequential ModuleList ModuleDict Linear Bilinear Flatten Unflatten LayerNorm GroupNorm RMSNorm
@@ -21,19 +22,22 @@ _NAMES = """
     PixelShuffle PixelUnshuffle Upsample ChannelShuffle CosineSimilarity PairwiseDistance
 """
 _OF_DIMENSIONS = "Conv ConvTranspose MaxPool AvgPool AdaptiveMaxPool AdaptiveAvgPool LPPool ConstantPad ZeroPad"
-_STEADY = frozenset(
+_LAYERS = [
     getattr(nn, name)
     for name in (*_NAMES.split(), *(f"{kind}{n}d" for kind in _OF_DIMENSIONS.split() for n in (1, 2, 3)))
     if hasattr(nn, name)  # in this version of PyTorch
-)
+]
+_STEADY = {kind: kind.forward for kind in _LAYERS if kind.forward.__globals__["__name__"].startswith("torch.nn.")}
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 
-def is_steady(parts: Sequence[nn.Module]) -> bool:
-    """Whether all these modules are such layers, as PyTorch has them, with plain parameters and without hooks."""
-    if _of_all._global_forward_hooks or _of_all._global_forward_pre_hooks:
+def is_steady(parts: Sequence[nn.Module], inputs: Any = ()) -> bool:
+    """Whether all these modules are such layers, as PyTorch has them, on plain parameters and inputs."""
+    if not all([type(each) in _PLAIN for each in tensors(inputs)]):
         return False
     for part in parts:
-        if type(part) not in _STEADY or part._buffers or has_hooks(part) or not has_own_forward(part):
+        kind = type(part)
+        if _STEADY.get(kind) is not kind.forward or part._buffers or not has_own_forward(part):
             return False
         if any([type(each) is not nn.Parameter for each in part._parameters.values() if each is not None]):
             return False

@@ -63,10 +63,6 @@ class CallExecutor(Executor):
             left(run.left)
         return output
 
-    @property
-    def is_current(self) -> bool:
-        return self.places.is_current
-
 
 def switches_of(model: nn.Module) -> list[nn.Module]:
     """The modules that have a switch for checkpointing of their own, of which transformers and timm have some."""
@@ -106,6 +102,7 @@ class _Calls:
         self._passing: Step | None = None  # a stage under way that is not watched
         self._open: Open | None = None
         self._calls: StageCalls | None = None  # of the open stage
+        self._under_way = False  # one of them
 
     def arrive(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a module that has stages."""
@@ -122,7 +119,7 @@ class _Calls:
         if not run.left and place is not None and self._passing is not None:
             self._route.passed()
             output = forward(*args, **kwargs)
-            if place.last:
+            if place.last and self._passing is not None:  # no call inside of this one has left
                 self._pass(self._passing, output)
             return output
         if run.left or place is None or opened is None or calls is None:
@@ -130,12 +127,16 @@ class _Calls:
         self._route.passed()
         if not opened.step.last:
             calls.add(forward, args, kwargs)
+        self._under_way = True
         with run.saving(opened):
             output = forward(*args, **kwargs)
-        if not opened.step.last and not place.last:
-            calls.returned(output)
-        if place.last:
+        self._under_way = False
+        if run.left:  # for a call inside of this one
+            self._break_off(opened, calls)
+        elif place.last:
             self._close(opened, calls, output)
+        elif not opened.step.last:
+            calls.returned(output)
         return output
 
     def _expect(self, place: Place | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -209,6 +210,10 @@ class _Calls:
         self._route.let_go()
         opened, calls = self._open, self._calls
         self._open = self._calls = self._passing = None
-        if opened is not None and calls is not None:  # its calls so far are what there is to recompute
-            calls.complete()
-            self._run.leaves(opened)
+        if opened is not None and calls is not None and not self._under_way:
+            self._break_off(opened, calls)
+
+    def _break_off(self, opened: Open, calls: StageCalls) -> None:
+        """The calls of the open stage that have run so far are what there is to recompute."""
+        calls.complete()
+        self._run.leaves(opened)

@@ -38,12 +38,14 @@ from remat.runtime.calls.ending import Ending
 from remat.runtime.calls.environment import BufferWatch, FirstRun
 from remat.runtime.calls.record import Record, Slot
 from remat.runtime.calls.stages import Stage, detached
+from remat.runtime.calls.structure import Structure
 from remat.runtime.calls.tapes import Tapes
 from remat.runtime.generators import held_by
 from remat.runtime.offload import HostMemory, Sent
 from remat.runtime.patching import Forward
 from remat.runtime.planned.program import Program, Step
 from remat.runtime.pytree import tensors
+from remat.runtime.surroundings import hearing_subclasses, subclasses_heard
 from remat.schedule import F_ALL, B, Operation
 
 Observer = Callable[[Operation], None]
@@ -106,6 +108,7 @@ class Executor(ABC):
         self.model = model
         self.program = program
         self.stages = tuple(stages)
+        self._structure = Structure(model)
         self.preserve_random = preserve_random
         self.holders = [module for module in model.modules() if held_by([module])]
         self.observer: Observer | None = None
@@ -190,9 +193,9 @@ class Executor(ABC):
             )
 
     @property
-    @abstractmethod
     def is_current(self) -> bool:
-        """Whether the stages still are modules of the model."""
+        """Whether the model consists of the modules that it did, of which the stages know what is inside."""
+        return self._structure.is_current()
 
     @property
     def begins_something(self) -> Sequence[bool]:
@@ -238,6 +241,7 @@ class Run:
         self.left = ""
         self.repeating = False
         self.in_forward = True
+        self._subclasses = subclasses_heard()
         self._stored: dict[int, _Stored] = {}  # activations that recomputations start from
         self._records: dict[int, Record] = {}
         executor.host.forward_begins()
@@ -425,7 +429,7 @@ class Run:
             self._check_graph_task()
         try:
             # A backward that runs inside of the forward runs under the lock already, perhaps in another thread.
-            with nullcontext() if self.in_forward else self.executor.lock:
+            with nullcontext() if self.in_forward else self.executor.lock, hearing_subclasses(self._subclasses):
                 self._advance(index)
         except BaseException as error:
             self._broken = f"the backward has already failed: {error}; run the forward again"

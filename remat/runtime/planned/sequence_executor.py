@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from remat.runtime.calls.stages import group, input_of, is_current
+from remat.runtime.calls.stages import group, input_of
+from remat.runtime.calls.structure import Containers
 from remat.runtime.patching import Forward
 from remat.runtime.planned.forward_run import Executor, Run
 from remat.runtime.planned.program import Step, compile_schedule
@@ -28,6 +29,11 @@ class SequenceExecutor(Executor):
     def __init__(self, model: nn.Module, schedule: Schedule, *, preserve_random: bool = True) -> None:
         stages = group(model, schedule.layout, schedule.length)
         super().__init__(model, compile_schedule(schedule), stages, schedule.layout, preserve_random=preserve_random)
+        self._containers = Containers(model)
+
+    @property
+    def is_current(self) -> bool:
+        return super().is_current and self._containers.are_current()
 
     def _run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]) -> Any:
         value = input_of(Arguments(args, kwargs))
@@ -38,10 +44,6 @@ class SequenceExecutor(Executor):
             value = self._by_program(run, value)
         run.in_forward = False
         return value
-
-    @property
-    def is_current(self) -> bool:
-        return is_current(self.model, self.stages)
 
     def _by_program(self, run: Run, value: Any) -> Any:
         if self.program.stores_input:

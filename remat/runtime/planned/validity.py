@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from math import prod
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from remat.runtime.calls.stages import autocast_of, describe_call, has_hooks, is_sequential
+from remat.runtime.calls.stages import autocast_of, describe_call
+from remat.runtime.calls.structure import Containers, Members, Structure
 from remat.runtime.pytree import tensors
 
 Found = TypeVar("Found")
@@ -46,43 +46,24 @@ class Validity(NamedTuple):
         return alike and all(x >= y for a, b in pairs for x, y in zip(a, b, strict=True))
 
 
-_FLAG, _CHILDREN, _HELD, _NEEDED = map(attrgetter, ("training", "_modules", "_parameters", "requires_grad"))
+_FLAG, _HELD, _NEEDED = map(attrgetter, ("training", "_parameters", "requires_grad"))
 
 
 class Snapshot:
     """A model's modules, parameters and flags, with all that `Validity` and stages depend on, to compare it with."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = list(model.modules())
-        self._inner = [each for each in self._modules if each is not model and is_sequential(each)]
-        self._children, self._held = _Members(_CHILDREN, self._modules), _Members(_HELD, self._modules)
+        self._structure, self._containers = Structure(model), Containers(model)
+        self._held = Members(_HELD, self._structure.modules)
         self._parameters = [each for each in self._held.known if each is not None]
         self._flags = self._present()
 
     def _present(self) -> list[bool]:
-        """Flags, and which containers may not be passed over."""
-        own = [has_hooks(each) or "forward" in vars(each) for each in self._inner]
-        return [*map(_FLAG, self._modules), *map(_NEEDED, self._parameters), *own]
+        return [*map(_FLAG, self._structure.modules), *map(_NEEDED, self._parameters)]
 
     def is_current(self) -> bool:
-        return self._children.are_current() and self._held.are_current() and self._present() == self._flags
-
-
-class _Members:
-    """What modules hold of one kind: their children, or their parameters."""
-
-    def __init__(self, get: attrgetter[Any], modules: Sequence[nn.Module]) -> None:
-        self._get = get
-        self._holders = [module for module in modules if get(module)]
-        self._others = [module for module in modules if not get(module)]
-        self.known = self._now()
-
-    def _now(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, map(self._get, self._holders))))
-
-    def are_current(self) -> bool:
-        now = self._now()
-        return len(now) == len(self.known) and all(map(is_, now, self.known)) and not any(map(self._get, self._others))
+        alike = self._structure.is_current() and self._containers.are_current() and self._held.are_current()
+        return alike and self._present() == self._flags
 
 
 def look_of(call: Any) -> tuple[Any, ...]:

@@ -39,6 +39,7 @@ from remat.runtime.live.units.state import State
 from remat.runtime.live.units.unit import Code, Odd, Unit, key_of_call
 from remat.runtime.patching import blocks_as_written, intercepted
 from remat.runtime.pytree import storage_of
+from remat.runtime.surroundings import dispatch_modes
 
 _VARYING = 2  # times what calls have taken that vary: so much others may take
 _TRIES = 2  # to evict what was held when it was to go, as by the variable with which the next module was called
@@ -461,7 +462,10 @@ class _Begins:
 
 
 def _others_are_at_work() -> bool:
-    """Whether torch.func is, whose tensors stand for others, or hooks of the program keep what autograd saves."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    """Whether torch.func is, whose tensors stand for others, or hooks of the program keep what autograd saves.
+
+    Or modes of the program, which may give other results than operators do, and not be there when calls are repeated.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None or dispatch_modes():
         return True
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -1,0 +1,76 @@
+"""Hooks of modules that a run has met: a run that is made again meets the same, whatever was added or removed since."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+from torch import nn
+from torch.nn.modules import module as _of_all
+
+_OWN = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+        "_forward_pre_hooks_with_kwargs")  # fmt: skip
+_GLOBAL = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_forward_hooks_with_kwargs",
+           "_global_forward_hooks_always_called")  # fmt: skip
+_Held: TypeAlias = dict[Any, dict[str, dict[int, Any]]]  # by module, and by the name that the module keeps them under
+
+
+class Hooks:
+    """Those of modules, and of all modules, before a run of theirs begins."""
+
+    __slots__ = ("_met", "_modules")
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._met = _present(modules)
+
+    def ended(self) -> None:
+        """The run is over: it has also met what it registered itself; what it removed would be met again."""
+        now = _present(self._modules)
+        if now != self._met:
+            holders = {**self._met, **now}
+            self._met = {
+                holder: {name: {**self._met.get(holder, {}).get(name, {}), **hooks} for name, hooks in held.items()}
+                for holder, held in holders.items()
+            }
+
+    @property
+    def any(self) -> bool:
+        return bool(self._met)
+
+    @property
+    def are_present(self) -> bool:
+        return _present(self._modules) == self._met
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, modules have these hooks and no others."""
+        now = _present(self._modules)
+        holders = {**now, **self._met}
+        names = {holder: _GLOBAL if holder is _of_all else _OWN for holder in holders}
+        originals = {holder: {name: vars(holder)[name] for name in names[holder]} for holder in holders}
+        for holder, held in originals.items():
+            met = self._met.get(holder, {})
+            vars(holder).update({name: type(hooks)(met.get(name, {})) for name, hooks in held.items()})
+        try:
+            yield
+        finally:
+            for holder, held in originals.items():
+                vars(holder).update(held)
+
+
+def _present(modules: Sequence[nn.Module]) -> _Held:
+    held: _Held = {
+        module: {name: dict(vars(module)[name]) for name in _OWN}
+        for module in modules
+        if module._forward_hooks or module._forward_pre_hooks
+    }
+    if _of_all._global_forward_hooks or _of_all._global_forward_pre_hooks:
+        held[_of_all] = {name: _of_users(vars(_of_all)[name]) for name in _GLOBAL}
+    return held
+
+
+def _of_users(hooks: dict[int, Any]) -> dict[int, Any]:
+    """Without those that look on for remat, which come and go by themselves."""
+    return {key: hook for key, hook in hooks.items() if not getattr(hook, "__module__", "").startswith("remat.")}
