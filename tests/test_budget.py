@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -49,6 +50,21 @@ def large_last_stage() -> Example:
     return nn.Sequential(*parts, Joined(last, head)), tokens, loss
 
 
+class Drawing(nn.Module):
+    """Small, so that states of random numbers count."""
+
+    def __init__(self, draw: Callable[[], float | torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.draw = nn.Linear(32, 32), draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).tanh() * self.draw() + x
+
+
+def drawing(draw: Callable[[], float | torch.Tensor]) -> Example:
+    return nn.Sequential(*(Drawing(draw) for _ in range(8))), torch.randn(64, 32), None
+
+
 MODELS: dict[str, Callable[[], Example]] = {
     "resnet18": lambda: (resnet18(), torch.randn(4, 3, 64, 64), None),
     "resnet50": lambda: (resnet50(), torch.randn(4, 3, 64, 64), None),
@@ -57,11 +73,17 @@ MODELS: dict[str, Callable[[], Example]] = {
     "linear, small batch": lambda: linear(64),
     "linear, large batch": lambda: linear(900),
     "linear, input with gradient": lambda: (*linear(500)[:1], torch.randn(500, 343, requires_grad=True), None),
+    "random numbers of Python and NumPy": lambda: drawing(lambda: random.random() + float(np.random.rand())),  # noqa: NPY002
+    "random numbers of PyTorch": lambda: drawing(lambda: torch.rand(())),
 }
 
 
 AT_MOST = {
     **{"resnet18": 1.005, "resnet50": 1.015},  # buffers of BatchNorm that are kept for a recomputation, or would be
+    **{
+        "random numbers of Python and NumPy": 1.25,
+        "random numbers of PyTorch": 1.3,
+    },  # 5 KB of states for each stage, stored ones too
     "gpt with a large last stage": 1.03,  # its output counts also where a recomputation ends before it is made
 }
 

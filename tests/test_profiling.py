@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
+import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
 
 import pytest
 import torch
@@ -431,3 +435,45 @@ def test_what_is_garbage_is_not_freed_by_chance_while_memory_is_measured() -> No
     assert gc.isenabled()
     for name in ("saved_bytes", "fwd_overhead_bytes", "save_overhead_bytes", "bwd_overhead_bytes", "reserve_bytes"):
         assert getattr(found, name) == getattr(expected, name), name
+
+
+class _InAThread(nn.Module):
+    """Computes half of what it does in a thread of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(self.one, x).result() + self.other(x)
+
+
+class _InTurns(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("container", [nn.Sequential, _InTurns])
+def test_memory_of_threads_is_said_not_to_be_counted(container: Callable[..., nn.Module]) -> None:
+    with pytest.warns(remat.OverBudgetWarning, match="computes in threads of its own"):
+        remat.profile(container(_InAThread(), _InAThread(), _InAThread()), torch.randn(4, 8), repeats=1)
+
+
+def test_threads_that_compute_nothing_are_not_mentioned() -> None:
+    class Logs(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            thread = Thread(target=time.sleep, args=(0,))
+            thread.start()
+            thread.join()
+            return super().forward(x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", remat.OverBudgetWarning)
+        remat.profile(nn.Sequential(Logs(8, 8), Logs(8, 8)), torch.randn(4, 8), repeats=1)

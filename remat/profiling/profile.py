@@ -36,6 +36,7 @@ from remat.profiling.sending import Parcel, with_offload
 from remat.profiling.sequence_pass import SequencePass
 from remat.profiling.stage_costs import cast_bytes, casts_made_again, own_autocast_cache, storage_bytes
 from remat.profiling.stage_pass import Pass
+from remat.profiling.threads import warning_of_threads
 from remat.profiling.units import Measuring, Recording, Visitor
 from remat.profiling.variables import Variables
 from remat.runtime.allocator import slack_of
@@ -334,7 +335,9 @@ def _measured(
 
     looking = "checking gradients"
     variables = Variables()  # followed in a first pass, in which what is set up once is set up
-    memory = measured_memory(run(Seconds(device), looking, variables=variables).facts)
+    with warning_of_threads(device):
+        first = run(Seconds(device), looking, variables=variables).facts
+    memory = measured_memory(first)
     if memory.odd_ends and loss is None:  # what is not known may send back either form, and all backwards hand it on
         memory = memory.or_where_larger(measured_memory(memory.facts, contiguous=True))
     times: list[Mapping[Span, float]] = []

@@ -33,7 +33,7 @@ from remat.runtime.calls.ending import Ending, Saving
 from remat.runtime.calls.environment import BufferWatch, accelerators, state_bytes
 from remat.runtime.calls.stages import Stage, detached
 from remat.runtime.checks import Loss
-from remat.runtime.generators import RandomState, held_by
+from remat.runtime.generators import RandomState, held_by, of_python
 from remat.runtime.pytree import Arguments, tensors
 
 
@@ -164,7 +164,8 @@ class Pass(ABC):
         facts, before = self.facts[index], self.facts[index - 1]
         devices = accelerators(stage, given)
         watch, flags = BufferWatch(), tuple(part.training for part in stage.parts)
-        copies, random = watch.before(stage, flags), RandomState(devices, held_by(stage.parts, given))
+        generators = [*held_by(stage.parts, given), *of_python()]
+        copies, random = watch.before(stage, flags), RandomState(devices, generators)
         attributes = OldAttributes(stage)
         saved = SavedStorages()
         with (
@@ -175,12 +176,12 @@ class Pass(ABC):
             output = run(cut(given))
         changed = watch.after(stage, flags, copies)
         set_up = self._replaced.among(stage.parts) if self._replaced is not None else []
-        draws = random != random.now()
+        draws = random.keep_changed(random.now())
         facts.marks = Marks(
             draws,
             bool(changed),
             sum(was.kept_bytes for was in changed.values()),
-            state_bytes(on_accelerator=bool(devices)) if draws else 0,
+            state_bytes(on_accelerator=bool(devices)) if random.cpu is not None else 0,
             storage_bytes(set_up),
             storage_bytes([buffer for buffer in set_up if saved.among(buffer)]),
             attributes.bytes(),

@@ -134,21 +134,36 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 class RandomState:
-    """States of the CPU's generator, of the given accelerators' ones, and of generators of the program's own."""
+    """States of the CPU's generator, of the given accelerators' ones, and of generators of the program's own.
 
-    def __init__(self, devices: Iterable[torch.device], own: Iterable[Any] = ()) -> None:
+    Attributes:
+        cpu: None where it was found not to matter.
+    """
+
+    def __init__(self, devices: Iterable[torch.device], own: Iterable[Any] = (), *, of_cpu: bool = True) -> None:
         with in_earnest():
-            self.cpu = torch.default_generator.get_state()  # not what blocks count as the program's
+            # Not what blocks count as the program's.
+            self.cpu = torch.default_generator.get_state() if of_cpu else None
             self.others = {device: torch.get_device_module(device).get_rng_state(device) for device in devices}
             self.own = [(generator, _state_of(generator)) for generator in own]
 
     def now(self) -> RandomState:
         """The states that the same generators are in now."""
-        return RandomState(self.others, [generator for generator, _ in self.own])
+        own = [generator for generator, _ in self.own]
+        return RandomState(self.others, own, of_cpu=self.cpu is not None)
+
+    def keep_changed(self, now: RandomState) -> bool:
+        """Lets go of the states that are the same `now`; returns whether there are others."""
+        if _same(self.cpu, now.cpu):
+            self.cpu = None
+        self.others = {device: state for device, state in self.others.items() if not _same(state, now.others[device])}
+        self.own = [one for one, other in zip(self.own, now.own, strict=True) if one[1] != other[1]]
+        return bool(self.cpu is not None or self.others or self.own)
 
     def restore(self) -> None:
         with in_earnest():
-            torch.set_rng_state(self.cpu)
+            if self.cpu is not None:
+                torch.set_rng_state(self.cpu)
             for device, state in self.others.items():
                 torch.get_device_module(device).set_rng_state(state, device)
             for generator, kept in self.own:
@@ -166,6 +181,8 @@ class RandomState:
     __hash__ = None  # type: ignore[assignment]  # states are compared, never looked up
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
     with in_earnest():
         return torch.equal(one, other)

@@ -284,7 +284,7 @@ class FirstRun:
         now = None if self._random is None else self._random.now()
         if self._watch.draws_from_python is None and self._random is not None and now is not None:
             self._watch.draws_from_python = self._random.own[-len(of_python()) :] != now.own[-len(of_python()) :]
-        if self._random == now:
+        if self._random is not None and now is not None and not self._random.keep_changed(now):
             self._random = None
 
     @property
@@ -300,7 +300,7 @@ class FirstRun:
     def kept(self) -> list[torch.Tensor]:
         """Copies of what was there before the run, that lie in memory until it is gone."""
         copies = [was.copy for was in self._changed.values() if was.copy is not None and was.copy is not was.buffer]
-        return copies if self._random is None else [*copies, self._random.cpu]
+        return copies if self._random is None or self._random.cpu is None else [*copies, self._random.cpu]
 
     def again(self) -> AbstractContextManager[Any]:
         """The surroundings of the first run; afterwards everything is as before, buffers changed once included.

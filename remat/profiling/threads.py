@@ -1,0 +1,58 @@
+"""Whether a model computes in threads of its own, whose memory PyTorch's profiler does not see on the CPU."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any
+
+import torch
+
+from remat.errors import OverBudgetWarning
+from remat.profiling.work import Watching
+from remat.runtime.raw_memory import Watch, begin_watch, end_watch
+
+
+@contextmanager
+def warning_of_threads(device: torch.device) -> Iterator[None]:
+    """Afterwards it is said if operators ran in threads that were started inside."""
+    watch = _Threads()
+    if device.type != "cpu":
+        yield
+        return
+    begin_watch(watch)
+    try:
+        yield
+    finally:
+        end_watch(watch)
+    if watch.compute:
+        warnings.warn(
+            "remat: the model computes in threads of its own. What these take on the CPU cannot be measured, so it is "
+            "not counted, neither against the limit nor in predictions",
+            OverBudgetWarning,
+            stacklevel=4,
+        )
+
+
+class _Threads(Watch):
+    """Those that a thread gives work to."""
+
+    def __init__(self) -> None:
+        self.compute = False
+        self._thread = get_ident()
+
+    def elsewhere(self) -> _Looking | None:
+        return _Looking(self) if get_ident() == self._thread else None
+
+
+class _Looking(Watching):
+    """Runs in such a thread."""
+
+    def __init__(self, threads: _Threads) -> None:
+        super().__init__()
+        self._threads = threads
+
+    def seen(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
+        self._threads.compute = True
