@@ -40,6 +40,20 @@ def test_an_eviction_is_taken_back(heuristic: str) -> None:
     assert core.scalar(k.MEMORY) == 8
 
 
+@pytest.mark.parametrize("back", ["taken back", "made again"])
+def test_what_comes_back_locked_is_not_evicted(back: str) -> None:
+    graph = Graph()
+    (first,) = graph.add("f", 5, [], [(4, -1)])
+    graph.add("g", 7, [first], [(4, -1)])
+    core = Core(graph, 100, HEURISTICS["h_lru"])
+    rows = [(k.COMPUTE, 0), (k.LOCK, first), (k.RELEASE, first)]  # it is gone, since nobody refers to it
+    rows += [(k.RETAIN, first)] if back == "taken back" else [(k.COMPUTE, 1)]
+    assert core.run(np.array([*rows, (k.EVICT, first)], np.int64)) == k.DONE
+    assert core.storages[first, k.RESIDENT] == 1 and core.storages[first, k.LOCKS] == 1
+    assert core.run(np.array([(k.UNLOCK, first), (k.EVICT, first)], np.int64)) == k.DONE
+    assert core.storages[first, k.RESIDENT] == 0
+
+
 def test_what_was_told_behind_a_failure_is_not_lost() -> None:
     """Where there is no room the program goes on all the same, and what it said of later tensors holds."""
     ledger = Ledger(10, HEURISTICS["h_lru"], sampling=False, skip_small=False, seed=0)

@@ -96,7 +96,9 @@ def attempt(program: Program, way: str, limit: int, expected: Left, caught: list
             left = training.run()
             return verdict(training, left, expected, limit, caught), None
     except CaseTimeout:
-        return {"outcome": "slow", "seen": f"more than {SECONDS} s"}, None
+        told = next((str(each.message) for each in caught if issubclass(each.category, remat.ThrashingWarning)), "")
+        found = {"outcome": "said" if told else "slow", "seen": f"more than {SECONDS} s; {told[:200]}"}
+        return found, None
     except remat.RematError as error:
         text = f"{type(error).__name__}: {error}"
         ours = any(words in text.lower() for words in ("this is a bug", "please report", "bug of remat"))

@@ -542,7 +542,8 @@ def _retain(storage, state):
     _shrunk(storage, state)
     _leave_component(storage, state)
     s[storage, RESIDENT] = 1
-    _enter_pool(storage, state)
+    if s[storage, LOCKS] == 0:
+        _enter_pool(storage, state)
 
 
 @njit(cache=True)
@@ -827,7 +828,8 @@ def _run(tensor, again, state):
                 _shrunk(storage, state)
                 _leave_component(storage, state)
                 s[storage, RESIDENT] = 1
-                _enter_pool(storage, state)
+                if s[storage, LOCKS] == 0:  # one that the program let go of while it was locked may come back
+                    _enter_pool(storage, state)
     if again:
         scalars[AGAIN_COST] += ops[op, PRICE]
         scalars[RECOMPUTATIONS] += 1
