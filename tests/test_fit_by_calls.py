@@ -21,7 +21,7 @@ from remat.runtime.planned.patched_forward import patched_forward_of
 
 @pytest.fixture(autouse=True)
 def _no_mode_is_left() -> Iterator[None]:
-    """Steps that are not known are watched until the next one, or until the model is gone."""
+    """Steps that are not known are watched until their backward is over, or until the model is gone."""
     yield
     gc.collect()
     assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
@@ -192,8 +192,14 @@ def test_what_is_known_is_not_watched() -> None:
     block = _steps_of(model)._block
     assert block._course.follows
     assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
-    model(x, 8).backward()  # is watched, since steps have done several things, until the next one
+    loss = model(x, 8)  # is watched, since steps have done several things
     assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 1
+    loss.backward()  # when that returns, the mode is left
+    assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
+    loss = model(x, 9)
+    assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 1
+    torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)
+    assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
     model(x, 8).backward()
     assert _steps_of(model)._block._course.follows
     assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0

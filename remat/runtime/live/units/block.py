@@ -27,6 +27,7 @@ from remat.runtime.live.limits import Limits
 from remat.runtime.live.nesting import alone_in_its_thread
 from remat.runtime.live.outcomes import outcome_of, report_of, warn_of_more
 from remat.runtime.live.raw_access import count_states, count_states_no_more
+from remat.runtime.live.returned import notice_returns, once_returned
 from remat.runtime.live.store import FLOAT_BYTES, NUMBERS
 from remat.runtime.live.units.call import UnitCall
 from remat.runtime.live.units.choosing import Ways
@@ -133,6 +134,7 @@ class UnitsBlock:
         What is not known is watched until a backward is over, or until `exit`.
         """
         self._stays = True
+        notice_returns()
         self._used = next((each for each in self._ways if each.begins_with(root)), None)
         self._root = weakref.ref(root)
         self._begin_course()
@@ -168,8 +170,14 @@ class UnitsBlock:
         return state
 
     def _rest(self) -> None:
-        """A backward is over. The mode does nothing from now on; it can be left where it was entered only."""
+        """A backward is over: the mode does nothing from now on, and is left as soon as it can be."""
         self._mode.rests = True
+        if threading.get_ident() == self._thread:
+            once_returned(self._leave_mode)
+
+    def _leave_mode(self) -> None:
+        if self._mode.rests and not self.is_ahead:
+            self._watch(False)
 
     def _sees(self) -> bool:
         """Whether what operators of this thread take is known: it was before, or they are counted now."""
