@@ -130,7 +130,11 @@ class Totals:
                 count[row["outcome"]] -= 1
                 count[found["outcome"]] += 1
                 self.bad += [found] if found["outcome"] in BAD else []
-            self.bad += [row for row in now.values() if row["outcome"] in BAD]
+            for row in [row for row in now.values() if row["outcome"] in BAD]:  # which was not
+                count = self.counts[row.get("way", "program")]
+                count["pass"] -= 1
+                count[row["outcome"]] += 1
+                self.bad.append(row)
 
     def save(self) -> None:
         head: Row = {"seed": self.seed, "programs": self.next, "seconds": round(self.seconds, 1)}
