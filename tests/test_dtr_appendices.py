@@ -95,7 +95,7 @@ def test_a_running_programs_trace_is_read_as_in_the_paper() -> None:
 
 
 def test_every_mark_of_a_running_programs_trace_is_known_as_one() -> None:
-    marks = {*graph._MARKS, "HELD", "SCRATCH", "OVERWRITE"}
+    marks = {*graph._MARKS, "HELD", "SCRATCH", "OVERWRITE", "AGAIN"}
     trace = Trace((*(Annotate(f"{mark} 1") for mark in sorted(marks)), Annotate("BACKWARD")))
     assert trace.as_in_paper.instructions == (Annotate("BACKWARD"),)
 

@@ -128,3 +128,19 @@ def test_a_chains_trace_has_the_chains_numbers(chain: Chain) -> None:
     store_all = simulate(plain, solve(plain, 10**9, "store_all"))
     assert baseline.nanoseconds == round(store_all.seconds * 1e9)
     assert baseline.peak_bytes == store_all.peak_bytes
+
+
+def test_an_operator_that_takes_longer_when_it_runs_again() -> None:
+    """Its first time is the program's own, the other one what evicting it is judged by, and what recomputing takes."""
+    lines = [
+        Annotate("START"),
+        Annotate("AGAIN 25"),
+        Call("f", (), ("a",), 20, (8,), (-1,)),
+        Call("g", ("a",), ("b",), 5, (8,), (-1,)),
+        Annotate("EVICT a"),
+        Call("h", ("a",), ("c",), 5, (8,), (-1,)),
+    ]
+    trace = Trace(tuple(lines))
+    report = remat.simulate_dtr(trace, 1000)
+    assert report.recomputations == 1
+    assert round(1e9 * report.seconds) == 1 + 20 + 5 + 25 + 5  # the clock begins at 1, as that of the paper's simulator

@@ -39,6 +39,8 @@ def warning_of_threads(device: torch.device) -> Iterator[None]:
 class _Threads(Watch):
     """Those that a thread gives work to."""
 
+    of_memory = False
+
     def __init__(self) -> None:
         self.compute = False
         self._thread = get_ident()

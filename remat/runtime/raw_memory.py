@@ -34,7 +34,13 @@ class Access(Enum):
 
 
 class Watch:
-    """Is told, in whichever thread it happens."""
+    """Is told, in whichever thread it happens.
+
+    Attributes:
+        of_memory: not of threads alone; code that is compiled meanwhile meets functions that are replaced.
+    """
+
+    of_memory = True
 
     def touched(self, tensor: Tensor, access: Access) -> None:
         """The memory of a tensor is about to be touched."""
@@ -102,9 +108,7 @@ def begin_watch(watch: Watch) -> None:
     """From now on it is told."""
     with _lock:
         _watches.append(watch)
-        if len(_watches) == 1:
-            for replacement in _REPLACEMENTS:
-                replacement.put()
+        _replace_as_watched()
 
 
 def end_watch(watch: Watch) -> None:
@@ -113,9 +117,14 @@ def end_watch(watch: Watch) -> None:
         kept = [other for other in _watches if other is not watch]
         if len(kept) < len(_watches):
             _watches[:] = kept
-        if not _watches:
-            for replacement in _REPLACEMENTS:
-                replacement.take_back()
+        _replace_as_watched()
+
+
+def _replace_as_watched() -> None:
+    for replacement in _OF_THREADS:
+        replacement.be(there=bool(_watches))
+    for replacement in _OF_MEMORY:
+        replacement.be(there=any(watch.of_memory for watch in _watches))
 
 
 def watches() -> list[Watch]:
@@ -209,7 +218,13 @@ class _Replacement:
         self._known: tuple[Any, Any] | None = None  # what was there, and what stood in its place
         self._there = False
 
-    def put(self) -> None:
+    def be(self, *, there: bool) -> None:
+        if there and not self._there:
+            self._put()
+        elif self._there and not there:
+            self._take_back()
+
+    def _put(self) -> None:
         found = getattr(self._owner, self._name)
         if self._known is None or self._known[0] is not found:
             self._known = found, self._stand_in(found)
@@ -217,9 +232,7 @@ class _Replacement:
         self._there = True
         setattr(self._owner, self._name, self._known[1])
 
-    def take_back(self) -> None:
-        if not self._there:
-            return
+    def _take_back(self) -> None:
         if self._own is not self._MISSING:
             setattr(self._owner, self._name, self._own)
         elif self._name in self._owner.__dict__:
@@ -227,7 +240,7 @@ class _Replacement:
         self._there = False
 
 
-_REPLACEMENTS = (
+_OF_MEMORY = (
     *(
         _Replacement(owner, name, functools.partial(_telling, access=access))
         for owner, name, access in _GUARDED
@@ -235,6 +248,8 @@ _REPLACEMENTS = (
     ),
     *(_Replacement(owner, name, _constructing) for owner, name in _CONSTRUCTORS),
     *(_Replacement(Tensor, name, lambda _: _Hidden(_EXCHANGE)) for name in [_EXCHANGE] if name in vars(Tensor)),
+)
+_OF_THREADS = (
     _Replacement(threading.Thread, "start", _starting),
     _Replacement(ThreadPoolExecutor, "submit", _submitting),
     _Replacement(multiprocessing.pool.Pool, "_check_running", _checking),

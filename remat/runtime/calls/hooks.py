@@ -52,7 +52,8 @@ class Hooks:
         originals = {holder: {name: vars(holder)[name] for name in names[holder]} for holder in holders}
         for holder, held in originals.items():
             met = self._met.get(holder, {})
-            vars(holder).update({name: type(hooks)(met.get(name, {})) for name, hooks in held.items()})
+            for name, hooks in held.items():
+                vars(holder)[name] = type(hooks)({**_of_remat(hooks), **met.get(name, {})})
         try:
             yield
         finally:
@@ -67,10 +68,16 @@ def _present(modules: Sequence[nn.Module]) -> _Held:
         if module._forward_hooks or module._forward_pre_hooks
     }
     if _of_all._global_forward_hooks or _of_all._global_forward_pre_hooks:
-        held[_of_all] = {name: _of_users(vars(_of_all)[name]) for name in _GLOBAL}
+        others = {name: _but_remats(vars(_of_all)[name]) for name in _GLOBAL}
+        if any(others.values()):
+            held[_of_all] = others
     return held
 
 
-def _of_users(hooks: dict[int, Any]) -> dict[int, Any]:
-    """Without those that look on for remat, which come and go by themselves."""
-    return {key: hook for key, hook in hooks.items() if not getattr(hook, "__module__", "").startswith("remat.")}
+def _but_remats(hooks: dict[int, Any]) -> dict[int, Any]:
+    return {key: hook for key, hook in hooks.items() if key not in _of_remat(hooks)}
+
+
+def _of_remat(hooks: dict[int, Any]) -> dict[int, Any]:
+    """Those that look on, and come and go by themselves."""
+    return {key: hook for key, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith("remat.")}

@@ -31,10 +31,11 @@ PINNED, HELD = 1, 2
 # Columns of tensors: storage, operator, whether defined, next view of the storage, first and last edge that uses it.
 STORAGE, OP, DEFINED, NEXT_VIEW, FIRST_USE, LAST_USE = range(6)
 TENSOR_COLUMNS = 6
-# Columns of operators: inputs are edges IN..IN_END, outputs tensors OUT..OUT_END; bytes of all outputs; scratch memory;
-# bytes of those outputs that overwrite an input when the operator first runs.
-PRICE, IN, IN_END, OUT, OUT_END, BYTES, SCRATCH, OVERWRITES = range(8)
-OP_COLUMNS = 8
+# Columns of operators: nanoseconds when it runs again; inputs are edges IN..IN_END, outputs tensors OUT..OUT_END; bytes
+# of all outputs; scratch memory; bytes of those outputs that overwrite an input when the operator first runs, and
+# nanoseconds then.
+PRICE, IN, IN_END, OUT, OUT_END, BYTES, SCRATCH, OVERWRITES, FIRST_PRICE = range(9)
+OP_COLUMNS = 9
 # Columns of edges: the tensor that is used, the operator that uses it, the next edge of the same tensor.
 USED, USER, NEXT_USE = range(3)
 EDGE_COLUMNS = 3
@@ -811,7 +812,8 @@ def _run(tensor, again, state):
     """Runs the operator of `tensor`; outputs that were there already are made twice and the second copy is freed."""
     s, tensors, ops, scalars = state.storages, state.tensors, state.operators, state.scalars
     op = tensors[tensor, OP]
-    scalars[CLOCK] += ops[op, PRICE]
+    price = ops[op, PRICE if again else FIRST_PRICE]
+    scalars[CLOCK] += price
     scalars[MEMORY] += ops[op, BYTES]
     scalars[PEAK] = max(scalars[PEAK], scalars[MEMORY] + _extra(op, again, state))
     for last in (False, True):  # the tensor that is wanted enters the pool behind its siblings
@@ -831,12 +833,12 @@ def _run(tensor, again, state):
                 if s[storage, LOCKS] == 0:  # one that the program let go of while it was locked may come back
                     _enter_pool(storage, state)
     if again:
-        scalars[AGAIN_COST] += ops[op, PRICE]
+        scalars[AGAIN_COST] += price
         scalars[RECOMPUTATIONS] += 1
-        _note(RECOMPUTED, tensor, ops[op, PRICE], state)
+        _note(RECOMPUTED, tensor, price, state)
     else:
-        scalars[MODEL_COST] += ops[op, PRICE]
-        _note(COMPUTED, tensor, ops[op, PRICE], state)
+        scalars[MODEL_COST] += price
+        _note(COMPUTED, tensor, price, state)
 
 
 @njit(cache=True, inline="always")

@@ -141,8 +141,8 @@ class Core:
         self._state.scalars[k.MEMORY] -= surplus
         self._state.operators[operator, k.BYTES] -= surplus
         self._state.operators[operator, k.SCRATCH] += surplus
-        price, *ends, total, scratch, overwritten = self.graph.operators[operator]
-        changed = (price, *ends, total - surplus, scratch + surplus, overwritten)
+        *ends, total, scratch, overwritten, first = self.graph.operators[operator]
+        changed = (*ends, total - surplus, scratch + surplus, overwritten, first)
         self.graph.operators[operator] = changed
 
     def scalar(self, which: int) -> int:

@@ -32,15 +32,15 @@ class Graph:
     Attributes:
         sizes: bytes of each storage.
         tensors: for each tensor its storage and operator.
-        operators: for each its nanoseconds, edges from and to, tensors from and to, bytes of outputs, scratch bytes,
-            bytes of outputs that overwrite an input when it first runs.
+        operators: for each its nanoseconds when it runs again, edges from and to, tensors from and to, bytes of
+            outputs, scratch bytes, bytes of outputs that overwrite an input when it first runs, its nanoseconds then.
         edges: the tensors that operators use.
         labels: the names of the operators.
     """
 
     sizes: list[int] = field(default_factory=list)
     tensors: list[tuple[int, int]] = field(default_factory=list)
-    operators: list[tuple[int, int, int, int, int, int, int, int]] = field(default_factory=list)
+    operators: list[tuple[int, ...]] = field(default_factory=list)
     edges: list[int] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
     _whole: Rows | None = field(default=None, init=False, repr=False, compare=False)
@@ -53,10 +53,12 @@ class Graph:
         outputs: Sequence[tuple[int, int]],
         scratch_bytes: int = 0,
         overwritten_bytes: int = 0,
+        first_nanoseconds: int = -1,
     ) -> range:
         """Adds an operator and returns its tensors.
 
         Args:
+            nanoseconds: that it takes when it runs again; first_nanoseconds: that it took first, -1 for as many.
             inputs: tensors.
             outputs: for each its bytes and the input that it is a view of, -1 for none; a view's bytes do not count.
         """
@@ -70,7 +72,7 @@ class Graph:
             self.tensors.append((storage, operator))
         self.edges.extend(inputs)
         ends = (edge, len(self.edges), first, len(self.tensors), total, scratch_bytes, overwritten_bytes)
-        self.operators.append((nanoseconds, *ends))
+        self.operators.append((nanoseconds, *ends, nanoseconds if first_nanoseconds < 0 else first_nanoseconds))
         self.labels.append(label)
         return range(first, len(self.tensors))
 
@@ -81,7 +83,7 @@ class Graph:
         edges += inputs
         self.tensors.append((len(self.sizes), len(self.operators)))
         self.sizes.append(size)
-        self.operators.append((nanoseconds, edge, len(edges), tensor, tensor + 1, size, scratch_bytes, 0))
+        self.operators.append((nanoseconds, edge, len(edges), tensor, tensor + 1, size, scratch_bytes, 0, nanoseconds))
         self.labels.append(label)
         return tensor
 
@@ -99,7 +101,7 @@ class Graph:
         return max(
             (
                 total + sum(size_of[used] for used in self.edges[begin:end])
-                for _, begin, end, _, _, total, _, _ in self.operators
+                for _, begin, end, _, _, total, *_ in self.operators
             ),
             default=0,
         )
@@ -194,6 +196,7 @@ class _Compiler:
         self.constant_bytes = 0
         self.held = False
         self.scratch = self.overwritten = 0  # of the operator that comes next
+        self.again = -1  # nanoseconds of it, where they are others than of its first run
 
     def take(self, instruction: object) -> None:
         match instruction:
@@ -231,6 +234,8 @@ class _Compiler:
             self.scratch = int(what)
         elif mark == "OVERWRITE":
             self.overwritten = int(what)
+        elif mark == "AGAIN":
+            self.again = int(what)
 
     def _call(
         self,
@@ -241,9 +246,10 @@ class _Compiler:
         names: Sequence[str],
     ) -> range:
         nothing = not outputs  # an operator for its effect: something has to stand for it, gone as soon as it is there
-        extra = (self.scratch, self.overwritten)
-        self.scratch = self.overwritten = 0
-        tensors = self.graph.add(label, nanoseconds, inputs, outputs or [(0, -1)], *extra)
+        extra = (self.scratch, self.overwritten, nanoseconds)
+        again = nanoseconds if self.again < 0 else self.again
+        self.scratch, self.overwritten, self.again = 0, 0, -1
+        tensors = self.graph.add(label, again, inputs, outputs or [(0, -1)], *extra)
         self.program.append((k.COMPUTE, len(self.graph.operators) - 1))
         self.names.extend(names or [label])
         if nothing:

@@ -169,7 +169,7 @@ class Lives:
 
     def _compute(self, position: int, operator: int) -> None:
         graph = self._graph
-        price, first, last, out, out_end, made, scratch, overwritten = graph.operators[operator]
+        _, first, last, out, out_end, made, scratch, overwritten, price = graph.operators[operator]
         inputs = {graph.tensors[used][0] for used in graph.edges[first:last]}
         for storage in inputs:
             self._use(storage, position)

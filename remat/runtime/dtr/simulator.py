@@ -159,7 +159,8 @@ def timeline(core: Core, graph: Graph) -> tuple[Moment, ...]:
     for kind, clock, what, _, after in core.decisions():
         if kind in ("compute", "recompute"):
             operator = graph.tensors[what][1]
-            price, _, _, _, _, made, scratch, overwritten = graph.operators[operator]
+            again, _, _, _, _, made, scratch, overwritten, first = graph.operators[operator]
+            price = first if kind == "compute" else again
             peak = memory + made + scratch - (overwritten if kind == "compute" else 0)
             ended = clock - 1  # it starts at 1
             label = graph.labels[operator] + ("" if kind == "compute" else " again")

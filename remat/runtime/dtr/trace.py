@@ -70,9 +70,10 @@ class Annotate(NamedTuple):
     """A mark of the program: START, BACKWARD, and remat's own, which other tools for these logs pass over.
 
     "LOCK x" and "UNLOCK x": in between, x stays in memory. "SCRATCH n" and "OVERWRITE n": bytes that the operator that
-    follows needs besides its outputs, and bytes of its outputs that take the place of inputs. "HELD": the program holds
-    what operators make, so that recomputing it takes its bytes twice for a moment; "DROP x": it no longer holds x;
-    "HOLD x": it does again. "FORGET x": nothing will ever ask for x again, not even a recomputation.
+    follows needs besides its outputs, and bytes of its outputs that take the place of inputs; "AGAIN n": nanoseconds
+    that it takes when it runs again. "HELD": the program holds what operators make, so that recomputing it takes its
+    bytes twice for a moment; "DROP x": it no longer holds x; "HOLD x": it does again. "FORGET x": nothing will ever ask
+    for x again, not even a recomputation.
     """
 
     text: str
@@ -82,7 +83,19 @@ Instruction: TypeAlias = Constant | Call | Mutate | Copy | CopyFrom | Release | 
 
 
 _MARKS = frozenset(
-    {"HELD", "SCRATCH", "OVERWRITE", "LOCK", "UNLOCK", "DROP", "HOLD", "FORGET", "EVICT", "RETAIN"}  # remat's own
+    {
+        "HELD",
+        "SCRATCH",
+        "OVERWRITE",
+        "AGAIN",
+        "LOCK",
+        "UNLOCK",
+        "DROP",
+        "HOLD",
+        "FORGET",
+        "EVICT",
+        "RETAIN",
+    }  # remat's own
 )
 REPLAY = "_replay"  # under which a trace keeps what the simulator made of it
 

@@ -95,8 +95,13 @@ class Ledger:
         scratch_bytes: int = 0,
         overwritten_bytes: int = 0,
         changed: tuple[int, ...] = (),
+        first_nanoseconds: int = -1,
     ) -> range:
-        """Writes down that an operator is called; returns the tensors it makes, one at least."""
+        """Writes down that an operator is called; returns the tensors it makes, one at least.
+
+        Args:
+            nanoseconds, first_nanoseconds: as of `Graph.add`.
+        """
         number = len(self.arguments)
         self.arguments.append(arguments)
         if changed:
@@ -104,7 +109,7 @@ class Ledger:
         self.instructions.append((k.COMPUTE, number))
         inputs = [argument for argument in arguments if argument >= 0]
         outputs = [(size, -1) for size in sizes] or [(0, -1)]
-        return self.graph.add(label, nanoseconds, inputs, outputs, scratch_bytes, overwritten_bytes)
+        return self.graph.add(label, nanoseconds, inputs, outputs, scratch_bytes, overwritten_bytes, first_nanoseconds)
 
     def add_one(
         self, label: str, nanoseconds: int, arguments: list[int], inputs: list[int], size: int, scratch_bytes: int
@@ -157,7 +162,7 @@ class Ledger:
     def own_nanoseconds(self) -> int:
         """Of all operators so far, those that the core has not heard of included."""
         new = self.instructions[self._reported :]
-        untold = sum(self.graph.operators[what][k.PRICE] for kind, what in new if kind == k.COMPUTE)
+        untold = sum(self.graph.operators[what][k.FIRST_PRICE] for kind, what in new if kind == k.COMPUTE)
         return int(self.core.scalar(k.MODEL_COST)) + untold
 
     def limit_recomputation(self, nanoseconds: int) -> None:

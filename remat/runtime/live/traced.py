@@ -60,13 +60,15 @@ class _Recorder:
     ) -> Generator[Instruction, None, int]:
         """An operator and what a log has no place for; returns how many of the following instructions it includes."""
         graph, used = self._ledger.graph, self._ledger.arguments[number]
-        nanoseconds, _, _, first, end, _, scratch, overwritten = graph.operators[number]
+        again, _, _, first, end, _, scratch, overwritten, nanoseconds = graph.operators[number]
         sizes = tuple(graph.sizes[first:end])
         arguments = tuple(self._name_of[i] if i >= 0 else f"c{-1 - i}" for i in used)
         if scratch:
             yield Annotate(f"SCRATCH {scratch}")
         if overwritten:
             yield Annotate(f"OVERWRITE {overwritten}")
+        if again != nanoseconds:
+            yield Annotate(f"AGAIN {again}")
         call = (graph.labels[number], arguments)
         if sizes == (0,) and following[:1] == [(k.RELEASE, first)]:
             yield Call(*call, (), nanoseconds, (), ())

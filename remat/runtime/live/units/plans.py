@@ -18,6 +18,7 @@ from remat.runtime.live.choosing import CANDIDATES, MOST
 from remat.runtime.live.units.course import Segment
 from remat.runtime.live.units.pieces import Row
 from remat.runtime.live.units.story import Died, Event, Gone, Made, Ran
+from remat.runtime.live.units.unit import Price
 
 _SECONDS = 2.0  # that a plan may take
 _BLOCKS = 2  # that each of several is tried in; the first one of each sets up what its replays need
@@ -152,10 +153,10 @@ class _Program:
                 for number in event.row.sizes:
                     self._note(k.FORGET, event.row, number)
 
-    def _add(self, label: str, nanoseconds: int, inputs: list[int], size: int, scratch: int, over: int = 0) -> int:
+    def _add(self, label: str, price: Price, inputs: list[int], size: int, scratch: int, over: int = 0) -> int:
         self.instructions.append((k.COMPUTE, len(self.graph.operators)))
-        self.own_nanoseconds += nanoseconds
-        return self.graph.add(label, nanoseconds, inputs, [(size, -1)], scratch, over)[0]
+        self.own_nanoseconds += price.first
+        return self.graph.add(label, price.again, inputs, [(size, -1)], scratch, over, price.first)[0]
 
     def _note(self, kind: int, row: Row, number: int) -> None:
         tensor = self._tensors.get((row.index, number))
@@ -170,8 +171,8 @@ class _Program:
             places = [(maker.index, number) for maker, number in read]
             inputs = [self._tensors[place] for place in places if place in self._tensors]
             inner = unit.replay_bytes(making)
-            nanoseconds = making.model_nanoseconds if self._by_model else making.nanoseconds
-            tensor = self._add(unit.name, nanoseconds, inputs, size, inner, inner)
+            price = making.model_price if self._by_model else making.price
+            tensor = self._add(unit.name, price, inputs, size, inner, inner)
             self._tensors[row.index, making.storage] = tensor
             self.pieces[tensor] = row, making.storage
             if unit.kept:
@@ -182,7 +183,7 @@ class _Program:
         if others != self._others:
             if self._outside >= 0:
                 self.instructions += [(k.UNLOCK, self._outside), (k.RELEASE, self._outside)]
-            self._outside = self._add("code between modules", 0, [], others, 0)
+            self._outside = self._add("code between modules", Price(0, 0), [], others, 0)
             self.instructions.append((k.LOCK, self._outside))
             self._others = others
         inputs = [
@@ -191,5 +192,5 @@ class _Program:
         segment = self._segments[event.segment]
         self.begins.append(len(self.instructions))
         self.numbers.append(event.segment)
-        tensor = self._add(segment.kind.value, event.nanoseconds, inputs, 0, segment.rise)
+        tensor = self._add(segment.kind.value, Price(event.nanoseconds, event.nanoseconds), inputs, 0, segment.rise)
         self.instructions.append((k.RELEASE, tensor))

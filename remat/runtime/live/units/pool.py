@@ -344,8 +344,10 @@ class Pool:
         for making, size, read in row.makings():
             arguments = [maker.tensors[number] for maker, number in read if number in maker.tensors]
             inner = unit.replay_bytes(making)
-            nanoseconds = making.model_nanoseconds if self.by_model else making.nanoseconds
-            (tensor,) = self.ledger.add(unit.name, nanoseconds, arguments, [size], inner, inner)
+            price = making.model_price if self.by_model else making.price
+            (tensor,) = self.ledger.add(
+                unit.name, price.again, arguments, [size], inner, inner, first_nanoseconds=price.first
+            )
             row.tensors[making.storage] = tensor
             self._by_tensor[tensor] = (row, making.storage)
             if unit.kept:

@@ -28,19 +28,26 @@ _REPLAY = 40_000
 _PASSED = 10_000
 
 
+class Price(NamedTuple):
+    """Nanoseconds that making a storage took in the call itself, and that it takes in a replay."""
+
+    first: int
+    again: int
+
+
 class Making(NamedTuple):
     """How a storage that outlives a call is made from others that do, and from the call's inputs.
 
     Attributes:
         storage: its number on the tape.
-        nanoseconds: of a replay that makes it, with operators as measured; model_nanoseconds: by a fixed model.
+        price: with operators as measured; model_price: by a fixed model.
         storages, inputs: what these read, by numbers.
         siblings: bytes of other storages that outlive a call and that these make, too, as of an LSTM, for a moment.
     """
 
     storage: int
-    nanoseconds: int
-    model_nanoseconds: int
+    price: Price
+    model_price: Price
     storages: tuple[int, ...]
     inputs: tuple[int, ...]
     siblings: int
@@ -58,11 +65,13 @@ def makings(tape: Tape) -> list[Making]:
         read = {number for operator in computed for number in operator.reads}
         made = {value.storage for operator in computed for value in operator.values if value is not None}
         besides = int((_REPLAY + _PASSED * (max(positions, default=0) + 1)) / len(outliving) ** 0.5)
+        measured = sum(int(1e9 * operator.seconds) for operator in computed)
+        modelled = sum(_model_nanoseconds(operator, tape) for operator in computed)
         found.append(
             Making(
                 storage,
-                besides + sum(int(1e9 * operator.seconds) for operator in computed),
-                besides + sum(_model_nanoseconds(operator, tape) for operator in computed),
+                Price(measured, besides + measured),
+                Price(modelled, besides + modelled),
                 tuple(sorted(read & kept.keys())),
                 tuple(sorted({number for operator in computed for number in operator.given})),
                 sum(tape.storages[number].nbytes for number in (made & outliving) - {storage}),
