@@ -104,8 +104,8 @@ class Option:
 
 
 # How the chains that several processes measured become the one that they plan for, field by field: of each number, or
-# flag, the largest; what must be the same in all; and what each has of its own.
-_LARGEST, _SAME, _OWN = ({"merged": rule} for rule in ("largest", "same", "own"))
+# flag, the largest, or the smallest; what must be the same in all; and what each has of its own.
+_LARGEST, _SMALLEST, _SAME, _OWN = ({"merged": rule} for rule in ("largest", "smallest", "same", "own"))
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,7 @@ class Chain:
         options: L+1 tuples of the `Option`s of each stage; number 0, to keep everything, is not among them. Those that
             send something to the host come last. By default no stage has any.
         reserve_bytes: what the executor may hold on top of the activations: buffer snapshots and RNG states.
+        unneeded_bytes: how much less a step takes in which nothing is recomputed, and nothing is kept for that.
         names: L+1 names of stages.
         draws_random: L+1 flags: the stage draws random numbers, so a recomputation restores their generator.
         changes_buffers: L+1 flags: the stage changes buffers of its own (BatchNorm), which happens only once.
@@ -149,6 +150,7 @@ class Chain:
     replay_seconds: tuple[float, ...] = field(default=(), kw_only=True, metadata=_LARGEST)
     options: tuple[tuple[Option, ...], ...] = field(default=(), kw_only=True, metadata=_SAME)
     reserve_bytes: int = field(default=0, kw_only=True, metadata=_LARGEST)
+    unneeded_bytes: int = field(default=0, kw_only=True, metadata=_SMALLEST)
     names: tuple[str, ...] = field(default=(), kw_only=True, metadata=_SAME)
     draws_random: tuple[bool, ...] = field(default=(), kw_only=True, metadata=_LARGEST)
     changes_buffers: tuple[bool, ...] = field(default=(), kw_only=True, metadata=_LARGEST)
@@ -182,7 +184,8 @@ class Chain:
         set_field(self, "grad_bytes", _of_length("grad_bytes", grads, stages + 1, "L+2"))
         overheads = _sizes("save_overhead_bytes", self.save_overhead_bytes) or self.fwd_overhead_bytes
         set_field(self, "save_overhead_bytes", _of_length("save_overhead_bytes", overheads, stages, "L+1"))
-        set_field(self, "reserve_bytes", _sizes("reserve_bytes", [self.reserve_bytes])[0])
+        for name in ("reserve_bytes", "unneeded_bytes"):
+            set_field(self, name, _sizes(name, [getattr(self, name)])[0])
         names = tuple(map(str, self.names)) or (*(f"stage {i}" for i in range(1, stages)), "loss")
         set_field(self, "names", _of_length("names", names, stages, "L+1"))
         for name in ("draws_random", "changes_buffers", "fixed"):

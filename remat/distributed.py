@@ -49,7 +49,9 @@ def largest(chains: Sequence[Chain]) -> Chain:
                 f"{rank}. Measure the same model with samples of the same kind in all of them, or name the stages"
             )
     numbers = [name for name, rule in rules.items() if rule == "largest"]
-    return replace(first, **{name: _largest([getattr(chain, name) for chain in chains]) for name in numbers})
+    merged = {name: _largest([getattr(chain, name) for chain in chains]) for name in numbers}
+    least = {name: min(getattr(chain, name) for chain in chains) for name, rule in rules.items() if rule == "smallest"}
+    return replace(first, **merged, **least)
 
 
 def _calls(chain: Chain) -> Any:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from remat.chain import Chain, Option
 from remat.errors import InvalidSchedule
 from remat.report import Moment, Report
-from remat.schedule import F_ALL, F_NONE, B, Operation, Schedule
+from remat.schedule import F_ALL, F_NONE, B, Operation, Schedule, store_all_operations
 
 
 def simulate(chain: Chain, schedule: Schedule) -> Report:
@@ -111,14 +111,21 @@ def everything(chain: Chain, stage: int) -> Option:
     )
 
 
-def _walk(chain: Chain, operations: Iterable[Operation]) -> Iterator[tuple[Operation, int, int]]:
+def _reserve_bytes(chain: Chain, operations: Sequence[Operation]) -> int:
+    """What is held besides activations; less where nothing is recomputed."""
+    if chain.unneeded_bytes and tuple(operations) == store_all_operations(chain.length):
+        return chain.reserve_bytes - chain.unneeded_bytes
+    return chain.reserve_bytes
+
+
+def _walk(chain: Chain, operations: Sequence[Operation]) -> Iterator[tuple[Operation, int, int]]:
     """Yields each operation with the peak while it runs and what is stored after it, both in bytes."""
     act, grad = chain.act_bytes, chain.grad_bytes
     own = [False] * (chain.length + 1)  # a_l is stored on its own
     kept: list[Option | None] = [None] * (chain.length + 1)  # saved_l is stored, or that part of it
     own[0] = True
     pending = chain.length  # the stage whose backward comes next; its gradient is stored
-    stored = chain.reserve_bytes + act[0] + grad[pending]
+    stored = _reserve_bytes(chain, operations) + act[0] + grad[pending]
     leaving = 0  # bytes that are being copied to the host
     step = -1
 

@@ -108,6 +108,30 @@ def test_the_measured_peak_keeps_ten_budgets(name: str) -> None:
     assert predicted.recomputations == 0
 
 
+class Keeps(nn.Module):
+    """Holds what it computes in an attribute, as models do that return hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.wide(x)
+        return x + self.narrow(self.kept.tanh())
+
+
+@pytest.mark.parametrize("stage", [Keeps, lambda: Drawing(lambda: torch.rand(()))])
+def test_what_recomputation_needs_is_not_counted_where_there_is_none(stage: Callable[[], nn.Module]) -> None:
+    model = nn.Sequential(*(stage() for _ in range(6)))
+    sample = torch.randn(256, next(model.parameters()).shape[1])
+    chain = remat.profile(model, sample, repeats=1, small=0.0)
+    plain = remat.run(model, sample, remat.solve(chain, chain.store_all_bytes), repeats=1)
+    assert plain.recomputations == 0
+    assert plain.peak_bytes <= chain.store_all_bytes <= 1.05 * plain.peak_bytes
+    least = remat.minimum_budget(chain)
+    assert remat.run(model, sample, remat.solve(chain, least), repeats=1).peak_bytes <= least
+
+
 def test_the_reserve_is_small() -> None:
     for name in ("resnet50", "gpt with its loss"):
         model, sample, loss = MODELS[name]()

@@ -17,7 +17,7 @@ from remat.profiling.carried import (
 )
 from remat.profiling.facts import Facts
 from remat.profiling.gauges import Span
-from remat.profiling.stage_costs import NOTHING, Sizes, as_executed, executor_reserve, sizes_of_stage
+from remat.profiling.stage_costs import NOTHING, Sizes, as_executed, executor_reserve, sizes_of_stage, unneeded
 from remat.profiling.units import Unit, measured_option
 from remat.profiling.variables import LetGo
 from remat.runtime.calls.places import Places
@@ -120,7 +120,7 @@ def chain_of(
     forward = [measured.median("outside" if each else "full", stage) for stage, each in enumerate(fixed, start=1)]
     marks = [stage.marks for stage in facts.stages[1:]]
     recomputed = [index for index in range(last) if not fixed[index]]
-    reserve = executor_reserve([marks[index] for index in recomputed], [sizes[index] for index in recomputed])
+    of_recomputed = [marks[index] for index in recomputed], [sizes[index] for index in recomputed]
     extras = carrying.extras([size.bwd_extra for size in sizes])
     options, dropped = _options(ways, terms, extras, facts, last)
     return Chain(
@@ -130,7 +130,8 @@ def chain_of(
         save_overhead_bytes=tuple(size.save_overhead for size in sizes),
         bwd_overhead_bytes=tuple(extras),
         options=options,
-        reserve_bytes=reserve + terms.lasting + sizes[-1].lasting,
+        reserve_bytes=executor_reserve(*of_recomputed) + terms.lasting + sizes[-1].lasting,
+        unneeded_bytes=unneeded(*of_recomputed),
         fwd_seconds=tuple(forward),
         replay_seconds=tuple(_replay(measured, facts, stage, whole) for stage, whole in enumerate(forward, start=1)),
         bwd_seconds=tuple(measured.median("backward", stage) for stage in range(1, last + 2)),

@@ -164,6 +164,15 @@ def executor_reserve(marks: Sequence[Marks], sizes: Sequence[Sizes]) -> int:
     return kept + sum(size.undeferred + size.lasting for size in sizes)
 
 
+def unneeded(marks: Sequence[Marks], sizes: Sequence[Sizes]) -> int:
+    """How much of that is not there, or counted in what is saved, where nothing is recomputed."""
+    kept = sum(mark.changed_bytes + mark.random_bytes for mark in marks)
+    pairs = list(zip(marks, sizes, strict=True))
+    # What attributes hold anew may be what the stage holds although nothing was to be saved.
+    kept += sum(max(mark.attribute_bytes - size.undeferred, 0) for mark, size in pairs)
+    return kept + sum(min(mark.held_twice, size.undeferred) for mark, size in pairs)
+
+
 def as_executed(size: Sizes, stage: Stage, mark: Marks) -> Sizes:
     """The terms of a stage that the executor runs, from those of the stage alone.
 

@@ -151,6 +151,11 @@ def fastest_within(chain: Chain, candidates: Iterable[Operations], budgets: Sequ
     return chosen
 
 
+def least_or_all(chain: Chain, least: Operations) -> Operations:
+    """The sequence of least memory, or everything stored, where what recomputations need takes more than they free."""
+    return least_peak(chain, [least, store_all_operations(chain.length)]) if chain.unneeded_bytes else least
+
+
 def least_peak(chain: Chain, candidates: Iterable[Operations]) -> Operations:
     """The candidate with the least peak, the fastest of equals."""
     return min(candidates, key=lambda candidate: peak_and_makespan(chain, candidate))

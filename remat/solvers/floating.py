@@ -20,7 +20,7 @@ from remat.chain import Chain
 from remat.simulation import peak_and_makespan
 from remat.solvers import _table_kernels
 from remat.solvers._tables import Room, Table, in_parallel, options_of, plan_with_tables, sizes_of, times_of
-from remat.solvers.base import Operations, Plan, Solver
+from remat.solvers.base import Operations, Plan, Solver, least_or_all
 from remat.solvers.persistent import Persistent, PersistentTable
 
 MODEST_WORK = 3e9  # steps of the recurrence, which take a second or two
@@ -64,7 +64,7 @@ class Floating(Solver):
         room = Room(chain.length)
         nothing, slots = np.empty(0, np.float32), (np.zeros_like(sizes[0]), np.zeros_like(sizes[1]))
         options = (sizes, slots, times, 1, parts, *room.columns)
-        return room.operations(_table_kernels.read_floating(nothing, 1, 0, decisions, *options)[0])
+        return least_or_all(chain, room.operations(_table_kernels.read_floating(nothing, 1, 0, decisions, *options)[0]))
 
 
 def work(chain: Chain) -> float:

@@ -17,7 +17,7 @@ from remat.chain import Chain
 from remat.host.compilation import say_that_it_compiles
 from remat.solvers import _table_kernels
 from remat.solvers._tables import Room, Table, in_parallel, options_of, plan_with_tables, sizes_of, times_of
-from remat.solvers.base import Operations, Plan, Solver
+from remat.solvers.base import Operations, Plan, Solver, least_or_all
 
 _TILE = 16  # cells of a tile's side: one row is reused for this many ends from cache
 _THREADED_FROM = 64  # stages; below, filling takes less than starting threads
@@ -47,7 +47,9 @@ class Persistent(Solver):
         return plan_with_tables(chain, budgets, table, lambda: self.least_memory(chain))
 
     def least_memory(self, chain: Chain) -> Operations:
-        return least_persistent_operations(chain if self.options else chain.without_options, save_all=True)
+        return least_or_all(
+            chain, least_persistent_operations(chain if self.options else chain.without_options, save_all=True)
+        )
 
 
 class PersistentTable(Table):
