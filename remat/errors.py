@@ -46,6 +46,9 @@ class InvalidSchedule(RematError, ValueError):
         super().__init__(f"invalid schedule: {where}{missing}")
 
 
+_FEW_BYTES = 4096  # a budget below is a number that was meant in another way
+
+
 class InfeasibleBudget(RematError, ValueError):
     """The solver has no schedule that fits the budget.
 
@@ -57,12 +60,15 @@ class InfeasibleBudget(RematError, ValueError):
 
     def __init__(self, budget: int, minimum: int, solver: str = "", *, exact: bool = True) -> None:
         self.budget, self.minimum, self.solver, self.exact = budget, minimum, solver, exact
-        by = f" with solver {solver!r}" if solver and solver != "fastest" else ""
-        hint = " (An int counts bytes; 1.0 is all that plain PyTorch needs.)" if budget == 1 else ""
-        about = "" if exact else "about "
-        then = "" if exact else " (a limit near to it is measured exactly)"
-        least = f"the minimum is {about}{format_bytes(minimum)} ({minimum} bytes){then}. Use that, a smaller batch, or "
-        super().__init__(f"{format_bytes(budget)} ({budget} bytes) is too small{by}: {least}shorter inputs.{hint}")
+        by = f" with solver {solver!r}" if solver and solver not in ("fastest", "dtr") else ""
+        by = " for DTR by calls" if solver == "dtr" else by
+        forms = " (An int counts bytes; write '5GiB', or a share of what plain PyTorch needs, 0.5.)"
+        hint = forms if budget < _FEW_BYTES else ""
+        least = f"{format_bytes(minimum)} ({minimum} bytes)" if exact else f"about {format_bytes(minimum)}"
+        super().__init__(
+            f"{format_bytes(budget)} ({budget} bytes) is too small{by}: the minimum is {least}. Use that, a smaller "
+            f"batch, or shorter inputs.{hint}"
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(type(self), exact=self.exact), (self.budget, self.minimum, self.solver)

@@ -156,9 +156,10 @@ def fit(
         why = f"plans for {kind} need at least {format_bytes(error.minimum)}"
         try:
             _train_by_calls(model, sample, error.budget, loss, output_held, other_path, quiet, why, below=error.minimum)
-        except UnsupportedModel:
-            error.args = (f"{error}{_by_operators(model, sample, error.budget, loss, output_held)}",)
-            raise error from None
+        except (UnsupportedModel, InfeasibleBudget) as by_calls:
+            last = by_calls if isinstance(by_calls, InfeasibleBudget) else error
+            last.args = (f"{last}{_by_operators(model, sample, error.budget, loss, output_held)}",)
+            raise last from None
         return model
     handle.take_place()
     assert handle.sequence is not None
@@ -191,7 +192,11 @@ def _train_by_calls(
     with Bench(model, sample, loss, output_held=output_held) as bench:
         most = bench.peak_bytes(bench.step(None)) if isinstance(memory, float) else None
         budget = resolve_budget(memory, most)
-        report, hint = _rehearsed(model, bench, budget)
+        dtr = _dtr_of(model, budget)
+        report, hint = _rehearsed(dtr, bench)
+        if report is None and hint <= budget:  # anew, with all that is known of calls by now
+            dtr = _dtr_of(model, budget, turn=1)
+            report, hint = _rehearsed(dtr, bench)
         if report is None:
             least = _least_by_calls(model, bench, max(hint, budget + 1), below)
             if least is None:
@@ -203,7 +208,7 @@ def _train_by_calls(
     before = patched_forward_of(model)
     if before is not None:
         before.remove()
-    steps = Steps(model, _dtr_of(model, budget))
+    steps = Steps(model, dtr)
     PatchedForward(
         model, lambda args, kwargs: steps if model.training else None, other_path=other_path, ended=steps.end
     )
@@ -227,15 +232,16 @@ def _is_hopeless(budget: int, least: int) -> bool:
     return _HOPELESS * budget < least
 
 
-def _dtr_of(model: nn.Module, budget: int) -> DTR:
+def _dtr_of(model: nn.Module, budget: int, turn: int = 0) -> DTR:
+    """Whose blocks share what is remembered of steps of this model within the budget, since this turn."""
     dtr = DTR(budget)
-    dtr.where = ("fit", weakref.ref(model))
+    dtr.where = ("fit", weakref.ref(model), turn)
     return dtr
 
 
-def _rehearsed(model: nn.Module, bench: Bench, budget: int) -> tuple[Report | None, int]:
+def _rehearsed(dtr: DTR, bench: Bench) -> tuple[Report | None, int]:
     """What a step by calls takes within a budget; None where that is too small, with a guess of what would not be."""
-    way = UnderDTR(_dtr_of(model, budget), bench.sample_bytes)
+    way, budget = UnderDTR(dtr, bench.sample_bytes), dtr.budget
     hint = budget
     for _ in range(_REHEARSALS):
         try:
@@ -257,12 +263,13 @@ def _rehearsed(model: nn.Module, bench: Bench, budget: int) -> tuple[Report | No
 
 def _least_by_calls(model: nn.Module, bench: Bench, first: int, below: int | None) -> int | None:
     """A budget that is enough, about the least from `first` on; None where none was found."""
-    fails, works = 0, None
+    fails, works, budget = 0, None, first
     for attempt in range(_ATTEMPTS):
-        budget = first if not fails else fails * 5 // 4 if works is None else (fails + works) // 2
+        if attempt:
+            budget = fails * 5 // 4 if works is None else (fails + works) // 2
         if below is not None and budget >= below:
             return None
-        report, _ = _rehearsed(model, bench, budget)
+        report, _ = _rehearsed(_dtr_of(model, budget), bench)
         if report is None:
             fails = budget
         elif below is None and not report.evictions:  # no more than plain PyTorch would do
