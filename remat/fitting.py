@@ -143,7 +143,7 @@ def fit(
     assert handle.chain is not None
     most = store_all_peak(handle.chain)
     if not quiet:
-        _write(_choices(handle.chain, planner("fastest", slots, host_limit)))
+        _write(_choices(kind, handle.chain, planner("fastest", slots, host_limit)))
     try:
         handle.plan_with("fastest", limit)
     except InfeasibleBudget as error:
@@ -349,9 +349,11 @@ def _in_a_line(name: str, chain: Chain, schedule: Schedule, limit: int) -> str:
     )
 
 
-def _choices(chain: Chain, solver: Solver) -> str:
+def _choices(kind: str, chain: Chain, solver: Solver) -> str:
     """What limits there are to choose from: a line each for the least and for the overheads that people ask for."""
     least, most = solver.minimum_budget(chain), store_all_peak(chain)
+    if least >= most:
+        return f"remat.fit: plans free nothing of the {format_bytes(most)} that {kind} needs"
     limits = sorted({least + (most - least) * step // _TRIED for step in range(_TRIED + 1)})
     found = [
         (limit, simulate(chain, answer).overhead or 1.0)

@@ -406,6 +406,7 @@ def test_measuring_leaves_attributes_as_they_were(found: bool) -> None:
         ({"loss": lambda output: 1.0}, "the loss returned a float"),
         ({"loss": lambda output: output.sum().detach()}, "without a graph"),
         ({"loss": 3}, "the loss is a int"),
+        ({"loss": nn.functional.cross_entropy}, r"loss=lambda output: cross_entropy\(output, targets\)"),
         ({"memory": 10**30}, "above the largest budget"),
         ({"memory": 1}, r"An int counts bytes; write '5GiB', or a share of what plain PyTorch needs, 0\.5"),
         ({"memory": 5}, "An int counts bytes"),

@@ -45,6 +45,13 @@ def test_of_what_rounds_do_not_tell_apart_the_least_median_is_recommended() -> N
     assert found.best(2000).strategy == PLAIN  # which needs nothing at all
 
 
+def test_entries_and_verdicts_are_a_line() -> None:
+    found = comparison(entry("revolve", 90, (1.3, 1.6, 1.2)), entry("chen", 95, (1.4, 1.5, 1.3)))
+    told = repr(found.verdict(100))
+    assert told == str(found.verdict(100)) and "tied with chen" in told and "\n" not in told
+    assert told.startswith(repr(found.best(100))) and "gradients equal" in told and "Operation" not in told
+
+
 def test_plain_pytorch_is_preferred_to_what_takes_as_long() -> None:
     found = comparison(entry("persistent", 95, (0.99, 1.02, 0.985)))
     assert found.best(2000).strategy == PLAIN and found.best(100).strategy == "persistent"

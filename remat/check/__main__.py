@@ -7,6 +7,7 @@ import json
 import sys
 import time
 import traceback
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,11 @@ class _Session:
 
     def run(self, names: list[str], seconds: float) -> int:
         """Runs what has not been run; returns how many checks have failed in all."""
-        print(f"{self.machine['device']}, torch {torch.__version__}; results in {self.file}", flush=True)
+        print(
+            f"{self.machine['device']}, torch {torch.__version__}; results in {self.file}. {len(names)} checks, up to "
+            f"{seconds / 60:.0f} minutes, a line for each that is over",
+            flush=True,
+        )
         until = time.monotonic() + seconds
         for name in names:
             if self.results.get(name, {}).get("outcome") in ("pass", "skipped"):
@@ -73,7 +78,9 @@ class _Session:
                 print(f"time limit reached before {name!r}; run again to continue", flush=True)
                 break
             self._one(name)
-        return sum(found["outcome"] == "failed" for found in self.results.values())
+        outcomes = Counter(found["outcome"] for found in self.results.values())
+        print(", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items())), flush=True)
+        return outcomes["failed"]
 
     def _one(self, name: str) -> None:
         began = time.monotonic()

@@ -79,6 +79,13 @@ class Entry:
         """The interval of its time relative to plain PyTorch; None for fewer than two timed steps."""
         return interval_of(self.ratios)
 
+    def __str__(self) -> str:
+        if self.report is None:
+            return f"{self.strategy}: neither planned nor run"
+        return f"{self.report}; gradients {self.gradients}" if self.gradients else str(self.report)
+
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         if self.report is None:
             return card(self.strategy, [("", "neither planned nor run")])

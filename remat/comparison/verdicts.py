@@ -71,6 +71,14 @@ class Verdict(NamedTuple):
     tied: tuple[Entry, ...] = ()
     noise: str = ""
 
+    def __str__(self) -> str:
+        tied = f"; tied with {', '.join(entry.strategy for entry in self.tied)}" if self.tied else ""
+        noise = f"; too noisy to tell, by planned times: {self.noise}" if self.noise else ""
+        return f"{self.best}{tied}{noise}"
+
+    def __repr__(self) -> str:
+        return str(self)
+
 
 def verdict_of(candidates: Iterable[Candidate]) -> Verdict:
     """The fastest, and those that are tied with it: plain PyTorch if it is among them, else that of the least median.

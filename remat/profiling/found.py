@@ -10,6 +10,7 @@ from remat.formatting import count, format_bytes, format_seconds, table
 from remat.runtime.calls.stages import describe_call, stage_name
 
 _SMALL = 0.001  # of all that autograd keeps
+_MOST_OF_IT = 0.9  # in one stage
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,14 @@ class FoundChain:
         return f"<p>{escape(self._summary())}</p>{table(('stage', '', 'saved', 'forward'), rows)}"
 
     def _summary(self) -> str:
+        largest = max((stage.saved_bytes for stage in self.stages), default=0)
+        if largest > _MOST_OF_IT * self.saved_bytes:
+            return (
+                f"{self.model}: {count(len(self.stages), 'stage')} in {count(len(self.chains), 'chain')}, of which one "
+                f"holds {largest / max(self.saved_bytes, 1):.0%} of the {format_bytes(self.saved_bytes)} that autograd "
+                "saves for the backward. Plans that recompute whole stages free next to nothing; remat.fit trains such "
+                "a model under DTR where no part of that stage can be kept"
+            )
         return (
             f"{self.model}: {count(len(self.stages), 'stage')} in {count(len(self.chains), 'chain')}. Plans can free "
             f"up to {self.memory_share:.0%} of the {format_bytes(self.saved_bytes)} that autograd saves for the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,16 +62,32 @@ def check_count(name: str, value: object, least: int = 1) -> None:
         raise RematError(f"{name}={value!r}: must be at least {least}")
 
 
+def _takes_one(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # of functions in C it is not known
+        return True
+    return True
+
+
 def checked_loss(loss: Loss | None) -> Loss | None:
     """The loss, wrapped so that what it returns is checked.
 
     Raises:
-        InvalidLoss: not a function; and when it is called, its result is not a scalar with a graph.
+        InvalidLoss: not a function of one argument; and when it is called, its result is not a scalar with a graph.
     """
     if loss is None or getattr(loss, "is_checked", False):
         return loss
     if not callable(loss):
         raise InvalidLoss(f"the loss is a {type(loss).__name__}; pass a function of the output that returns a scalar")
+    if not _takes_one(loss):
+        name = getattr(loss, "__name__", type(loss).__name__)
+        raise InvalidLoss(
+            f"the loss {name} cannot be called with the model's output alone; pass a function of it, as "
+            f"loss=lambda output: {name}(output, targets)"
+        )
 
     def checked(output: Any) -> torch.Tensor:
         end = loss(output)
