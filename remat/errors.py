@@ -115,10 +115,11 @@ class Thrashing(RematError, RuntimeError):
 
     def __init__(self, operator: str, budget: int, times: float, minimum: int | None) -> None:
         self.operator, self.budget, self.times, self.minimum = operator, budget, times, minimum
-        least = "" if minimum is None else f" to {format_bytes(minimum)} ({minimum} bytes),"
+        least = "" if minimum is None else f" to {format_bytes(minimum)} ({minimum} bytes)"
         super().__init__(
             f"stopped at {operator}: within {format_bytes(budget)}, recomputation has taken more than {times:g} x the "
-            f"time of the program itself. Raise the budget{least} or set thrash_limit=None to go on"
+            f"time of the program itself. Raise the budget{least}, enter the block again, which then knows the "
+            "program and may take another heuristic (or pass one, 'h_dtr'), or set thrash_limit=None to go on"
         )
 
     def __reduce__(self) -> tuple[type, tuple[str, int, float, int | None]]:

@@ -15,7 +15,7 @@ from torch import nn
 from remat.budgets import resolve_budget
 from remat.chain import Chain
 from remat.distributed import agree, held_by_others, solved
-from remat.errors import PlanMismatch, RematError
+from remat.errors import InfeasibleBudget, PlanMismatch, RematError
 from remat.formatting import count, format_bytes, format_seconds
 from remat.host.progress import Progress, shown
 from remat.profiling.profile import Loss, profile
@@ -490,7 +490,11 @@ class Checkpointable(Wrapper):
                 # A loss often holds the targets of the batch it was given with, which another shape does not fit.
                 note = f"; the loss fails on it ({error}) and is assumed to take no memory or time"
                 self.chain = self._profile(call, None)
-            self._plan_as(self._request or _Request(self._planner("persistent")))
+            try:
+                self._plan_as(self._request or _Request(self._planner("persistent")))
+            except InfeasibleBudget as error:
+                error.args = (f"for the input {', '.join(state.inputs)}, which is not what was measured: {error}",)
+                raise
             assert self._plan is not None
             plan = self._plan
         finally:

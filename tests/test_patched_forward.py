@@ -347,3 +347,12 @@ def test_a_forward_of_the_instances_own_comes_back_with_remove() -> None:
     assert remat.remove(model).forward is around
     model(**sample)
     assert len(calls) == before + 2
+
+
+def test_an_input_that_is_too_large_for_the_limit_is_named() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    remat.fit(model, torch.randn(100, 64), "200KiB", quiet=True)
+    with pytest.raises(remat.InfeasibleBudget, match=r"for the input float32\[1000, 64\] cpu, which is not what was"):
+        model(torch.randn(1000, 64))
+    model(torch.randn(100, 64)).sum().backward()
