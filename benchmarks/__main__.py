@@ -28,6 +28,7 @@ from benchmarks.rotor import rotor
 from benchmarks.rotor_growing import rotor_growing
 from benchmarks.rotor_planned import rotor_planned
 from benchmarks.speed import sequential, store_all
+from benchmarks.step_cost import step_cost
 from benchmarks.table1 import table1
 
 BENCHMARKS = {
@@ -57,6 +58,7 @@ BENCHMARKS = {
     "rotor_planned": rotor_planned,
     "rotor_growing": rotor_growing,
     "protocol": protocol,
+    "step_cost": step_cost,
     "table1": table1,
 }
 
