@@ -88,7 +88,7 @@ def test_an_interrupted_program_is_a_bound_and_an_incumbent() -> None:
     graph = unet()
     cells = methods_at("U-Net", graph, 0.5, 0.5)
     report = cells[0].report
-    assert report.outcome in ("timeout", "pass") and report.note == "stopped at its time limit of 0.5 s"
+    assert report.outcome in ("timeout", "pass") and report.note == "stopped at the time limit of 0.5 s"
     figure = plot_static(cells, {"U-Net": Replay(graph.trace()).baseline})
     assert figure.axes
 
