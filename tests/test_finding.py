@@ -268,3 +268,25 @@ def test_tensors_that_show_the_same_stay_apart_when_a_stage_runs_again() -> None
             calls(x)
         assert seen[0] == seen[1]
         assert operators.seen == ["aten::equal"]  # nothing that a replay in part would take for the stage's own
+
+
+class OneBlock(nn.Module):
+    """Nearly all that is saved lies in one block, of whose parts none can be kept alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(8, 8), nn.GRU(8, 64), nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.block(self.first(x))[0])
+
+
+def test_one_stage_that_holds_all_is_not_called_promising(capsys: pytest.CaptureFixture[str]) -> None:
+    model, sample = OneBlock(), torch.randn(30, 16, 8)
+    found = remat.find_chain(model, sample)
+    assert "of which one holds" in str(found) and "free next to nothing" in str(found)
+    assert "Plans can free up to" not in str(found)
+    chain = remat.profile(model, sample, repeats=1)
+    assert remat.minimum_budget(chain) == chain.store_all_bytes
+    remat.fit(model, sample, 1.0)
+    assert "plans free nothing of the" in capsys.readouterr().err

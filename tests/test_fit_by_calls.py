@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import remat
+from remat import fitting
 from remat.errors import InfeasibleBudget, UnsupportedModel
 from remat.runtime.live.steps import Steps
 from remat.runtime.meter import MemoryMeter
@@ -241,6 +242,26 @@ def test_inside_a_block_of_the_program_that_one_counts() -> None:
     torch.manual_seed(0)
     plain(x).backward()
     assert _same_gradients(model, plain)
+
+
+def test_steps_that_fail_while_they_learn_are_tried_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not within a byte more, which the error then would name, and which would not work either in another process."""
+    tried: list[tuple[int, Any]] = []
+    own = fitting._rehearsed
+
+    def rehearsed(dtr: remat.DTR, bench: Any) -> tuple[Any, int]:
+        tried.append((dtr.budget, dtr.where))
+        return (None, dtr.budget) if len(tried) == 1 else own(dtr, bench)
+
+    monkeypatch.setattr(fitting, "_rehearsed", rehearsed)
+    model, plain, x, limit = _fitted()
+    assert [budget for budget, _ in tried] == [limit] * 2 and tried[0][1] != tried[1][1]
+    torch.manual_seed(5)
+    plain(x).backward()
+    torch.manual_seed(5)
+    model(x).backward()
+    assert _same_gradients(model, plain)
+    assert _steps_of(model)._dtr.where == tried[1][1]
 
 
 def test_too_small_a_limit_names_one_that_works() -> None:

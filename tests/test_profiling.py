@@ -8,7 +8,9 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from threading import Thread
+from typing import Any
 
 import pytest
 import torch
@@ -437,16 +439,33 @@ def test_what_is_garbage_is_not_freed_by_chance_while_memory_is_measured() -> No
         assert getattr(found, name) == getattr(expected, name), name
 
 
+def _by_an_executor(work: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+def _by_a_pool(work: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with ThreadPool(1) as pool:
+        return pool.apply(work)
+
+
+def _by_a_thread(work: Callable[[], torch.Tensor]) -> torch.Tensor:
+    found: list[torch.Tensor] = []
+    thread = Thread(target=lambda: found.append(work()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
 class _InAThread(nn.Module):
     """Computes half of what it does in a thread of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, by: Callable[[Callable[[], torch.Tensor]], torch.Tensor]) -> None:
         super().__init__()
-        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.one, self.other, self.by = nn.Linear(8, 8), nn.Linear(8, 8), by
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(self.one, x).result() + self.other(x)
+        return self.by(lambda: self.one(x)) + self.other(x)
 
 
 class _InTurns(nn.Module):
@@ -460,10 +479,11 @@ class _InTurns(nn.Module):
         return x
 
 
+@pytest.mark.parametrize("by", [_by_an_executor, _by_a_pool, _by_a_thread])
 @pytest.mark.parametrize("container", [nn.Sequential, _InTurns])
-def test_memory_of_threads_is_said_not_to_be_counted(container: Callable[..., nn.Module]) -> None:
+def test_memory_of_threads_is_said_not_to_be_counted(container: Callable[..., nn.Module], by: Any) -> None:
     with pytest.warns(remat.OverBudgetWarning, match="computes in threads of its own"):
-        remat.profile(container(_InAThread(), _InAThread(), _InAThread()), torch.randn(4, 8), repeats=1)
+        remat.profile(container(*(_InAThread(by) for _ in range(3))), torch.randn(4, 8), repeats=1)
 
 
 def test_threads_that_compute_nothing_are_not_mentioned() -> None:

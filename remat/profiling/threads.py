@@ -48,6 +48,9 @@ class _Threads(Watch):
     def elsewhere(self) -> _Looking | None:
         return _Looking(self) if get_ident() == self._thread else None
 
+    def elsewhere_unseen(self) -> None:
+        self.compute = self.compute or get_ident() == self._thread
+
 
 class _Looking(Watching):
     """Runs in such a thread."""

@@ -52,6 +52,10 @@ class Watch:
         """This thread gives work to another one; returns what that is to run in there, if anything."""
         return None
 
+    def elsewhere_unseen(self) -> None:
+        """It gives work to one in which nothing can be run around it."""
+        self.elsewhere()
+
 
 class _Guarded(NamedTuple):
     """A function that is replaced: an attribute of a class or module, and what it does with its arguments."""
@@ -201,7 +205,8 @@ def _checking(check: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(check)
     def checking(self: Any) -> None:
         if isinstance(self, multiprocessing.pool.ThreadPool):
-            _elsewhere()
+            for watch in watches():
+                watch.elsewhere_unseen()
         check(self)
 
     return checking
