@@ -45,6 +45,20 @@ def test_the_meter_sees_temporaries_and_what_stays() -> None:
     assert (second.start_bytes, second.peak_bytes, second.end_bytes) == (1000, 1300, 0)
 
 
+def test_what_was_allocated_between_sessions_is_not_counted_when_it_is_freed() -> None:
+    """PyTorch's profiler remembers the addresses of an earlier session, and takes what is there later for the same."""
+    meter = MemoryMeter(CPU)
+    with meter.session(), meter.region():
+        held = [torch.empty(3000, dtype=torch.uint8) for _ in range(50)]
+    del held
+    other = [torch.empty(3000, dtype=torch.uint8) for _ in range(50)]  # takes the same addresses, unseen
+    with meter.session(), meter.region():
+        kept = torch.empty(10000, dtype=torch.uint8)
+        del other
+    assert meter.regions[0].end_bytes == kept.nbytes
+    assert meter.regions[0].peak_bytes == kept.nbytes
+
+
 def test_the_meter_refuses_to_lie() -> None:
     meter = MemoryMeter(CPU)
     with torch.profiler.profile(profile_memory=True), pytest.raises(MeasurementError, match="profiler is running"):

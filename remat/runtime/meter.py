@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity
 
 from remat.errors import MeasurementError
@@ -130,32 +131,47 @@ class MemoryMeter:
         with without_allocator_warnings(), profiler:
             yield
         results = profiler.profiler.kineto_results if profiler.profiler is not None else None
-        self.regions = _read_events(results.events() if results is not None else [], self._may_be_idle)
+        self.regions = _regions(results.experimental_event_tree() if results is not None else [], self._may_be_idle)
 
 
-def _read_events(events: list, may_be_idle: bool) -> list[Region]:
-    changes, marks = [], []
-    for event in events:
-        name = event.name()
-        if name == "[memory]":
-            if event.device_type() == torch.autograd.DeviceType.CPU:
-                changes.append((event.start_ns(), event.nbytes()))
-        elif name == _MARK:
-            marks.append((event.start_ns(), event.start_ns() + event.duration_ns()))
+def _regions(roots: list, may_be_idle: bool) -> list[Region]:
+    changes: list[tuple[int, int, int]] = []  # when, at which address, by how many bytes
+    marks: list[tuple[int, int]] = []
+    events = roots[::-1]
+    while events:
+        event = events.pop()
+        events.extend(event.children[::-1])
+        if event.tag == _EventType.Allocation:
+            change = event.extra_fields
+            if change.device.type == "cpu":
+                changes.append((event.start_time_ns, change.ptr, change.alloc_size))
+        elif event.name == _MARK:
+            marks.append((event.start_time_ns, event.end_time_ns))
     if marks and not changes and not may_be_idle:
         raise MeasurementError("the profiler recorded no allocation; was another profiler started in the meantime?")
     changes.sort(key=lambda change: change[0])
     regions = []
+    # The profiler remembers what an earlier session has left at an address, and tells its size when anything there is
+    # freed. So what counts is what was seen to be allocated: frees of other addresses say nothing.
+    sizes: dict[int, int] = {}
     level, position = 0, 0
+
+    def change_level() -> None:
+        nonlocal level, position
+        _, address, size = changes[position]
+        level -= sizes.pop(address, 0)
+        if size > 0:
+            sizes[address] = size
+            level += size
+        position += 1
+
     for start, end in sorted(marks):
         while position < len(changes) and changes[position][0] < start:
-            level += changes[position][1]
-            position += 1
+            change_level()
         first = peak = level
         while position < len(changes) and changes[position][0] <= end:
-            level += changes[position][1]
+            change_level()
             peak = max(peak, level)
-            position += 1
         regions.append(Region(first, level, peak))
     return regions
 
