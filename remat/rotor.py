@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,6 +17,7 @@ from remat.distributed import agree, held_by_others, solved
 from remat.errors import InfeasibleBudget, PlanMismatch, RematError
 from remat.formatting import count, format_bytes, format_seconds
 from remat.host.progress import Progress, shown
+from remat.host.warn import warn
 from remat.profiling.profile import Loss, profile
 from remat.report import Report
 from remat.runtime.calls.stages import call_of, flatten, is_sequential
@@ -357,10 +357,6 @@ class Checkpointable(Wrapper):
         return max(int(FREE_SHARE * free_bytes(device)) - missing - 2 * sum(p.nbytes for p in parameters), 1)
 
     @property
-    def _name(self) -> str:
-        return "remat" if self.in_place else "rotor.Checkpointable"
-
-    @property
     def in_place(self) -> bool:
         """Whether the model itself is patched to train by the plan."""
         return self._patch is not None
@@ -471,10 +467,7 @@ class Checkpointable(Wrapper):
                 "modules of the model were replaced, added or removed since its sequence was assigned; assign a new "
                 "one, or call measure(sample) and compute_sequence()"
             )
-        warnings.warn(
-            f"{self._name}: modules of the model were replaced, added or removed; measuring and planning again",
-            stacklevel=5,
-        )
+        warn("modules of the model were replaced, added or removed; measuring and planning again")
         self.chain = self._plan = self._measured_state = None
         self._plans.clear()
 
@@ -505,7 +498,7 @@ class Checkpointable(Wrapper):
             if state.inputs != self._measured_state.inputs
             else "train flags, frozen parameters or autocast have changed since it was measured"
         )
-        warnings.warn(f"{self._name}: {what}; measured and planned again{note}", stacklevel=5)
+        warn(f"{what}; measured and planned again{note}")
         return plan
 
     def _say(self, text: str) -> None:

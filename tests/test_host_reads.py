@@ -178,7 +178,7 @@ def model_of(name: str) -> nn.Module:
     return nn.Sequential(*(Reader(name) for _ in range(3)), nn.Linear(WIDTH, WIDTH))
 
 
-@pytest.mark.filterwarnings("ignore:.*recomputed as a whole")
+@pytest.mark.filterwarnings("ignore:.*recomputed as a whole", "ignore:.*computes in threads of its own")
 @pytest.mark.parametrize("name", READS)
 def test_parts_of_blocks(name: str) -> None:
     """Whatever is dropped: each saved tensor by itself, all, and every other one."""

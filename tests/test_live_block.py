@@ -199,8 +199,9 @@ def test_room_that_was_made_for_an_operator_that_fails_is_given_back() -> None:
 def test_held_beyond_the_budget() -> None:
     """More than fits is still in memory after the block, and the report says so."""
     x = torch.ones(64, 1024)
-    with remat.DTR("1MiB") as dtr:
+    with pytest.warns(remat.OverBudgetWarning, match="DTR used 2.00 MiB") as told, remat.DTR("1MiB") as dtr:
         kept = [x * i for i in range(8)]  # 2 MiB
+    assert {each.filename for each in told} == {__file__}  # the user's line
     assert all(torch.equal(tensor, x * i) for i, tensor in enumerate(kept))
     assert dtr.report().outcome == "over"
 

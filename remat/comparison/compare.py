@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from remat.errors import RematError, UnsupportedModel
 from remat.formatting import count
 from remat.host.machine import machine
 from remat.host.progress import shown
+from remat.host.warn import warn
 from remat.profiling.profile import profile
 from remat.runtime.calls.stages import describe, describe_call, is_sequential
 from remat.runtime.checks import check_count, check_model, check_sample, checked_loss
@@ -143,7 +143,7 @@ def compare(
             if not work.rows:
                 raise
             work.interrupted()
-            warnings.warn(work.notes[-1], stacklevel=2)
+            warn(work.notes[-1])
         return work.result()
 
 

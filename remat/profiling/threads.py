@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from remat.errors import OverBudgetWarning
+from remat.host.warn import warn
 from remat.profiling.work import Watching
 from remat.runtime.raw_memory import Watch, begin_watch, end_watch
 
@@ -28,11 +28,10 @@ def warning_of_threads(device: torch.device) -> Iterator[None]:
     finally:
         end_watch(watch)
     if watch.compute:
-        warnings.warn(
-            "remat: the model computes in threads of its own. What these take on the CPU cannot be measured, so it is "
+        warn(
+            "the model computes in threads of its own. What these take on the CPU cannot be measured, so it is "
             "not counted, neither against the limit nor in predictions",
             OverBudgetWarning,
-            stacklevel=4,
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from remat.errors import OverBudgetWarning
+from remat.host.warn import warn
 from remat.runtime.allocator import rounded
 from remat.runtime.calls.tape import identity_of
 from remat.runtime.generators import passed_to
@@ -118,11 +118,10 @@ def warn_of_data(looks: Mapping[str, str]) -> None:
         return
     name, operator = next(iter(looks.items()))
     others = f" and {len(looks) - 1} more" if len(looks) > 1 else ""
-    warnings.warn(
-        f"remat: the memory of {name!r} ({operator}){others} depends on the data: other batches may exceed the limit. "
+    warn(
+        f"the memory of {name!r} ({operator}){others} depends on the data: other batches may exceed the limit. "
         "Pass a sample that needs as much memory as any batch will",
         OverBudgetWarning,
-        stacklevel=4,
     )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Hashable, Sequence
 
+from remat.host.warn import warn
 from remat.runtime.calls.partial import Parts
 from remat.runtime.calls.tape import Tape, Value
 
@@ -97,8 +97,7 @@ class Tapes:
         """Once."""
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"stage {self._name!r} was recomputed as a whole, not in part as planned ({why}): results are right, "
-                "but memory may exceed the budget. Plan with options=False",
-                stacklevel=2,
+                "but memory may exceed the limit. Plan with options=False"
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from remat.errors import OutOfBudget, Thrashing, ThrashingWarning
 from remat.formatting import format_bytes
+from remat.host.warn import warn
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.live.ledger import Instructions, Ledger
 
@@ -91,9 +91,8 @@ class Limits:
 
     def _warn(self, ledger: Ledger) -> None:
         self.thrashes = True
-        warnings.warn(
+        warn(
             f"DTR is thrashing within {format_bytes(ledger.budget + self.reserved_bytes)}: with recomputation, the "
             f"block takes over {self.thrash_limit:g} x the program's own time; a larger budget would be much faster",
             ThrashingWarning,
-            stacklevel=2,
         )

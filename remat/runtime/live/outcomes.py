@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 
 from remat.errors import OutOfBudget, OverBudgetWarning, Thrashing
 from remat.formatting import format_bytes, format_seconds
+from remat.host.warn import warn
 from remat.report import Report
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.live.ledger import Ledger
@@ -25,15 +25,12 @@ def warn_of_more(limits: Limits, outcome: str, budget: int) -> None:
     over = limits.over
     if over is not None and outcome in ("pass", "over"):
         peak = format_bytes(over.peak_bytes + limits.reserved_bytes)
-        warnings.warn(
-            f"DTR used {peak} of a budget of {format_bytes(budget)}, at {over.where}", OverBudgetWarning, stacklevel=5
-        )
+        warn(f"DTR used {peak} of a budget of {format_bytes(budget)}, at {over.where}", OverBudgetWarning)
     elif limits.unmeasured and outcome == "pass":
-        warnings.warn(
+        warn(
             f"DTR may have used more than {format_bytes(budget)}: the scratch memory of {limits.unmeasured} is "
             "unknown, because a PyTorch profiler was running at its first call. Run a step without that profiler first",
             OverBudgetWarning,
-            stacklevel=5,
         )
 
 

@@ -20,7 +20,6 @@ Rules, to which the code points back:
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -34,6 +33,7 @@ from torch import nn
 
 from remat.chain import Layout
 from remat.errors import OverBudgetWarning, ReplayError, UnsupportedModel
+from remat.host.warn import warn
 from remat.runtime.calls.ending import Ending
 from remat.runtime.calls.environment import BufferWatch, FirstRun
 from remat.runtime.calls.record import Record, Slot
@@ -188,9 +188,7 @@ class Executor(ABC):
         """Once."""
         if not self._warned:
             self._warned = True
-            warnings.warn(
-                f"remat: training may take more than its memory limit: {why}", OverBudgetWarning, stacklevel=3
-            )
+            warn(f"training may take more than its memory limit: {why}", OverBudgetWarning)
 
     @property
     def is_current(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from threading import get_ident
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from remat.errors import LeftChain, RematError
+from remat.host.warn import warn
 from remat.runtime.patching import Forward, StandIn, beyond_compiler, intercepted, stand_in
 from remat.runtime.planned.forward_run import Executor, Lock
 
@@ -108,7 +108,7 @@ class PatchedForward:
             raise LeftChain(message)
         if not self._warned:
             self._warned = True
-            warnings.warn(f"remat: {message}", stacklevel=4)
+            warn(message)
 
 
 class _Patch(StandIn):
