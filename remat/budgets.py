@@ -25,8 +25,8 @@ def _refuse(budget: object, reason: str) -> ValueError:
     from remat.errors import InvalidBudget  # errors formats bytes, hence imports this module
 
     return InvalidBudget(
-        f"budget {budget!r}: {reason}. Write it as bytes (an int, 2147483648), as a string with a unit "
-        "('2GiB', '800MB'), or as a float in (0, 1], a fraction of plain PyTorch's peak (0.5)."
+        f"{budget!r} is no amount of memory: {reason}. Write it as bytes (an int, 2147483648), as a string with a "
+        "unit ('2GiB', '800MB'), or as a float in (0, 1], a fraction of plain PyTorch's peak (0.5 for 50%)."
     )
 
 
@@ -70,9 +70,9 @@ def resolve_budget(budget: int | str | float, store_all_bytes: int | None = None
                 raise TypeError
             size = operator.index(budget)
         except TypeError:
-            raise _refuse(budget, f"a {type(budget).__name__} is not a budget") from None
+            raise _refuse(budget, f"it is a {type(budget).__name__}") from None
     if size <= 0:
-        raise _refuse(budget, "a budget must be above zero")
+        raise _refuse(budget, "it must be above zero")
     if size >= _TOO_MUCH and not isinstance(budget, float):
-        raise _refuse(budget, "above the largest budget, 2**63 bytes")
+        raise _refuse(budget, "above the largest that is known, 2**63 bytes")
     return size

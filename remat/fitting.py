@@ -24,6 +24,7 @@ from remat.errors import (
     UnsupportedModel,
 )
 from remat.formatting import count, format_bytes, text_table
+from remat.host.progress import Progress, shown
 from remat.report import Report
 from remat.rotor import Checkpointable
 from remat.runtime.calls.stages import is_sequential
@@ -189,7 +190,9 @@ def _train_by_calls(
         InfeasibleBudget: it does not fit; the least memory is found by trying, to about a tenth.
         UnsupportedModel: no memory was found that is enough.
     """
-    with Bench(model, sample, loss, output_held=output_held) as bench:
+    if not quiet:
+        _write(f"remat.fit: {why}; trying steps under DTR")
+    with Bench(model, sample, loss, output_held=output_held) as bench, shown(not quiet) as tell:
         most = bench.peak_bytes(bench.step(None)) if isinstance(memory, float) else None
         budget = resolve_budget(memory, most)
         dtr = _dtr_of(model, budget)
@@ -198,7 +201,7 @@ def _train_by_calls(
             dtr = _dtr_of(model, budget, turn=1)
             report, hint = _rehearsed(dtr, bench)
         if report is None:
-            least = _least_by_calls(model, bench, max(hint, budget + 1), below)
+            least = _least_by_calls(model, bench, max(hint, budget + 1), below, tell)
             if least is None:
                 raise UnsupportedModel(
                     f"{why}, and recomputing its modules under DTR does not reach {format_bytes(budget)} either; code "
@@ -261,7 +264,7 @@ def _rehearsed(dtr: DTR, bench: Bench) -> tuple[Report | None, int]:
     return None, hint
 
 
-def _least_by_calls(model: nn.Module, bench: Bench, first: int, below: int | None) -> int | None:
+def _least_by_calls(model: nn.Module, bench: Bench, first: int, below: int | None, tell: Progress) -> int | None:
     """A budget that is enough, about the least from `first` on; None where none was found."""
     fails, works, budget = 0, None, first
     for attempt in range(_ATTEMPTS):
@@ -269,6 +272,7 @@ def _least_by_calls(model: nn.Module, bench: Bench, first: int, below: int | Non
             budget = fails * 5 // 4 if works is None else (fails + works) // 2
         if below is not None and budget >= below:
             return None
+        tell(f"finding the least limit: trying {format_bytes(budget)}", attempt, _ATTEMPTS)
         report, _ = _rehearsed(_dtr_of(model, budget), bench)
         if report is None:
             fails = budget
@@ -324,6 +328,8 @@ def _conclude(model: nn.Module, text: str, quiet: bool) -> None:
     """Says how the model trains now: on stderr, unless it is to be quiet, and where a notebook shows the model."""
     patch = patched_forward_of(model)
     assert patch is not None
+    if not model.training:
+        text += ". It is in eval mode, where it runs as before: call model.train() to train within the limit"
     patch.summary = text
     shown_in_a_sentence()
     if not quiet:

@@ -99,6 +99,8 @@ class Report:
         text = f"{self.strategy or 'schedule'} ({kind}{outcome}): {', '.join(parts)}"
         return f"{text}; {self.note}" if self.note else text
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         facts = [
             ("", "measured" if self.measured else "predicted"),

@@ -122,6 +122,13 @@ class Schedule:
     def __str__(self) -> str:
         return " ".join(map(str, self.operations))
 
+    def __repr__(self) -> str:
+        budget = "" if self.budget_bytes is None else f", budget {format_bytes(self.budget_bytes)}"
+        return f"<{self._title()}{budget}, {count(self.recomputations, 'recomputation')}>"
+
+    def _title(self) -> str:
+        return f"Schedule by {self.strategy or 'hand'} for {count(self.length - 1, 'stage')} and the loss"
+
     def _repr_html_(self) -> str:
         first: dict[int, Operation] = {}
         runs: dict[int, int] = {}
@@ -137,11 +144,7 @@ class Schedule:
         budget = "none" if self.budget_bytes is None else format_bytes(self.budget_bytes)
         facts = [("budget", budget), ("recomputations", str(self.recomputations))]
         legend = "kept by the first forward: dark everything, blue a part, grey the input, light nothing"
-        return card(
-            f"Schedule by {self.strategy or 'hand'} for {count(self.length, 'stage')}",
-            facts,
-            f"<p>{cells}<br>{legend}</p>",
-        )
+        return card(self._title(), facts, f"<p>{cells}<br>{legend}</p>")
 
     @classmethod
     def parse(cls, text: str) -> Schedule:

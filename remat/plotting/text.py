@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from remat.chain import Chain, Option
-from remat.formatting import format_bytes, format_seconds
+from remat.formatting import count, format_bytes, format_seconds
 from remat.report import Report
 from remat.schedule import F_ALL, F_CK, B, Operation, Schedule
 
@@ -47,13 +47,13 @@ def draw_plan(chain: Chain, schedule: Schedule, width: int = 80, symbols: Symbol
     kept = "".join(_mark(first[stage], symbols) for stage in range(1, chain.length + 1))
     times = "".join(_digit(runs[stage]) for stage in range(1, chain.length + 1))
     part = f"{symbols.part} a part, " if schedule.parts else ""
-    again = sum(count > 1 for count in runs.values())
+    again = sum(times > 1 for times in runs.values())
     lines = [
-        f"{again} of {chain.length} stages run more than once, at most {max(runs.values())} times"
+        f"{again} of {count(chain.length - 1, 'stage')} run more than once, at most {max(runs.values())} times"
         if again
-        else f"each of the {chain.length} stages runs once",
+        else "each stage runs once",
         f"first forward keeps: {symbols.saved} all, {part}{symbols.checkpoint} input, {symbols.dropped} nothing; "
-        "below: number of runs",
+        "below: number of runs, where there are several",
     ]
     step = max(width - _GUTTER, 10) // 10 * 10
     for start in range(0, chain.length, step):

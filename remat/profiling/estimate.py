@@ -132,6 +132,8 @@ class Estimate:
         rows = [(f"  {name}", size, note) for name, size, note in self._budget()]
         return "\n".join([self._verdict(), *text_table(("", "", ""), rows)[1:]])
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         return f"<p><b>{escape(self._verdict())}</b></p>{table(('', '', ''), self._budget())}"
 

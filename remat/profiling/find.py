@@ -234,9 +234,10 @@ def _group(model: nn.Module, selector: Selector, item: str | nn.Module) -> list[
     wanted = set(module.children()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else {module}
     calls = sorted((call for call in selector.record.calls() if call.module in wanted), key=lambda call: call.begin)
     if not calls:
-        raise UnsupportedModel(
-            f"{item if isinstance(item, str) else type(item).__name__!r} is not called in the forward"
-        )
+        name = item if isinstance(item, str) else type(item).__name__
+        lists = any(isinstance(child, (nn.ModuleList, nn.ModuleDict)) for child in wanted)
+        hint = ": it holds lists; name what is called of these, in this order" if lists else ""
+        raise UnsupportedModel(f"{name!r} is not called in the forward{hint}")
     return selector.joined_where_needed([Unit((call,)) for call in calls])
 
 

@@ -96,6 +96,8 @@ class FoundChain:
         lines += [f"  outside: {name}, {self._saved(size)}" for name, size in self._worth_telling()]
         return "\n".join(lines)
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         rows = [
             (escape(stage.name), f"chain {number}", format_bytes(stage.saved_bytes), format_seconds(stage.fwd_seconds))

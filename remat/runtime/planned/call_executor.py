@@ -76,7 +76,8 @@ def refuse_checkpointing(switches: list[nn.Module]) -> None:
             raise UnsupportedModel(
                 f"{type(module).__name__} has its own gradient checkpointing turned on; turn it off "
                 "(gradient_checkpointing_disable(), activation_checkpointing_disable() in newer versions, or "
-                "set_grad_checkpointing(False)), so that the plan decides what to keep"
+                "set_grad_checkpointing(False); of a trainer, gradient_checkpointing=False among its arguments), so "
+                "that the plan decides what to keep"
             )
 
 
