@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -16,7 +17,7 @@ from remat.runtime.calls.ending import Ended
 from remat.runtime.calls.environment import FirstRun, Parameters, accelerators, flags_again, without_autocast
 from remat.runtime.calls.partial import Differs, Parts, Replaying, nothing
 from remat.runtime.calls.stages import attached
-from remat.runtime.calls.tape import OUTSIDE, Recorder, Value, value_of
+from remat.runtime.calls.tape import OUTSIDE, Recorder, Tape, Value, value_of
 from remat.runtime.fakes import alias
 from remat.runtime.generators import RandomState, held_by, of_python
 from remat.runtime.live.store import is_number
@@ -115,6 +116,10 @@ class UnitCall:
         if given.piece is not None:
             return given.piece.content() is storage
         return given.tensor is not None and storage_of(given.tensor) is storage
+
+    def is_passed(self, piece: Piece) -> bool:
+        """Whether a piece is among its inputs."""
+        return any(given.piece is piece for given in self.inputs)
 
     def given(self) -> list[torch.Tensor]:
         """Its inputs, in the order of their numbers; right after it was made."""
@@ -335,6 +340,37 @@ class UnitCall:
         unit = self.unit
         assert unit.tape is not None
         tape = unit.tape
+        dropped, unsaved, parts = self._parts_for(tape, wanted)
+        made = None
+        if parts is not None and self._may_run_whole() and unit.replays.whole_is_faster(parts):
+            parts = None
+        self._have_inputs(range(len(self.inputs)) if parts is None else parts.reads)
+        began = time.perf_counter_ns()
+        if parts is not None:
+            try:
+                made = self._again(dropped, unsaved, parts)
+            except (ReplayError, torch.OutOfMemoryError):
+                raise
+            except (Differs, Exception):  # of code that met what was skipped
+                unit.failed()
+                parts = None
+        if made is None:
+            self._have_inputs(range(len(self.inputs)))
+            self.pool.passing(f"the recomputation of all of {unit.name}", unit.whole_bytes)
+            try:
+                made = self._as_a_whole(dropped, unsaved)
+            except Differs as error:
+                raise ReplayError(f"recomputing {unit.name} did not repeat its first run ({error}){_HINT}") from None
+        unit.replays.took(parts, time.perf_counter_ns() - began)
+        for number in wanted:
+            if number not in made:
+                raise ReplayError(f"recomputing {unit.name} did not return the tensors of its first run{_HINT}")
+            piece = self.piece(number)
+            if piece is not None and piece.content() is None:
+                piece.put(*made[number])
+
+    def _parts_for(self, tape: Tape, wanted: Collection[int]) -> tuple[list[int], frozenset[int], Parts | None]:
+        """Which saved tensors and which others storages of these numbers are, and how to make them in part."""
         dropped, gone = [], []
         for number, value in enumerate(tape.saved):
             if value.storage == OUTSIDE:
@@ -344,29 +380,19 @@ class UnitCall:
             elif not self._is_kept(value.storage):
                 gone.append(number)
         unsaved = frozenset(wanted) - {tape.saved[number].storage for number in dropped}
-        parts = unit.parts(frozenset(dropped), frozenset(gone), unsaved)
-        made = None
-        self._have_inputs(range(len(self.inputs)) if parts is None else parts.reads)
-        if parts is not None:
-            try:
-                made = self._again(dropped, unsaved, parts)
-            except (ReplayError, torch.OutOfMemoryError):
-                raise
-            except (Differs, Exception):  # of code that met what was skipped
-                unit.failed()
-        if made is None:
-            self._have_inputs(range(len(self.inputs)))
-            self.pool.passing(f"the recomputation of all of {unit.name}", unit.whole_bytes)
-            try:
-                made = self._as_a_whole(dropped, unsaved)
-            except Differs as error:
-                raise ReplayError(f"recomputing {unit.name} did not repeat its first run ({error}){_HINT}") from None
-        for number in wanted:
-            if number not in made:
-                raise ReplayError(f"recomputing {unit.name} did not return the tensors of its first run{_HINT}")
-            piece = self.piece(number)
-            if piece is not None and piece.content() is None:
-                piece.put(*made[number])
+        return dropped, unsaved, self.unit.parts(frozenset(dropped), frozenset(gone), unsaved)
+
+    def _may_run_whole(self) -> bool:
+        """Whether it can be made again as a whole, too: there is room for that, all inputs are there, and its time is
+        that of the processor that looks at operators."""
+        pool, unit = self.pool, self.unit
+        assert unit.tape is not None
+        return (
+            not pool.by_model
+            and pool.account.memory + unit.whole_bytes <= pool.budget
+            and all(given.piece is None or given.piece.content() is not None for given in self.inputs)
+            and all(storage.device.type == "cpu" for storage in unit.tape.storages)
+        )
 
     def _as_a_whole(self, dropped: Collection[int], unsaved: Collection[int]) -> _Made:
         """Runs all of the call again. Nobody looks at its operators; that it draws, what it draws from tells.

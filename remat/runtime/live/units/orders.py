@@ -55,7 +55,8 @@ class Orders:
         to_be_made = piece.call is self._pending and piece.number in self._wanted
         if piece.content() is None and not to_be_made:
             return
-        self._make()
+        if self._pending is not None and (piece.call is self._pending or self._pending.is_passed(piece)):
+            self._make()  # else it comes after: one run makes all that has to come back of a call
         self._pool.has_evicted = True
         if not piece.evict():
             self._ledger.note(k.RETAIN, tensor)

@@ -14,7 +14,7 @@ from remat.runtime.calls.stages import Stage
 from remat.runtime.calls.tape import OUTSIDE, Operator, Tape, Value
 from remat.runtime.live.costs import rates_of
 from remat.runtime.pytree import tensors
-from remat.runtime.surroundings import present
+from remat.runtime.surroundings import dispatch_modes, present
 
 INPUT_CHANGED = "its input is changed"  # why a unit may be kept
 _HOST = torch.device("cpu")
@@ -26,6 +26,8 @@ _MOST_PARTS = 256  # ways to make a part that are held
 # several storages: 2 of a ResNet's, 5 of a GPT-2's, 18 of a Mamba's, about the root of how many there are.
 _REPLAY = 40_000
 _PASSED = 10_000
+_SAVED = 5_000  # and for each tensor that a replay as a whole saves
+_LEARNED = 0.5  # of what the last replay took, in what replays take
 
 
 class Price(NamedTuple):
@@ -89,6 +91,41 @@ def _model_nanoseconds(operator: Operator, tape: Tape) -> int:
     return rates.call_nanoseconds + int(made / rates.bytes_each)
 
 
+class Replays:
+    """What replays of a unit take, in nanoseconds: learned from those that ran, where any did.
+
+    Args:
+        forward: what the operators of the call took; saved: how many tensors it saves.
+    """
+
+    def __init__(self, forward: int, saved: int) -> None:
+        self._whole = float(_REPLAY + _SAVED * saved + forward)
+        self._passed = float(_PASSED)  # each operator of a replay in part, besides its kernel
+        self._knows_whole = self._knows_parts = False
+
+    def whole_is_faster(self, parts: Parts) -> bool:
+        """Whether all of the call is made again in less time than these parts of it."""
+        return self._knows_parts and self._whole < _REPLAY + self._passed * parts.ends_at + _kernels(parts)
+
+    def took(self, parts: Parts | None, nanoseconds: int) -> None:
+        """A replay, in part or as a whole, took so long."""
+        if parts is None:
+            self._whole = _blend(self._whole, nanoseconds, known=self._knows_whole)
+            self._knows_whole = True
+        else:
+            each = (nanoseconds - _REPLAY - _kernels(parts)) / max(parts.ends_at, 1)
+            self._passed = _blend(self._passed, max(each, 0.0), known=self._knows_parts)
+            self._knows_parts = True
+
+
+def _kernels(parts: Parts) -> int:
+    return sum(int(1e9 * action.operator.seconds) for action in parts.actions if action.runs)
+
+
+def _blend(before: float, now: float, *, known: bool) -> float:
+    return (1 - _LEARNED) * before + _LEARNED * now if known else now
+
+
 class Code:
     """A module whose calls are units, for the time of a block.
 
@@ -110,7 +147,7 @@ class Unit:
         name: of the module's class.
         flags: of the module and those in it, whether they are in train mode.
         tape: None until a call was recorded.
-        makings: of what outlives a call.
+        makings: of what outlives a call; replays: what these take.
         saved: of each tensor that autograd saves how it looks at the storage of which number.
         forward_bytes, backward_bytes: what its forward and its backward take at their peak, above what is in use when
             they begin.
@@ -123,7 +160,8 @@ class Unit:
         once: why it must not run again, and is kept therefore; empty where it may.
         leaves_others: whether a call leaves memory behind that is not on its tape, as copies of weights that autocast
             has cast: then its operators are counted each time.
-        varies: whether a call has done something else than was recorded of it.
+        varies: whether a call has done something else than was recorded of it; sized_by_data: whether one may, with
+            as many operators: its tensors may be as large as data says.
     """
 
     def __init__(self, code: Code) -> None:
@@ -134,11 +172,12 @@ class Unit:
         self._failed = 0
         self.tape: Tape | None = None
         self.makings: list[Making] = []
+        self.replays = Replays(0, 0)
         self.saved: list[Value] = []
         self.forward_bytes = self.backward_bytes = self.inner_bytes = self.whole_bytes = 0
         self.backward_nanoseconds = self.model_backward_nanoseconds = 1
         self.kept = self.once = ""
-        self.varies = self.leaves_others = False
+        self.varies = self.sized_by_data = self.leaves_others = False
         self.draws = True
         self.working_bytes = working_bytes(code.stage)
         self.writes: tuple[int, ...] = ()
@@ -187,6 +226,7 @@ class Unit:
         self.tape = tape
         self._parts.clear()
         self.makings = makings(tape)
+        self.replays = Replays(int(1e9 * sum(operator.seconds for operator in tape.operators)), len(tape.saved))
         self.saved = tape.saved
         self.backward_nanoseconds = int(_BACKWARD * 1e9 * sum(operator.seconds for operator in tape.operators)) + 1
         self.model_backward_nanoseconds = _BACKWARD * sum(_model_nanoseconds(each, tape) for each in tape.operators)
@@ -200,6 +240,7 @@ class Unit:
         )
         if self.writes:
             self.kept = "it changes its input"
+        self.sized_by_data = bool(tape.observed) or any(map(_may_size_by_data, tape.operators))
         if tape.meets:
             self.never_again(f"it runs the collective {tape.meets}")
         if tape.draws_elsewhere:
@@ -207,6 +248,15 @@ class Unit:
         self.draws = draws or any(operator.draws for operator in tape.operators)
         if not self.needs_environment:
             self.working_bytes = 0
+
+
+def _may_size_by_data(operator: Operator) -> bool:
+    """Whether the sizes of a run's tensors may depend on what the arguments of this operator hold: on the sizes of its
+    results, or on numbers that it reads; on a truth value it depends which operators come next."""
+    if operator.sized_by_data:
+        return True
+    reads = torch.Tag.data_dependent_output in operator.function.tags
+    return reads and any(isinstance(each, Value) and each.dtype is not torch.bool for each in operator.look)
 
 
 class Odd(Exception):
@@ -229,6 +279,16 @@ def key_of_call(parts: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[
     if torch._C._is_any_autocast_enabled():
         look.append(repr(autocast_states({"cpu", "cuda"})))
     return tuple(look)
+
+
+def others_are_at_work() -> bool:
+    """Whether torch.func is, whose tensors stand for others, or hooks of the program keep what autograd saves.
+
+    Or modes of the program, which may give other results than operators do, and not be there when calls are repeated.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None or dispatch_modes():
+        return True
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _look(value: Any, look: list[Any], numbers: dict[int, int]) -> None:
