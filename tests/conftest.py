@@ -15,7 +15,7 @@ import remat
 from remat.chain import Chain
 from remat.errors import OverBudgetWarning
 from remat.runtime.dtr.core import compile_all
-from remat.runtime.live.units import choosing, course
+from remat.runtime.live.units import choosing, course, roomy
 
 DATA = Path(__file__).parent / "data"
 SHARED = Path(__file__).parents[2] / "shared"  # beside the project: data of others, which users do not have
@@ -54,6 +54,7 @@ def nothing_known() -> Iterator[None]:
     """Places of programs are lines of code, which tests of blocks by calls share."""
     choosing._ways.clear()
     course._places.clear()
+    roomy._repeats.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OverBudgetWarning)  # of first calls of operators
         yield

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import remat
-from remat.runtime.live.units.block import UnitsBlock
 from support.live_models import allocate_gradients
 
 Step = Callable[[], Any]
@@ -17,7 +16,7 @@ Step = Callable[[], Any]
 
 def by_calls(dtr: remat.DTR) -> bool:
     """Whether its last block ran by calls."""
-    return isinstance(dtr._block, UnitsBlock)
+    return dtr.runs_by_calls
 
 
 def memory_of(step: Step) -> int:

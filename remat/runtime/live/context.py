@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from remat.budgets import resolve_budget
 from remat.errors import InvalidBudget, RematError
@@ -20,6 +20,7 @@ from remat.runtime.live.compiled import refuse_inside
 from remat.runtime.live.traced import trace_of
 from remat.runtime.live.units.block import UnitsBlock
 from remat.runtime.live.units.choosing import Ways, ways_at
+from remat.runtime.live.units.roomy import RoomyBlock, repeats_at
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,7 +59,8 @@ class DTR:
             (Appendix E.2).
         seed: of random choices.
         granularity: "calls": from the second block on at a place of the program, calls of modules are replayed as far
-            as they are needed, which costs a hook for each tensor that autograd saves. "operator": every operator
+            as they are needed, which costs a hook for each tensor that autograd saves, and nothing but a look at each
+            call where twice of what blocks there take fits the budget. "operator": every operator
             passes a dispatcher and is repeated by itself, as in the paper.
 
     Raises:
@@ -111,7 +113,7 @@ class DTR:
         self.reserved_bytes = 0  # of the budget, for what the block does not allocate itself
         self.where: Hashable = None  # the key of what is learned, where it is not a place in the program
         self._options = {"sampling": sampling, "skip_small": skip_small, "seed": seed}
-        self._block: Block | UnitsBlock | None = None
+        self._block: Block | UnitsBlock | RoomyBlock | None = None
         self._place: Hashable = None
 
     def __enter__(self) -> DTR:
@@ -119,6 +121,10 @@ class DTR:
         say_if_newer()
         ways = self._begin_at(self.where or place())
         if ways:
+            roomy = self._roomy(ways)
+            if roomy is not None and roomy.enter():
+                self._block = roomy
+                return self
             self._block = self._by_calls(ways)
             self._block.enter()
         else:
@@ -148,13 +154,13 @@ class DTR:
     @property
     def runs_by_calls(self) -> bool:
         """Whether the last block ran at module granularity."""
-        return isinstance(self._block, UnitsBlock)
+        return isinstance(self._block, UnitsBlock | RoomyBlock)
 
     @property
     def is_routine(self) -> bool:
         """Whether later blocks will run in the same way: all calls of the last one were already recorded, or there are
         none that could be units."""
-        if isinstance(self._block, UnitsBlock):
+        if isinstance(self._block, UnitsBlock | RoomyBlock):
             return self._block.is_routine
         known = ways_at((self._place, self.budget))
         return self.granularity != "calls" or (bool(known) and not any(each.modules for each in known))
@@ -175,18 +181,41 @@ class DTR:
         block.enter()
         return block
 
-    def _by_calls(self, ways: Sequence[Ways]) -> UnitsBlock:
-        def other_model(root: nn.Module, held: int) -> None:
-            self._block = self._by_operators(observes=True, root=root, held=held)
+    def _roomy(self, ways: Sequence[Ways]) -> RoomyBlock | None:
+        """Where blocks there have far more room than they need: one that goes on as an ordinary one where it must."""
+        known = repeats_at((self._place, self.budget), self.budget - self.reserved_bytes)
+        if not known:
+            return None
+
+        def gives_way(root: nn.Module, held: int | None, began: float) -> Callable[..., Any]:
+            self._block = block = self._by_calls(ways, held)
+            return block.go_on(root, began)
+
+        return RoomyBlock(
+            known,
+            self.budget,
+            (self._place, self.budget),
+            gives_way,
+            reserved=self.reserved_bytes,
+            options=self._options,
+            heuristic=self.heuristic,
+            by_model=self.costs == "model",
+        )
+
+    def _by_calls(self, ways: Sequence[Ways], held: int | None = None) -> UnitsBlock:
+        """`held`: bytes of what has run already, where it is the rest of a block."""
+
+        def other_model(root: nn.Module, more: int) -> None:
+            self._block = self._by_operators(observes=True, root=root, held=more + (held or 0))
 
         return UnitsBlock(
             self.budget,
             self.heuristic,
             self.thrash_limit,
             ways,
-            reserved=self.reserved_bytes,
+            reserved=self.reserved_bytes + (held or 0),
             options=self._options,
-            place=self._place,
+            place=self._place if held is None else None,
             by_model=self.costs == "model",
             other_model=other_model,
             chooses=self.name if self.chooses else "",
@@ -205,7 +234,7 @@ class DTR:
             ) from error
 
     @property
-    def _last(self) -> Block | UnitsBlock:
+    def _last(self) -> Block | UnitsBlock | RoomyBlock:
         if self._block is None:
             raise RematError("this DTR has not run a block yet; use it as `with remat.DTR(budget) as dtr:`")
         return self._block

@@ -33,14 +33,14 @@ from remat.runtime.live.units.call import UnitCall
 from remat.runtime.live.units.choosing import Ways
 from remat.runtime.live.units.counting import Counting, Seen, inner_peak, with_seconds
 from remat.runtime.live.units.course import Course, Kind, Place, Segment, place_at
-from remat.runtime.live.units.dormant import Precedent, precedent_of
+from remat.runtime.live.units.dormant import Precedent, nodes_made, precedent_of
 from remat.runtime.live.units.plans import Trial, plans_for
 from remat.runtime.live.units.pool import Planned, Pool
+from remat.runtime.live.units.roomy import Repeats, has_twice, remember_repeats
 from remat.runtime.live.units.state import State
-from remat.runtime.live.units.unit import Code, Odd, Unit, key_of_call
+from remat.runtime.live.units.unit import Code, Odd, Unit, key_of_call, others_are_at_work
 from remat.runtime.patching import blocks_as_written, intercepted
 from remat.runtime.pytree import storage_of
-from remat.runtime.surroundings import dispatch_modes
 
 _VARYING = 2  # times what calls have taken that vary: so much others may take
 _TRIES = 2  # to evict what was held when it was to go, as by the variable with which the next module was called
@@ -56,7 +56,7 @@ class UnitsBlock:
         ways: which modules' calls are units, for each model that ran there before.
         reserved: bytes of the budget for what the block does not allocate itself.
         options: of the policy core.
-        place: where in the program it stands.
+        place: where in the program it stands; None: it is the rest of another block, of which nothing is learned.
         other_model: called when it turns out that another model is called, after which this block is over: with the
             module, and how many bytes code before it has in use.
         by_model: whether times are those of a fixed model, so that decisions can be repeated.
@@ -91,12 +91,14 @@ class UnitsBlock:
         self._pool = Pool(self._ledger, self._limits, by_model=by_model, level=level_of(device))
         self._pool.on_backward = self._backward
         self._mode = Counting(self._pool)
-        self._course = Course(self._pool.account)
+        self._course = Course(self._pool.account, learns=place is not None)
         self._inside = ExitStack()
         self._thread = threading.get_ident()
         self._watching = self._in_call = False
         self._recorded_calls = 0
         self._trail: list[Seen] = []  # of a call that was recorded
+        self._first_node = 0
+        self._nodes: list[int] = []  # when calls of units began and ended: those made since the first module was called
         self._stays = False  # inside is less than the block
         self._held: list[Planned] = []  # that a plan evicts, and somebody else holds
         self._next = ""  # what the next block here does
@@ -123,10 +125,16 @@ class UnitsBlock:
         """Begins; leaves nothing behind where that fails."""
         with ExitStack() as stack:
             stack.enter_context(self.inside())
-            hook = torch.nn.modules.module.register_module_forward_pre_hook(self._first_called)
-            self._first = hook
-            stack.callback(hook.remove)
+            self._first = torch.nn.modules.module.register_module_forward_pre_hook(self._first_called)
+            stack.callback(self._first.remove)
             self._inside = stack.pop_all()
+
+    def go_on(self, root: nn.Module, began: float) -> Callable[..., Any]:
+        """Enters a block that began as another one, in which this model was called first. Returns what runs calls."""
+        self._began = began
+        self.enter()
+        self._first_called(root, None)
+        return self._called if self._used is not None else _as_it_is
 
     def begin_with(self, root: nn.Module) -> None:
         """Begins a block in which this model is called, and runs `inside`.
@@ -207,7 +215,11 @@ class UnitsBlock:
             self._other_model(module, held)
             return
         self._root = weakref.ref(module)
+        self._first_node = nodes_made()
         self._begin_course()
+
+    def _note_nodes(self) -> None:
+        self._nodes.append(nodes_made() - self._first_node)
 
     def _begin_course(self) -> None:
         self._remembered = place_at((self._place, self.budget, self._root))
@@ -226,6 +238,7 @@ class UnitsBlock:
 
     def exit(self, error: BaseException | None) -> None:
         """Ends: what the program still holds is in memory, or made again when it is asked for."""
+        self._note_nodes()
         self._course.end(watched=self._sees() or self._mode.rests)
         if not self._course.was_followed:
             self._pool.wake()
@@ -235,13 +248,8 @@ class UnitsBlock:
         self._peak = self._pool.peak
         if self._peak > self._ledger.budget and self.outcome == "pass":
             self.outcome = "over"
-        if self._root is not None:
+        if self._root is not None and self._place is not None:
             self._learn(error)
-        if self.outcome == "over" and (self._pool.too_large or not self._recorded_calls) and self._used:
-            if self._chooses and self._heuristic != FIRST and self._pool.has_evicted:
-                take((self._place, self.budget), FIRST)  # another order of evictions may need less
-            elif not (self._stays and self._used.is_last):  # there are no operators to go back to
-                self._used.finer()
         warn_of_more(self._limits, self.outcome, self.budget)
 
     def _watch(self, on: bool) -> None:
@@ -259,7 +267,7 @@ class UnitsBlock:
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         pool = self._pool
-        if self._in_call or pool.replaying or not torch.is_grad_enabled() or _others_are_at_work():
+        if self._in_call or pool.replaying or not torch.is_grad_enabled() or others_are_at_work():
             return forward(*args, **kwargs)
         code = self._code[module]
         try:
@@ -283,7 +291,8 @@ class UnitsBlock:
         """A call of a unit."""
         pool = self._pool
         known = unit.tape is not None
-        expected = self._course.expects(Kind.FORWARD, unit) if known else None
+        follows = known and self._has_nodes_of_precedent()
+        expected = self._course.expects(Kind.FORWARD, unit) if follows else None
         self._begin(Kind.FORWARD, unit, expected)
         if pool.precedent is None:
             more = unit.forward_bytes if expected is None else expected.rise
@@ -298,6 +307,7 @@ class UnitsBlock:
             call.inputs[number].written()
             pool.changes(torch._C.TensorBase.untyped_storage(given))
         self._in_call, pool.forward_of = True, call
+        self._note_nodes()
         try:
             if known:
                 self._watch(unit.leaves_others)
@@ -310,6 +320,7 @@ class UnitsBlock:
             raise
         finally:
             self._in_call, pool.forward_of = False, None
+            self._note_nodes()
         found = call.returned(output)
         if not known:
             unit.leaves_others = any(
@@ -328,6 +339,13 @@ class UnitsBlock:
             pool.room("code after a module call", after.rise)
         self._course.ready()
         return output
+
+    def _has_nodes_of_precedent(self) -> bool:
+        """Whether code outside, which is not watched, has made as many nodes of autograd as in the block before."""
+        precedent, events = self._course.precedent, len(self._nodes)
+        if precedent is None or self._pool.has_evicted:  # what is made again has nodes, too
+            return True
+        return events < len(precedent.nodes) and nodes_made() - self._first_node == precedent.nodes[events]
 
     def _is_short_for(self, unit: Unit) -> bool:
         """Whether a call that takes some times more than those before it could go over."""
@@ -409,11 +427,23 @@ class UnitsBlock:
         self._held = [each._replace(tries=each.tries + 1) for each in held if each.tries < _TRIES]
 
     def _learn(self, error: BaseException | None) -> None:
+        """Has later blocks here do better."""
+        self._learn_course(error)
+        if self.outcome == "over" and (self._pool.too_large or not self._recorded_calls) and self._used:
+            if self._chooses and self._heuristic != FIRST and self._pool.has_evicted:
+                take((self._place, self.budget), FIRST)  # another order of evictions may need less
+            elif not (self._stays and self._used.is_last):  # there are no operators to go back to
+                self._used.finer()
+
+    def _learn_course(self, error: BaseException | None) -> None:
         """Remembers what blocks here do, and what is to be tried in those that do as this one."""
         trial = self._course.trial
         if error is None and not self._limits.gave_up:
             trial = self._trial_for_the_next()
-            self._remembered.remember(self._course, trial, self._precedent())
+            precedent = self._precedent()
+            self._remembered.remember(self._course, trial, precedent)
+            if precedent is not None and not self._stays:
+                self._remember_repeats()
         elif trial is not None and self._limits.gave_up:
             trial.took(0, passed=False)
         else:
@@ -422,12 +452,23 @@ class UnitsBlock:
             take((self._place, self.budget), trial.present.heuristic)
             self._next = trial.says
 
+    def _remember_repeats(self) -> None:
+        """So that the next blocks here, where they have far more room than they need, only look at calls."""
+        assert self._root is not None
+        place = self._remembered
+        most = max((way.precedent.most for way in place.ways if way.precedent is not None), default=self.budget)
+        units = {s.unit for way in place.ways for s in way.segments if s.unit is not None}
+        if any(unit.varies or unit.sized_by_data for unit in units):
+            return  # nobody would notice that they take more
+        if has_twice(most, self._ledger.budget) and not (place.forward or place.backward or place.unsettled):
+            remember_repeats((self._place, self.budget), Repeats(self._root, self._units, place))
+
     def _precedent(self) -> Precedent | None:
         """What the next block repeats, if it does as this one and the one before."""
         course, pool = self._course, self._pool
         if not course.was_followed or pool.has_evicted or self._remembered.forward or self._remembered.backward:
             return None
-        return course.precedent or precedent_of(pool.story, course.segments, self._peak)
+        return course.precedent or precedent_of(pool.story, course.segments, self._peak, self._nodes)
 
     def _trial_for_the_next(self) -> Trial | None:
         course, trial = self._course, self._course.trial
@@ -455,6 +496,10 @@ class UnitsBlock:
         return report_of(strategy, self.outcome, self.ledger, self._limits, self.budget, self._seconds, notes, **how)
 
 
+def _as_it_is(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return forward(*args, **kwargs)
+
+
 class _Begins:
     """A hook on a node with which the backward of a call begins."""
 
@@ -467,13 +512,3 @@ class _Begins:
         call = self._call()
         if call is not None and call.pool.backward_of is not call:
             call.pool.begin_backward(call)
-
-
-def _others_are_at_work() -> bool:
-    """Whether torch.func is, whose tensors stand for others, or hooks of the program keep what autograd saves.
-
-    Or modes of the program, which may give other results than operators do, and not be there when calls are repeated.
-    """
-    if torch._C._functorch.peek_interpreter_stack() is not None or dispatch_modes():
-        return True
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -43,6 +43,9 @@ class Segment:
 class Course:
     """Follows what blocks at one place of a program did before, as long as they do it again.
 
+    Args:
+        learns: whether what units take is learned; not where backwards of calls that were not seen are among theirs.
+
     Attributes:
         follows: whether so far all is as it was: then what code outside takes need not be watched.
         segments: of this block.
@@ -51,8 +54,8 @@ class Course:
         precedent: one of those before, where they had room for everything.
     """
 
-    def __init__(self, account: Account) -> None:
-        self._account = account
+    def __init__(self, account: Account, *, learns: bool) -> None:
+        self._account, self._learns = account, learns
         self._place = Place()
         self._known: Known | None = None
         self.follows = self._may_follow = self._was_left = False
@@ -200,7 +203,7 @@ class Course:
 
     def _learn(self, segment: Segment) -> None:
         unit = segment.unit
-        if unit is None:
+        if unit is None or not self._learns:
             return
         if segment.kind is Kind.FORWARD:
             unit.forward_bytes = segment.rise = max(unit.forward_bytes, segment.rise)  # a known call is not watched
@@ -227,15 +230,21 @@ class Place:
         ways: all of it was watched; the last one first.
         forward, backward: in how many blocks more code outside is watched before backwards and in them, since one has
             done something else.
+        unsettled: in how many blocks more it is learned what they do, since one that was to repeat others has not.
     """
 
     def __init__(self) -> None:
         self.ways: list[Known] = []
-        self.forward = self.backward = 0
+        self.forward = self.backward = self.unsettled = 0
+
+    def unsettle(self) -> None:
+        """A block has not done what others did."""
+        self.unsettled = _WATCHED
 
     def remember(self, course: Course, trial: Trial | None, precedent: Precedent | None) -> None:
         """For later blocks there; where not all of it was watched, the next one begins to watch."""
         self.forward, self.backward = max(self.forward - 1, 0), max(self.backward - 1, 0)
+        self.unsettled = max(self.unsettled - 1, 0)
         known = course.known_again
         if known is None:
             if not course.is_whole:

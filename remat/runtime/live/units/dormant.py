@@ -28,15 +28,25 @@ class Precedent(NamedTuple):
         start: bytes in use before its first call.
         most: bytes that would have been in use at most if nobody had let go of anything that calls made.
         peak: bytes that were.
+        nodes: of autograd that were made since the first module was called, until calls of units began, and ended,
+            and until the block did.
     """
 
     story: Sequence[Event]
     start: int
     most: int
     peak: int
+    nodes: tuple[int, ...]
 
 
-def precedent_of(story: Sequence[Event], segments: Sequence[Segment], peak: int) -> Precedent | None:
+def nodes_made() -> int:
+    """How many nodes autograd has made in this thread."""
+    return int(torch.autograd._get_sequence_nr())
+
+
+def precedent_of(
+    story: Sequence[Event], segments: Sequence[Segment], peak: int, nodes: Sequence[int]
+) -> Precedent | None:
     """None where what happens in such a block must be seen while it does."""
     others = held = most = 0
     for event in story:
@@ -51,7 +61,7 @@ def precedent_of(story: Sequence[Event], segments: Sequence[Segment], peak: int)
         elif isinstance(event, Evicted):
             return None
     most = max(most, peak, held + max(segment.others for segment in segments))
-    return Precedent(story, segments[0].others, most, peak)
+    return Precedent(story, segments[0].others, most, peak, tuple(nodes))
 
 
 def retold(precedent: Precedent, rows: Sequence[Row], segment: int, ended: int) -> list[Event]:
@@ -74,6 +84,23 @@ def retold(precedent: Precedent, rows: Sequence[Row], segment: int, ended: int) 
                 events.append(event._replace(row=rows[event.row.index]))
         else:
             events.append(event)
+    return events
+
+
+def told_anew(story: Sequence[Event]) -> list[Event]:
+    """The same, of copies of its rows, of which another core has not heard."""
+    again = {id(event.row): event.row.unheard() for event in story if isinstance(event, Made)}
+    for row in again.values():
+        row.inputs = [(again[id(each[0])], each[1]) if each and id(each[0]) in again else None for each in row.inputs]
+    events: list[Event] = []
+    for event in story:
+        if isinstance(event, Ran):
+            reads = tuple([(again[id(row)], number) for row, number in event.reads if id(row) in again])
+            events.append(event._replace(reads=reads))
+        elif isinstance(event, Others):
+            events.append(event)
+        elif id(event.row) in again:
+            events.append(event._replace(row=again[id(event.row)]))
     return events
 
 

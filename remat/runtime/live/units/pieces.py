@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from collections import Counter
@@ -64,6 +65,12 @@ class Row:
         self.inputs = [None if each.piece is None else (each.piece.call.row, each.piece.number) for each in call.inputs]
         self.sizes: dict[int, int] = {}
         self.tensors: dict[int, int] = {}
+
+    def unheard(self) -> Row:
+        """A copy of which the core has not heard."""
+        copied = copy.copy(self)
+        copied.tensors = {}
+        return copied
 
     def makings(self) -> Iterator[tuple[Making, int, list[tuple[Row, int]]]]:
         """How each of its pieces is made, its size, and the pieces that are read for that."""

@@ -413,6 +413,12 @@ class Pool:
         self.on_backward = lambda call: None
         self.account.close()
 
+    def recall(self, events: Sequence[Event]) -> None:
+        """Has the core know what another block has noted."""
+        self._events = list(events)
+        self._tell()
+        self.ledger.consult()
+
     def tell_all(self) -> None:
         """Has the core know all that has happened, for accounts of it."""
         self.wake()

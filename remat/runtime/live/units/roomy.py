@@ -1,0 +1,315 @@
+"""Blocks with twice the room that those before took: plain PyTorch, as long as the same calls come in the same order.
+
+Nothing is written down and no hook runs. Of each call of a unit it is looked whether it is one that came next in a
+block before, and whether autograd has made as many nodes up to there; where that is not so, what is still to come gets
+the half of the budget that was left.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
+from itertools import chain
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from remat.errors import OverBudgetWarning
+from remat.formatting import format_bytes
+from remat.host.warn import warn
+from remat.report import Report
+from remat.runtime.live.advice import Advice, advice_on
+from remat.runtime.live.ledger import Ledger
+from remat.runtime.live.limits import Limits
+from remat.runtime.live.nesting import alone_in_its_thread
+from remat.runtime.live.outcomes import outcome_of
+from remat.runtime.live.units.course import Kind, Place
+from remat.runtime.live.units.dormant import Precedent, nodes_made, told_anew
+from remat.runtime.live.units.pool import Pool
+from remat.runtime.live.units.unit import Odd, Unit, key_of_call, others_are_at_work
+from remat.runtime.patching import blocks_as_written, intercepted
+
+_ROOM = 2  # times the most that blocks before took
+
+
+class _Members:
+    """The parts of a module whose calls are units, and how its parameters and buffers looked. It holds no module."""
+
+    def __init__(self, module: nn.Module, units: dict[Hashable, Unit]) -> None:
+        parts = list(module.modules())
+        numbers = {part: number for number, part in enumerate(parts)}
+        self._parts = [weakref.ref(part) for part in parts]
+        self._children = [numbers[child] for part in parts for child in part.children()]
+        self._look = _look(parts)
+        self.units = units
+
+    def now(self) -> list[nn.Module] | None:
+        """The parts, the module first; None where they or their looks are others now."""
+        parts = [part for part in (reference() for reference in self._parts) if part is not None]
+        if len(parts) < len(self._parts):
+            return None
+        children = [child for part in parts for child in part._modules.values() if child is not None]
+        if len(children) != len(self._children) or not all(map(is_, children, map(parts.__getitem__, self._children))):
+            return None
+        return parts if _look(parts) == self._look else None
+
+
+def _look(parts: Sequence[nn.Module]) -> list[Any]:
+    """How parameters and buffers look, and which are trained: calls make and save others accordingly."""
+    state = chain.from_iterable([*part._parameters.values(), *part._buffers.values()] for part in parts)
+    return [None if each is None else (each.requires_grad, each.dtype, each.shape, each.device) for each in state]
+
+
+class _Way(NamedTuple):
+    """What a block before did: the units that it called, in order, and all that it noted."""
+
+    calls: tuple[Unit, ...]
+    precedent: Precedent
+
+    def goes_on(self, events: int, nodes: int, unit: Unit | None) -> bool:
+        """Whether so many events, beginnings and ends of calls, are followed by one with so many nodes made so far."""
+        known = self.precedent.nodes
+        return events < len(known) and known[events] == nodes and (unit is None or self.calls[events // 2] is unit)
+
+
+class Repeats:
+    """What blocks at one place of a program repeat.
+
+    Args:
+        root: the model that they call first.
+        units: of each module whose calls are units, by the look of a call.
+        place: what blocks there did.
+
+    Attributes:
+        most: bytes that these took at most.
+    """
+
+    def __init__(
+        self, root: weakref.ref[nn.Module], units: dict[nn.Module, dict[Hashable, Unit]], place: Place
+    ) -> None:
+        self.root, self.place = root, place
+        self.members = [_Members(module, own) for module, own in units.items()]
+        self.ways = [
+            _Way(tuple([s.unit for s in each.segments if s.kind is Kind.FORWARD and s.unit is not None]), precedent)
+            for each in place.ways
+            if (precedent := each.precedent) is not None
+        ]
+        self.most = max((way.precedent.most for way in self.ways), default=0)
+
+
+_repeats: dict[Hashable, list[Repeats]] = {}  # by place, of the models that run there
+_MOST = 32  # places of which this is remembered, and models at each
+
+
+def repeats_at(where: Hashable, room: int) -> list[Repeats]:
+    """What blocks there repeat, of which twice the most fits into `room` bytes."""
+    return [each for each in _repeats.get(where, ()) if each.root() is not None and has_twice(each.most, room)]
+
+
+def has_twice(most: int, room: int) -> bool:
+    """Whether `room` bytes are enough for a roomy block, if those before took `most`."""
+    return _ROOM * most <= room
+
+
+def remember_repeats(where: Hashable, found: Repeats) -> None:
+    """For later blocks there."""
+    others = [each for each in _repeats.pop(where, ()) if each.root() not in (None, found.root())]
+    _repeats[where] = [found, *others][:_MOST]
+    while len(_repeats) > _MOST:
+        del _repeats[next(iter(_repeats))]
+
+
+def forget_repeats(where: Hashable, known: Repeats) -> None:
+    """Later blocks there are to look again at what they do."""
+    _repeats[where] = [each for each in _repeats.get(where, ()) if each is not known]
+
+
+class RoomyBlock:
+    """A block that repeats those before, with room for twice as much.
+
+    Args:
+        known: of each model that may run there.
+        budget, reserved: bytes, as for `UnitsBlock`.
+        gives_way: called where it goes on in another way, with the model that was called first, the bytes that may be
+            in use, None where nothing has run so far, and the time of the beginning; returns what runs the call of a
+            module from then on.
+    """
+
+    def __init__(
+        self,
+        known: Sequence[Repeats],
+        budget: int,
+        where: Hashable,
+        gives_way: Callable[[nn.Module, int | None, float], Callable[..., Any]],
+        *,
+        reserved: int,
+        options: dict[str, Any],
+        heuristic: Any,
+        by_model: bool,
+    ) -> None:
+        self.budget, self._where, self._gives_way = budget, where, gives_way
+        self._known = known
+        self._reserved, self._options, self._heuristic, self._by_model = reserved, options, heuristic, by_model
+        self._inside = ExitStack()
+        self._thread = threading.get_ident()
+        self._now: dict[nn.Module, tuple[list[nn.Module], dict[Hashable, Unit]]] = {}
+        self._root: nn.Module | None = None
+        self._repeats: Repeats | None = None  # of that
+        self._left: list[_Way] = []  # ways in which it may go on
+        self._events = self._nodes = 0
+        self._in_call = False
+        self._rest: Callable[..., Any] | None = None  # runs calls since it goes on in another way
+        self._began = self._seconds = 0.0
+        self._ledger: Ledger | None = None
+        self.outcome = "pass"
+
+    @property
+    def has_ended(self) -> bool:
+        return self._seconds > 0
+
+    @property
+    def is_routine(self) -> bool:
+        return self.has_ended
+
+    def enter(self) -> bool:
+        """Begins; returns whether it did: not where a model is not what it was."""
+        for repeats in self._known:
+            for members in repeats.members:
+                parts = members.now()
+                if parts is None:
+                    forget_repeats(self._where, repeats)
+                    return False
+                self._now[parts[0]] = parts, members.units
+        with ExitStack() as stack:
+            stack.enter_context(alone_in_its_thread())
+            stack.enter_context(blocks_as_written())
+            stack.enter_context(intercepted(self._now, self._called))
+            self._first = torch.nn.modules.module.register_module_forward_pre_hook(self._first_called)
+            stack.callback(self._first.remove)
+            self._inside = stack.pop_all()
+        self._began = time.perf_counter()
+        return True
+
+    def exit(self, error: BaseException | None) -> None:
+        """Ends."""
+        if error is None and self._root is not None:
+            self._is_known(None)
+        self._leave()
+        self._seconds = max(time.perf_counter() - self._began, 1e-9)
+        if error is not None:
+            self.outcome = outcome_of(error)
+
+    def _leave(self) -> None:
+        self._inside.close()
+        self._now.clear()
+        self._root = None
+
+    def _first_called(self, module: nn.Module, _: Any) -> None:
+        """The first call of a module tells which model runs."""
+        if threading.get_ident() != self._thread:
+            return
+        self._first.remove()
+        self._repeats = next((each for each in self._known if each.root() is module), None)
+        if self._repeats is None:
+            self._give_way(module, None)
+            return
+        self._root, self._left, self._nodes = module, self._repeats.ways, nodes_made()
+
+    def _is_known(self, unit: Unit | None) -> bool:
+        """Whether the event that comes now does in a block before: a call of a unit begins, or, where None, ends."""
+        nodes = nodes_made() - self._nodes
+        left = [way for way in self._left if way.goes_on(self._events, nodes, unit)]
+        if left:
+            self._left, self._events = left, self._events + 1
+            return True
+        self._differs()
+        return False
+
+    def _differs(self) -> None:
+        """It is not as blocks before: the next ones are watched, and it is said where this may have taken too much."""
+        assert self._repeats is not None
+        self._repeats.place.unsettle()
+        forget_repeats(self._where, self._repeats)
+        if self._taken() > self.budget - self._reserved:
+            self.outcome = "over"
+            warn(
+                f"DTR may have used more than {format_bytes(self.budget)}: the model does far more than in blocks "
+                "before, in which it took less than half of that. Later blocks are watched again",
+                OverBudgetWarning,
+            )
+
+    def _taken(self) -> int:
+        """Bytes that may be in use: the most in blocks before, or as much more as autograd has made more nodes."""
+        assert self._repeats is not None
+        known = max(way.precedent.nodes[: self._events + 1][-1] for way in self._left)
+        return int(self._repeats.most * max((nodes_made() - self._nodes) / max(known, 1), 1.0))
+
+    def _give_way(self, root: nn.Module, taken: int | None) -> Callable[..., Any]:
+        """What is still to come runs in another block, in which so many bytes are in use already."""
+        self._leave()
+        self._rest = self._gives_way(root, taken, self._began)
+        return self._rest
+
+    def _called(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self._rest is not None:  # a call that began before that
+            return self._rest(module, forward, args, kwargs)
+        root = self._root
+        if root is None or self._in_call or not torch.is_grad_enabled() or others_are_at_work():
+            return forward(*args, **kwargs)
+        parts, units = self._now[module]
+        try:
+            unit = units.get(key_of_call(parts, args, kwargs))
+        except Odd:
+            return forward(*args, **kwargs)
+        if unit is None:
+            self._differs()
+        if unit is None or not self._is_known(unit):
+            return self._give_way(root, self._taken())(module, forward, args, kwargs)
+        self._in_call = True
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            self._in_call = False
+        if not self._is_known(None):
+            self._give_way(root, self._taken())
+        return output
+
+    # What it cost: as the block that it repeated --------------------------------------------------------------------
+
+    @property
+    def ledger(self) -> Ledger:
+        """What that noted."""
+        if self._ledger is None:
+            self._ledger = Ledger(self.budget - self._reserved, self._heuristic, **self._options)
+            pool = Pool(self._ledger, Limits(None, self._reserved), by_model=self._by_model)
+            if self._left:
+                pool.recall(told_anew(self._left[0].precedent.story))
+                self._ledger.peak = self._peak
+        return self._ledger
+
+    @property
+    def _peak(self) -> int:
+        return max((way.precedent.peak for way in self._left), default=0)
+
+    def advice(self) -> Advice:
+        return advice_on(self.ledger, self._reserved, self._seconds, "")
+
+    def report(self, strategy: str) -> Report:
+        """What it cost; see `DTR.report`."""
+        return Report(
+            strategy=strategy,
+            outcome=self.outcome,
+            measured=True,
+            budget_bytes=self.budget,
+            peak_bytes=self._peak + self._reserved,
+            seconds=self._seconds,
+            overhead=1.0,  # nothing runs besides the program
+            recomputations=0,
+        )

@@ -1,0 +1,307 @@
+"""Blocks with twice the room that those before took run as plain PyTorch, until they go on in another way."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
+
+import remat
+from remat.runtime.live.units.roomy import RoomyBlock
+from support.live_models import metered
+from support.unit_blocks import by_calls, left_by
+
+pytestmark = pytest.mark.usefixtures("nothing_known")
+ROOM = "1GiB"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(32, 128), nn.Linear(128, 32), nn.BatchNorm1d(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.dropout(self.up(self.norm(x)).tanh(), 0.1, self.training))
+
+
+class Model(nn.Module):
+    """Called by its blocks, which are units then, or as a whole, which is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.again = 0  # how often the last one runs once more
+        self.sees: Callable[[], None] = lambda: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        self.sees()
+        for _ in range(self.again):
+            x = self.blocks[-1](x)
+        return x.square().mean()
+
+
+def made(seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    model = Model()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return model
+
+
+def step(model: Model, rows: int = 64) -> torch.Tensor:
+    torch.manual_seed(7)
+    loss = model.forward(torch.randn(rows, 32))
+    loss.backward()
+    return loss.detach()
+
+
+def block(model: Model, budget: str | int = ROOM, rows: int = 64) -> tuple[remat.DTR, torch.Tensor]:
+    with remat.DTR(budget) as dtr:
+        loss = step(model, rows)
+    return dtr, loss
+
+
+def is_roomy(dtr: remat.DTR) -> bool:
+    return isinstance(dtr._block, RoomyBlock)
+
+
+def settled(model: Model, budget: str | int = ROOM) -> remat.DTR:
+    """After so many blocks that all of it is known."""
+    for _ in range(5):
+        dtr, _ = block(model, budget)
+    return dtr
+
+
+def test_it_is_plain_pytorch_and_says_what_it_takes() -> None:
+    plain, model = made(), made()
+    seen = []
+
+    def sees() -> None:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        seen.append((hooks is None, _len_torch_dispatch_stack()))
+
+    model.sees = sees
+    kinds = []
+    for _ in range(6):
+        dtr, loss = block(model)
+        kinds.append(is_roomy(dtr))
+        assert torch.equal(loss, step(plain))
+        assert all(map(torch.equal, left_by(plain), left_by(model)))
+    assert kinds == [False, False, False, True, True, True]
+    assert seen[-1] == (True, 0)
+    peak, _ = metered(lambda: step(plain))
+    report = dtr.report()
+    assert by_calls(dtr) and dtr.is_routine and report.outcome == "pass" and report.overhead == 1.0
+    assert peak <= report.peak_bytes <= 1.1 * peak
+    assert not report.evictions and not report.recomputations and not dtr.decisions
+    assert remat.simulate_dtr(dtr.trace, dtr.budget).peak_bytes == pytest.approx(report.peak_bytes, abs=1024)
+    assert dtr.advice().least_bytes is not None
+
+
+def test_twice_of_what_is_needed_is_enough_and_less_is_not() -> None:
+    model = made()
+    most = settled(model)._block._repeats.most
+    assert is_roomy(settled(model, int(2.01 * most) + 1024))
+    assert not is_roomy(settled(model, int(1.9 * most)))
+
+
+def _runs_longer(model: Model) -> int:
+    model.again = 2
+    return 64
+
+
+def _has_other_inputs(model: Model) -> int:
+    return 48
+
+
+def _has_a_frozen_parameter(model: Model) -> int:
+    model.blocks[2].up.weight.requires_grad_(False)
+    return 64
+
+
+def _has_a_part_in_eval_mode(model: Model) -> int:
+    model.blocks[3].norm.eval()
+    return 64
+
+
+def _has_another_module(model: Model) -> int:
+    torch.manual_seed(3)
+    model.blocks[1].up = nn.Sequential(nn.Linear(32, 128), nn.ReLU())
+    return 64
+
+
+def _has_another_block(model: Model) -> int:
+    model.blocks.insert(2, nn.Tanh())
+    return 64
+
+
+def _has_wider_parameters(model: Model) -> int:
+    torch.manual_seed(3)
+    up, down = model.blocks[4].up, model.blocks[4].down
+    up.weight, up.bias = nn.Parameter(torch.randn(256, 32)), nn.Parameter(torch.randn(256))
+    down.weight = nn.Parameter(torch.randn(32, 256))
+    return 64
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(_runs_longer, _has_other_inputs, _has_a_frozen_parameter, _has_a_part_in_eval_mode, _has_another_module),
+        *(_has_another_block, _has_wider_parameters),
+    ],
+)
+def test_it_goes_on_in_another_way(change: Callable[[Model], int]) -> None:
+    """With the same bits, within the budget, and it is learned what that takes."""
+    plain, model = made(), made()
+    for _ in range(5):
+        step(plain)
+    budget = 3 * settled(model)._block._repeats.most
+    settled(model, budget)
+    for _ in range(5):
+        step(plain)
+    left_by(plain), left_by(model)
+    rows = change(plain)
+    assert change(model) == rows
+    kinds, more = [], 0
+    for _ in range(24):
+        expected = step(plain, rows)
+        peak, (dtr, loss) = metered(lambda: block(model, budget, rows))
+        assert torch.equal(expected, loss)
+        assert all(map(torch.equal, left_by(plain), left_by(model)))
+        assert peak <= budget and dtr.report().outcome == "pass"
+        kinds.append(is_roomy(dtr))
+        more += peak > dtr.report().peak_bytes
+    assert not kinds[0] and kinds[-1]
+    assert more <= 1  # the block in which code between calls that was not watched has done something else
+
+
+class Whole:
+    """A model and its plain copy, of which a call is one unit."""
+
+    def __init__(self) -> None:
+        self.plain, self.model = made(), made()
+        self.budget = 2**30
+        for _ in range(5):
+            dtr = self.block()
+        self.budget = 3 * dtr._block._repeats.most
+        for _ in range(5):
+            dtr = self.block()
+        assert is_roomy(dtr)
+
+    def _step(self, model: Model) -> torch.Tensor:
+        torch.manual_seed(7)
+        loss: torch.Tensor = model(torch.randn(64, 32))
+        loss.backward()
+        return loss.detach()
+
+    def block(self, again: int = 0) -> remat.DTR:
+        self.plain.again = self.model.again = again
+        with remat.DTR(self.budget) as dtr:
+            loss = self._step(self.model)
+        assert torch.equal(loss, self._step(self.plain))
+        assert all(map(torch.equal, left_by(self.plain), left_by(self.model)))
+        return dtr
+
+
+def test_what_a_call_does_inside_is_looked_at_too() -> None:
+    """By the nodes of autograd, once it is over; it counts as one that varies from then on, and is seen each time."""
+    whole = Whole()
+    for again in (2, 2, 2, 0, 0, 0, 0):
+        dtr = whole.block(again)
+        assert not is_roomy(dtr) and dtr.report().outcome == "pass"
+
+
+def test_a_call_that_does_far_more_than_ever_is_said() -> None:
+    whole = Whole()
+    with pytest.warns(remat.OverBudgetWarning, match="far more than in blocks before"):
+        dtr = whole.block(40)
+    assert dtr.report().outcome == "over"
+
+
+def test_calls_whose_memory_depends_on_data_are_not_taken_for_granted() -> None:
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(32, 256)
+
+        def forward(self, x: torch.Tensor, padded: bool = False) -> torch.Tensor:
+            if padded:
+                return self.inner(torch.zeros(int(x[:, 0].sum()), 32)).tanh().sum() + x.sum()
+            return self.inner(x[x[:, 0] > 0]).tanh().sum()
+
+    for padded in (False, True):
+        model = Chosen()
+        for rows in (*[4] * 8, 512):
+            sample = torch.zeros(512, 32)
+            sample[:rows, 0] = 1
+            with remat.DTR("1MiB") as dtr:
+                model(sample, padded).backward()
+            assert not is_roomy(dtr)
+
+
+def test_paths_that_alternate() -> None:
+    """Such blocks are not roomy for long, but all are right, and each is within its budget."""
+    plain, model = made(), made()
+    budget = 3 * settled(model)._block._repeats.most
+    settled(model, budget)
+    for _ in range(10):
+        step(plain)
+    left_by(plain), left_by(model)
+    for number in range(30):
+        plain.again = model.again = number % 5 % 2
+        expected = step(plain)
+        peak, (dtr, loss) = metered(lambda: block(model, budget))
+        assert torch.equal(expected, loss) and all(map(torch.equal, left_by(plain), left_by(model)))
+        assert peak <= budget and dtr.report().outcome == "pass"
+
+
+def test_another_model_that_is_called_first() -> None:
+    model, other, plain = made(), made(1), made(1)
+
+    def both(first: Model) -> tuple[remat.DTR, torch.Tensor]:
+        with remat.DTR(ROOM) as dtr:
+            loss = step(first)
+        return dtr, loss
+
+    for _ in range(5):
+        dtr, _ = both(model)
+    assert is_roomy(dtr)
+    dtr, loss = both(other)
+    assert not is_roomy(dtr) and torch.equal(loss, step(plain))
+    assert all(map(torch.equal, left_by(plain), left_by(other)))
+
+
+def test_what_it_leaves_behind() -> None:
+    """Nothing, whether it ends by an exception or not; a block that ended so is followed by roomy ones."""
+    model = made()
+    settled(model)
+
+    def fails() -> None:
+        raise ValueError("of the program")
+
+    model.sees = fails
+    with pytest.raises(ValueError, match="of the program"):
+        block(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+    model.sees = lambda: None
+    assert is_roomy(block(model)[0])
+    with remat.DTR(ROOM), pytest.raises(remat.RematError, match="inside another one"), remat.DTR(ROOM):
+        pass
+    assert is_roomy(block(model)[0])
+
+
+def test_it_does_not_keep_the_model() -> None:
+    model = made()
+    settled(model)
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
