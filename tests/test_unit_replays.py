@@ -1,0 +1,119 @@
+"""How calls of units are made again: in one run for all that has to come back, in part or as a whole."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.runtime.dtr import _kernels as k
+from remat.runtime.live.units.call import UnitCall
+from remat.runtime.live.units.orders import Orders
+from remat.runtime.live.units.unit import Replays
+from support.live_models import allocate_gradients
+from support.unit_blocks import by_calls, left_by, memory_of
+
+pytestmark = pytest.mark.usefixtures("nothing_known")
+
+
+class Piece:
+    """Of a call that is pretended, with or without memory."""
+
+    def __init__(self, call: Any, number: int, *, there: bool) -> None:
+        self.call, self.number, self.there = call, number, there
+        self.released = self.pinned = False
+
+    def content(self) -> object:
+        return self if self.there else None
+
+    def evict(self) -> bool:
+        self.there = False
+        return True
+
+
+class Call:
+    def __init__(self, passed: list[Piece]) -> None:
+        self.passed, self.pieces = passed, {}
+
+    def piece(self, number: int) -> Piece:
+        return self.pieces[number]
+
+    def is_passed(self, piece: Piece) -> bool:
+        return piece in self.passed
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_one_run_makes_all_that_comes_back_of_a_call(reads: bool) -> None:
+    """What makes room in between goes first, where the run does not need it."""
+    before = Call([])
+    before.pieces[0] = kept = Piece(before, 0, there=True)
+    call = Call([kept] if reads else [])
+    call.pieces = {number: Piece(call, number, there=False) for number in range(2)}
+    rows = [SimpleNamespace(call=lambda each=each: each) for each in (before, call)]
+    by_tensor = {0: (rows[0], 0), 1: (rows[1], 0), 2: (rows[1], 1)}
+    done: list[Any] = []
+
+    def make(call: Call, wanted: set[int]) -> None:
+        done.append((sorted(wanted), kept.there))
+        for number in wanted:
+            call.pieces[number].there = True
+
+    pool: Any = SimpleNamespace(ledger=SimpleNamespace(note=lambda *_: None), make=make, has_evicted=False)
+    decisions = [(k.RECOMPUTED, 1), (k.EVICTED, 0), (k.RECOMPUTED, 2)]
+    Orders(pool, by_tensor).carry_out(decisions)
+    assert done == ([([0], True), ([1], False)] if reads else [([0, 1], False)])
+    assert not kept.there and all(piece.there for piece in call.pieces.values())
+
+
+def test_what_replays_took_decides_how_the_next_run() -> None:
+    parts: Any = SimpleNamespace(ends_at=20, actions=[])
+    replays = Replays(forward=10_000, saved=5)
+    assert not replays.whole_is_faster(parts)  # nobody knows what parts take
+    replays.took(parts, 1_000_000)
+    assert replays.whole_is_faster(parts)
+    replays.took(None, 5_000_000)
+    assert not replays.whole_is_faster(parts)
+    for _ in range(20):
+        replays.took(parts, 50_000_000)
+    assert replays.whole_is_faster(parts)
+
+
+class Loop:
+    """A cell of many small operators, of which a whole call takes less time than a look at each."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(2)
+        self.cell = nn.LSTMCell(32, 32)
+        self.inputs = torch.randn(40, 16, 32)
+        allocate_gradients(self.cell)
+
+    def __call__(self) -> None:
+        state = torch.zeros(16, 32), torch.zeros(16, 32)
+        for x in self.inputs:
+            state = self.cell(x, state)
+        state[0].square().sum().backward()
+
+
+@pytest.mark.parametrize("costs", ["measured", "model"])
+def test_calls_are_made_again_as_a_whole_where_that_is_faster(costs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where decisions are to be repeated, whatever the clock says."""
+    loop = Loop()
+    budget = memory_of(loop) * 3 // 5
+    left_by(loop.cell)
+    loop()
+    plain = left_by(loop.cell)
+    whole = []
+    run = UnitCall._as_a_whole
+    monkeypatch.setattr(UnitCall, "_as_a_whole", lambda *given: whole.append(1) or run(*given))
+    monkeypatch.setattr(Replays, "whole_is_faster", lambda self, parts: self._knows_parts)
+    for _ in range(8):
+        with remat.DTR(budget, costs=costs, thrash_limit=None) as dtr:
+            loop()
+        assert all(map(torch.equal, plain, left_by(loop.cell)))
+        assert dtr.report().peak_bytes <= budget
+    assert by_calls(dtr) and dtr.report().recomputations
+    assert bool(whole) == (costs == "measured")
