@@ -108,11 +108,13 @@ class Block(Guard):
             self._store.limited = False
             self._leave()  # what was interrupted, or could not be done within the budget
             raise
-        self._choose()
+        by_calls = False  # as the next blocks here run, which choose for themselves
         if self._observation is not None and self.outcome != "error":  # by calls it may fit where it did not
             ways = self._observation.ways(self.ledger.budget)
-            if ways is not None and (ways.modules or self._saving.was_asked):  # a forward alone does not tell of none
+            by_calls = ways is not None and bool(ways.modules)
+            if ways is not None and (by_calls or self._saving.was_asked):  # a forward alone does not tell of none
                 remember((self._place, self.budget), ways)
+        self._choose(by_calls=by_calls)
         warn_of_more(self._limits, self.outcome, self.budget)
 
     def _leave(self) -> None:
@@ -184,14 +186,14 @@ class Block(Guard):
             if self.outcome == "pass":
                 self.outcome = "over"
 
-    def _choose(self) -> None:
+    def _choose(self, *, by_calls: bool) -> None:
         """Finds the heuristic for the next blocks here, once, and again where the one that was found thrashes."""
         where, core = (self._place, self.budget), self.ledger.core
         thrashed = self._limits.thrashes or self.outcome == "thrash"
         if self.outcome in ("pass", "over"):
             note_done(self._place, self.ledger)
         enough = thrashed or (self.outcome in ("pass", "over") and not is_chosen(where))  # else only a part was run
-        if self._chooses and core.scalar(k.EVICTIONS) and enough:
+        if self._chooses and core.scalar(k.EVICTIONS) and enough and not by_calls:
             self._choice = choose(where, self.ledger, by_model=self._by_model)
 
     def advice(self) -> Advice:

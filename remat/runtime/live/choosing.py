@@ -13,12 +13,14 @@ from typing import NamedTuple, TypeVar
 
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.core import is_ready
-from remat.runtime.dtr.heuristics import DEFAULT, HEURISTICS
+from remat.runtime.dtr.heuristics import HEURISTICS
 from remat.runtime.live.ledger import Instructions, Ledger
 
 AUTO = "auto"
-FIRST = DEFAULT  # the one that a program begins with, and that wins where nothing is better
-CANDIDATES = (FIRST, "h_dtr", "h_dtr_local", "h_lru")
+# The one that a program begins with, and that wins where nothing is better. Operator by operator it gets through loops
+# of recurrent cells in which its approximation, h_dtr_eq, thrashes.
+FIRST = "h_dtr"
+CANDIDATES = (FIRST, "h_dtr_eq", "h_dtr_local", "h_lru")
 MOST = 5.0  # times the program's own time, above which a replay is given up
 _SECONDS = 3.0  # that one replay may take
 _NOTICEABLE = 0.98  # of the time of another heuristic: what is within that is as good

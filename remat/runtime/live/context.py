@@ -48,7 +48,7 @@ class DTR:
     Args:
         budget: int (bytes) or string ("3GiB").
         heuristic: which storage to evict; a name, a `Ratio`, or a function of columns (`remat.runtime.dtr.heuristics`).
-            "auto": h_dtr_eq at first. A block in which something was evicted is then replayed, on paper, with several,
+            "auto": h_dtr at first. A block in which something was evicted is then replayed, on paper, with several,
             and later blocks at that place of the program take the best of them; the report says which.
         deallocation: "eager": what the program drops is freed at once. The others of the simulator would need memory
             that PyTorch has given back.
