@@ -117,3 +117,23 @@ def test_calls_are_made_again_as_a_whole_where_that_is_faster(costs: str, monkey
         assert dtr.report().peak_bytes <= budget
     assert by_calls(dtr) and dtr.report().recomputations
     assert bool(whole) == (costs == "measured")
+
+
+def test_reports_compare_with_what_the_program_takes_by_itself() -> None:
+    """Not with operators as they were timed one by one, of which several make more than one storage."""
+    loop = Loop()
+    budget = memory_of(loop) * 3 // 5
+    for _ in range(6):
+        dtr = _block_of(loop, budget)
+    rows = dtr._block._pool.rows
+    for unit in {row.unit for row in rows}:  # the first call's state needs no gradient
+        own = sum(unit.first_nanoseconds(making, by_model=False) for making in unit.makings)
+        assert 0 < own <= unit._recorded
+    most = sum(row.unit._recorded + row.unit.backward_nanoseconds for row in rows)
+    assert 0 < dtr._block.ledger.core.scalar(k.MODEL_COST) <= most
+
+
+def _block_of(loop: Loop, budget: int) -> remat.DTR:
+    with remat.DTR(budget, thrash_limit=None) as dtr:
+        loop()
+    return dtr

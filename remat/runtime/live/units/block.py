@@ -401,7 +401,9 @@ class UnitsBlock:
             torch.autograd.Variable._execution_engine.queue_callback(self._rest)
         if pool.precedent is not None:
             return
-        spent = unit.model_backward_nanoseconds if pool.by_model else unit.backward_nanoseconds
+        spent = 0  # what was charged when it began, where others' backwards came in between
+        if not call.is_back:
+            spent, call.is_back = unit.model_backward_nanoseconds if pool.by_model else unit.backward_nanoseconds, True
         more = unit.backward_bytes if expected is None else expected.rise
         waiting = call.waiting() if pool.has_evicted or pool.account.memory + more > pool.budget else ()
         pool.room(f"backward of {unit.name}", more, waiting, spent, call)

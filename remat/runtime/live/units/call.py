@@ -59,11 +59,12 @@ class UnitCall:
         turn: of that block.
         pieces: what it has made, by number on the tape.
         slots: what autograd has saved while the block was dormant, in order.
+        is_back: whether its backward has begun.
     """
 
     __slots__ = (
         *("__weakref__", "_account", "_count", "_environment", "_flags", "_forward", "_numbers", "_others"),
-        *("_parameters", "_passed", "_recorded", "_recorder", "_saved", "code", "inputs", "pieces", "pool"),
+        *("_parameters", "_passed", "_recorded", "_recorder", "_saved", "code", "inputs", "is_back", "pieces", "pool"),
         *("reference", "row", "slots", "turn", "unit", "varied"),
     )
     _flags: Surroundings
@@ -93,6 +94,7 @@ class UnitCall:
         self._saved = unit.saved
         self._recorder: Recorder | None = None
         self.turn = 0
+        self.is_back = False
         self.varied = False  # it does something else than was recorded
         self.row = Row(self)
         self._environment: FirstRun | None = None
@@ -144,7 +146,9 @@ class UnitCall:
         pack = self.pack if recorder is None else self._pack_recording
         with saved_tensors_hooks(pack if self.pool.precedent is None else packing(self), unpack):
             if recorder is None:
+                began = time.perf_counter_ns()
                 output = self._forward(*args, **kwargs)
+                unit.ran(time.perf_counter_ns() - began)
             else:
                 with recorder:
                     output = self._forward(*args, **kwargs)

@@ -172,6 +172,7 @@ class _Program:
             inputs = [self._tensors[place] for place in places if place in self._tensors]
             inner = unit.replay_bytes(making)
             price = making.model_price if self._by_model else making.price
+            price = price._replace(first=unit.first_nanoseconds(making, by_model=self._by_model))
             tensor = self._add(unit.name, price, inputs, size, inner, inner)
             self._tensors[row.index, making.storage] = tensor
             self.pieces[tensor] = row, making.storage

@@ -345,8 +345,9 @@ class Pool:
             arguments = [maker.tensors[number] for maker, number in read if number in maker.tensors]
             inner = unit.replay_bytes(making)
             price = making.model_price if self.by_model else making.price
+            first = unit.first_nanoseconds(making, by_model=self.by_model)
             (tensor,) = self.ledger.add(
-                unit.name, price.again, arguments, [size], inner, inner, first_nanoseconds=price.first
+                unit.name, price.again, arguments, [size], inner, inner, first_nanoseconds=first
             )
             row.tensors[making.storage] = tensor
             self._by_tensor[tensor] = (row, making.storage)

@@ -26,7 +26,7 @@ _MOST_PARTS = 256  # ways to make a part that are held
 # several storages: 2 of a ResNet's, 5 of a GPT-2's, 18 of a Mamba's, about the root of how many there are.
 _REPLAY = 40_000
 _PASSED = 10_000
-_SAVED = 5_000  # and for each tensor that a replay as a whole saves
+_SAVED = 5_000  # and for each tensor that is saved, where a call runs as a whole
 _LEARNED = 0.5  # of what the last replay took, in what replays take
 
 
@@ -155,6 +155,7 @@ class Unit:
         inner_bytes: what a replay in part takes at most besides what outlives the call.
         whole_bytes: what a replay as a whole takes at most.
         backward_nanoseconds, model_backward_nanoseconds: the time of its backward, about, and by a fixed model.
+        pace: what its operators take in a call that nobody watches, over what they took when it was recorded.
         writes: which of its inputs it may change.
         kept: why nothing of it may be evicted; empty where it may.
         once: why it must not run again, and is kept therefore; empty where it may.
@@ -176,6 +177,8 @@ class Unit:
         self.saved: list[Value] = []
         self.forward_bytes = self.backward_bytes = self.inner_bytes = self.whole_bytes = 0
         self.backward_nanoseconds = self.model_backward_nanoseconds = 1
+        self.pace = 1.0
+        self._recorded, self._making = 1, 0  # nanoseconds of all operators, and of those of each making, summed up
         self.kept = self.once = ""
         self.varies = self.sized_by_data = self.leaves_others = False
         self.draws = True
@@ -199,6 +202,19 @@ class Unit:
         if self.kept:
             return 0
         return self.whole_bytes if self.is_whole else self.inner_bytes + making.siblings
+
+    def ran(self, nanoseconds: int) -> None:
+        """A known call took so long under hooks."""
+        found = (nanoseconds - _SAVED * len(self.saved)) / self._recorded
+        if 0 < found < self.pace:
+            self.backward_nanoseconds = int(_BACKWARD * self._recorded * found)
+            self.pace = found
+
+    def first_nanoseconds(self, making: Making, *, by_model: bool) -> int:
+        """What making a storage took in the call itself: of operators that make several, each has a part."""
+        if by_model:
+            return making.model_price.first
+        return int(making.price.first * self.pace * self._recorded / max(self._making, 1))
 
     def parts(self, dropped: frozenset[int], gone: frozenset[int], also: frozenset[int]) -> Parts | None:
         """How to make saved tensors of these numbers, and storages, without those that are `gone`; None: as a whole."""
@@ -226,9 +242,11 @@ class Unit:
         self.tape = tape
         self._parts.clear()
         self.makings = makings(tape)
-        self.replays = Replays(int(1e9 * sum(operator.seconds for operator in tape.operators)), len(tape.saved))
+        self._recorded, self.pace = int(1e9 * sum(operator.seconds for operator in tape.operators)) + 1, 1.0
+        self._making = sum(making.price.first for making in self.makings)
+        self.replays = Replays(self._recorded, len(tape.saved))
         self.saved = tape.saved
-        self.backward_nanoseconds = int(_BACKWARD * 1e9 * sum(operator.seconds for operator in tape.operators)) + 1
+        self.backward_nanoseconds = _BACKWARD * self._recorded
         self.model_backward_nanoseconds = _BACKWARD * sum(_model_nanoseconds(each, tape) for each in tape.operators)
         self.writes = tuple(
             dict.fromkeys(
