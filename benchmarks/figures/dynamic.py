@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections import Counter
 from typing import Any
 
@@ -137,6 +138,20 @@ def live_units__table() -> str:
         ]
         lines.append([model, *cells, _middle(half, "static")])
     return table(["model", "nothing evicted", "half of the memory", "best static plan at half"], lines)
+
+
+@figure
+def live_units__first() -> str:
+    found = rows("live_units", **{"of the memory": 0.5})
+    first = [row["calls, first block, seconds"] / row["plain, seconds"] for row in found]
+    return f"{min(first):.0f} to {max(first):.0f} times a plain step, in the median {statistics.median(first):.0f}"
+
+
+@figure
+def live_units__reported() -> str:
+    found = [row for row in rows("live_units", **{"of the memory": 0.5}) if isinstance(row.get("calls"), list)]
+    ratios = [row["calls, reported"] / row["calls"][1] for row in found]
+    return f"{min(ratios):.2f} to {max(ratios):.2f}, in the median {statistics.median(ratios):.2f}"
 
 
 def _middle(row: dict[str, Any], key: str) -> str:

@@ -412,3 +412,12 @@ def compile__more_is_less() -> str:
 def estimates__llama_took() -> str:
     (row,) = (row for row in rows("estimates", model="Llama of 70 billion parameters") if "process_bytes" in row)
     return f"{row['seconds']:.0f} seconds and {row['process_bytes'] / 2**30:.1f} GiB of memory"
+
+
+@figure
+def step_cost__table() -> str:
+    lines = []
+    for model, found in by("step_cost", "model").items():
+        cells = [f"{row['quartiles'][1]:.2f} ({row['means']:.2f})" for row in found]
+        lines.append([model, *cells])
+    return table(["model", "nothing recomputed", "half of the memory"], lines)

@@ -166,6 +166,7 @@ class RoomyBlock:
         self._rest: Callable[..., Any] | None = None  # runs calls since it goes on in another way
         self._began = self._seconds = 0.0
         self._ledger: Ledger | None = None
+        self._peak = 0  # bytes
         self.outcome = "pass"
 
     @property
@@ -197,8 +198,8 @@ class RoomyBlock:
 
     def exit(self, error: BaseException | None) -> None:
         """Ends."""
-        if error is None and self._root is not None:
-            self._is_known(None)
+        if error is None and self._root is not None and not self._is_known(None):
+            self._peak = self._taken()
         self._leave()
         self._seconds = max(time.perf_counter() - self._began, 1e-9)
         if error is not None:
@@ -226,6 +227,7 @@ class RoomyBlock:
         left = [way for way in self._left if way.goes_on(self._events, nodes, unit)]
         if left:
             self._left, self._events = left, self._events + 1
+            self._peak = max(way.precedent.peak for way in left)
             return True
         self._differs()
         return False
@@ -293,10 +295,6 @@ class RoomyBlock:
                 pool.recall(told_anew(self._left[0].precedent.story))
                 self._ledger.peak = self._peak
         return self._ledger
-
-    @property
-    def _peak(self) -> int:
-        return max((way.precedent.peak for way in self._left), default=0)
 
     def advice(self) -> Advice:
         return advice_on(self.ledger, self._reserved, self._seconds, "")
