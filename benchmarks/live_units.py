@@ -2,11 +2,11 @@
 
     python -m benchmarks live_units
 
-From the ninth block on, in turns with plain PyTorch; gradients are allocated beforehand: quartiles, and the ratio of the
-means, which garbage that only the collector frees does not escape. Besides, what the first block of a place takes, by
-calls, and what reports say of the last. At half of the memory, where a plan is possible, the best static one within the
-same limit, too. What thrashes operator by operator for twenty times
-the program's own time has no figure. MobileNetV3 is timm's, and left out where that is not installed.
+From the ninth block on, in turns with plain PyTorch; gradients are allocated beforehand: quartiles, and the ratio of
+the means, which garbage that only the collector frees does not escape. Besides, what the first block of a place takes,
+and what the report of the last one before says. At half of the memory, where a plan is possible, the best static one
+within the same limit, too. What thrashes operator by operator for twenty times the program's own time has no figure.
+MobileNetV3 is timm's, and left out where that is not installed.
 """
 
 from __future__ import annotations

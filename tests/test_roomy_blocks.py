@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable
 
@@ -195,17 +196,17 @@ class Whole:
             dtr = self.block()
         assert is_roomy(dtr)
 
-    def _step(self, model: Model) -> torch.Tensor:
+    def _step(self, model: Model, calls: int) -> torch.Tensor:
         torch.manual_seed(7)
-        loss: torch.Tensor = model(torch.randn(64, 32))
+        loss = torch.stack([model(torch.randn(64, 32)) for _ in range(calls)]).sum()
         loss.backward()
         return loss.detach()
 
-    def block(self, again: int = 0) -> remat.DTR:
+    def block(self, again: int = 0, calls: int = 1) -> remat.DTR:
         self.plain.again = self.model.again = again
         with remat.DTR(self.budget) as dtr:
-            loss = self._step(self.model)
-        assert torch.equal(loss, self._step(self.plain))
+            loss = self._step(self.model, calls)
+        assert torch.equal(loss, self._step(self.plain, calls))
         assert all(map(torch.equal, left_by(self.plain), left_by(self.model)))
         return dtr
 
@@ -222,6 +223,26 @@ def test_a_call_that_does_far_more_than_ever_is_said() -> None:
     whole = Whole()
     with pytest.warns(remat.OverBudgetWarning, match="far more than in blocks before"):
         dtr = whole.block(40)
+    assert dtr.report().outcome == "over"
+
+
+def test_where_warnings_are_errors_nothing_is_left_behind() -> None:
+    whole = Whole()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(remat.OverBudgetWarning):
+            whole.block(40)
+    assert not any("forward" in vars(module) for module in whole.model.modules())
+    left_by(whole.model)
+    for each in (whole.plain, whole.model):
+        each.load_state_dict(made().state_dict())
+    assert not is_roomy(whole.block())
+
+
+def test_the_rest_of_a_block_that_took_too_much_is_right() -> None:
+    whole = Whole()
+    with pytest.warns(remat.OverBudgetWarning):
+        dtr = whole.block(40, calls=3)
     assert dtr.report().outcome == "over"
 
 

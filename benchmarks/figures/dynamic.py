@@ -143,7 +143,8 @@ def live_units__table() -> str:
 @figure
 def live_units__first() -> str:
     found = rows("live_units", **{"of the memory": 0.5})
-    first = [row["calls, first block, seconds"] / row["plain, seconds"] for row in found]
+    key = "calls, first block, seconds"
+    first = [row[key] / row["plain, seconds"] for row in found if key in row]
     return f"{min(first):.0f} to {max(first):.0f} times a plain step, in the median {statistics.median(first):.0f}"
 
 

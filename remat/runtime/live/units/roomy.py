@@ -198,12 +198,14 @@ class RoomyBlock:
 
     def exit(self, error: BaseException | None) -> None:
         """Ends."""
-        if error is None and self._root is not None and not self._is_known(None):
-            self._peak = self._taken()
-        self._leave()
-        self._seconds = max(time.perf_counter() - self._began, 1e-9)
-        if error is not None:
-            self.outcome = outcome_of(error)
+        try:
+            if error is not None:
+                self.outcome = outcome_of(error)
+            elif self._root is not None and not self._is_known(None):
+                self._peak = self._taken()
+        finally:  # a warning may be an error
+            self._leave()
+            self._seconds = max(time.perf_counter() - self._began, 1e-9)
 
     def _leave(self) -> None:
         self._inside.close()
