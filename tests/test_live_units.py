@@ -18,6 +18,7 @@ from remat.runtime.calls.tape import OUTSIDE, Recorder
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.simulator import Replay
 from remat.runtime.live.units.block import UnitsBlock
+from remat.runtime.live.units.choosing import Ways
 from remat.runtime.live.units.unit import makings
 from remat.runtime.pytree import loss_in
 from support.live_models import CASES, allocate_gradients, decisions_of, make, metered, train
@@ -190,3 +191,15 @@ def test_a_block_that_learns_is_compared_with_nothing() -> None:
     own = done[-1]._block.ledger.core.scalar(k.MODEL_COST) * 1e-9
     assert last.overhead == pytest.approx(last.seconds / own) and "learn" not in str(last)
     assert "x plain PyTorch" in str(last) and len(str(last)) < 240
+
+
+def test_a_block_that_learns_does_not_say_that_units_are_too_large() -> None:
+    """It had no room for calls that nobody knew; two such blocks do."""
+    root = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    ways = Ways([root], [[root], [root[0], root[1]]])
+    ways.does_not_fit(learned=True)
+    assert ways.modules == [root]
+    ways.does_not_fit(learned=True)
+    assert ways.modules == [root[0], root[1]]
+    ways.does_not_fit(learned=False)
+    assert ways.modules == []

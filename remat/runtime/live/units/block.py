@@ -435,7 +435,7 @@ class UnitsBlock:
             if self._chooses and self._heuristic != FIRST and self._pool.has_evicted:
                 take((self._place, self.budget), FIRST)  # another order of evictions may need less
             elif not (self._stays and self._used.is_last):  # there are no operators to go back to
-                self._used.finer()
+                self._used.does_not_fit(learned=self._recorded_calls > 0)
 
     def _learn_course(self, error: BaseException | None) -> None:
         """Remembers what blocks here do, and what is to be tried in those that do as this one."""

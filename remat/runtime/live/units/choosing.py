@@ -214,6 +214,7 @@ class Ways:
     def __init__(self, roots: Sequence[nn.Module], ways: Sequence[Sequence[nn.Module]]) -> None:
         self._roots = [weakref.ref(module) for module in roots]
         self._ways = [[weakref.ref(module) for module in way] for way in ways]
+        self._over = 0  # blocks of the first one
 
     def begins_with(self, module: nn.Module) -> bool:
         """Whether the program calls this one."""
@@ -236,9 +237,13 @@ class Ways:
         """Whether there is no other way left."""
         return len(self._ways) == 1
 
-    def finer(self) -> None:
-        """The first way does not fit."""
-        del self._ways[:1]
+    def does_not_fit(self, *, learned: bool) -> None:
+        """A block of the first way went over; where calls were recorded in it, for the first time that says little, as
+        there was no room for what nobody knew."""
+        self._over += 1
+        if not learned or self._over > 1:
+            del self._ways[:1]
+            self._over = 0
 
 
 _ways: dict[Hashable, list[Ways]] = {}
