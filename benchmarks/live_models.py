@@ -98,8 +98,8 @@ def _meta_learning() -> Made:
     return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)), loss
 
 
-def _cells() -> Made:
-    inputs = torch.randn(120, 16, 64)
+def gru_cells(length: int = 120) -> Made:
+    inputs = torch.randn(length, 16, 64)
 
     def loss(cell: nn.Module) -> torch.Tensor:
         state = torch.zeros(16, 64)
@@ -137,7 +137,7 @@ MODELS: dict[str, Callable[[], Made]] = {
         "BertForMaskedLM", "BertConfig", num_attention_heads=4, intermediate_size=128, **_SMALL
     ),
     "lstm language model": _language,
-    "120 GRU cells": _cells,
+    "120 GRU cells": gru_cells,
     "treelstm": _tree,
     "rollout": _rollout,
     "meta-learning": _meta_learning,

@@ -29,6 +29,7 @@ import remat
 from benchmarks.any_model import _images, _language
 from benchmarks.keeping import write
 from benchmarks.live_models import MODELS as SMALL
+from benchmarks.live_models import gru_cells
 from benchmarks.zoo import declare_operators
 from benchmarks.zoo import make as make_of_zoo
 from remat.errors import OverBudgetWarning, RematError, ThrashingWarning
@@ -66,18 +67,6 @@ def _fit(sample: Any, loss: Any, model: nn.Module, budget: int) -> None:
     remat.fit(model, sample, budget + sum(tensor.nbytes for tensor in tensors), loss, quiet=True)
 
 
-def _gru_cells() -> Made:
-    inputs = torch.randn(64, 16, 64)
-
-    def loss(cell: nn.Module) -> torch.Tensor:
-        state = torch.zeros(16, 64)
-        for given in inputs:
-            state = cell(given, state)
-        return state.square().sum()
-
-    return nn.GRUCell(64, 64), loss
-
-
 def _cells() -> Made:
     inputs = torch.randn(64, 16, 64)
 
@@ -113,7 +102,7 @@ MODELS: dict[str, Callable[[], Made]] = {
     "T5": SMALL["t5"],
     "Mamba": SMALL["mamba"],
     "TreeLSTM": _tree,
-    "GRU cells": _gru_cells,
+    "GRU cells": partial(gru_cells, 64),
     "LSTM cells": _cells,
     "rollout": SMALL["rollout"],
 }

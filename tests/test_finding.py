@@ -290,3 +290,20 @@ def test_one_stage_that_holds_all_is_not_called_promising(capsys: pytest.Capture
     assert remat.minimum_budget(chain) == chain.store_all_bytes
     remat.fit(model, sample, 1.0)
     assert "plans free nothing of the" in capsys.readouterr().err
+
+
+def test_lists_in_lists_are_named_one_by_one() -> None:
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pairs = nn.ModuleList(nn.ModuleList([nn.Linear(8, 8), nn.GELU()]) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for first, second in self.pairs:
+                x = second(first(x))
+            return x
+
+    with pytest.raises(UnsupportedModel, match="it holds lists; name what is called of these"):
+        remat.find_chain(Pairs(), torch.randn(4, 8), stages=["pairs"])
+    names = [f"pairs.{number}.{part}" for number in range(3) for part in range(2)]
+    assert len(remat.find_chain(Pairs(), torch.randn(4, 8), stages=names).stages) == 6

@@ -499,3 +499,20 @@ def test_code_between_the_calls_of_one_stage(kind: type[Pairs], autocast: bool) 
         for step in range(3):
             expected = train_step(plain, sample, autocast=autocast, seed=step)
             assert_same(expected, train_step(trained, sample, autocast=autocast, seed=step), f"{schedule}, step {step}")
+
+
+def test_what_is_shown_without_print_is_short_and_eval_mode_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    model, sample = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6))), torch.randn(64, 32)
+    remat.fit(model.eval(), sample, 1.0)
+    assert "It is in eval mode" in capsys.readouterr().err
+    remat.remove(model)
+    remat.fit(model.train(), sample, 1.0)
+    assert "eval mode" not in capsys.readouterr().err
+    remat.remove(model)
+    chain = remat.profile(model, sample, repeats=1, small=0.0)
+    schedule = remat.solve(chain, 1.0)
+    assert repr(schedule).startswith("<Schedule by persistent for 6 stages and the loss, budget ")
+    report = remat.simulate(chain, schedule)
+    assert repr(report) == str(report) and "\n" not in repr(report)
+    found = remat.find_chain(model, sample)
+    assert repr(found) == str(found)

@@ -6,11 +6,14 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
+from torch.utils.checkpoint import checkpoint
 
 import remat
 from remat.runtime.live.units.roomy import RoomyBlock
@@ -281,6 +284,77 @@ def test_paths_that_alternate() -> None:
         peak, (dtr, loss) = metered(lambda: block(model, budget))
         assert torch.equal(expected, loss) and all(map(torch.equal, left_by(plain), left_by(model)))
         assert peak <= budget and dtr.report().outcome == "pass"
+
+
+def _accumulates(model: Model, x: torch.Tensor) -> None:
+    model.forward(x).backward()
+    model.forward(2 * x).backward()
+
+
+def _evaluates_in_between(model: Model, x: torch.Tensor) -> None:
+    loss = model.forward(x)
+    with torch.no_grad():
+        model.eval().forward(x)
+    model.train()
+    loss.backward()
+
+
+def _casts(model: Model, x: torch.Tensor) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model.forward(x)
+    loss.backward()
+
+
+def _takes_gradients_of_gradients(model: Model, x: torch.Tensor) -> None:
+    loss = model.forward(x)
+    (gradient,) = torch.autograd.grad(loss, [model.blocks[0].up.weight], create_graph=True)
+    (loss + gradient.square().sum()).backward()
+
+
+def _checkpoints(model: Model, x: torch.Tensor) -> None:
+    y = checkpoint(model.blocks[0], x, use_reentrant=False)
+    model.forward(y).backward()
+
+
+def _calls_in_a_thread(model: Model, x: torch.Tensor) -> None:
+    loss = model.forward(x)
+    with ThreadPoolExecutor(1) as pool:
+        loss = loss + pool.submit(lambda: model.blocks[0](x).sum()).result()
+    loss.backward()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        *(_accumulates, _evaluates_in_between, _casts, _takes_gradients_of_gradients),
+        *(_checkpoints, _calls_in_a_thread),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_programs_do_in_a_block(program: Callable[[Model, torch.Tensor], None], dtype: torch.dtype) -> None:
+    plain, model = made().to(dtype), made().to(dtype)
+
+    def run(model: Model) -> list[torch.Tensor]:
+        torch.manual_seed(7)
+        program(model, torch.randn(64, 32, dtype=dtype))
+        return left_by(model)
+
+    roomy = 0
+    for _ in range(9):
+        with remat.DTR(ROOM) as dtr:
+            found = run(model)
+        assert all(map(torch.equal, run(plain), found))
+        roomy += is_roomy(dtr)
+    assert roomy
+
+
+def test_caches_are_off_as_in_the_blocks_before() -> None:
+    model = made()
+    model.blocks[0].config = SimpleNamespace(use_cache=True)
+    seen = []
+    model.sees = lambda: seen.append(model.blocks[0].config.use_cache)
+    assert is_roomy(settled(model))
+    assert seen[1:] == [False] * 4 and model.blocks[0].config.use_cache  # the first ran operator by operator
 
 
 def test_another_model_that_is_called_first() -> None:

@@ -187,6 +187,7 @@ class Parts:
     Attributes:
         reads: which of the run's inputs are read for that, by number, where the tape knows.
         ends_at: how many operators have run when all is made.
+        seconds: that those take which run.
         without_memory: the numbers of skipped storages, by identity.
     """
 
@@ -203,6 +204,7 @@ class Parts:
         )
         computed = [at for at, run in enumerate(runs, 1) if run and not tape.operators[at - 1].is_view]
         self.ends_at = max(computed, default=0)
+        self.seconds = sum(operator.seconds for operator, run in zip(tape.operators, runs, strict=True) if run)
         self._nothing: dict[int, Any] = {}  # storages without memory, by number
         self.without_memory: dict[int, int] = {}
         self.actions = [self._action(operator, run, kept) for operator, run in zip(tape.operators, runs, strict=True)]

@@ -459,10 +459,10 @@ class UnitsBlock:
         assert self._root is not None
         place = self._remembered
         most = max((way.precedent.most for way in place.ways if way.precedent is not None), default=self.budget)
+        if place.unsettled or not has_twice(most, self._ledger.budget):
+            return
         units = {s.unit for way in place.ways for s in way.segments if s.unit is not None}
-        if any(unit.varies or unit.sized_by_data for unit in units):
-            return  # nobody would notice that they take more
-        if has_twice(most, self._ledger.budget) and not (place.forward or place.backward or place.unsettled):
+        if not any(unit.varies or unit.sized_by_data for unit in units):  # nobody would notice that they take more
             remember_repeats((self._place, self.budget), Repeats(self._root, self._units, place))
 
     def _precedent(self) -> Precedent | None:

@@ -23,6 +23,7 @@ from remat.errors import OverBudgetWarning
 from remat.formatting import format_bytes
 from remat.host.warn import warn
 from remat.report import Report
+from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.live.advice import Advice, advice_on
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
@@ -31,7 +32,7 @@ from remat.runtime.live.outcomes import outcome_of
 from remat.runtime.live.units.course import Kind, Place
 from remat.runtime.live.units.dormant import Precedent, nodes_made, told_anew
 from remat.runtime.live.units.pool import Pool
-from remat.runtime.live.units.unit import Odd, Unit, key_of_call, others_are_at_work
+from remat.runtime.live.units.unit import Odd, Unit, form_of, key_of_call, others_are_at_work
 from remat.runtime.patching import blocks_as_written, intercepted
 
 _ROOM = 2  # times the most that blocks before took
@@ -45,7 +46,7 @@ class _Members:
         numbers = {part: number for number, part in enumerate(parts)}
         self._parts = [weakref.ref(part) for part in parts]
         self._children = [numbers[child] for part in parts for child in part.children()]
-        self._look = _look(parts)
+        self._form = _form(parts)
         self.units = units
 
     def now(self) -> list[nn.Module] | None:
@@ -56,13 +57,11 @@ class _Members:
         children = [child for part in parts for child in part._modules.values() if child is not None]
         if len(children) != len(self._children) or not all(map(is_, children, map(parts.__getitem__, self._children))):
             return None
-        return parts if _look(parts) == self._look else None
+        return parts if _form(parts) == self._form else None
 
 
-def _look(parts: Sequence[nn.Module]) -> list[Any]:
-    """How parameters and buffers look, and which are trained: calls make and save others accordingly."""
-    state = chain.from_iterable([*part._parameters.values(), *part._buffers.values()] for part in parts)
-    return [None if each is None else (each.requires_grad, each.dtype, each.shape, each.device) for each in state]
+def _form(parts: Sequence[nn.Module]) -> Hashable:
+    return form_of(chain.from_iterable([*part._parameters.values(), *part._buffers.values()] for part in parts))
 
 
 class _Way(NamedTuple):
@@ -187,7 +186,9 @@ class RoomyBlock:
                     return False
                 self._now[parts[0]] = parts, members.units
         with ExitStack() as stack:
+            parts = [part for each, _ in self._now.values() for part in each]
             stack.enter_context(alone_in_its_thread())
+            stack.enter_context(caches_off(configs_with_caches(parts)))  # as in the blocks that it repeats
             stack.enter_context(blocks_as_written())
             stack.enter_context(intercepted(self._now, self._called))
             self._first = torch.nn.modules.module.register_module_forward_pre_hook(self._first_called)

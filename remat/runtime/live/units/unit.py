@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -105,7 +105,7 @@ class Replays:
 
     def whole_is_faster(self, parts: Parts) -> bool:
         """Whether all of the call is made again in less time than these parts of it."""
-        return self._knows_parts and self._whole < _REPLAY + self._passed * parts.ends_at + _kernels(parts)
+        return self._knows_parts and self._whole < _REPLAY + self._passed * parts.ends_at + 1e9 * parts.seconds
 
     def took(self, parts: Parts | None, nanoseconds: int) -> None:
         """A replay, in part or as a whole, took so long."""
@@ -113,13 +113,9 @@ class Replays:
             self._whole = _blend(self._whole, nanoseconds, known=self._knows_whole)
             self._knows_whole = True
         else:
-            each = (nanoseconds - _REPLAY - _kernels(parts)) / max(parts.ends_at, 1)
+            each = (nanoseconds - _REPLAY - 1e9 * parts.seconds) / max(parts.ends_at, 1)
             self._passed = _blend(self._passed, max(each, 0.0), known=self._knows_parts)
             self._knows_parts = True
-
-
-def _kernels(parts: Parts) -> int:
-    return sum(int(1e9 * action.operator.seconds) for action in parts.actions if action.runs)
 
 
 def _blend(before: float, now: float, *, known: bool) -> float:
@@ -136,8 +132,13 @@ class Code:
     def __init__(self, module: nn.Module) -> None:
         self.stage = Stage([module], type(module).__name__)
         self.parameters = list(self.stage.parameters())
-        state = [*self.parameters, *(buffer for *_, buffer in self.stage.buffers())]
-        self.form = tuple([(each.requires_grad, each.dtype, each.shape, each.device) for each in state])
+        self.form = form_of([*self.parameters, *(buffer for *_, buffer in self.stage.buffers())])
+
+
+def form_of(state: Iterable[torch.Tensor | None]) -> Hashable:
+    """How parameters and buffers look, and which are trained."""
+    looks = [None if each is None else (each.requires_grad, each.dtype, each.shape, each.device) for each in state]
+    return tuple(looks)
 
 
 class Unit:
