@@ -31,6 +31,19 @@ start = time.perf_counter()
 remat.solve(chain, 0.8)
 print(time.perf_counter() - start)
 """
+# README's first example; all its cores, as a user has them.
+_FIRST_FIT = """
+import time
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+import remat
+config = GPT2Config(n_layer=8, n_embd=128, n_head=4, vocab_size=1024, bos_token_id=0, eos_token_id=0)
+model = GPT2LMHeadModel(config).train()
+tokens = torch.randint(0, 1024, (2, 256))
+start = time.perf_counter()
+remat.fit(model, {"input_ids": tokens, "labels": tokens}, memory=0.5)
+print(time.perf_counter() - start)
+"""
 _SIGNATURES = """
 import statistics, time, torch, remat
 torch.set_num_threads(1)
@@ -69,21 +82,26 @@ def _run(program: str, **environment: str) -> list[float]:
     return [float(word) for word in done.stdout.split()]
 
 
-def _cold(program: str, times: int) -> tuple[list[float], list[float]]:
-    """Seconds with an empty cache of compiled code, and with the one that this left."""
+def _cold(program: str, times: int, **environment: str) -> tuple[list[float], list[float]]:
+    """Seconds with an empty cache of compiled code, and with a full one."""
     cold, warm = [], []
     for _ in range(times):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            cold += _run(program, NUMBA_CACHE_DIR=folder)
-        warm += _run(program)
+            cold += _run(program, NUMBA_CACHE_DIR=folder, **environment)
+        warm += _run(program, **environment)
     return cold, warm
 
 
 def first_use(times: int = 3) -> None:
     rows: list[dict[str, Any]] = []
     # Blocks last: they leave a process behind that compiles the core.
-    for what, program in (("the first plan", _FIRST_PLAN), ("the first DTR block", _FIRST_BLOCK)):
-        cold, warm = _cold(program, times)
+    cores = {"OMP_NUM_THREADS": str(os.cpu_count())}
+    for what, program, environment in (
+        ("the first plan", _FIRST_PLAN, {}),
+        ("the first fit: README's example", _FIRST_FIT, cores),
+        ("the first DTR block", _FIRST_BLOCK, {}),
+    ):
+        cold, warm = _cold(program, times, **environment)
         row = {"what": what, "cold_seconds": statistics.median(cold), "warm_seconds": statistics.median(warm)}
         rows.append(row)
         print(row, flush=True)

@@ -40,6 +40,7 @@ from remat.simulation import simulate
 from remat.solvers import planner
 from remat.solvers.base import Solver, store_all_peak
 from remat.solvers.bounds import least_of_any
+from remat.solvers.fastest import compile_planners
 from remat.solvers.persistent import Persistent
 
 if TYPE_CHECKING:
@@ -225,7 +226,11 @@ def _train_by_calls(
 
 
 def _refuse_hopeless(limit: int | str | float, chain: Chain) -> None:
-    """Refuses a limit that nothing can meet as soon as sizes are known, before all the rest is measured."""
+    """Refuses a limit that nothing can meet as soon as sizes are known, before all the rest is measured.
+
+    What numba has yet to compile is compiled here too: later, time is measured.
+    """
+    compile_planners()
     budget = resolve_budget(limit, store_all_peak(chain))
     if _is_hopeless(budget, least_of_any(chain)):
         raise InfeasibleBudget(budget, Persistent().minimum_budget(chain), exact=False)

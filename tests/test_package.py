@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,8 +19,11 @@ from remat.cli import main
 ROOT = Path(__file__).parent.parent
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, check=False)
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    given = {**os.environ, **environment}
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, check=False, env=given
+    )
 
 
 def test_import_loads_neither_torch_nor_numba() -> None:
@@ -61,6 +65,22 @@ def test_a_second_process_compiles_nothing() -> None:
     python("-c", code)
     done = python("-c", code)
     assert done.stdout.strip() == "[(1, 0), (1, 0), (1, 0)]", done.stderr
+
+
+def test_both_planners_are_compiled_together_and_found_by_later_processes(tmp_path: Path) -> None:
+    used = "fill_persistent read_persistent fill_least_persistent fill_floating read_floating fill_least_floating"
+    code = (
+        "import remat; from remat.solvers import _table_kernels as k; "
+        "from remat.solvers.fastest import compile_planners; compile_planners(); "
+        "c = remat.Chain((7,) * 5, (20,) * 4, (0,) * 4, (0,) * 4, (1,) * 4, (1,) * 4); "
+        "remat.solve(c, remat.minimum_budget(c, 'fastest') + 3, 'fastest'); "
+        f"print([sum(getattr(k, name).stats.cache_misses.values()) for name in {used.split()}])"
+    )
+    first, second = (python("-c", code, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2))
+    assert first.stdout.strip() == "[1, 1, 1, 0, 0, 0]", first.stderr
+    assert first.stderr.count("compiling the planners (once per installation)") == 1, first.stderr
+    assert second.stdout.strip() == "[0, 0, 0, 0, 0, 0]"
+    assert not second.stderr
 
 
 EXAMPLE = """

@@ -36,6 +36,18 @@ def say_that_it_compiles(function: Any, what: str, *, seconds: str) -> None:
 _said: set[str] = set()
 
 
+def in_another_process(program: str) -> subprocess.Popen[bytes]:
+    """Begins to run Python code that compiles by using what it compiles; this process finds the result on disk."""
+    paths = f"import sys; sys.path[:0] = {[path for path in sys.path if path]!r}; "
+    return subprocess.Popen(
+        [sys.executable, "-c", paths + program],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is meant for the program, and what it compiles is of use to the next one
+    )
+
+
 def as_written(functions: Mapping[str, Any]) -> SimpleNamespace:
     """The functions of a module that numba compiles, as plain Python that calls one another."""
     plain: dict[str, Any] = dict(functions)
@@ -72,24 +84,15 @@ class InBackground:
                 if is_compiled(self._functions[self._wanted]):
                     self.ready = True
                     return self._compiled
-                self._begin()
+                wanted = self._functions[self._wanted]
+                say_that_it_compiles(wanted, self._what, seconds="half a minute, uncompiled until then")
+                self._process = in_another_process(self._program)
             elif self._process.poll() is not None:  # where that failed, this process compiles when they are called
                 self.ready = True
                 return self._compiled
             if self._plain is None:
                 self._plain = as_written(self._functions)
             return self._plain
-
-    def _begin(self) -> None:
-        say_that_it_compiles(self._functions[self._wanted], self._what, seconds="half a minute, uncompiled until then")
-        paths = f"import sys; sys.path[:0] = {[path for path in sys.path if path]!r}; "
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", paths + self._program],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is meant for the program, and what it compiles is of use to the next one
-        )
 
 
 def quietly(function: Callable[..., Any], *arguments: Any) -> Any:

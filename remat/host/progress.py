@@ -35,13 +35,13 @@ def shown(progress: bool | Progress) -> Iterator[Progress]:
 def lines(every: float = _EVERY, clock: Callable[[], float] = time.monotonic) -> Progress:
     """Writes a line on stderr every so many seconds, the first as soon as it is known how long the work takes."""
     first = last = begun = clock()
-    announced, before, of = False, 0, 0  # done before the work began that has this total
+    announced, before, of = False, 0, ("", 0)  # done before this work of this total began
 
     def tell(what: str, done: int, total: int) -> None:
         nonlocal last, announced, begun, before, of
         now = clock()
-        if total != of:
-            begun, before, of = now, done, total
+        if (what, total) != of:
+            begun, before, of = now, done, (what, total)
         left = (now - begun) / (done - before) * (total - done) if before < done < total else 0.0
         soon = not announced and now - first >= _FIRST and left >= _LONG
         if soon or now - last >= every:

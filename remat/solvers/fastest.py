@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from remat.chain import Chain
+from remat.host.compilation import in_another_process, is_compiled, say_that_it_compiles
 from remat.simulation import peak_and_makespan
+from remat.solvers import _table_kernels
+from remat.solvers._tables import Table
 from remat.solvers.base import Operations, Plan, Solver, least_peak
 from remat.solvers.chen import Chen
-from remat.solvers.floating import Floating, is_quick
-from remat.solvers.persistent import Persistent
+from remat.solvers.floating import Floating, FloatingTable, is_quick
+from remat.solvers.persistent import Persistent, PersistentTable
 from remat.solvers.revolve import Revolve
 from remat.solvers.sequential import Sequential
 from remat.solvers.store_all import StoreAll
@@ -55,3 +58,24 @@ class Fastest(Solver):
         if is_quick(chain, self.slots):
             solvers.append(Floating(self.slots, options=self.options))
         return [*solvers, StoreAll(), Sequential(), Chen(), Revolve(self.slots)]
+
+
+def compile_planners() -> None:
+    """Has numba compile the dynamic programs, both at a time, where that has not been done on this machine."""
+    if is_compiled(_table_kernels.fill_persistent) and is_compiled(_table_kernels.fill_floating):
+        return
+    say_that_it_compiles(_table_kernels.fill_persistent, "the planners", seconds="a few seconds")
+    other = in_another_process("from remat.solvers.fastest import compile_floating; compile_floating()")
+    _use(Persistent(), PersistentTable)
+    other.wait()
+
+
+def compile_floating() -> None:
+    _use(Floating(), FloatingTable)
+
+
+def _use(solver: Solver, table: type[Table]) -> None:
+    """Plans for the smallest chain, with all that there is to compile."""
+    chain = Chain([1, 1], [1], [0], [0], [0.0], [0.0])
+    budget = solver.minimum_budget(chain)
+    table(chain, budget, 1).read(budget)
