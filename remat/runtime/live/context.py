@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+from weakref import proxy
 
 from remat.budgets import resolve_budget
 from remat.errors import InvalidBudget, RematError
@@ -187,8 +188,10 @@ class DTR:
         if not known:
             return None
 
+        this = proxy(self)  # blocks do not hold what holds them: no step leaves garbage for the collector
+
         def gives_way(root: nn.Module, held: int | None, began: float) -> Callable[..., Any]:
-            self._block = block = self._by_calls(ways, held)
+            this._block = block = this._by_calls(ways, held)
             return block.go_on(root, began)
 
         return RoomyBlock(
@@ -204,9 +207,10 @@ class DTR:
 
     def _by_calls(self, ways: Sequence[Ways], held: int | None = None) -> UnitsBlock:
         """`held`: bytes of what has run already, where it is the rest of a block."""
+        this = proxy(self)
 
         def other_model(root: nn.Module, more: int) -> None:
-            self._block = self._by_operators(observes=True, root=root, held=more + (held or 0))
+            this._block = this._by_operators(observes=True, root=root, held=more + (held or 0))
 
         return UnitsBlock(
             self.budget,

@@ -127,4 +127,7 @@ class Account:
 
     def close(self) -> None:
         """Nothing counts any more."""
-        self.known = {}
+        known, self.known = self.known, {}
+        for counted in known.values():
+            if counted.piece is not None:
+                counted.piece.held = None  # or a piece would hold itself, by its storage
