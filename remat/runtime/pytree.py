@@ -29,7 +29,7 @@ def _collect(value: Any, found: list[torch.Tensor]) -> None:
     kind = type(value)
     if isinstance(value, torch.Tensor):
         found.append(value)
-    elif kind is tuple or kind is list:
+    elif kind is tuple or kind is list or kind is Arguments:
         for item in value:
             _collect(item, found)
     elif kind is dict:

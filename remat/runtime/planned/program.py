@@ -63,7 +63,7 @@ class Program:
         """Of each stage, from 0 on, whether something comes before its backward; before the last one, a check."""
         return (*map(bool, self.phases[:-1]), True)
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Whether nothing runs twice, and nothing leaves the device: the model runs as plain PyTorch."""
         return not (self.sends or any(self.phases)) and all(step.first for step in self.forward)
