@@ -76,6 +76,6 @@ def compile_floating() -> None:
 
 def _use(solver: Solver, table: type[Table]) -> None:
     """Plans for the smallest chain, with all that there is to compile."""
-    chain = Chain([1, 1], [1], [0], [0], [0.0], [0.0])
+    chain = Chain((1, 1), (1,), (0,), (0,), (0.0,), (0.0,))
     budget = solver.minimum_budget(chain)
     table(chain, budget, 1).read(budget)
