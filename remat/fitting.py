@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
@@ -27,14 +27,17 @@ from remat.formatting import count, format_bytes, text_table
 from remat.host.progress import Progress, shown
 from remat.report import Report
 from remat.rotor import Checkpointable
-from remat.runtime.calls.stages import is_sequential
-from remat.runtime.checks import Loss, check_count, check_model
+from remat.runtime.calls.stages import call_of, is_sequential
+from remat.runtime.checks import Loss, check_count, check_model, check_when_short, checked_loss
 from remat.runtime.executor import UnderDTR
 from remat.runtime.live.context import DTR
 from remat.runtime.live.steps import Steps
+from remat.runtime.meter import is_profiled
+from remat.runtime.planned.lengths import length_of, stretched
 from remat.runtime.planned.notebook import shown_in_a_sentence
-from remat.runtime.planned.patched_forward import PatchedForward, patched_forward_of
+from remat.runtime.planned.patched_forward import PatchedForward, Runs, check_other_path, patched_forward_of
 from remat.runtime.planned.wrapper import Wrapper
+from remat.runtime.pytree import Arguments
 from remat.schedule import Schedule
 from remat.simulation import simulate
 from remat.solvers import planner
@@ -56,10 +59,12 @@ _TRIED = 64  # limits between the least and storing everything
 
 def fit(
     model: nn.Module,
-    sample: Any,
+    sample: Any = None,
     memory: int | str | float = AUTO,
     loss: Loss | None = None,
     *,
+    longest: int | None = None,
+    when_short: str = "error",
     slots: int = 500,
     quiet: bool = False,
     stages: Sequence[str | nn.Module] | None = None,
@@ -85,12 +90,17 @@ def fit(
     Args:
         model: any module.
         sample: its input, as it will be in training: a tensor, a tuple of positional or a dict of keyword arguments.
-        memory: int (bytes), string ("8GiB"), float in (0, 1] of the peak when everything is stored, or "auto": 0.9 of
-            the memory that is free, less what gradients that are not there yet and an optimiser like Adam will take. It
-            covers activations, their gradients and scratch memory, the sample included; not parameters, their
-            gradients and optimiser state.
+            Without one, the first call in training is measured and planned for.
+        memory: int (bytes), string ("8GiB"), float in (0, 1] of the peak when everything is stored for this sample, or
+            "auto": 0.9 of the memory that is free, less what gradients that are not there yet and an optimiser like
+            Adam will take. It covers activations, their gradients and scratch memory, the sample included; not
+            parameters, their gradients and optimiser state.
         loss: a function of the output that returns a scalar; without one it is the output's own (`output.loss`), or
             taken as free.
+        longest: the most tokens that a sequence will have: the sample, padded to that, is measured and planned for,
+            and shorter ones train by the same plan. Without it a longer batch than before is measured when it comes.
+        when_short: what to do where a later, longer input does not fit: "error", which says what would, before
+            anything of that step has run; or "least", to train it by the schedule of least memory, with a warning.
         slots: memory units of the dynamic programs.
         quiet: do not tell on stderr what limits there are, what was chosen, and what it costs.
         stages: names or modules to take for the stages, as in `remat.find_chain`; None: they are found.
@@ -112,40 +122,135 @@ def fit(
         UnsupportedModel: neither is possible, as where the model is compiled as a whole or checkpoints itself; of
             several processes or with `stages`: no chain was found.
     """
+    wish = Wish(
+        memory,
+        loss,
+        longest,
+        when_short,
+        slots,
+        quiet,
+        stages,
+        other_path,
+        group,
+        output_held,
+        options,
+        keep,
+        recompute,
+        host_limit,
+    )
     check_model(model)
     _refuse_wrapped(model)
-    check_count("slots", slots)
-    if memory != AUTO:
-        resolve_budget(memory, store_all_bytes=2**62)  # its form, before anything is measured
-    kind = type(model).__name__
-    handle = Checkpointable(
-        model,
-        mem_slots=slots,
-        loss=loss,
-        stages=stages,
-        other_path=other_path,
-        group=group,
-        output_held=output_held,
-        options=options,
-        keep=keep,
-        recompute=recompute,
-        host_limit=host_limit,
-        in_place=False,
-    )
-    by_calls_too = stages is None and group is None
-    limit = handle.automatic_limit() if memory == AUTO else memory
+    wish.check()
+    if sample is None:
+        fit_at_first_call(model, wish)
+    else:
+        _fit(model, sample, wish)
+    return model
+
+
+class Wish(NamedTuple):
+    """What `fit` is asked for, with the names of its arguments."""
+
+    memory: int | str | float = AUTO
+    loss: Loss | None = None
+    longest: int | None = None
+    when_short: str = "error"
+    slots: int = 500
+    quiet: bool = False
+    stages: Sequence[str | nn.Module] | None = None
+    other_path: str = "warn"
+    group: ProcessGroup | None = None
+    output_held: bool = True
+    options: bool = True
+    keep: Collection[str] = ()
+    recompute: Collection[str] = ()
+    host_limit: int | str | None = None
+
+    def check(self) -> None:
+        """Raises a RematError for what makes no sense, before anything is measured."""
+        check_count("slots", self.slots)
+        if self.longest is not None:
+            check_count("longest", self.longest)
+        check_when_short(self.when_short)
+        check_other_path(self.other_path)
+        checked_loss(self.loss)
+        if self.memory != AUTO:
+            resolve_budget(self.memory, store_all_bytes=2**62)
+
+    def handle(self, model: nn.Module) -> Checkpointable:
+        return Checkpointable(
+            model,
+            mem_slots=self.slots,
+            loss=self.loss,
+            stages=self.stages,
+            other_path=self.other_path,
+            group=self.group,
+            output_held=self.output_held,
+            options=self.options,
+            keep=self.keep,
+            recompute=self.recompute,
+            host_limit=self.host_limit,
+            when_short=self.when_short,
+            in_place=False,
+        )
+
+
+def fit_at_first_call(model: nn.Module, wish: Wish) -> PatchedForward:
+    """Has the model train within a limit from its first call in training on, which is the sample.
+
+    Where a profiler of the program's own is running, measuring would spoil what that finds: such a call runs by what is
+    estimated, and the next one without is measured.
+    """
+    wish.handle(model)  # which refuses a model or a combination of arguments that makes no sense
+    before = patched_forward_of(model)
+    if before is not None:
+        before.remove()
+    patch = PatchedForward(model, lambda args, kwargs: None, other_path=wish.other_path)
+
+    def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runs | None:
+        call = Arguments(args, kwargs)
+        if not model.training:
+            return None
+        if is_profiled(model):
+            return _by_estimate(model, call, wish)
+        _fit(model, call, wish, patch)
+        patch.undecided = False
+        return patch.choose(args, kwargs)
+
+    patch.choose, patch.undecided = choose, True
+    return patch
+
+
+def _by_estimate(model: nn.Module, call: Arguments, wish: Wish) -> Runs | None:
+    """What runs a single call by an estimate of what it takes, in which nothing is measured."""
+    handle = wish.handle(model)
+    handle.estimate(call)
+    limit = handle.automatic_limit() if wish.memory == AUTO else wish.memory
+    handle.plan_with("fastest", limit)
+    return handle.executor
+
+
+def _fit(model: nn.Module, sample: Any, wish: Wish, patch: PatchedForward | None = None) -> None:
+    """Measures, plans, and has the model train so; `patch`: by that which stands in for its forward already."""
+    kind, quiet = type(model).__name__, wish.quiet
+    handle = wish.handle(model)
+    if wish.longest is not None:
+        sample = _longest(model, sample, wish.longest)
+    by_calls_too = wish.stages is None and wish.group is None
+    limit = handle.automatic_limit() if wish.memory == AUTO else wish.memory
     try:
         handle.measure(sample, progress=not quiet, again=False, enough=partial(_refuse_hopeless, limit))
     except NoChain:
         if not by_calls_too:
             raise
-        why = f"no chain of blocks found in {kind}"
-        _train_by_calls(model, sample, limit, loss, output_held, other_path, quiet, why)
-        return model
+        _train_by_calls(model, sample, limit, wish, patch, f"no chain of blocks found in {kind}")
+        return
     assert handle.chain is not None
     most = store_all_peak(handle.chain)
-    if not quiet:
-        _write(_choices(kind, handle.chain, planner("fastest", slots, host_limit)))
+    limit = resolve_budget(limit, most)  # of what comes later, too
+    solver = planner("fastest", wish.slots, wish.host_limit)
+    if not quiet and patch is None:
+        _write(_choices(kind, handle.chain, solver))
     try:
         handle.plan_with("fastest", limit)
     except InfeasibleBudget as error:
@@ -153,32 +258,44 @@ def fit(
         if not by_calls_too or _is_hopeless(error.budget, error.minimum):
             raise
         if is_sequential(model):
-            error.args = (f"{error}{_by_operators(model, sample, error.budget, loss, output_held)}",)
+            error.args = (f"{error}{_by_operators(model, sample, limit, wish)}",)
             raise
         why = f"plans for {kind} need at least {format_bytes(error.minimum)}"
         try:
-            _train_by_calls(model, sample, error.budget, loss, output_held, other_path, quiet, why, below=error.minimum)
+            _train_by_calls(model, sample, limit, wish, patch, why, below=error.minimum)
         except (UnsupportedModel, InfeasibleBudget) as by_calls:
             last = by_calls if isinstance(by_calls, InfeasibleBudget) else error
-            last.args = (f"{last}{_by_operators(model, sample, error.budget, loss, output_held)}",)
+            last.args = (f"{last}{_by_operators(model, sample, limit, wish)}",)
             raise last from None
-        return model
-    handle.take_place()
+        return
+    patch = handle.take_place(patch)
     assert handle.sequence is not None
-    _conclude(
-        model, _in_a_line(type(model).__name__, handle.chain, handle.sequence, resolve_budget(limit, most)), quiet
-    )
-    return model
+    text = _in_a_line(kind, handle.chain, handle.sequence, limit, solver.minimum_budget(handle.chain))
+    _conclude(patch, text, quiet, lambda: {"limit": limit, **handle.figures()})
+
+
+def _longest(model: nn.Module, sample: Any, length: int) -> Arguments:
+    """The sample with sequences of this length.
+
+    Raises:
+        RematError: there are none in it.
+    """
+    call = call_of(model, sample)
+    before = length_of(call)
+    if before is None:
+        raise RematError(
+            f"longest={length}: no tensor of the call looks like sequences, (batch, length) or (batch, length, width). "
+            "Leave `longest` out, and give the largest batch as the sample"
+        )
+    return stretched(call, max(length, before))
 
 
 def _train_by_calls(
     model: nn.Module,
     sample: Any,
     memory: int | str | float,
-    loss: Loss | None,
-    output_held: bool,
-    other_path: str,
-    quiet: bool,
+    wish: Wish,
+    patch: PatchedForward | None,
     why: str,
     below: int | None = None,
 ) -> None:
@@ -191,9 +308,9 @@ def _train_by_calls(
         InfeasibleBudget: it does not fit; the least memory is found by trying, to about a tenth.
         UnsupportedModel: no memory was found that is enough.
     """
-    if not quiet:
+    if not wish.quiet:
         _write(f"remat.fit: {why}; trying steps under DTR")
-    with Bench(model, sample, loss, output_held=output_held) as bench, shown(not quiet) as tell:
+    with Bench(model, sample, wish.loss, output_held=wish.output_held) as bench, shown(not wish.quiet) as tell:
         most = bench.peak_bytes(bench.step(None)) if isinstance(memory, float) else None
         budget = resolve_budget(memory, most)
         dtr = _dtr_of(model, budget)
@@ -209,20 +326,21 @@ def _train_by_calls(
                     "between modules may need the memory. remat.DTR(budget, granularity='operator') recomputes that too"
                 )
             raise InfeasibleBudget(budget, least, "dtr")
-    before = patched_forward_of(model)
-    if before is not None:
-        before.remove()
+    if patch is None:
+        before = patched_forward_of(model)
+        if before is not None:
+            before.remove()
+        patch = PatchedForward(model, lambda args, kwargs: None, other_path=wish.other_path)
     steps = Steps(model, dtr)
-    PatchedForward(
-        model, lambda args, kwargs: steps if model.training else None, other_path=other_path, ended=steps.end
-    )
+    patch.choose = lambda args, kwargs: steps if model.training else None
+    patch.when_removed(steps.end)
     plain = "" if most is None else f", plain PyTorch {format_bytes(most)}"
     slower = "" if report.overhead is None else f", measured {max(report.overhead - 1, 0):.0%} slower"
     text = (
         f"remat.fit: {why}; it now trains under DTR (module level) in {format_bytes(report.peak_bytes)} (limit "
         f"{format_bytes(budget)}{plain}){slower}, with {count(report.recomputations or 0, 'recomputation')} a step"
     )
-    _conclude(model, text, quiet)
+    _conclude(patch, text, wish.quiet, lambda: {"limit": budget, **steps.figures()})
 
 
 def _refuse_hopeless(limit: int | str | float, chain: Chain) -> None:
@@ -290,9 +408,9 @@ def _least_by_calls(model: nn.Module, bench: Bench, first: int, below: int | Non
     return works
 
 
-def _by_operators(model: nn.Module, sample: Any, budget: int, loss: Loss | None, output_held: bool) -> str:
+def _by_operators(model: nn.Module, sample: Any, budget: int, wish: Wish) -> str:
     """Says so where the model trains within the budget operator by operator, as recurrent layers may."""
-    with Bench(model, sample, loss, output_held=output_held) as bench:
+    with Bench(model, sample, wish.loss, output_held=wish.output_held) as bench:
         way = UnderDTR(DTR(budget, granularity="operator"), bench.sample_bytes)
         for _ in range(_REHEARSALS):
             try:
@@ -329,13 +447,11 @@ def _what_is_outside(chain: Chain, least: int) -> str:
     )
 
 
-def _conclude(model: nn.Module, text: str, quiet: bool) -> None:
+def _conclude(patch: PatchedForward, text: str, quiet: bool, figures: Callable[[], dict[str, int]]) -> None:
     """Says how the model trains now: on stderr, unless it is to be quiet, and where a notebook shows the model."""
-    patch = patched_forward_of(model)
-    assert patch is not None
-    if not model.training:
+    if not patch.model.training:
         text += ". It is in eval mode, where it runs as before: call model.train() to train within the limit"
-    patch.summary = text
+    patch.summary, patch.figures = text, figures
     shown_in_a_sentence()
     if not quiet:
         _write(text)
@@ -345,7 +461,7 @@ def _write(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _in_a_line(name: str, chain: Chain, schedule: Schedule, limit: int) -> str:
+def _in_a_line(name: str, chain: Chain, schedule: Schedule, limit: int, least: int) -> str:
     report, most = simulate(chain, schedule), store_all_peak(chain)
     if not schedule.recomputations and not report.host_bytes:
         return f"remat.fit: {name} needs {format_bytes(most)} and fits {format_bytes(limit)}: nothing is recomputed"
@@ -355,8 +471,8 @@ def _in_a_line(name: str, chain: Chain, schedule: Schedule, limit: int) -> str:
     what += [f"{count(schedule.parts, 'stage')} partly recomputed"] * (schedule.parts > 0)
     what += [f"{format_bytes(report.host_bytes)} offloaded to CPU memory"] * (report.host_bytes > 0)
     return (
-        f"remat.fit: {name} now trains in {format_bytes(report.peak_bytes)} (limit {format_bytes(limit)}, plain "
-        f"PyTorch {format_bytes(most)}){slower}: {', '.join(what)}"
+        f"remat.fit: {name} now trains in {format_bytes(report.peak_bytes)} (limit {format_bytes(limit)}, least "
+        f"{format_bytes(least)}, plain PyTorch {format_bytes(most)}){slower}: {', '.join(what)}"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,19 +15,20 @@ from torch import nn
 from remat.budgets import resolve_budget
 from remat.chain import Chain
 from remat.distributed import agree, held_by_others, solved
-from remat.errors import InfeasibleBudget, PlanMismatch, RematError
+from remat.errors import InfeasibleBudget, OverBudgetWarning, PlanMismatch, RematError
 from remat.formatting import count, format_bytes, format_seconds
 from remat.host.progress import Progress, shown
 from remat.host.warn import warn
 from remat.profiling.profile import Loss, profile
 from remat.report import Report
 from remat.runtime.calls.stages import call_of, flatten, is_sequential
-from remat.runtime.checks import check_count, check_model, checked_loss
+from remat.runtime.checks import check_count, check_model, check_when_short, checked_loss
 from remat.runtime.meter import free_bytes
 from remat.runtime.offload import HostMemory
 from remat.runtime.patching import beyond_compiler
 from remat.runtime.planned.binding import bound
 from remat.runtime.planned.forward_run import Executor, Lock
+from remat.runtime.planned.lengths import Lengths, length_of, stretched
 from remat.runtime.planned.patched_forward import (
     PatchedForward,
     check_other_path,
@@ -52,6 +54,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 FREE_SHARE = 0.9  # of the free memory is the limit where none is given
+_LENGTHS_TRIED = 4  # to find the longest sequence that fits
+
+
+class _Enough(Exception):
+    """Ends a profile of which the bytes are wanted alone."""
 
 
 class _Request(NamedTuple):
@@ -130,6 +137,7 @@ class Checkpointable(Wrapper):
             behind the computation (`docs/offload.md`). Needs `options`.
         in_place: whether the model itself trains by the plan at once, and not only this wrapper; None: where chains are
             found, which only work so, but not for an `nn.Sequential`. With False `take_place` does it later.
+        when_short: what to do where a later input does not fit the limit, as for `remat.fit`.
 
     Raises:
         UnsupportedModel: no chain was found in the model; train it under `remat.DTR`.
@@ -157,8 +165,10 @@ class Checkpointable(Wrapper):
         recompute: Collection[str] = (),
         host_limit: int | str | None = None,
         in_place: bool | None = None,
+        when_short: str = "error",
     ) -> None:
         check_model(model)
+        check_when_short(when_short)
         if host_limit is not None:
             resolve_budget(host_limit)
             if not options or group is not None:
@@ -179,9 +189,7 @@ class Checkpointable(Wrapper):
         if mem_limit is not None:
             resolve_budget(mem_limit, store_all_bytes=sys.maxsize)  # its form; the peak is not known yet
         super().__init__(model)
-        self.mem_limit = mem_limit
-        self.mem_slots = mem_slots
-        self.verbosity = verbosity
+        self.mem_limit, self.mem_slots, self.verbosity = mem_limit, mem_slots, verbosity
         self.preserve_rng_state = preserve_rng_state
         self.__dict__["loss"] = loss  # a loss that is a module must not become a child
         self.chain: Chain | None = None
@@ -193,10 +201,11 @@ class Checkpointable(Wrapper):
         self.in_flight = in_flight
         self.output_held = output_held
         self.options, self.keep, self.recompute = options, keep, recompute
-        self.host_limit = host_limit
+        self.host_limit, self.when_short = host_limit, when_short
         self._host = HostMemory()
         self.group = group
         self.__dict__["stages"] = stages  # modules among them must not become children
+        self._lengths, self._said = Lengths(model, None), set[type[Warning]]()
         self._lock = Lock()
         self._other_path = other_path
         self._patch: PatchedForward | None = None
@@ -212,12 +221,20 @@ class Checkpointable(Wrapper):
                 self._patch.remove()
             raise
 
-    def take_place(self) -> None:
-        """Makes the model itself train by the present plan, in place of any earlier one."""
-        before = patched_forward_of(self.wrapped)
-        if before is not None:
-            before.remove()
-        self._patch = PatchedForward(self.wrapped, self._choose, self._lock, other_path=self._other_path)
+    def take_place(self, patch: PatchedForward | None = None) -> PatchedForward:
+        """Makes the model itself train by the present plan, in place of any earlier one; by this patch, if given."""
+        if patch is None:
+            before = patched_forward_of(self.wrapped)
+            if before is not None:
+                before.remove()
+            patch = PatchedForward(self.wrapped, self._choose, self._lock, other_path=self._other_path)
+        else:
+            self._lock = patch.lock
+            if self._plan is not None:
+                self._plan.executor.lock = self._lock
+            patch.choose = self._choose
+        self._patch = patch
+        return patch
 
     # Measuring and planning --------------------------------------------------------------------------------------
 
@@ -238,15 +255,25 @@ class Checkpointable(Wrapper):
         """
         with training(self.wrapped), shown(progress) as tell:
             self.chain = self._profile(input, self.loss, tell, again=again, enough=enough)
-            self._measured_state = self._validity(call_of(self.wrapped, input))
-        self._plan = None
-        self._plans.clear()
+            self._was_measured(call_of(self.wrapped, input))
         store_all = StoreAll().minimum_budget(self.chain)
         least = Persistent().minimum_budget(self.chain)
         self._say(
             f"measured {count(self.chain.length - 1, 'stage')}: plain PyTorch needs {format_bytes(store_all)} and "
             f"{format_seconds(self.chain.store_all_seconds)} a step, the minimum budget is {format_bytes(least)}"
         )
+
+    def estimate(self, input: Any) -> None:
+        """Takes for measured what a sample is estimated to need, without running anything; as `measure` else."""
+        with training(self.wrapped):
+            self.chain = self._profile(input, self.loss, estimate=True)
+            self._was_measured(call_of(self.wrapped, input))
+
+    def _was_measured(self, call: Arguments) -> None:
+        """There is a chain for this call, and no plan any more."""
+        self._measured_state, self._lengths = self._validity(call), Lengths(self.wrapped, call)
+        self._plan = None
+        self._plans.clear()
 
     def _profile(
         self, sample: Any, loss: Loss | None, tell: Progress | None = None, *, again: bool = True, **more: Any
@@ -389,6 +416,21 @@ class Checkpointable(Wrapper):
             raise RematError("no sequence has been computed yet; call compute_sequence(mem_limit) first")
         return simulate(self._measured(), self._plan.schedule)
 
+    @property
+    def executor(self) -> Executor | None:
+        """What runs the present sequence."""
+        return None if self._plan is None else self._plan.executor
+
+    def figures(self) -> dict[str, int]:
+        """Of the sequence of the last call: predicted bytes of the peak, and how often something is recomputed."""
+        plan = self._plan if self._latest is None else self._latest.plan
+        if plan is None or plan.chain is None:
+            return {}
+        return {
+            "peak": simulate(plan.chain, plan.schedule).peak_bytes,
+            "recomputations": plan.schedule.recomputations,
+        }
+
     def display(self) -> None:
         """Prints the predicted cost of the present sequence on stderr; with verbosity above 1, the sequence too."""
         report = self._prediction()
@@ -472,6 +514,62 @@ class Checkpointable(Wrapper):
         self._plans.clear()
 
     def _plan_anew(self, call: Arguments, state: Validity) -> _Prepared:
+        """Measures and plans for another input than any before; for a longer one than it, where sequences grow."""
+        length = self._lengths.longer(call) if self.in_place and self.group is None else None
+        if length is None or not any(each.is_like(state) for each in self._known()):
+            return self._plan_for_itself(call, state)
+        target = self._lengths.for_batch(length)
+        if target > length:
+            longer = stretched(call, target)
+            try:
+                plan = self._plan_for_input(longer)[0]
+            except Exception:  # a model may have no positions for it, and the limit no room
+                self._lengths.failed(target)
+            else:
+                self._lengths.planned(target)
+                self._plans[self._validity(longer)] = plan
+                self._say_once(
+                    f"a batch is longer than all before ({length} tokens): measured and planned again, for up to "
+                    f"{target} tokens. longest= names the most tokens there will be, and is planned for once"
+                )
+                return plan
+        plan = self._plan_for_itself(call, state, longest=True)
+        self._lengths.planned(length)
+        return plan
+
+    def _plan_for_itself(self, call: Arguments, state: Validity, *, longest: bool = False) -> _Prepared:
+        """Measures and plans for an input; `longest`: it is a sequence that is longer than those before.
+
+        Raises:
+            InfeasibleBudget: it does not fit, and is not to train all the same.
+        """
+        try:
+            plan, note = self._plan_for_input(call)
+        except InfeasibleBudget as error:
+            if self.when_short == "least":
+                return self._plan_for_least(call, state, error)
+            fits = self._longest_that_fits(call, error.budget) if longest else None
+            known = "" if fits is None else f" Sequences of {fits} tokens fit."
+            error.args = (
+                f"this batch ({', '.join(state.inputs)}) needs at least {format_bytes(error.minimum)} ({error.minimum} "
+                f"bytes), more than the limit of {format_bytes(error.budget)}.{known} Raise the limit, make batches "
+                "smaller or shorter, or have such batches train by the schedule of least memory: when_short='least'",
+            )
+            raise
+        assert self._measured_state is not None
+        what = (
+            f"the input is {', '.join(state.inputs)}, but was measured as {', '.join(self._measured_state.inputs)}"
+            if state.inputs != self._measured_state.inputs
+            else "train flags, frozen parameters or autocast have changed since it was measured"
+        )
+        if longest:
+            self._say_once(f"{what}; measured and planned again{note}, as for other batches that are longer still")
+        else:
+            warn(f"{what}; measured and planned again{note}")
+        return plan
+
+    def _plan_for_input(self, call: Arguments, request: _Request | None = None) -> tuple[_Prepared, str]:
+        """A plan for this input, by the present request where none is given; with a remark on it."""
         note = ""
         before = self.chain, self._plan, self._request
         try:
@@ -483,23 +581,49 @@ class Checkpointable(Wrapper):
                 # A loss often holds the targets of the batch it was given with, which another shape does not fit.
                 note = f"; the loss fails on it ({error}) and is assumed to take no memory or time"
                 self.chain = self._profile(call, None)
-            try:
-                self._plan_as(self._request or _Request(self._planner("persistent")))
-            except InfeasibleBudget as error:
-                error.args = (f"for the input {', '.join(state.inputs)}, which is not what was measured: {error}",)
-                raise
+            self._plan_as(request or self._request or _Request(self._planner("persistent")))
             assert self._plan is not None
-            plan = self._plan
+            return self._plan, note
         finally:
             self.chain, self._plan, self._request = before
-        assert self._measured_state is not None
-        what = (
-            f"the input is {', '.join(state.inputs)}, but was measured as {', '.join(self._measured_state.inputs)}"
-            if state.inputs != self._measured_state.inputs
-            else "train flags, frozen parameters or autocast have changed since it was measured"
+
+    def _plan_for_least(self, call: Arguments, state: Validity, error: InfeasibleBudget) -> _Prepared:
+        """The schedule of least memory, for an input that does not fit the limit."""
+        assert self._request is not None
+        plan, _ = self._plan_for_input(call, _Request(self._request.solver, bounded=False))
+        assert plan.chain is not None
+        self._say_once(
+            f"the input is {', '.join(state.inputs)}, which needs {format_bytes(error.minimum)} and does not fit "
+            f"{format_bytes(error.budget)}: it trains by the schedule of least memory, as all will that do not fit",
+            OverBudgetWarning,
         )
-        warn(f"{what}; measured and planned again{note}")
         return plan
+
+    def _longest_that_fits(self, call: Arguments, budget: int) -> int | None:
+        """Tokens for which there is a plan within the budget, about the most, by what a few lengths need at least."""
+        length, needed = length_of(call), 0
+
+        def enough(chain: Chain) -> None:
+            nonlocal needed
+            needed = Persistent().minimum_budget(chain)
+            raise _Enough
+
+        assert length is not None
+        fits, fails = 0, length
+        for _ in range(_LENGTHS_TRIED):
+            middle = (fits + fails) // 2
+            if middle in (fits, 0):
+                break
+            with suppress(_Enough), training(self.wrapped):
+                profile(self.wrapped, stretched(call, middle), loss=None, stages=self.stages, enough=enough)
+            fits, fails = (middle, fails) if needed <= budget else (fits, middle)
+        return fits or None
+
+    def _say_once(self, text: str, kind: type[Warning] = UserWarning) -> None:
+        """Of batches that are longer than those before, once for each kind."""
+        if kind not in self._said:
+            self._said.add(kind)
+            warn(text, kind)
 
     def _say(self, text: str) -> None:
         if self.verbosity > 0:

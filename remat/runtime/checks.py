@@ -119,3 +119,9 @@ def failing_on_the_sample(name: Callable[[], str]) -> Iterator[None]:
         if isinstance(error, RematError):
             raise
         raise InvalidSample(f"{name()!r} fails on this sample: {type(error).__name__}: {error}") from error
+
+
+def check_when_short(when_short: str) -> None:
+    """Raises RematError for a name that says nothing."""
+    if when_short not in ("error", "least"):
+        raise RematError(f"when_short={when_short!r}: choose 'error' or 'least'")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import nn
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity
 
@@ -121,7 +122,7 @@ class MemoryMeter:
         self.regions.append(Region(start - self._base, end - self._base, peak - self._base, reserved))
 
     def _profiled(self) -> Iterator[None]:
-        if torch.autograd._profiler_enabled():
+        if _profiler_is_on():
             raise MeasurementError(
                 "a PyTorch profiler is running; measuring memory starts another one, which would erase the memory "
                 "events of the first. Measure outside of it"
@@ -132,6 +133,16 @@ class MemoryMeter:
             yield
         results = profiler.profiler.kineto_results if profiler.profiler is not None else None
         self.regions = _regions(results.experimental_event_tree() if results is not None else [], self._may_be_idle)
+
+
+def _profiler_is_on() -> bool:
+    return torch.autograd._profiler_enabled()
+
+
+def is_profiled(model: nn.Module) -> bool:
+    """Whether a profiler of the program's own is running which memory of this model cannot be measured beside."""
+    on_cpu = any(parameter.device.type == "cpu" for parameter in model.parameters())
+    return on_cpu and _profiler_is_on()
 
 
 def _regions(roots: list, may_be_idle: bool) -> list[Region]:

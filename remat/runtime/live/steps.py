@@ -32,6 +32,7 @@ class Steps:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._block: UnitsBlock | None = None
         self._turns = 0
+        self._begun = False
 
     def run(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]
@@ -51,6 +52,7 @@ class Steps:
                 left("with this input, its modules are too large for the budget")
                 return forward(*args, **kwargs)
         self._turns += 1
+        self._begun = True
         try:
             with self._block.inside():
                 return forward(*args, **kwargs)
@@ -63,6 +65,15 @@ class Steps:
         block, self._block, self._turns = self._block, None, 0
         if block is not None:
             block.exit(error)
+
+    def figures(self) -> dict[str, int]:
+        """Of the last step whose backward is over: bytes of the peak, and how often something was made again."""
+        if self._block is not None and not self._block.is_ahead:
+            self.end()
+        if self._block is not None or not self._begun:
+            return {}
+        report = self._dtr.report()
+        return {"peak": report.peak_bytes, "recomputations": report.recomputations or 0}
 
     def __del__(self) -> None:
         if self._block is not None:

@@ -28,7 +28,7 @@ from remat.runtime.planned.program import Step, compile_schedule
 from remat.runtime.pytree import first_tensor
 from remat.schedule import Schedule
 
-_SWITCHES = ("gradient_checkpointing", "grad_checkpointing")
+SWITCHES = ("gradient_checkpointing", "grad_checkpointing", "activation_checkpointing")
 
 
 class CallExecutor(Executor):
@@ -66,13 +66,13 @@ class CallExecutor(Executor):
 
 def switches_of(model: nn.Module) -> list[nn.Module]:
     """The modules that have a switch for checkpointing of their own, of which transformers and timm have some."""
-    return [module for module in model.modules() if any(hasattr(module, name) for name in _SWITCHES)]
+    return [module for module in model.modules() if any(hasattr(module, name) for name in SWITCHES)]
 
 
 def refuse_checkpointing(switches: list[nn.Module]) -> None:
     """Raises UnsupportedModel where one of the switches is on."""
     for module in switches:
-        if any(getattr(module, name, False) is True for name in _SWITCHES):
+        if any(getattr(module, name, False) is True for name in SWITCHES):
             raise UnsupportedModel(
                 f"{type(module).__name__} has its own gradient checkpointing turned on; turn it off "
                 "(gradient_checkpointing_disable(), activation_checkpointing_disable() in newer versions, or "

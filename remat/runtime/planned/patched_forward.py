@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from threading import get_ident
 from typing import Any, Protocol
@@ -34,10 +34,11 @@ class PatchedForward:
         choose: what runs a call with these arguments; None: the model's own forward.
         lock: the one of the executors that are chosen.
         other_path: "warn" once where a forward takes another path than the chain's, or "error".
-        ended: called when the model has its own forward again.
 
     Attributes:
         summary: a sentence on how the model trains, which notebooks show in place of its modules.
+        undecided: `choose` has yet to plan, and where that fails, the model has its own forward again.
+        figures: what loggers are told: bytes of the limit and of a step's peak, and how often something is recomputed.
     """
 
     def __init__(
@@ -47,14 +48,16 @@ class PatchedForward:
         lock: Lock | None = None,
         *,
         other_path: str = "warn",
-        ended: Callable[[], None] = lambda: None,
     ) -> None:
         check_other_path(other_path)
         refuse_patched(model)
-        self.ended, self.summary = ended, ""
+        self.summary = ""
+        self._ended: list[Callable[[], None]] = []
+        self.figures: Callable[[], Mapping[str, int]] = dict
         self.model, self.choose, self.other_path = model, choose, other_path
+        self.undecided = False
         self._runs_in: int | None = None  # the thread in which the model's own forward runs
-        self._lock = lock or Lock()
+        self.lock = lock or Lock()
         self._warned = False
         self.forward: Forward = model.forward
         self.standing_in = True
@@ -63,7 +66,7 @@ class PatchedForward:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, the model runs as it would by itself in this thread, and not in others."""
-        with self._lock:
+        with self.lock:
             before, self._runs_in = self._runs_in, get_ident()
             try:
                 yield
@@ -80,9 +83,15 @@ class PatchedForward:
         finally:
             self.model.__dict__["forward"] = around
 
+    def when_removed(self, ended: Callable[[], None]) -> None:
+        """Has `ended` called when the model has its own forward again."""
+        self._ended.append(ended)
+
     def remove(self) -> None:
-        """Gives the model its own forward back, and calls `ended`."""
-        self.ended()
+        """Gives the model its own forward back."""
+        for ended in self._ended:
+            ended()
+        self._ended.clear()
         self.standing_in = False  # also where something else has been put around this forward since
         if isinstance(self.model.__dict__.get("forward"), _Patch):
             self._undo()
@@ -93,8 +102,13 @@ class PatchedForward:
         if self._runs_in == get_ident() or not self.standing_in or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         with self.paused():
-            with self._bare():
-                executor = self.choose(args, kwargs)
+            try:
+                with self._bare():
+                    executor = self.choose(args, kwargs)
+            except BaseException:
+                if self.undecided:
+                    self.remove()
+                raise
             if executor is not None:
                 return executor.run(self.forward, args, kwargs, self._left)
         return self.forward(*args, **kwargs)

@@ -12,18 +12,24 @@ from torch import nn
 
 from remat.runtime.calls.stages import autocast_of, describe_call
 from remat.runtime.calls.structure import Containers, Members, Structure
+from remat.runtime.planned.lengths import counts_of
 from remat.runtime.pytree import tensors
 
 Found = TypeVar("Found")
 
 
 class Validity(NamedTuple):
-    """The input, flags of modules, what needs gradients, and autocast, under which a model was measured."""
+    """The input, flags of modules, what needs gradients, and autocast, under which a model was measured.
+
+    Attributes:
+        counts: of the tokens for which logits are computed; 0 and less: all.
+    """
 
     inputs: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     training: tuple[bool, ...]
     requires_grad: tuple[bool, ...]
+    counts: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, model: nn.Module, value: Any) -> Validity:
@@ -34,16 +40,23 @@ class Validity(NamedTuple):
             tuple(tuple(tensor.shape) for tensor in found),
             tuple(module.training for module in model.modules()),
             tuple(tensor.requires_grad for tensor in (*model.parameters(), *found)),
+            counts_of(value),
         )
+
+    def is_like(self, other: Validity) -> bool:
+        """Whether only sizes differ."""
+        kinds = [[line.partition("[")[0] + line.rpartition("]")[2] for line in each.inputs] for each in (self, other)]
+        if kinds[0] != kinds[1] or any(len(a) != len(b) for a, b in zip(self.shapes, other.shapes, strict=True)):
+            return False
+        return self.training == other.training and self.requires_grad == other.requires_grad
 
     def covers(self, other: Validity) -> bool:
         """Whether the input is of the same kind as another one, and no smaller in any dimension."""
-        if self._replace(inputs=(), shapes=()) != other._replace(inputs=(), shapes=()):
-            return False
-        kinds = [[line.partition("[")[0] + line.rpartition("]")[2] for line in each.inputs] for each in (self, other)]
-        pairs = list(zip(self.shapes, other.shapes, strict=True)) if kinds[0] == kinds[1] else []
-        alike = kinds[0] == kinds[1] and all(len(a) == len(b) for a, b in pairs)
-        return alike and all(x >= y for a, b in pairs for x, y in zip(a, b, strict=True))
+        return (
+            self.is_like(other)
+            and all(x >= y for a, b in zip(self.shapes, other.shapes, strict=True) for x, y in zip(a, b, strict=True))
+            and all(mine <= 0 or 0 < its <= mine for mine, its in zip(self.counts, other.counts, strict=True))
+        )
 
 
 _FLAG, _HELD, _NEEDED = map(attrgetter, ("training", "_parameters", "requires_grad"))
@@ -71,7 +84,7 @@ def look_of(call: Any) -> tuple[Any, ...]:
     found = [tensor for tensor in tensors(call) if tensor.ndim]
     kinds = sorted({tensor.device.type for tensor in found})
     facts = [(tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad) for tensor in found]
-    return (*facts, *map(autocast_of, kinds))
+    return (*facts, *map(autocast_of, kinds), counts_of(call))
 
 
 def smallest_covering(known: Mapping[Validity, Found], wanted: Validity) -> Found | None:

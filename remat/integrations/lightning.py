@@ -1,0 +1,84 @@
+"""`RematCallback` for `lightning.Trainer`."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from remat.errors import RematError
+from remat.formatting import count
+from remat.integrations.training import Training
+
+if TYPE_CHECKING or find_spec("lightning") is not None:
+    from lightning import Callback, LightningModule, Trainer
+elif find_spec("pytorch_lightning") is not None:
+    from pytorch_lightning import Callback, LightningModule, Trainer
+else:
+    raise ImportError("this callback needs Lightning: pip install lightning")
+
+_MOST = 0.9  # of the parameters, that the one module holds which is meant
+
+
+class RematCallback(Callback):
+    """Makes the training steps of a LightningModule stay within a memory limit.
+
+        trainer = lightning.Trainer(..., callbacks=[RematCallback(memory="20GiB")])
+
+    The first training call of the network inside the LightningModule is measured and planned for, and its step runs by
+    the plan already. Checkpointing of the network's own is off meanwhile. When the training has ended, or has failed,
+    it is as it was. With each step `remat/limit`, `remat/peak` (bytes, the latter as planned) and
+    `remat/recomputations` are logged.
+
+    Args:
+        memory: as for `remat.fit`: int (bytes), string ("20GiB"), float in (0, 1] of what plain PyTorch needs for the
+            first call, or "auto".
+        network: name of the module in the LightningModule that is to train so; None: the one that holds nearly all of
+            its parameters.
+        fit: what else `remat.fit` takes, such as `longest=` and `when_short="least"`.
+
+    Raises:
+        RematError: it is not clear which module is meant.
+        InfeasibleBudget: in the step whose batch does not fit, before anything of it has run.
+    """
+
+    def __init__(self, memory: int | str | float = "auto", network: str | None = None, **fit: Any) -> None:
+        self._training = Training(memory, fit)
+        self._network = network
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._training.begin(network_of(pl_module, self._network))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.logger is not None:
+            pl_module.log_dict(self._training.figures())
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._training.end()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._training.end()
+
+
+def network_of(module: nn.Module, name: str | None) -> nn.Module:
+    """The module inside of a LightningModule that is called in its training step.
+
+    Raises:
+        RematError: there is none of that name, or none holds nearly all parameters.
+    """
+    if name is not None:
+        try:
+            return module.get_submodule(name)
+        except AttributeError:
+            raise RematError(f"network={name!r}: the LightningModule has no module of that name") from None
+    sizes = {key: sum(each.numel() for each in child.parameters()) for key, child in module.named_children()}
+    largest = max(sizes, key=lambda key: sizes[key], default=None)
+    if largest is None or sizes[largest] < _MOST * sum(sizes.values()):
+        raise RematError(
+            f"{count(len(sizes), 'module')} of the LightningModule hold its parameters ({', '.join(sizes)}): say which "
+            "one is to train within the limit, as RematCallback(..., network='encoder')"
+        )
+    return module.get_submodule(largest)

@@ -1,0 +1,77 @@
+"""What the callbacks of all trainers do: a model trains within a limit from its first call on, until training ends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from remat.errors import RematError
+from remat.fitting import Wish, fit_at_first_call
+from remat.runtime.planned.call_executor import SWITCHES
+from remat.runtime.planned.patched_forward import PatchedForward
+
+
+class Training:
+    """A model in training within a limit.
+
+    Args:
+        memory, fit: as for `remat.fit`, but that a share is one of the first call.
+
+    Raises:
+        RematError: `fit` takes no such argument.
+    """
+
+    def __init__(self, memory: int | str | float, fit: Mapping[str, Any]) -> None:
+        unknown = [name for name in fit if name not in Wish._fields]
+        if unknown:
+            known = ", ".join(name for name in Wish._fields if name != "memory")
+            raise RematError(f"unknown argument {unknown[0]!r}; choose from {known}, as for remat.fit")
+        self.wish = Wish(memory, **fit)
+        self.wish.check()
+        self._patch: PatchedForward | None = None
+        self._switched: list[tuple[Any, str]] = []
+        self._said = False
+
+    def begin(self, model: nn.Module, settings: Any = None) -> None:
+        """From now on the model trains within the limit; checkpointing of its own is off until `end`.
+
+        Args:
+            settings: what else has a switch for that.
+        """
+        self.end()
+        try:
+            self._switch_off([*model.modules(), *([] if settings is None else [settings])])
+            self._patch = fit_at_first_call(model, self.wish)
+            self._patch.when_removed(self._switch_on)
+        except BaseException:
+            self._switch_on()
+            raise
+
+    def _switch_off(self, holders: Iterable[Any]) -> None:
+        for holder in holders:
+            for name in SWITCHES:
+                if vars(holder).get(name) is True:
+                    self._switched.append((holder, name))
+                    setattr(holder, name, False)
+        if self._switched and not self._said:
+            self._said = True
+            print("remat: the model's own checkpointing is off while it trains within a limit", file=sys.stderr)
+
+    def _switch_on(self) -> None:
+        switched, self._switched = self._switched, []
+        for holder, name in switched:
+            setattr(holder, name, True)
+
+    def end(self) -> None:
+        """The model is as it was before."""
+        patch, self._patch = self._patch, None
+        if patch is not None and patch.standing_in:
+            patch.remove()
+
+    def figures(self) -> dict[str, float]:
+        """For loggers: bytes of a step's peak and of the limit, and how often something is recomputed in a step."""
+        found = {} if self._patch is None else self._patch.figures()
+        return {f"remat/{name}": float(value) for name, value in found.items()}

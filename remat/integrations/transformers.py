@@ -1,0 +1,77 @@
+"""`RematCallback` for `transformers.Trainer`, and for the trainers that derive from it, such as TRL's."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from remat.integrations.training import Training
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ImportError("this callback needs transformers: pip install 'transformers[torch]'") from error
+
+
+class RematCallback(TrainerCallback):
+    """Makes a trainer's steps stay within a memory limit.
+
+        trainer = SFTTrainer(..., callbacks=[RematCallback(memory="20GiB")])
+
+    The first training call is measured and planned for, and its step runs by the plan already. Checkpointing of the
+    model's own and in the arguments is off meanwhile. When the training has ended, or has failed, the model and the
+    arguments are as they were. With each of the trainer's logs come `remat/limit` and `remat/peak`, in bytes, the
+    latter as planned, and `remat/recomputations` in a step.
+
+    Args:
+        memory: as for `remat.fit`: int (bytes), string ("20GiB"), float in (0, 1] of what plain PyTorch needs for the
+            first call, or "auto".
+        fit: what else `remat.fit` takes, such as `longest=` (the most tokens of a sequence) and `when_short="least"`.
+
+    Raises:
+        InfeasibleBudget: in the step whose batch does not fit, before anything of it has run.
+    """
+
+    def __init__(self, memory: int | str | float = "auto", **fit: Any) -> None:
+        fit.setdefault("output_held", False)  # trainers let go of it before they call backward
+        self._training = Training(memory, fit)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **more: Any) -> None:
+        assert model is not None
+        self._training.begin(model, args)
+        _first_of_callbacks(self)
+        _when_training_is_left(self._training)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self._training.end()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **more: Any) -> None:
+        figures = self._training.figures()
+        if logs is not None and "loss" in logs:
+            logs.update(figures)  # for the callbacks behind this one
+            if state.log_history:
+                state.log_history[-1].update(figures)
+
+
+def _first_of_callbacks(callback: RematCallback) -> None:
+    """Moves it before those that report what is logged, which otherwise come first."""
+    caller = sys._getframe(2).f_locals.get("self")
+    callbacks = getattr(caller, "callbacks", None)
+    if isinstance(callbacks, list) and callback in callbacks:
+        callbacks.insert(0, callbacks.pop(callbacks.index(callback)))
+
+
+def _when_training_is_left(training: Training) -> None:
+    """Ends it also where `Trainer.train` ends with an error, of which callbacks are not told: together with what is
+    there for that call alone."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        loop = frame.f_locals.get("inner_training_loop") if frame.f_code.co_name == "train" else None
+        if callable(loop):
+            weakref.finalize(loop, training.end)
+            return
+        frame = frame.f_back
