@@ -18,6 +18,7 @@ from remat.errors import (
     InfeasibleBudget,
     NoChain,
     OutOfBudget,
+    OverBudgetWarning,
     RematError,
     Thrashing,
     ThrashingWarning,
@@ -25,6 +26,7 @@ from remat.errors import (
 )
 from remat.formatting import count, format_bytes, text_table
 from remat.host.progress import Progress, shown
+from remat.host.warn import warn
 from remat.report import Report
 from remat.rotor import Checkpointable
 from remat.runtime.calls.stages import call_of, is_sequential
@@ -222,11 +224,14 @@ def fit_at_first_call(model: nn.Module, wish: Wish) -> PatchedForward:
 
 
 def _by_estimate(model: nn.Module, call: Arguments, wish: Wish) -> Runs | None:
-    """What runs a single call by an estimate of what it takes, in which nothing is measured."""
+    """What runs a single call by an estimate of what it takes; None, which is plain PyTorch, where there is none."""
     handle = wish.handle(model)
-    handle.estimate(call)
-    limit = handle.automatic_limit() if wish.memory == AUTO else wish.memory
-    handle.plan_with("fastest", limit)
+    try:
+        handle.estimate(call)
+    except UnsupportedModel as error:
+        warn(f"this step, beside a profiler, runs without a memory limit: {error}", OverBudgetWarning)
+        return None
+    handle.plan_with("fastest", handle.automatic_limit() if wish.memory == AUTO else wish.memory)
     return handle.executor
 
 

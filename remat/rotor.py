@@ -15,7 +15,7 @@ from torch import nn
 from remat.budgets import resolve_budget
 from remat.chain import Chain
 from remat.distributed import agree, held_by_others, solved
-from remat.errors import InfeasibleBudget, OverBudgetWarning, PlanMismatch, RematError
+from remat.errors import InfeasibleBudget, OverBudgetWarning, PlanMismatch, RematError, UnsupportedModel
 from remat.formatting import count, format_bytes, format_seconds
 from remat.host.progress import Progress, shown
 from remat.host.warn import warn
@@ -23,7 +23,7 @@ from remat.profiling.profile import Loss, profile
 from remat.report import Report
 from remat.runtime.calls.stages import call_of, flatten, is_sequential
 from remat.runtime.checks import check_count, check_model, check_when_short, checked_loss
-from remat.runtime.meter import free_bytes
+from remat.runtime.meter import free_bytes, is_profiled
 from remat.runtime.offload import HostMemory
 from remat.runtime.patching import beyond_compiler
 from remat.runtime.planned.binding import bound
@@ -74,6 +74,7 @@ class _Prepared(NamedTuple):
     chain: Chain | None
     schedule: Schedule
     executor: Executor
+    estimated: bool = False
 
 
 class _Latest(NamedTuple):
@@ -466,6 +467,8 @@ class Checkpointable(Wrapper):
         latest, look = self._latest, look_of(call)
         if latest is None or latest.present is not self._plan or latest.look != look or not latest.model.is_current():
             plan = self._fitting_plan(call)
+            if plan.estimated:  # for this call alone
+                return plan
             latest = self._latest = _Latest(plan, self._plan, look, Snapshot(self.wrapped))
         return latest.plan
 
@@ -491,6 +494,8 @@ class Checkpointable(Wrapper):
                     "this process cannot plan again without the others of its group; in all of them, call "
                     "measure(sample) with the largest batch, then compute_sequence()"
                 )
+            if covering is None and is_profiled(self.wrapped):
+                return self._plan_beside_a_profiler(call)
             self._plans[state] = covering or self._plan_anew(call, state)
         return self._plans[state]
 
@@ -568,24 +573,39 @@ class Checkpointable(Wrapper):
             warn(f"{what}; measured and planned again{note}")
         return plan
 
-    def _plan_for_input(self, call: Arguments, request: _Request | None = None) -> tuple[_Prepared, str]:
+    def _plan_for_input(
+        self, call: Arguments, request: _Request | None = None, *, estimate: bool = False
+    ) -> tuple[_Prepared, str]:
         """A plan for this input, by the present request where none is given; with a remark on it."""
         note = ""
         before = self.chain, self._plan, self._request
+        more: Any = {"estimate": True} if estimate else {}
         try:
             try:
-                self.chain = self._profile(call, self.loss)
+                self.chain = self._profile(call, self.loss, **more)
             except Exception as error:
                 if self.loss is None:
                     raise
                 # A loss often holds the targets of the batch it was given with, which another shape does not fit.
                 note = f"; the loss fails on it ({error}) and is assumed to take no memory or time"
-                self.chain = self._profile(call, None)
+                self.chain = self._profile(call, None, **more)
             self._plan_as(request or self._request or _Request(self._planner("persistent")))
             assert self._plan is not None
-            return self._plan, note
+            return self._plan._replace(estimated=estimate), note
         finally:
             self.chain, self._plan, self._request = before
+
+    def _plan_beside_a_profiler(self, call: Arguments) -> _Prepared:
+        """For one call, in which nothing can be measured: by what is estimated, or else the plan that there is."""
+        try:
+            return self._plan_for_input(call, estimate=True)[0]
+        except (UnsupportedModel, InfeasibleBudget):
+            if self._plan is None:
+                raise
+            self._say_once(
+                "this step, beside a profiler, may exceed its limit: nothing can be measured there", OverBudgetWarning
+            )
+            return self._plan._replace(estimated=True)
 
     def _plan_for_least(self, call: Arguments, state: Validity, error: InfeasibleBudget) -> _Prepared:
         """The schedule of least memory, for an input that does not fit the limit."""
