@@ -30,6 +30,7 @@ from benchmarks.rotor_planned import rotor_planned
 from benchmarks.speed import sequential, store_all
 from benchmarks.step_cost import step_cost
 from benchmarks.table1 import table1
+from benchmarks.trainers import trainers
 
 BENCHMARKS = {
     "planners": planners,
@@ -60,6 +61,7 @@ BENCHMARKS = {
     "protocol": protocol,
     "step_cost": step_cost,
     "table1": table1,
+    "trainers": trainers,
 }
 
 

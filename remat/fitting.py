@@ -40,6 +40,7 @@ from remat.runtime.planned.notebook import shown_in_a_sentence
 from remat.runtime.planned.patched_forward import PatchedForward, Runs, check_other_path, patched_forward_of
 from remat.runtime.planned.wrapper import Wrapper
 from remat.runtime.pytree import Arguments
+from remat.runtime.sharding import refuse_first_forward
 from remat.schedule import Schedule
 from remat.simulation import simulate
 from remat.solvers import planner
@@ -213,6 +214,7 @@ def fit_at_first_call(model: nn.Module, wish: Wish) -> PatchedForward:
         call = Arguments(args, kwargs)
         if not model.training:
             return None
+        refuse_first_forward(model)
         if is_profiled(model):
             return _by_estimate(model, call, wish)
         _fit(model, call, wish, patch)

@@ -39,7 +39,7 @@ from remat.runtime.planned.patched_forward import (
 from remat.runtime.planned.validity import Snapshot, Validity, look_of, smallest_covering, training
 from remat.runtime.planned.wrapper import Wrapper
 from remat.runtime.pytree import Arguments
-from remat.runtime.sharding import is_sharded
+from remat.runtime.sharding import refuse_first_forward
 from remat.schedule import Schedule
 from remat.simulation import simulate
 from remat.solvers import WITH_HOST, planner
@@ -455,11 +455,8 @@ class Checkpointable(Wrapper):
         """What runs a forward of a model that trains by the plan itself."""
         if not self.wrapped.training:
             return None
-        if self.chain is None and any(map(is_sharded, self.wrapped.modules())):
-            raise RematError(
-                "a sharded model (fully_shard) cannot be measured in its first forward; call measure(sample) in all "
-                "processes first, or pass input=sample"
-            )
+        if self.chain is None:
+            refuse_first_forward(self.wrapped)
         return self._plan_for(Arguments(args, kwargs)).executor
 
     def _plan_for(self, call: Arguments) -> _Prepared:

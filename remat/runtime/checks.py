@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.errors import InvalidLoss, InvalidSample, RematError
+from remat.errors import InvalidLoss, InvalidSample, RematError, UnsupportedModel
 from remat.host.tried import say_if_newer
 from remat.runtime.pytree import tensors
 
@@ -25,6 +25,11 @@ def check_model(model: object) -> None:
         raise RematError(f"{model.__name__} is a class; pass an instance, {model.__name__}(...)")
     if not isinstance(model, nn.Module):
         raise RematError(f"the model is a {type(model).__name__}; pass a torch.nn.Module")
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise UnsupportedModel(
+            "DeepSpeed's ZeRO stage 3 has taken this model's parameters apart, which then are not there to recompute "
+            "with. Use stage 2 or less, or FSDP2 (fully_shard)"
+        )
 
 
 def check_sample(sample: Any) -> None:

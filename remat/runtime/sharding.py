@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from remat.runtime.calls.stages import Stage
 
 
+def refuse_first_forward(model: nn.Module) -> None:
+    """Raises UnsupportedModel where a model is in shards, and its first forward was to be measured."""
+    if any(map(is_sharded, model.modules())):
+        raise UnsupportedModel(
+            "a sharded model (fully_shard) cannot be measured in its first forward; measure it before that, in all "
+            "processes: remat.fit(model, sample, memory, group=torch.distributed.group.WORLD)"
+        )
+
+
 def unsharded(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Inside, the parameters of `modules` are whole; those that were in shards before are so again afterwards."""
     return _unsharded(modules) if any(map(is_sharded, modules)) else nullcontext()
