@@ -2,8 +2,8 @@
 
     python examples/lightning_trainer.py --memory 0.5 --steps 20
 
-`--memory` is what `remat.fit` takes: a share of what storing everything takes, or an amount such as "24MiB". With
-`--memory none` the same training runs without remat, to the same losses.
+`--memory` is what `remat.fit` takes: a share of what plain PyTorch needs, or an amount such as "24MiB". With `--memory
+none` the same training runs without remat, to the same losses.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-import remat
+from remat.integrations.lightning import RematCallback
 
 BATCH, LENGTH, FEATURES, CLASSES = 8, 64, 8, 4
 
@@ -34,20 +34,10 @@ class Network(nn.Module):
 
 
 class Classifier(lightning.LightningModule):
-    """Trains a network, which is what trains by the plan: this module and its hooks stay as they are."""
-
-    def __init__(self, sample: torch.Tensor, memory: float | str | None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.network, self.sample, self.memory = Network(), sample, memory
+        self.network = Network()
         self.losses: list[float] = []
-
-    def on_fit_start(self) -> None:  # by now the network is on its device
-        if self.memory is not None:
-            remat.fit(self.network, self.sample.to(self.device), memory=self.memory)  # says on stderr what was planned
-
-    def on_fit_end(self) -> None:
-        if self.memory is not None:
-            remat.remove(self.network)
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
         sequences, labels = batch
@@ -75,12 +65,17 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     labels = torch.randint(0, CLASSES, (16 * BATCH,))
     sequences = torch.randn(len(labels), LENGTH, FEATURES) + labels[:, None, None]
     data = DataLoader(TensorDataset(sequences, labels), BATCH, shuffle=True)
-    module = Classifier(sequences[:BATCH], options.memory)
+    module = Classifier()
     trainer = lightning.Trainer(
-        max_steps=options.steps, devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False
+        max_steps=options.steps,
+        devices=1,
+        callbacks=[] if options.memory is None else [RematCallback(options.memory)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
     )
     print(f"memory limit: {options.memory}")
-    trainer.fit(module, data)
+    trainer.fit(module, data)  # says on stderr what was planned
     print(f"loss: {module.losses[0]:.4f} in the first step, {module.losses[-1]:.4f} in the last of {options.steps}")
     return module.losses
 

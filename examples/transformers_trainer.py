@@ -2,8 +2,8 @@
 
     python examples/transformers_trainer.py --memory 0.5 --steps 20 --accumulation 2
 
-`--memory` is what `remat.fit` takes: a share of what storing everything takes, or an amount such as "24MiB". With
-`--memory none` the same training runs without remat, to the same losses.
+`--memory` is what `remat.fit` takes: a share of what plain PyTorch needs, or an amount such as "24MiB". With `--memory
+none` the same training runs without remat, to the same losses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
-import remat
+from remat.integrations.transformers import RematCallback
 
 BATCH, WORDS, LENGTH, IGNORED = 8, 64, 64, -100  # the last is the label that losses of transformers leave out
 
@@ -70,17 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
             report_to="none",
             save_strategy="no",
             use_cpu=not torch.cuda.is_available(),
-            bf16=False,  # where it is True, fit under torch.autocast(device, torch.bfloat16)
         )
-        trainer = Trainer(GPT2LMHeadModel(config), settings, train_dataset=data, data_collator=collate)
+        callbacks = [] if options.memory is None else [RematCallback(options.memory, longest=LENGTH)]
+        trainer = Trainer(
+            GPT2LMHeadModel(config), settings, train_dataset=data, data_collator=collate, callbacks=callbacks
+        )
         print(f"memory limit: {options.memory}")
-        if options.memory is not None:
-            sample = collate(sorted(data.rows, key=len)[-BATCH:])  # the longest: shorter ones train by its plan
-            sample = {name: tensor.to(trainer.model.device) for name, tensor in sample.items()}
-            remat.fit(trainer.model, sample, memory=options.memory)  # says on stderr what was planned
-        trainer.train()
-        if options.memory is not None:
-            remat.remove(trainer.model)
+        trainer.train()  # says on stderr what was planned
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 

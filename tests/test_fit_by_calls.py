@@ -70,6 +70,27 @@ def _fitted(share: float = 0.6) -> tuple[Dense, Dense, torch.Tensor, int]:
     return model, plain, x, int(share * most)
 
 
+def test_the_first_call_is_learned(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where no sample was given; and figures for loggers, as long as the model trains so."""
+    torch.manual_seed(0)
+    model, x = Dense(), torch.randn(256, 32)
+    plain = copy.deepcopy(model)
+    remat.fit(model, memory=0.6)
+    for turn in range(3):
+        for each in (plain, model):
+            torch.manual_seed(turn)
+            each.zero_grad(set_to_none=False)
+            each(x).backward()
+        grads = zip(plain.parameters(), model.parameters(), strict=True)
+        assert all(torch.equal(one.grad, other.grad) for one, other in grads)  # type: ignore[arg-type]
+    assert capsys.readouterr().err.count("now trains under DTR") == 1
+    patch = patched_forward_of(model)
+    assert patch is not None
+    figures = patch.figures()
+    assert 0 < figures["peak"] <= figures["limit"] and figures["recomputations"] > 0
+    remat.remove(model)
+
+
 def _steps_of(model: nn.Module) -> Any:
     patch = patched_forward_of(model)
     assert patch is not None

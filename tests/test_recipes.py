@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import remat
+from remat import fitting
 from remat.runtime.planned.patched_forward import patched_forward_of
 from support.library_models import gpt2
 from support.steps import assert_same
@@ -36,22 +37,21 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def norms(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
-    """Layer norms as they run, without those that run while `remat.fit` measures."""
+    """Layer norms as they run, without those that run while it is measured."""
     ran: list[nn.Module] = []
-    forward, fit = nn.LayerNorm.forward, remat.fit
+    forward, fit = nn.LayerNorm.forward, fitting._fit
 
     def counted(module: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
         ran.append(module)
         return forward(module, x)
 
-    def quietly(*args: Any, **kwargs: Any) -> nn.Module:
+    def quietly(*args: Any, **kwargs: Any) -> None:
         before = len(ran)
-        model = fit(*args, **kwargs)
+        fit(*args, **kwargs)
         del ran[before:]
-        return model
 
     monkeypatch.setattr(nn.LayerNorm, "forward", counted)
-    monkeypatch.setattr(remat, "fit", quietly)
+    monkeypatch.setattr(fitting, "_fit", quietly)
     return ran
 
 

@@ -421,3 +421,26 @@ def step_cost__table() -> str:
         cells = [f"{row['quartiles'][1]:.2f} ({row['means']:.2f})" for row in found]
         lines.append([model, *cells])
     return table(["model", "nothing recomputed", "half of the memory"], lines)
+
+
+@figure
+def trainers__table() -> str:
+    return table(
+        ["memory", "peak / limit", "first step, planning included, in plain steps", "later steps / plain"],
+        [
+            [
+                f"{row['memory']:.0%}",
+                f"{row['peak over limit']:.3f}",
+                f"{row['first step, plain steps']:.0f}",
+                f"{row['step over plain']:.2f}",
+            ]
+            for row in rows("trainers")
+            if "limit" in row
+        ],
+    )
+
+
+@figure
+def first_use__fit() -> str:
+    row = rows("first_use", what="the first fit: README's example")[-1]
+    return f"{row['cold_seconds']:.1f} s, {row['warm_seconds']:.1f} s in a later process"

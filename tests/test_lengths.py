@@ -1,0 +1,160 @@
+"""Batches longer than those before: what calls are padded to, how often is measured; the first call as the sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+import remat.rotor
+from remat.runtime.planned.lengths import Lengths, length_of, stretched
+from remat.runtime.planned.patched_forward import patched_forward_of
+from remat.runtime.planned.validity import Validity
+from remat.runtime.pytree import Arguments
+from support.trainers import llama
+
+
+def call(length: int, **more: Any) -> dict[str, Any]:
+    tokens = torch.randint(4, 200, (2, length), generator=torch.Generator().manual_seed(length))
+    return {"input_ids": tokens, "labels": tokens, **more}
+
+
+def step(model: nn.Module, **given: Any) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss = model(**given).loss
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+def assert_alike(model: nn.Module, plain: nn.Module, **given: Any) -> None:
+    assert all(map(torch.equal, step(model, **given), step(plain, **given)))
+
+
+def test_a_call_is_padded_in_every_dimension_of_its_sequences() -> None:
+    given = Arguments(
+        (),
+        {
+            "input_ids": torch.tensor([[5, 6, 7]]),
+            "attention_mask": torch.tensor([[[[True, False, False]] * 3]]),
+            "labels": torch.tensor([[5, 6, -100]]),
+            "bias": torch.ones(3),
+            "logits_to_keep": 2,
+            "nested": [None, {"position_ids": torch.tensor([[0, 1, 2]])}],
+        },
+    )
+    assert length_of(given) == 3
+    longer = stretched(given, 5)
+    assert longer.kwargs["input_ids"].tolist() == [[5, 6, 7, 7, 7]]
+    assert longer.kwargs["labels"].tolist() == [[5, 6, -100, -100, -100]]
+    assert longer.kwargs["attention_mask"].shape == (1, 1, 5, 5)
+    assert longer.kwargs["nested"][1]["position_ids"].tolist() == [[0, 1, 2, 2, 2]]
+    assert longer.kwargs["bias"].shape == (3,) and longer.kwargs["logits_to_keep"] == 4
+    assert stretched(given, 2).kwargs["input_ids"].tolist() == [[5, 6]]
+    vectors = torch.randn(2, 4, 8, requires_grad=True)
+    assert stretched(Arguments((vectors,), {}), 6).args[0].shape == (2, 6, 8)
+    assert stretched(Arguments((vectors,), {}), 6).args[0].requires_grad
+    images = Arguments((torch.randn(2, 3, 8, 8),), {})
+    assert length_of(images) is None and stretched(images, 9) is images
+
+
+def test_the_lengths_to_plan_for_grow_by_more_each_time() -> None:
+    lengths = Lengths(nn.Linear(1, 1), Arguments((torch.zeros(1, 100, dtype=torch.long),), {}))
+    planned, length = [], 100
+    while length < 1600:
+        length += 1
+        if length > (planned or [100])[-1]:
+            planned.append(lengths.for_batch(length))
+            lengths.planned(planned[-1])
+    assert planned == [126, 190, 382, 766, 1534, 3070]
+    lengths.failed(1600)
+    assert lengths.for_batch(1540) == 1570
+    assert Lengths(llama(), Arguments((), call(100))).for_batch(500) == 512  # as many positions as the model has
+
+
+def test_the_first_call_is_the_sample(capsys: pytest.CaptureFixture[str]) -> None:
+    model, plain = llama(), llama()
+    remat.fit(model, memory=0.6)
+    assert not capsys.readouterr().err
+    with torch.no_grad():
+        model(**call(20))
+    assert not capsys.readouterr().err
+    assert_alike(model, plain, **call(32))
+    assert "LlamaForCausalLM now trains in" in capsys.readouterr().err
+    patch = patched_forward_of(model)
+    assert patch is not None
+    limit = patch.figures()["limit"]
+    assert_alike(model, plain, **call(24))
+    assert patched_forward_of(model) is patch and patch.figures()["limit"] == limit
+    assert patched_forward_of(remat.remove(model)) is None and "forward" not in vars(model)
+
+
+def test_a_first_call_that_does_not_fit_leaves_the_plain_model() -> None:
+    model = llama()
+    remat.fit(model, memory="20KiB", quiet=True)
+    with pytest.raises(remat.InfeasibleBudget):
+        model(**call(32))
+    assert patched_forward_of(model) is None and "forward" not in vars(model)
+    assert_alike(model, llama(), **call(32))
+
+
+def test_the_longest_is_planned_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+    profile = remat.rotor.profile
+    monkeypatch.setattr(remat.rotor, "profile", lambda *args, **kwargs: [ran.append(1), profile(*args, **kwargs)][1])
+    model, plain = llama(), llama()
+    remat.fit(model, call(16), 0.6, longest=64, quiet=True, other_path="error")
+    for length in (16, 64, 40, 63):
+        assert_alike(model, plain, **call(length))
+    assert len(ran) == 1
+
+
+def test_what_is_longest_of_what_has_no_length() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    with pytest.raises(remat.RematError, match="longest=64: no tensor of the call looks like sequences"):
+        remat.fit(model, torch.randn(2, 3, 16, 16), 0.9, longest=64, quiet=True)
+
+
+def test_a_model_without_positions_for_more_is_planned_for_what_comes() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.positions = nn.Embedding(50, 32), nn.Embedding(40, 32)
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(6)
+            )
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.words(tokens) + self.positions(torch.arange(tokens.shape[1]))
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    torch.manual_seed(0)
+    model = Positions()
+    remat.fit(model, torch.randint(0, 50, (4, 20)), "400KiB", lambda output: output.sum(), quiet=True)
+    with pytest.warns(UserWarning, match="as for other batches that are longer still") as caught:
+        for length in (35, 38, 39):
+            model(torch.randint(0, 50, (4, length))).sum().backward()
+    assert len(caught) == 1
+
+
+def test_fewer_logits_are_covered_and_more_are_not() -> None:
+    model = llama()
+    states = {count: Validity.of(model, Arguments((), call(32, logits_to_keep=count))) for count in (0, 4, 8)}
+    assert states[8].covers(states[4]) and states[0].covers(states[8])
+    assert not states[4].covers(states[8]) and not states[8].covers(states[0])
+    assert Validity.of(model, Arguments((), call(32))).covers(states[8])
+
+
+@pytest.mark.filterwarnings("ignore:remat. a batch is longer")
+def test_a_longer_batch_beside_a_profiler_runs_by_an_estimate() -> None:
+    model, plain = llama(layers=4), llama(layers=4)
+    remat.fit(model, call(16), "4MiB", quiet=True)
+    with torch.profiler.profile():
+        found = step(model, **call(24))
+    assert all(map(torch.equal, found, step(plain, **call(24))))
+    with pytest.warns(UserWarning, match="a batch is longer than all before"):  # so it was not taken for measured
+        assert_alike(model, plain, **call(24))
