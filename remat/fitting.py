@@ -126,20 +126,20 @@ def fit(
             several processes or with `stages`: no chain was found.
     """
     wish = Wish(
-        memory,
-        loss,
-        longest,
-        when_short,
-        slots,
-        quiet,
-        stages,
-        other_path,
-        group,
-        output_held,
-        options,
-        keep,
-        recompute,
-        host_limit,
+        memory=memory,
+        loss=loss,
+        longest=longest,
+        when_short=when_short,
+        slots=slots,
+        quiet=quiet,
+        stages=stages,
+        other_path=other_path,
+        group=group,
+        output_held=output_held,
+        options=options,
+        keep=keep,
+        recompute=recompute,
+        host_limit=host_limit,
     )
     check_model(model)
     _refuse_wrapped(model)
@@ -233,7 +233,11 @@ def _by_estimate(model: nn.Module, call: Arguments, wish: Wish) -> Runs | None:
     except UnsupportedModel as error:
         warn(f"this step, beside a profiler, runs without a memory limit: {error}", OverBudgetWarning)
         return None
-    handle.plan_with("fastest", handle.automatic_limit() if wish.memory == AUTO else wish.memory)
+    try:
+        handle.plan_with("fastest", handle.automatic_limit() if wish.memory == AUTO else wish.memory)
+    except InfeasibleBudget as error:  # which an estimate is not sure of
+        warn(f"this step, beside a profiler, runs by the schedule of least memory: {error}", OverBudgetWarning)
+        handle.compute_min_sequence()
     return handle.executor
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 PROGRAM = """
+import importlib
 import sys
 
 for hidden in {hidden!r}:
@@ -58,6 +59,9 @@ refused(lambda: remat.solve(chain, 0.9, "ilp"), "pulp")
 refused(lambda: remat.solve(chain, 0.9, "checkmate"), "pulp")
 assert remat.estimate(model, sample, device="h100").fits
 
+for library in ("transformers", "lightning"):
+    refused(lambda: importlib.import_module(f"remat.integrations.{{library}}"), library)
+
 import runpy
 
 for name in ("plans of llama", "compare llama"):
@@ -69,8 +73,9 @@ for name in ("plans of llama", "compare llama"):
 print("done")
 """
 HIDDEN = (
-    "pulp highspy matplotlib rich typer psutil pandas ipywidgets IPython transformers sklearn scipy hypothesis".split()
-)
+    "pulp highspy matplotlib rich typer psutil pandas ipywidgets IPython transformers sklearn scipy hypothesis "
+    "lightning pytorch_lightning"
+).split()
 
 
 def test_an_installation_with_three_packages(tmp_path: Path) -> None:

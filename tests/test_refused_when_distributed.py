@@ -114,3 +114,23 @@ def test_a_sequential_planned_together_and_batches_of_other_sizes() -> None:
         assert found.grad is not None and wanted.grad is not None and torch.equal(found.grad, wanted.grad)
     with pytest.raises(PlanMismatch, match="without the others"):
         planned(torch.randn(401, 64))
+
+
+def test_a_sharded_model_is_not_planned_for_at_its_first_call() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = network()
+    remat.fit(model, memory=0.7, quiet=True)
+    for block in model.blocks:
+        fully_shard(block, mesh=dist.init_device_mesh("cpu", (1,)))
+    with pytest.raises(UnsupportedModel, match=r"measure it before that, in all processes: remat.fit"):
+        model(torch.randn(32, 8))
+    model(torch.randn(32, 8)).sum().backward()  # as plain PyTorch
+
+
+def test_parameters_that_deepspeed_has_taken_apart_are_refused() -> None:
+    model = network()
+    for number, parameter in enumerate(model.parameters()):
+        parameter.ds_id = number  # type: ignore[attr-defined]  # as its stage 3 does
+    with pytest.raises(UnsupportedModel, match="ZeRO stage 3"):
+        remat.fit(model, torch.randn(32, 8), 0.7)

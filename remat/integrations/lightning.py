@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from remat.errors import RematError
 from remat.formatting import count
+from remat.host.packages import has, require
 from remat.integrations.training import Training
 
-if TYPE_CHECKING or find_spec("lightning") is not None:
-    from lightning import Callback, LightningModule, Trainer
-elif find_spec("pytorch_lightning") is not None:
+if not TYPE_CHECKING and has("pytorch_lightning") and not has("lightning"):  # the same by its older name
     from pytorch_lightning import Callback, LightningModule, Trainer
 else:
-    raise ImportError("this callback needs Lightning: pip install lightning")
+    require("lightning", "RematCallback")
+    from lightning import Callback, LightningModule, Trainer
 
 _MOST = 0.9  # of the parameters, that the one module holds which is meant
 

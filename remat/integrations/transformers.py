@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import nn
 
+from remat.host.packages import require
 from remat.integrations.training import Training
 
-try:
-    from transformers import TrainerCallback
-except ImportError as error:
-    raise ImportError("this callback needs transformers: pip install 'transformers[torch]'") from error
+require("transformers", "RematCallback")
+
+from transformers import TrainerCallback  # noqa: E402  # or the error that says how to get it would not come first
 
 
 class RematCallback(TrainerCallback):
