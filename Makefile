@@ -70,11 +70,12 @@ dist: $(DONE)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dist]'
 	rm -rf dist build/tried
 	$(BIN)/python -m build --outdir dist . >/dev/null
-	$(PYTHON) -m venv build/tried
-	build/tried/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	for built in dist/*.tar.gz dist/*.whl; do \
-		build/tried/bin/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps $$built && \
-		build/tried/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $$built && \
+		rm -rf build/tried && $(PYTHON) -m venv build/tried && \
+		build/tried/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch $$built && \
+		(cd build/tried && bin/python ../../tests/installed.py) && \
+		build/tried/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+			"$$built[all]" transformers && \
 		(cd build/tried && bin/python ../../tests/installed.py) || exit 1; \
 	done
 
