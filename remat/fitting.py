@@ -35,7 +35,7 @@ from remat.runtime.executor import UnderDTR
 from remat.runtime.live.context import DTR
 from remat.runtime.live.steps import Steps
 from remat.runtime.meter import is_profiled
-from remat.runtime.planned.lengths import length_of, stretched
+from remat.runtime.planned.lengths import length_of, with_length
 from remat.runtime.planned.notebook import shown_in_a_sentence
 from remat.runtime.planned.patched_forward import PatchedForward, Runs, check_other_path, patched_forward_of
 from remat.runtime.planned.wrapper import Wrapper
@@ -298,7 +298,7 @@ def _longest(model: nn.Module, sample: Any, length: int) -> Arguments:
             f"longest={length}: no tensor of the call looks like sequences, (batch, length) or (batch, length, width). "
             "Leave `longest` out, and give the largest batch as the sample"
         )
-    return stretched(call, max(length, before))
+    return with_length(call, max(length, before))
 
 
 def _train_by_calls(

@@ -28,7 +28,7 @@ from remat.runtime.offload import HostMemory
 from remat.runtime.patching import beyond_compiler
 from remat.runtime.planned.binding import bound
 from remat.runtime.planned.forward_run import Executor, Lock
-from remat.runtime.planned.lengths import Lengths, length_of, stretched
+from remat.runtime.planned.lengths import Lengths, length_of, shapes_of, with_length, with_shapes
 from remat.runtime.planned.patched_forward import (
     PatchedForward,
     check_other_path,
@@ -517,26 +517,26 @@ class Checkpointable(Wrapper):
 
     def _plan_anew(self, call: Arguments, state: Validity) -> _Prepared:
         """Measures and plans for another input than any before; for a longer one than it, where sequences grow."""
-        length = self._lengths.longer(call) if self.in_place and self.group is None else None
-        if length is None or not any(each.is_like(state) for each in self._known()):
+        grows = self.in_place and self.group is None and self._lengths.are_longer(call)
+        if not grows or not any(each.is_like(state) for each in self._known()):
             return self._plan_for_itself(call, state)
-        target = self._lengths.for_batch(length)
-        if target > length:
-            longer = stretched(call, target)
+        shapes = self._lengths.for_batch(call)
+        if shapes != shapes_of(call):
+            longer = with_shapes(call, shapes)
             try:
                 plan = self._plan_for_input(longer)[0]
             except Exception:  # a model may have no positions for it, and the limit no room
-                self._lengths.failed(target)
+                self._lengths.failed(shapes)
             else:
-                self._lengths.planned(target)
+                self._lengths.planned(shapes)
                 self._plans[self._validity(longer)] = plan
                 self._say_once(
-                    f"a batch is longer than all before ({length} tokens): measured and planned again, for up to "
-                    f"{target} tokens. longest= names the most tokens there will be, and is planned for once"
+                    f"a batch is longer than all before ({', '.join(state.inputs)}): measured and planned again, for "
+                    f"longer ones than it. longest= names the most tokens there will be, and is planned for once"
                 )
                 return plan
         plan = self._plan_for_itself(call, state, longest=True)
-        self._lengths.planned(length)
+        self._lengths.planned(shapes_of(call))
         return plan
 
     def _plan_for_itself(self, call: Arguments, state: Validity, *, longest: bool = False) -> _Prepared:
@@ -619,20 +619,21 @@ class Checkpointable(Wrapper):
     def _longest_that_fits(self, call: Arguments, budget: int) -> int | None:
         """Tokens for which there is a plan within the budget, about the most, by what a few lengths need at least."""
         length, needed = length_of(call), 0
+        if length is None:
+            return None
 
         def enough(chain: Chain) -> None:
             nonlocal needed
             needed = Persistent().minimum_budget(chain)
             raise _Enough
 
-        assert length is not None
         fits, fails = 0, length
         for _ in range(_LENGTHS_TRIED):
             middle = (fits + fails) // 2
             if middle in (fits, 0):
                 break
             with suppress(_Enough), training(self.wrapped):
-                profile(self.wrapped, stretched(call, middle), loss=None, stages=self.stages, enough=enough)
+                profile(self.wrapped, with_length(call, middle), loss=None, stages=self.stages, enough=enough)
             fits, fails = (middle, fails) if needed <= budget else (fits, middle)
         return fits or None
 

@@ -49,7 +49,9 @@ def main() -> None:
     assert "compare" in tried(command, "--help")
     with tempfile.TemporaryDirectory() as folder:
         tried(command, "plan", "gpt", "--batch", "2", "--budgets", "0.5", "--no-pictures")
-        assert "minimum" in tried(command, "plan", "gpt", "--batch", "2", "--budgets", "1KiB", "--no-pictures", status=1)
+        assert "minimum" in tried(
+            command, "plan", "gpt", "--batch", "2", "--budgets", "1KiB", "--no-pictures", status=1
+        )
         assert "no such option" in tried(command, "plan", "gpt", "--budgts", "0.5", status=2).lower()
         tried(command, "experiment", "adversary", "--out", folder)
         assert (Path(folder) / "theorem32_adversary.png").stat().st_size > 0

@@ -10,7 +10,7 @@ from torch import nn
 
 import remat
 import remat.rotor
-from remat.runtime.planned.lengths import Lengths, length_of, stretched
+from remat.runtime.planned.lengths import Lengths, length_of, shapes_of, with_length
 from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.runtime.planned.validity import Validity
 from remat.runtime.pytree import Arguments
@@ -46,32 +46,52 @@ def test_a_call_is_padded_in_every_dimension_of_its_sequences() -> None:
         },
     )
     assert length_of(given) == 3
-    longer = stretched(given, 5)
+    longer = with_length(given, 5)
     assert longer.kwargs["input_ids"].tolist() == [[5, 6, 7, 7, 7]]
     assert longer.kwargs["labels"].tolist() == [[5, 6, -100, -100, -100]]
     assert longer.kwargs["attention_mask"].shape == (1, 1, 5, 5)
     assert longer.kwargs["nested"][1]["position_ids"].tolist() == [[0, 1, 2, 2, 2]]
     assert longer.kwargs["bias"].shape == (3,) and longer.kwargs["logits_to_keep"] == 4
-    assert stretched(given, 2).kwargs["input_ids"].tolist() == [[5, 6]]
+    assert with_length(given, 2).kwargs["input_ids"].tolist() == [[5, 6]]
     vectors = torch.randn(2, 4, 8, requires_grad=True)
-    assert stretched(Arguments((vectors,), {}), 6).args[0].shape == (2, 6, 8)
-    assert stretched(Arguments((vectors,), {}), 6).args[0].requires_grad
+    assert with_length(Arguments((vectors,), {}), 6).args[0].shape == (2, 6, 8)
+    assert with_length(Arguments((vectors,), {}), 6).args[0].requires_grad
     images = Arguments((torch.randn(2, 3, 8, 8),), {})
-    assert length_of(images) is None and stretched(images, 9) is images
+    assert length_of(images) is None and with_length(images, 9).args[0] is images.args[0]
 
 
-def test_the_lengths_to_plan_for_grow_by_more_each_time() -> None:
-    lengths = Lengths(nn.Linear(1, 1), Arguments((torch.zeros(1, 100, dtype=torch.long),), {}))
-    planned, length = [], 100
+def test_the_sizes_to_plan_for_grow_by_more_each_time() -> None:
+    def of(length: int) -> Arguments:
+        return Arguments((torch.zeros(1, length, dtype=torch.long),), {})
+
+    lengths = Lengths(nn.Linear(1, 1), of(100))
+    planned, length = [100], 100
     while length < 1600:
         length += 1
-        if length > (planned or [100])[-1]:
-            planned.append(lengths.for_batch(length))
-            lengths.planned(planned[-1])
-    assert planned == [126, 190, 382, 766, 1534, 3070]
-    lengths.failed(1600)
-    assert lengths.for_batch(1540) == 1570
-    assert Lengths(llama(), Arguments((), call(100))).for_batch(500) == 512  # as many positions as the model has
+        if lengths.are_longer(of(length)):
+            (shape,) = lengths.for_batch(of(length))
+            planned.append(shape[1])
+            lengths.planned([shape])
+    assert planned == [100, 126, 190, 382, 766, 1534, 3070]
+    assert not lengths.are_longer(of(3070))
+    lengths.failed([(1, 4000)])
+    assert lengths.for_batch(of(3900)) == [(1, 3950)]
+    assert Lengths(llama(), of(100)).for_batch(of(500)) == [(1, 512)]  # as many positions as the model has
+
+
+def test_two_lengths_grow_each_by_itself() -> None:
+    """As of an encoder and a decoder; the number of rows does not."""
+
+    def of(rows: int, first: int, second: int) -> Arguments:
+        return Arguments((torch.zeros(rows, first), torch.zeros(rows, second)), {})
+
+    lengths = Lengths(nn.Linear(1, 1), of(4, 20, 10))
+    assert not lengths.are_longer(of(8, 20, 10))
+    assert lengths.for_batch(of(2, 24, 8)) == [(2, 30), (2, 10)]
+    lengths.planned([(2, 30), (2, 10)])
+    assert lengths.for_batch(of(6, 28, 12)) == [(6, 30), (6, 18)]
+    given = {"input_ids": torch.ones(2, 6, dtype=torch.long), "labels": torch.ones(2, 3, dtype=torch.long)}
+    assert shapes_of(with_length(Arguments((), given), 9)) == [(2, 9), (2, 9)]
 
 
 def test_the_first_call_is_the_sample(capsys: pytest.CaptureFixture[str]) -> None:

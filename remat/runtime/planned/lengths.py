@@ -1,8 +1,9 @@
-"""Batches of sequences whose lengths differ: what a longer one would be called with, and for which lengths to plan."""
+"""Batches of sequences whose lengths differ: what a longer one would be called with, and for which sizes to plan."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,22 +11,31 @@ from torch import nn
 
 from remat.runtime.pytree import Arguments, map_tensors, tensors
 
+Shapes = list[tuple[int, ...]]  # of the tensors in a call, in order
 # Arguments of transformers' models that say for how many of the last tokens logits are computed.
 COUNTS = ("logits_to_keep", "num_logits_to_keep")
+_TARGETS = ("labels", "decoder_input_ids", "decoder_attention_mask")  # whose length may be another than the input's
 _GROWTH = 0.25  # beyond the first batch that is longer than all before; twice as much each further time, up to 1
 _IDS, _VECTORS = 2, 3  # dimensions: (batch, length) and (batch, length, width)
 _POSITIONS = ("max_position_embeddings", "n_positions")
 
 
+def shapes_of(call: Any) -> Shapes:
+    return [tuple(tensor.shape) for tensor in tensors(call)]
+
+
 def length_of(call: Any) -> int | None:
     """The number of tokens in a sequence: the second dimension of whole numbers, or of vectors; None where none is."""
     found = tensors(call)
-    whole = [each.shape for each in found if not each.is_floating_point() and not each.is_complex()]
     shapes = [
-        *(shape for shape in whole if len(shape) == _IDS),
+        *(each.shape for each in found if _is_whole(each) and each.ndim == _IDS),
         *(each.shape for each in found if each.ndim == _VECTORS),
     ]
     return next((shape[1] for shape in shapes if shape[1] > 1), None)
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def counts_of(call: Any) -> tuple[int, ...]:
@@ -34,25 +44,36 @@ def counts_of(call: Any) -> tuple[int, ...]:
     return tuple(found[name] if type(found.get(name)) is int else -1 for name in COUNTS)
 
 
-def stretched(call: Arguments, length: int) -> Arguments:
-    """The call with sequences of `length` tokens: the last is repeated in all dimensions that are as long as them."""
-    before = length_of(call)
-    if before is None or before == length:
-        return call
+def with_length(call: Arguments, length: int) -> Arguments:
+    """The call with sequences of `length` tokens, those that a decoder is given too: wherever it has that size now."""
+    sizes = {length_of(call)}
+    for name in _TARGETS:
+        target = call.kwargs.get(name)
+        if isinstance(target, torch.Tensor) and target.ndim == _IDS and _is_whole(target):
+            sizes.add(target.shape[1])
+    shapes = [(*shape[:1], *(length if size in sizes else size for size in shape[1:])) for shape in shapes_of(call)]
+    return with_shapes(call, shapes)
 
-    def longer(tensor: torch.Tensor) -> torch.Tensor:
-        dimensions = [each for each in range(1, tensor.ndim) if tensor.shape[each] == before]
-        if not dimensions:
+
+def with_shapes(call: Arguments, shapes: Sequence[tuple[int, ...]]) -> Arguments:
+    """The call with tensors of these shapes: what is lacking repeats the last."""
+    found = {id(tensor): shape for tensor, shape in zip(tensors(call), shapes, strict=True)}
+
+    def shaped(tensor: torch.Tensor) -> torch.Tensor:
+        shape = found[id(tensor)]
+        if shape == tuple(tensor.shape):
             return tensor
         with torch.no_grad():
-            wider = tensor.detach()
-            for dimension in dimensions:
-                index = torch.arange(length, device=tensor.device).clamp_(max=before - 1)
-                wider = wider.index_select(dimension, index)
-        return wider.requires_grad_(tensor.requires_grad)
+            made = tensor.detach()
+            for dimension, (size, wanted) in enumerate(zip(tensor.shape, shape, strict=True)):
+                if size != wanted:
+                    index = torch.arange(wanted, device=tensor.device).clamp_(max=size - 1)
+                    made = made.index_select(dimension, index)
+        return made.requires_grad_(tensor.requires_grad)
 
-    args, kwargs = map_tensors(longer, (call.args, call.kwargs))
-    counts = {name: kwargs[name] + length - before for name in COUNTS if type(kwargs.get(name)) is int and kwargs[name]}
+    args, kwargs = map_tensors(shaped, (call.args, call.kwargs))
+    more = (length_of((args, kwargs)) or 0) - (length_of(call) or 0)
+    counts = {name: kwargs[name] + more for name in COUNTS if type(kwargs.get(name)) is int and kwargs[name]}
     return Arguments(args, {**kwargs, **counts})
 
 
@@ -69,34 +90,52 @@ def most_positions(model: nn.Module) -> float:
 
 
 class Lengths:
-    """For which lengths plans are made when batches come that are longer than all before: a share longer, so that a
-    run over batches of many lengths measures a few times.
+    """For which sizes plans are made when batches come that are longer than all before: a share longer, so that a run
+    over batches of many lengths measures a few times.
 
     Args:
         call: which was measured and planned for.
     """
 
     def __init__(self, model: nn.Module, call: Any) -> None:
-        self._most = most_positions(model)
+        self._positions = most_positions(model)
         self._grown = 0
-        self._longest = length_of(call) or 0  # that there is a plan for
-        self._fails: float = math.inf  # the shortest that is known not to fit, or not to run
+        self._most = shapes_of(call)  # that there are plans for, in each dimension
+        self._fails: dict[tuple[int, int], int] = {}  # the least size of a dimension known not to fit, or not to run
 
-    def longer(self, call: Arguments) -> int | None:
-        """The length of a call whose sequences are longer than any before; None for another."""
-        length = length_of(call)
-        return length if length is not None and 0 < self._longest < length else None
+    def are_longer(self, call: Arguments) -> bool:
+        """Whether tensors of this call are longer than any before, in a dimension that is not the number of rows."""
+        return bool(self._longer(shapes_of(call)))
 
-    def for_batch(self, length: int) -> int:
-        """The length to plan for where a batch of `length` has come."""
-        wanted = int(length * (1 + min(_GROWTH * 2**self._grown, 1)))
-        if self._fails < math.inf:
-            wanted = min(wanted, (length + int(self._fails)) // 2)
-        return max(length, int(min(wanted, self._most)))
+    def _longer(self, shapes: Shapes) -> list[tuple[int, int]]:
+        if [len(shape) for shape in shapes] != [len(shape) for shape in self._most]:
+            return []
+        pairs = enumerate(zip(shapes, self._most, strict=True))
+        return [(at, axis) for at, (a, b) in pairs for axis in range(1, len(a)) if a[axis] > b[axis]]
 
-    def planned(self, length: int) -> None:
+    def for_batch(self, call: Arguments) -> Shapes:
+        """The shapes to plan for where such a batch has come: beyond it where it is longer than those before, and else
+        as long as the longest of these."""
+        shapes = shapes_of(call)
+        longer = set(self._longer(shapes))
+        return [
+            tuple(
+                size if axis == 0 else self._beyond(at, axis, size) if (at, axis) in longer else self._most[at][axis]
+                for axis, size in enumerate(shape)
+            )
+            for at, shape in enumerate(shapes)
+        ]
+
+    def _beyond(self, at: int, axis: int, size: int) -> int:
+        wanted = int(size * (1 + min(_GROWTH * 2**self._grown, 1)))
+        if (at, axis) in self._fails:
+            wanted = min(wanted, (size + self._fails[at, axis]) // 2)
+        return max(size, int(min(wanted, self._positions)))
+
+    def planned(self, shapes: Shapes) -> None:
         self._grown += 1
-        self._longest = max(self._longest, length)
+        self._most = [tuple(map(max, one, other)) for one, other in zip(self._most, shapes, strict=True)]
 
-    def failed(self, length: int) -> None:
-        self._fails = min(self._fails, length)
+    def failed(self, shapes: Shapes) -> None:
+        for at, axis in self._longer(shapes):
+            self._fails[at, axis] = min(self._fails.get((at, axis), shapes[at][axis]), shapes[at][axis])
