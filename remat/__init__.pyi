@@ -32,7 +32,6 @@ from .errors import SolverStopped as SolverStopped
 from .errors import Thrashing as Thrashing
 from .errors import ThrashingWarning as ThrashingWarning
 from .errors import UnsupportedModel as UnsupportedModel
-from .fitting import fit as fit
 from .plotting.evictions import plot_evictions as plot_evictions
 from .profiling.estimate import Estimate as Estimate
 from .profiling.estimate import estimate as estimate
@@ -57,6 +56,7 @@ from .solvers import minimum_budget as minimum_budget
 from .solvers import solve as solve
 from .solvers.base import Plan as Plan
 from .solvers.base import Solver as Solver
+from .training.fit import fit as fit
 
 __version__: str
 __all__: list[str]

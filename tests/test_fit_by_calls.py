@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import remat
-from remat import fitting
 from remat.errors import InfeasibleBudget, UnsupportedModel
 from remat.runtime.live.steps import Steps
 from remat.runtime.meter import MemoryMeter
 from remat.runtime.planned.patched_forward import patched_forward_of
+from remat.training import by_calls
 
 
 @pytest.fixture(autouse=True)
@@ -268,13 +268,13 @@ def test_inside_a_block_of_the_program_that_one_counts() -> None:
 def test_steps_that_fail_while_they_learn_are_tried_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not within a byte more, which the error then would name, and which would not work either in another process."""
     tried: list[tuple[int, Any]] = []
-    own = fitting._rehearsed
+    own = by_calls._rehearsed
 
     def rehearsed(dtr: remat.DTR, bench: Any) -> tuple[Any, int]:
         tried.append((dtr.budget, dtr.where))
         return (None, dtr.budget) if len(tried) == 1 else own(dtr, bench)
 
-    monkeypatch.setattr(fitting, "_rehearsed", rehearsed)
+    monkeypatch.setattr(by_calls, "_rehearsed", rehearsed)
     model, plain, x, limit = _fitted()
     assert [budget for budget, _ in tried] == [limit] * 2 and tried[0][1] != tried[1][1]
     torch.manual_seed(5)

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 import remat
-import remat.rotor
+from remat.runtime.meter import MemoryMeter
 from remat.runtime.planned.lengths import Lengths, length_of, shapes_of, with_length
 from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.runtime.planned.validity import Validity
 from remat.runtime.pytree import Arguments
+from remat.training import planned
 from support.trainers import llama
 
 
@@ -50,6 +51,10 @@ def test_a_call_is_padded_in_every_dimension_of_its_sequences() -> None:
     assert longer.kwargs["input_ids"].tolist() == [[5, 6, 7, 7, 7]]
     assert longer.kwargs["labels"].tolist() == [[5, 6, -100, -100, -100]]
     assert longer.kwargs["attention_mask"].shape == (1, 1, 5, 5)
+    several = {"input_ids": torch.ones(2, 3, dtype=torch.long), "labels": torch.ones(2, 3)}  # three labels, not tokens
+    assert shapes_of(with_length(Arguments((), several), 5)) == [(2, 5), (2, 3)]
+    masked = {"input_ids": torch.ones(2, 3, dtype=torch.long), "attention_mask": torch.ones(2, 3, dtype=torch.long)}
+    assert with_length(Arguments((), masked), 5).kwargs["attention_mask"].tolist() == [[1, 1, 1, 0, 0]] * 2
     assert longer.kwargs["nested"][1]["position_ids"].tolist() == [[0, 1, 2, 2, 2]]
     assert longer.kwargs["bias"].shape == (3,) and longer.kwargs["logits_to_keep"] == 4
     assert with_length(given, 2).kwargs["input_ids"].tolist() == [[5, 6]]
@@ -68,12 +73,11 @@ def test_the_sizes_to_plan_for_grow_by_more_each_time() -> None:
     planned, length = [100], 100
     while length < 1600:
         length += 1
-        if lengths.are_longer(of(length)):
+        if length > planned[-1]:
             (shape,) = lengths.for_batch(of(length))
             planned.append(shape[1])
             lengths.planned([shape])
     assert planned == [100, 126, 190, 382, 766, 1534, 3070]
-    assert not lengths.are_longer(of(3070))
     lengths.failed([(1, 4000)])
     assert lengths.for_batch(of(3900)) == [(1, 3950)]
     assert Lengths(llama(), of(100)).for_batch(of(500)) == [(1, 512)]  # as many positions as the model has
@@ -86,7 +90,7 @@ def test_two_lengths_grow_each_by_itself() -> None:
         return Arguments((torch.zeros(rows, first), torch.zeros(rows, second)), {})
 
     lengths = Lengths(nn.Linear(1, 1), of(4, 20, 10))
-    assert not lengths.are_longer(of(8, 20, 10))
+    assert lengths.for_batch(of(8, 15, 10)) == [(8, 20), (8, 10)]
     assert lengths.for_batch(of(2, 24, 8)) == [(2, 30), (2, 10)]
     lengths.planned([(2, 30), (2, 10)])
     assert lengths.for_batch(of(6, 28, 12)) == [(6, 30), (6, 18)]
@@ -122,8 +126,10 @@ def test_a_first_call_that_does_not_fit_leaves_the_plain_model() -> None:
 
 def test_the_longest_is_planned_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
-    profile = remat.rotor.profile
-    monkeypatch.setattr(remat.rotor, "profile", lambda *args, **kwargs: [ran.append(1), profile(*args, **kwargs)][1])
+    profile = remat.training.planned.profile
+    monkeypatch.setattr(
+        remat.training.planned, "profile", lambda *args, **kwargs: [ran.append(1), profile(*args, **kwargs)][1]
+    )
     model, plain = llama(), llama()
     remat.fit(model, call(16), 0.6, longest=64, quiet=True, other_path="error")
     for length in (16, 64, 40, 63):
@@ -155,7 +161,7 @@ def test_a_model_without_positions_for_more_is_planned_for_what_comes() -> None:
     torch.manual_seed(0)
     model = Positions()
     remat.fit(model, torch.randint(0, 50, (4, 20)), "400KiB", lambda output: output.sum(), quiet=True)
-    with pytest.warns(UserWarning, match="as for other batches that are longer still") as caught:
+    with pytest.warns(UserWarning, match="as for other batches that are larger still") as caught:
         for length in (35, 38, 39):
             model(torch.randint(0, 50, (4, length))).sum().backward()
     assert len(caught) == 1
@@ -178,3 +184,88 @@ def test_a_longer_batch_beside_a_profiler_runs_by_an_estimate() -> None:
     assert all(map(torch.equal, found, step(plain, **call(24))))
     with pytest.warns(UserWarning, match="a batch is longer than all before"):  # so it was not taken for measured
         assert_alike(model, plain, **call(24))
+
+
+def _masked(length: int, masked: int) -> dict[str, Any]:
+    given = call(length)
+    mask = torch.ones_like(given["input_ids"])
+    mask[:, length - masked :] = 0
+    return {**given, "attention_mask": mask}
+
+
+def _peak(model: nn.Module, given: dict[str, Any]) -> int:
+    """Of a step, gradients there before it."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    meter = MemoryMeter(torch.device("cpu"))
+    with meter.session(), meter.region():
+        model(**given).loss.backward()
+    return meter.regions[0].peak_bytes - meter.regions[0].start_bytes
+
+
+def test_a_batch_with_padding_needs_more_than_one_without() -> None:
+    """Attention runs without a mask where nothing is masked; that depends on what is in the mask, not on its shape."""
+    model, plain = llama(width=32), llama(width=32)
+    full, padded = _masked(256, 0), _masked(256, 5)
+    assert _peak(plain, padded) > 1.3 * _peak(plain, full)
+    limit = int(0.7 * _peak(plain, padded))
+    remat.fit(model, full, limit, quiet=True, other_path="error")
+    with pytest.warns(UserWarning, match="tokens of this batch are masked, and none were in what was measured"):
+        model(**padded).loss.backward()
+    assert _peak(model, padded) <= limit
+    assert_alike(model, plain, **padded)
+    assert_alike(model, plain, **full)
+
+
+def test_the_longest_is_planned_for_with_padding() -> None:
+    model = llama(width=32)
+    remat.fit(model, _masked(128, 0), 0.6, longest=256, quiet=True, other_path="error")
+    patch = patched_forward_of(model)
+    assert patch is not None
+    for given in (_masked(256, 5), _masked(256, 0), _masked(100, 20)):
+        model(**given).loss.backward()
+        assert _peak(model, given) <= patch.figures()["limit"]
+
+
+def test_calls_that_differ_in_what_they_name_are_measured_apart() -> None:
+    model, plain = llama(), llama()
+    tokens = call(32)["input_ids"]
+    mask = torch.ones_like(tokens)
+    states = [
+        Validity.of(model, Arguments((), given))
+        for given in (
+            {"input_ids": tokens, "attention_mask": mask},
+            {"input_ids": tokens, "labels": tokens, "attention_mask": None},
+            {"input_ids": tokens, "labels": tokens, "output_hidden_states": True},
+        )
+    ]
+    assert not any(one.covers(other) for one in states for other in states if one is not other)
+    remat.fit(model, {"input_ids": tokens, "labels": tokens}, "4MiB", quiet=True)
+    with pytest.warns(UserWarning, match="called with input_ids, labels, output_hidden_states=True, but was measured"):
+        model(input_ids=tokens, labels=tokens, output_hidden_states=True)
+    assert_alike(model, plain, input_ids=tokens, labels=tokens)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["planned", "first call"])
+def test_a_call_in_which_nothing_needs_a_gradient_runs_as_it_is(first: bool) -> None:
+    """As of the network that a GAN does not train at the moment."""
+    model = llama()
+    remat.fit(model, None if first else call(32), 0.6, quiet=True)
+    model.requires_grad_(requires_grad=False)
+    output = model(**call(32))
+    assert not output.loss.requires_grad
+    model.requires_grad_()
+    assert_alike(model, llama(), **call(32))
+
+
+def test_more_rows_are_measured_for_the_longest_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+    profile = planned.profile
+    monkeypatch.setattr(planned, "profile", lambda *args, **kwargs: [ran.append(1), profile(*args, **kwargs)][1])
+    model = llama(layers=4)
+    remat.fit(model, call(30), "30MiB", quiet=True)
+    with pytest.warns(UserWarning, match="a batch is longer than all before, or has more rows") as caught:
+        for length in (20, 24, 28, 30):
+            tokens = torch.randint(4, 200, (4, length))
+            model(input_ids=tokens, labels=tokens).loss.backward()
+    assert len(ran) == 2 and len(caught) == 1

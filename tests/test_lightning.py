@@ -108,6 +108,11 @@ class Two(lightning.LightningModule):
 
 def test_which_module_is_meant() -> None:
     assert callbacks.network_of(Two(), "decoder") is not None
+    module = Two()
+    assert callbacks.network_of(module, "") is module
+    blocks = lightning.LightningModule()
+    blocks.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    assert callbacks.network_of(blocks, None) is blocks  # a list has no forward
     with pytest.raises(remat.RematError, match="2 modules of the LightningModule hold its parameters"):
         callbacks.network_of(Two(), None)
     with pytest.raises(remat.RematError, match="has no module of that name"):

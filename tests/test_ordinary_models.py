@@ -330,11 +330,11 @@ def test_a_new_limit_holds_for_other_shapes_too() -> None:
     wrapped.compute_sequence(1.0)
     with pytest.warns(UserWarning, match="measured and planned again"):
         wrapped(small)
-    assert not wrapped._plan_for(small).schedule.recomputations
+    assert not wrapped.planned.inputs.plan_for(small).schedule.recomputations
     wrapped.compute_sequence(round(1.05 * remat.minimum_budget(wrapped.chain)))
     with pytest.warns(UserWarning, match="measured and planned again"):
         wrapped(small)
-    assert wrapped._plan_for(small).schedule.recomputations
+    assert wrapped.planned.inputs.plan_for(small).schedule.recomputations
 
 
 class Pair(nn.Module):

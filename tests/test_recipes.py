@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import remat
-from remat import fitting
 from remat.runtime.planned.patched_forward import patched_forward_of
+from remat.training import fit as fitting
 from support.library_models import gpt2
 from support.steps import assert_same
 

@@ -23,6 +23,7 @@ from remat.errors import InfeasibleBudget, InvalidBudget, InvalidSchedule, PlanM
 from remat.models import gpt
 from remat.schedule import Schedule
 from remat.solvers.persistent import Persistent
+from remat.training import planned
 from support.steps import assert_same, chain_of, peak_of_a_step, train_step
 
 
@@ -49,7 +50,7 @@ def profiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         samples.append(sample)
         return remat.profile(model, sample, repeats=1, small=0.0, **options)
 
-    monkeypatch.setattr(rotor, "profile", profile)
+    monkeypatch.setattr(planned, "profile", profile)
     return samples
 
 
@@ -239,10 +240,12 @@ def test_the_limit_without_one_is_nine_tenths_of_what_is_free(monkeypatch: pytes
     model = network()
     wrapped = rotor.Checkpointable(model)
     own = sum(parameter.nbytes for parameter in model.parameters())
-    assert wrapped.automatic_limit() == 9 * 10**7 - 3 * own  # gradients that are to come, and Adam's two moments
+    assert (
+        wrapped.planned.automatic_limit() == 9 * 10**7 - 3 * own
+    )  # gradients that are to come, and Adam's two moments
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    assert wrapped.automatic_limit() == 9 * 10**7 - 2 * own
+    assert wrapped.planned.automatic_limit() == 9 * 10**7 - 2 * own
 
 
 def test_a_loss_that_only_takes_the_first_shape(sample: torch.Tensor) -> None:

@@ -131,10 +131,10 @@ def test_lengths_that_vary_are_measured_a_few_times(tmp_path: Path, monkeypatch:
     data = Tokens(24, varies=True)
     assert len({len(data[index]["input_ids"]) for index in range(48)}) > 8
     ran: list[Any] = []
-    import remat.rotor
-
-    profile = remat.rotor.profile
-    monkeypatch.setattr(remat.rotor, "profile", lambda *args, **kwargs: [ran.append(1), profile(*args, **kwargs)][1])
+    profile = remat.training.planned.profile
+    monkeypatch.setattr(
+        remat.training.planned, "profile", lambda *args, **kwargs: [ran.append(1), profile(*args, **kwargs)][1]
+    )
     order = {"train_sampling_strategy": "sequential"}
     expected = outcome(trainer_of(tmp_path, steps=12, data=data, **order), measures=False)
     with pytest.warns(UserWarning, match="a batch is longer than all before") as caught:
@@ -200,6 +200,43 @@ def test_a_training_that_fails_leaves_the_model_as_it_was(tmp_path: Path) -> Non
     gc.collect()
     assert patched_forward_of(trainer.model) is None
     assert any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
+
+
+def test_an_error_that_is_held_ends_its_own_training_alone(tmp_path: Path) -> None:
+    """What a training leaves when its error goes is not what the next one with the same callback has begun."""
+
+    class Fails(transformers.TrainerCallback):
+        held: BaseException | None = None
+        fails = True
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            self.held = None  # the last reference to the error of the training before
+            gc.collect()
+            if self.fails:
+                raise ArithmeticError("of somebody else")
+
+    fails = Fails()
+    trainer = trainer_of(tmp_path, callbacks.RematCallback(0.6), fails)
+    try:
+        trainer.train()
+    except ArithmeticError as error:
+        fails.held, fails.fails = error, False
+    found = outcome(trainer, measures=False)
+    assert all("remat/limit" in entry for entry in found.logs[-3:])
+    assert patched_forward_of(trainer.model) is None
+
+
+def test_a_model_whose_forward_is_not_called_is_warned_of(tmp_path: Path) -> None:
+    class Parts(transformers.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            hidden = model.model(input_ids=inputs["input_ids"]).last_hidden_state
+            return model.lm_head(hidden).logsumexp(-1).mean()
+
+    args = transformers.TrainingArguments(str(tmp_path), max_steps=3, **SETTINGS)
+    trainer = Parts(llama(), args, train_dataset=Tokens(48), callbacks=[callbacks.RematCallback(0.6)])
+    with pytest.warns(remat.OverBudgetWarning, match="the forward of LlamaForCausalLM is not called") as caught:
+        trainer.train()
+    assert len([each for each in caught if "is not called" in str(each.message)]) == 1
 
 
 def test_a_profiler_of_the_trainer(tmp_path: Path) -> None:

@@ -33,8 +33,8 @@ class RematCallback(Callback):
     Args:
         memory: as for `remat.fit`: int (bytes), string ("20GiB"), float in (0, 1] of what plain PyTorch needs for the
             first call, or "auto".
-        network: name of the module in the LightningModule that is to train so; None: the one that holds nearly all of
-            its parameters.
+        network: name of the module in the LightningModule that is to train so, "" for the LightningModule itself where
+            its training step calls `self(...)`; None: the one that holds nearly all of its parameters.
         fit: what else `remat.fit` takes, such as `longest=` and `when_short="least"`.
 
     Raises:
@@ -78,6 +78,8 @@ def network_of(module: nn.Module, name: str | None) -> nn.Module:
     if largest is None or sizes[largest] < _MOST * sum(sizes.values()):
         raise RematError(
             f"{count(len(sizes), 'module')} of the LightningModule hold its parameters ({', '.join(sizes)}): say which "
-            "one is to train within the limit, as RematCallback(..., network='encoder')"
+            "one is to train within the limit, as RematCallback(..., network='encoder'), or network='' for all of it, "
+            "where training_step calls self(...)"
         )
-    return module.get_submodule(largest)
+    found = module.get_submodule(largest)
+    return module if isinstance(found, nn.ModuleList | nn.ModuleDict) else found

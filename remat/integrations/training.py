@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from torch import nn
 
-from remat.errors import RematError
-from remat.fitting import Wish, fit_at_first_call
+from remat.errors import OverBudgetWarning, RematError
+from remat.host.warn import warn
 from remat.runtime.planned.call_executor import SWITCHES
 from remat.runtime.planned.patched_forward import PatchedForward
+from remat.training.fit import Wish, fit_at_first_call
+from remat.training.setup import Setup
+
+_OF_ROTOR = {"in_flight", "preserve_random"}  # which `fit` does not take
 
 
 class Training:
@@ -25,15 +30,18 @@ class Training:
     """
 
     def __init__(self, memory: int | str | float, fit: Mapping[str, Any]) -> None:
-        unknown = [name for name in fit if name not in Wish._fields]
+        known = {*(field.name for field in fields(Setup)), "longest", "quiet"} - _OF_ROTOR
+        unknown = [name for name in fit if name not in known]
         if unknown:
-            known = ", ".join(name for name in Wish._fields if name != "memory")
-            raise RematError(f"unknown argument {unknown[0]!r}; choose from {known}, as for remat.fit")
-        self.wish = Wish(memory, **fit)
-        self.wish.check()
+            raise RematError(
+                f"unknown argument {unknown[0]!r}; choose from {', '.join(sorted(known))}, as for remat.fit"
+            )
+        given = dict(fit)
+        own = {name: given.pop(name) for name in ("longest", "quiet") if name in given}
+        self.wish = Wish(Setup(**given), memory, **own).checked()
         self._patch: PatchedForward | None = None
         self._switched: list[tuple[Any, str]] = []
-        self._said = False
+        self._said = self._warned = False
 
     def begin(self, model: nn.Module, settings: Any = None) -> None:
         """From now on the model trains within the limit; checkpointing of its own is off until `end`.
@@ -65,13 +73,28 @@ class Training:
         for holder, name in switched:
             setattr(holder, name, True)
 
-    def end(self) -> None:
-        """The model is as it was before."""
+    @property
+    def session(self) -> PatchedForward | None:
+        """What is under way, to end no other (`end`)."""
+        return self._patch
+
+    def end(self, session: PatchedForward | None = None) -> None:
+        """The model is as it was before; `session`: only if that is under way."""
+        if session is not None and session is not self._patch:
+            return
         patch, self._patch = self._patch, None
         if patch is not None and patch.standing_in:
             patch.remove()
 
     def figures(self) -> dict[str, float]:
         """For loggers: bytes of a step's peak and of the limit, and how often something is recomputed in a step."""
-        found = {} if self._patch is None else self._patch.figures()
+        patch = self._patch
+        if patch is not None and patch.undecided and not patch.was_called and not self._warned:
+            self._warned = True
+            warn(
+                f"the forward of {type(patch.model).__name__} is not called in training, so no memory limit is kept: "
+                "parts of it are called by themselves, or another module is meant",
+                OverBudgetWarning,
+            )
+        found = {} if patch is None else patch.figures()
         return {f"remat/{name}": float(value) for name, value in found.items()}

@@ -72,6 +72,6 @@ def _when_training_is_left(training: Training) -> None:
     while frame is not None:
         loop = frame.f_locals.get("inner_training_loop") if frame.f_code.co_name == "train" else None
         if callable(loop):
-            weakref.finalize(loop, training.end)
+            weakref.finalize(loop, training.end, training.session)
             return
         frame = frame.f_back

@@ -14,6 +14,7 @@ from remat.runtime.pytree import Arguments, map_tensors, tensors
 Shapes = list[tuple[int, ...]]  # of the tensors in a call, in order
 # Arguments of transformers' models that say for how many of the last tokens logits are computed.
 COUNTS = ("logits_to_keep", "num_logits_to_keep")
+MASKS = ("attention_mask", "decoder_attention_mask")  # 0 where a token is left out
 _TARGETS = ("labels", "decoder_input_ids", "decoder_attention_mask")  # whose length may be another than the input's
 _GROWTH = 0.25  # beyond the first batch that is longer than all before; twice as much each further time, up to 1
 _IDS, _VECTORS = 2, 3  # dimensions: (batch, length) and (batch, length, width)
@@ -44,6 +45,26 @@ def counts_of(call: Any) -> tuple[int, ...]:
     return tuple(found[name] if type(found.get(name)) is int else -1 for name in COUNTS)
 
 
+def named_in(call: Any) -> tuple[str, ...]:
+    """The tensors that a call names, where it names several."""
+    found = call.kwargs if isinstance(call, Arguments) else {}
+    names = sorted(name for name, value in found.items() if isinstance(value, torch.Tensor) and value.ndim)
+    return tuple(names) if len(names) > 1 else ()
+
+
+def switches_in(call: Any) -> tuple[str, ...]:
+    """What a call switches on or off."""
+    found = call.kwargs if isinstance(call, Arguments) else {}
+    return tuple(sorted(f"{name}={value}" for name, value in found.items() if isinstance(value, bool)))
+
+
+def is_padded(call: Any) -> bool:
+    """Whether a mask leaves out tokens: models of transformers then compute attention in another way than without."""
+    found = call.kwargs if isinstance(call, Arguments) else {}
+    masks = [found[name] for name in MASKS if isinstance(found.get(name), torch.Tensor)]
+    return any(mask.ndim == _IDS and mask.device.type != "meta" and not bool(mask.all()) for mask in masks)
+
+
 def with_length(call: Arguments, length: int) -> Arguments:
     """The call with sequences of `length` tokens, those that a decoder is given too: wherever it has that size now."""
     sizes = {length_of(call)}
@@ -51,13 +72,21 @@ def with_length(call: Arguments, length: int) -> Arguments:
         target = call.kwargs.get(name)
         if isinstance(target, torch.Tensor) and target.ndim == _IDS and _is_whole(target):
             sizes.add(target.shape[1])
-    shapes = [(*shape[:1], *(length if size in sizes else size for size in shape[1:])) for shape in shapes_of(call)]
+    # Floats in two dimensions are no sequences, but targets of several labels, say, or features.
+    shapes = [
+        tuple(
+            length if axis and size in sizes and not (len(tensor.shape) == _IDS and not _is_whole(tensor)) else size
+            for axis, size in enumerate(tensor.shape)
+        )
+        for tensor in tensors(call)
+    ]
     return with_shapes(call, shapes)
 
 
 def with_shapes(call: Arguments, shapes: Sequence[tuple[int, ...]]) -> Arguments:
-    """The call with tensors of these shapes: what is lacking repeats the last."""
+    """The call with tensors of these shapes: what is lacking repeats the last, and masks leave it out."""
     found = {id(tensor): shape for tensor, shape in zip(tensors(call), shapes, strict=True)}
+    masks = {id(call.kwargs[name]) for name in MASKS if isinstance(call.kwargs.get(name), torch.Tensor)}
 
     def shaped(tensor: torch.Tensor) -> torch.Tensor:
         shape = found[id(tensor)]
@@ -69,6 +98,8 @@ def with_shapes(call: Arguments, shapes: Sequence[tuple[int, ...]]) -> Arguments
                 if size != wanted:
                     index = torch.arange(wanted, device=tensor.device).clamp_(max=size - 1)
                     made = made.index_select(dimension, index)
+            if id(tensor) in masks and tensor.ndim == _IDS:
+                made[:, tensor.shape[1] :] = 0
         return made.requires_grad_(tensor.requires_grad)
 
     args, kwargs = map_tensors(shaped, (call.args, call.kwargs))
@@ -103,19 +134,17 @@ class Lengths:
         self._most = shapes_of(call)  # that there are plans for, in each dimension
         self._fails: dict[tuple[int, int], int] = {}  # the least size of a dimension known not to fit, or not to run
 
-    def are_longer(self, call: Arguments) -> bool:
-        """Whether tensors of this call are longer than any before, in a dimension that is not the number of rows."""
-        return bool(self._longer(shapes_of(call)))
+    def compare_with(self, call: Arguments) -> bool:
+        """Whether this call has as many tensors, in as many dimensions."""
+        return [len(shape) for shape in shapes_of(call)] == [len(shape) for shape in self._most]
 
     def _longer(self, shapes: Shapes) -> list[tuple[int, int]]:
-        if [len(shape) for shape in shapes] != [len(shape) for shape in self._most]:
-            return []
         pairs = enumerate(zip(shapes, self._most, strict=True))
         return [(at, axis) for at, (a, b) in pairs for axis in range(1, len(a)) if a[axis] > b[axis]]
 
     def for_batch(self, call: Arguments) -> Shapes:
         """The shapes to plan for where such a batch has come: beyond it where it is longer than those before, and else
-        as long as the longest of these."""
+        as long as the longest of these; with its own number of rows."""
         shapes = shapes_of(call)
         longer = set(self._longer(shapes))
         return [

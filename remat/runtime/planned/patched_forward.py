@@ -38,6 +38,7 @@ class PatchedForward:
     Attributes:
         summary: a sentence on how the model trains, which notebooks show in place of its modules.
         undecided: `choose` has yet to plan, and where that fails, the model has its own forward again.
+        was_called: in training, since it was undecided.
         figures: what loggers are told: bytes of the limit and of a step's peak, and how often something is recomputed.
     """
 
@@ -55,7 +56,7 @@ class PatchedForward:
         self._ended: list[Callable[[], None]] = []
         self.figures: Callable[[], Mapping[str, int]] = dict
         self.model, self.choose, self.other_path = model, choose, other_path
-        self.undecided = False
+        self.undecided = self.was_called = False
         self._runs_in: int | None = None  # the thread in which the model's own forward runs
         self.lock = lock or Lock()
         self._warned = False

@@ -12,7 +12,7 @@ from torch import nn
 
 from remat.runtime.calls.stages import autocast_of, describe_call
 from remat.runtime.calls.structure import Containers, Members, Structure
-from remat.runtime.planned.lengths import counts_of
+from remat.runtime.planned.lengths import counts_of, is_padded, named_in, switches_in
 from remat.runtime.pytree import tensors
 
 Found = TypeVar("Found")
@@ -23,6 +23,9 @@ class Validity(NamedTuple):
 
     Attributes:
         counts: of the tokens for which logits are computed; 0 and less: all.
+        named: tensors that the call names; none where it names none, which may then be the same ones.
+        switches: that it turns on or off.
+        padded: a mask leaves out some tokens.
     """
 
     inputs: tuple[str, ...]
@@ -30,6 +33,9 @@ class Validity(NamedTuple):
     training: tuple[bool, ...]
     requires_grad: tuple[bool, ...]
     counts: tuple[int, ...] = ()
+    named: tuple[str, ...] = ()
+    switches: tuple[str, ...] = ()
+    padded: bool = False
 
     @classmethod
     def of(cls, model: nn.Module, value: Any) -> Validity:
@@ -41,6 +47,9 @@ class Validity(NamedTuple):
             tuple(module.training for module in model.modules()),
             tuple(tensor.requires_grad for tensor in (*model.parameters(), *found)),
             counts_of(value),
+            named_in(value),
+            switches_in(value),
+            is_padded(value),
         )
 
     def is_like(self, other: Validity) -> bool:
@@ -48,12 +57,15 @@ class Validity(NamedTuple):
         kinds = [[line.partition("[")[0] + line.rpartition("]")[2] for line in each.inputs] for each in (self, other)]
         if kinds[0] != kinds[1] or any(len(a) != len(b) for a, b in zip(self.shapes, other.shapes, strict=True)):
             return False
-        return self.training == other.training and self.requires_grad == other.requires_grad
+        alike = self.training == other.training and self.requires_grad == other.requires_grad
+        alike = alike and self.switches == other.switches
+        return alike and (self.named == other.named or not self.named or not other.named)
 
     def covers(self, other: Validity) -> bool:
         """Whether the input is of the same kind as another one, and no smaller in any dimension."""
         return (
             self.is_like(other)
+            and self.padded >= other.padded
             and all(x >= y for a, b in zip(self.shapes, other.shapes, strict=True) for x, y in zip(a, b, strict=True))
             and all(mine <= 0 or 0 < its <= mine for mine, its in zip(self.counts, other.counts, strict=True))
         )
@@ -84,7 +96,7 @@ def look_of(call: Any) -> tuple[Any, ...]:
     found = [tensor for tensor in tensors(call) if tensor.ndim]
     kinds = sorted({tensor.device.type for tensor in found})
     facts = [(tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad) for tensor in found]
-    return (*facts, *map(autocast_of, kinds), counts_of(call))
+    return (*facts, *map(autocast_of, kinds), counts_of(call), named_in(call), switches_in(call), is_padded(call))
 
 
 def smallest_covering(known: Mapping[Validity, Found], wanted: Validity) -> Found | None:

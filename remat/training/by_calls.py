@@ -1,0 +1,150 @@
+"""`fit` where no plan is possible: training under DTR at module granularity, after steps in which it is learned."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+from torch import nn
+
+from remat.budgets import resolve_budget
+from remat.comparison.bench import Bench
+from remat.errors import InfeasibleBudget, OutOfBudget, Thrashing, ThrashingWarning, UnsupportedModel
+from remat.formatting import count, format_bytes
+from remat.host.progress import Progress, shown
+from remat.report import Report
+from remat.runtime.executor import UnderDTR
+from remat.runtime.live.context import DTR
+from remat.runtime.live.steps import Steps
+from remat.runtime.planned.patched_forward import PatchedForward, patched_forward_of
+from remat.training.planned import trains
+from remat.training.said import conclude, say
+from remat.training.setup import Setup
+
+_REHEARSALS = 3  # one may fail operator by operator, and tell what the units are; one may find that others fit
+_ATTEMPTS = 8  # to find the least memory of DTR
+
+
+def train_by_calls(
+    model: nn.Module,
+    sample: Any,
+    memory: int | str | float,
+    setup: Setup,
+    patch: PatchedForward | None,
+    why: str,
+    *,
+    quiet: bool,
+    below: int | None = None,
+) -> None:
+    """Makes the model train under DTR by calls, after some steps in which it is learned what these take.
+
+    Args:
+        below: memory that works in another way.
+
+    Raises:
+        InfeasibleBudget: it does not fit; the least memory is found by trying, to about a tenth.
+        UnsupportedModel: no memory was found that is enough.
+    """
+    if not quiet:
+        say(f"remat.fit: {why}; trying steps under DTR")
+    with Bench(model, sample, setup.loss, output_held=setup.output_held) as bench, shown(not quiet) as tell:
+        most = bench.peak_bytes(bench.step(None)) if isinstance(memory, float) else None
+        budget = resolve_budget(memory, most)
+        dtr = _dtr_of(model, budget)
+        report, hint = _rehearsed(dtr, bench)
+        if report is None and hint <= budget:  # anew, with all that is known of calls by now
+            dtr = _dtr_of(model, budget, turn=1)
+            report, hint = _rehearsed(dtr, bench)
+        if report is None:
+            least = _least_by_calls(model, bench, max(hint, budget + 1), below, tell)
+            if least is None:
+                raise UnsupportedModel(
+                    f"{why}, and recomputing its modules under DTR does not reach {format_bytes(budget)} either; code "
+                    "between modules may need the memory. remat.DTR(budget, granularity='operator') recomputes that too"
+                )
+            raise InfeasibleBudget(budget, least, "dtr")
+    if patch is None:
+        before = patched_forward_of(model)
+        if before is not None:
+            before.remove()
+        patch = PatchedForward(model, lambda args, kwargs: None, other_path=setup.other_path)
+    steps = Steps(model, dtr)
+    patch.choose = lambda args, kwargs: steps if trains(model, args, kwargs) else None
+    patch.when_removed(steps.end)
+    plain = "" if most is None else f", plain PyTorch {format_bytes(most)}"
+    slower = "" if report.overhead is None else f", measured {max(report.overhead - 1, 0):.0%} slower"
+    text = (
+        f"remat.fit: {why}; it now trains under DTR (module level) in {format_bytes(report.peak_bytes)} (limit "
+        f"{format_bytes(budget)}{plain}){slower}, with {count(report.recomputations or 0, 'recomputation')} a step"
+    )
+    conclude(patch, text, quiet, lambda: {"limit": budget, **steps.figures()})
+
+
+def _dtr_of(model: nn.Module, budget: int, turn: int = 0) -> DTR:
+    """Whose blocks share what is remembered of steps of this model within the budget, since this turn."""
+    dtr = DTR(budget)
+    dtr.where = ("fit", weakref.ref(model), turn)
+    return dtr
+
+
+def _rehearsed(dtr: DTR, bench: Bench) -> tuple[Report | None, int]:
+    """What a step by calls takes within a budget; None where that is too small, with a guess of what would not be."""
+    way, budget = UnderDTR(dtr, bench.sample_bytes), dtr.budget
+    hint = budget
+    for _ in range(_REHEARSALS):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ThrashingWarning)
+                bench.step(way)
+        except OutOfBudget as error:
+            hint = error.minimum or error.needed
+            continue
+        except Thrashing as error:
+            hint = error.minimum or budget
+            continue
+        report = way.report()
+        if way.dtr.runs_by_calls and report.outcome == "pass":
+            return report, budget
+        hint = report.peak_bytes
+    return None, hint
+
+
+def _least_by_calls(model: nn.Module, bench: Bench, first: int, below: int | None, tell: Progress) -> int | None:
+    """A budget that is enough, about the least from `first` on; None where none was found."""
+    fails, works, budget = 0, None, first
+    for attempt in range(_ATTEMPTS):
+        if attempt:
+            budget = fails * 5 // 4 if works is None else (fails + works) // 2
+        if below is not None and budget >= below:
+            return None
+        tell(f"finding the least limit: trying {format_bytes(budget)}", attempt, _ATTEMPTS)
+        report, _ = _rehearsed(_dtr_of(model, budget), bench)
+        if report is None:
+            fails = budget
+        elif below is None and not report.evictions:  # no more than plain PyTorch would do
+            return None
+        else:
+            works = budget
+        if works is not None and (not fails or attempt >= _ATTEMPTS - 2 or works * 10 <= fails * 11):
+            break
+    return works
+
+
+def fits_by_operators(model: nn.Module, sample: Any, budget: int, setup: Setup) -> str:
+    """Says so where the model trains within the budget operator by operator, as recurrent layers may."""
+    with Bench(model, sample, setup.loss, output_held=setup.output_held) as bench:
+        way = UnderDTR(DTR(budget, granularity="operator"), bench.sample_bytes)
+        for _ in range(_REHEARSALS):
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", ThrashingWarning)
+                    peak = bench.peak_bytes(bench.step(way))
+            except (OutOfBudget, Thrashing):
+                continue
+            if peak <= budget:
+                return (
+                    f" Or train in blocks of remat.DTR({budget}, granularity='operator'), which recomputes single "
+                    "operators: a step fits there."
+                )
+    return ""

@@ -1,0 +1,272 @@
+"""Which plan serves a call of a model: the one of before, one that covers it, or one that is made for it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from remat.chain import Chain
+from remat.errors import InfeasibleBudget, OverBudgetWarning, PlanMismatch, UnsupportedModel
+from remat.formatting import format_bytes
+from remat.host.warn import warn
+from remat.profiling.profile import profile
+from remat.runtime.meter import is_profiled
+from remat.runtime.planned.lengths import Lengths, length_of, shapes_of, with_length, with_shapes
+from remat.runtime.planned.validity import Snapshot, Validity, look_of, smallest_covering, training
+from remat.runtime.pytree import Arguments
+from remat.solvers.persistent import Persistent
+
+if TYPE_CHECKING:
+    from remat.training.planned import Plan, Planned, Request
+
+_LENGTHS_TRIED = 4  # to find the longest sequence that fits
+
+
+class _Enough(Exception):
+    """Ends a profile of which the bytes are wanted alone."""
+
+
+class _Latest(NamedTuple):
+    """The plan of the last call, and what it goes by.
+
+    Attributes:
+        present: the plan for what was measured, at that time.
+        look: of the call.
+    """
+
+    plan: Plan
+    present: Plan | None
+    look: tuple[Any, ...]
+    model: Snapshot
+
+
+class PlansByInput:
+    """The plans of a model for inputs other than the one that was measured.
+
+    Args:
+        planned: the model.
+    """
+
+    def __init__(self, planned: Planned) -> None:
+        self._planned = planned
+        self._state: Validity | None = None  # in which the model was measured
+        self._plans: dict[Validity, Plan] = {}
+        self._latest: _Latest | None = None
+        self._lengths = Lengths(planned.model, None)
+        self._said: set[type[Warning]] = set()
+
+    @property
+    def latest(self) -> Plan | None:
+        """The plan of the last call."""
+        return None if self._latest is None else self._latest.plan
+
+    def begin(self, call: Arguments) -> None:
+        """The model has been measured with this call."""
+        self._state, self._lengths = self._validity(call), Lengths(self._planned.model, call)
+        self._plans.clear()
+
+    def drop(self) -> None:
+        """Plans for other inputs are no longer as is asked for."""
+        self._plans.clear()
+
+    def forget(self) -> None:
+        """The model is another than the one that was measured."""
+        self._state = None
+        self._plans.clear()
+
+    def _validity(self, call: Arguments) -> Validity:
+        return Validity.of(self._planned.model, call)
+
+    def plan_for(self, call: Arguments) -> Plan:
+        """The plan for a call, as a rule the one of the call before, since nothing has changed.
+
+        Raises:
+            InfeasibleBudget: it does not fit the limit.
+            PlanMismatch: it needs another plan, and none can be made here.
+        """
+        latest, look, present = self._latest, look_of(call), self._planned.plan
+        if latest is None or latest.present is not present or latest.look != look or not latest.model.is_current():
+            plan = self._fitting(call)
+            if plan.estimated:  # for this call alone
+                return plan
+            latest = self._latest = _Latest(plan, self._planned.plan, look, Snapshot(self._planned.model))
+        return latest.plan
+
+    def _fitting(self, call: Arguments) -> Plan:
+        planned = self._planned
+        if planned.plan is not None and not planned.plan.executor.is_current:
+            if planned.request is None:
+                raise PlanMismatch(
+                    "modules of the model were replaced, added or removed since its sequence was assigned; assign a "
+                    "new one, or call measure(sample) and compute_sequence()"
+                )
+            warn("modules of the model were replaced, added or removed; measuring and planning again")
+            planned.forget()
+        if planned.plan is not None and planned.request is None:
+            return planned.plan
+        state = self._validity(call)
+        if planned.chain is None:
+            planned.measure(call)
+        if state == self._state:
+            if planned.plan is None:
+                planned.plan_as(planned.request)
+                self.drop()
+            assert planned.plan is not None
+            return planned.plan
+        if state not in self._plans:
+            # Batches of a language model differ in length all the time; what fits the longest fits the others.
+            covering = smallest_covering(self._known(), state) if planned.patch is not None else None
+            if covering is None and planned.setup.group is not None:
+                raise PlanMismatch(
+                    f"the input is {', '.join(state.inputs)}, larger or of another kind than the measured one, and "
+                    "this process cannot plan again without the others of its group; in all of them, call "
+                    "measure(sample) with the largest batch, then compute_sequence()"
+                )
+            if covering is None and is_profiled(planned.model):
+                return self._beside_a_profiler(call)
+            self._plans[state] = covering or self._anew(call, state)
+        return self._plans[state]
+
+    def _known(self) -> dict[Validity, Plan]:
+        """All plans that there are, by what they hold for."""
+        if self._planned.plan is None or self._state is None:
+            return {}
+        return {self._state: self._planned.plan, **self._plans}
+
+    def _anew(self, call: Arguments, state: Validity) -> Plan:
+        """Measures and plans for another input than any before; where batches may be longer still, for such ones."""
+        grows = self._planned.patch is not None and self._planned.setup.group is None
+        if not grows or not self._lengths.compare_with(call):
+            return self._for_itself(call, state)
+        larger = any(each.is_like(state) and each.padded >= state.padded for each in self._known())
+        shapes = self._lengths.for_batch(call)
+        if shapes != shapes_of(call):
+            longer = with_shapes(call, shapes)
+            try:
+                plan, note = self._made_for(longer)
+            except Exception:  # a model may have no positions for it, and the limit no room
+                self._lengths.failed(shapes)
+            else:
+                self._lengths.planned(shapes)
+                self._plans[self._validity(longer)] = plan
+                if larger:
+                    self._say_once(
+                        f"a batch is longer than all before, or has more rows ({', '.join(state.inputs)}): measured "
+                        f"and planned again{note}, for longer ones, too. longest= names the most tokens there will be"
+                    )
+                else:
+                    warn(f"{self._change(state)}; measured and planned again{note}")
+                return plan
+        plan = self._for_itself(call, state, larger=larger)
+        self._lengths.planned(shapes_of(call))
+        return plan
+
+    def _change(self, state: Validity) -> str:
+        """What is another than when the model was measured."""
+        assert self._state is not None
+        if state.inputs != self._state.inputs:
+            return f"the input is {', '.join(state.inputs)}, but was measured as {', '.join(self._state.inputs)}"
+        if (state.named, state.switches) != (self._state.named, self._state.switches):
+            called, measured = (", ".join((*each.named, *each.switches)) for each in (state, self._state))
+            return f"the model is called with {called}, but was measured with {measured}"
+        if state.padded != self._state.padded:
+            return "tokens of this batch are masked, and none were in what was measured"
+        return "train flags, frozen parameters or autocast have changed since it was measured"
+
+    def _for_itself(self, call: Arguments, state: Validity, *, larger: bool = False) -> Plan:
+        """Measures and plans for an input; `larger`: than those before, and else like them.
+
+        Raises:
+            InfeasibleBudget: it does not fit, and is not to train all the same.
+        """
+        try:
+            plan, note = self._made_for(call)
+        except InfeasibleBudget as error:
+            if self._planned.setup.when_short == "least":
+                return self._of_least_memory(call, state, error)
+            fits = self._longest_that_fits(call, error.budget) if larger else None
+            known = "" if fits is None else f" Sequences of {fits} tokens fit."
+            error.args = (
+                f"this batch ({', '.join(state.inputs)}) needs at least {format_bytes(error.minimum)} ({error.minimum} "
+                f"bytes), more than the limit of {format_bytes(error.budget)}.{known} Raise the limit, make batches "
+                "smaller or shorter, or have such batches train by the schedule of least memory: when_short='least'",
+            )
+            raise
+        what = self._change(state)
+        if larger:
+            self._say_once(f"{what}; measured and planned again{note}, as for other batches that are larger still")
+        else:
+            warn(f"{what}; measured and planned again{note}")
+        return plan
+
+    def _made_for(self, call: Arguments, request: Request | None = None, *, estimate: bool = False) -> tuple[Plan, str]:
+        """A plan for this input, by the present request where none is given; with a remark on it."""
+        planned, note = self._planned, ""
+        before = planned.chain, planned.plan, planned.request
+        loss = planned.setup.loss
+        more: Any = {"estimate": True} if estimate else {}
+        try:
+            try:
+                planned.chain = planned.profile(call, loss, **more)
+            except Exception as error:
+                if loss is None:
+                    raise
+                # A loss often holds the targets of the batch it was given with, which another shape does not fit.
+                note = f"; the loss fails on it ({error}) and is assumed to take no memory or time"
+                planned.chain = planned.profile(call, None, **more)
+            planned.plan_as(request or planned.request)
+            assert planned.plan is not None
+            return planned.plan._replace(estimated=estimate), note
+        finally:
+            planned.chain, planned.plan, planned.request = before
+
+    def _beside_a_profiler(self, call: Arguments) -> Plan:
+        """For one call, in which nothing can be measured: by what is estimated, or else the plan that there is."""
+        try:
+            return self._made_for(call, estimate=True)[0]
+        except (UnsupportedModel, InfeasibleBudget):
+            if self._planned.plan is None:
+                raise
+            self._say_once(
+                "this step, beside a profiler, may exceed its limit: nothing can be measured there", OverBudgetWarning
+            )
+            return self._planned.plan._replace(estimated=True)
+
+    def _of_least_memory(self, call: Arguments, state: Validity, error: InfeasibleBudget) -> Plan:
+        """The schedule of least memory, for an input that does not fit the limit."""
+        assert self._planned.request is not None
+        plan, _ = self._made_for(call, self._planned.request._replace(bounded=False))
+        self._say_once(
+            f"the input is {', '.join(state.inputs)}, which needs {format_bytes(error.minimum)} and does not fit "
+            f"{format_bytes(error.budget)}: it trains by the schedule of least memory, as all will that do not fit",
+            OverBudgetWarning,
+        )
+        return plan
+
+    def _longest_that_fits(self, call: Arguments, budget: int) -> int | None:
+        """Tokens for which there is a plan within the budget, about the most, by what a few lengths need at least."""
+        length, needed = length_of(call), 0
+        if length is None:
+            return None
+
+        def enough(chain: Chain) -> None:
+            nonlocal needed
+            needed = Persistent().minimum_budget(chain)
+            raise _Enough
+
+        model, stages = self._planned.model, self._planned.setup.stages
+        fits, fails = 0, length
+        for _ in range(_LENGTHS_TRIED):
+            middle = (fits + fails) // 2
+            if middle in (fits, 0):
+                break
+            with suppress(_Enough), training(model):
+                profile(model, with_length(call, middle), loss=None, stages=stages, enough=enough)
+            fits, fails = (middle, fails) if needed <= budget else (fits, middle)
+        return fits or None
+
+    def _say_once(self, text: str, kind: type[Warning] = UserWarning) -> None:
+        """Of batches that are longer than those before, once for each kind."""
+        if kind not in self._said:
+            self._said.add(kind)
+            warn(text, kind)

@@ -1,0 +1,277 @@
+"""`fit`: makes a model train within a memory limit, by the fastest plan of all planners, or else under DTR."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import nn
+
+from remat.budgets import resolve_budget
+from remat.chain import Chain
+from remat.errors import InfeasibleBudget, NoChain, OverBudgetWarning, RematError, UnsupportedModel
+from remat.formatting import format_bytes
+from remat.host.warn import warn
+from remat.runtime.calls.stages import call_of, is_sequential
+from remat.runtime.checks import Loss, check_count, check_model
+from remat.runtime.meter import is_profiled
+from remat.runtime.planned.lengths import length_of, with_length
+from remat.runtime.planned.patched_forward import PatchedForward, Runs, patched_forward_of
+from remat.runtime.planned.wrapper import Wrapper
+from remat.runtime.pytree import Arguments
+from remat.runtime.sharding import refuse_first_forward
+from remat.solvers.base import store_all_peak
+from remat.solvers.bounds import least_of_any
+from remat.solvers.fastest import compile_planners
+from remat.solvers.persistent import Persistent
+from remat.training.by_calls import fits_by_operators, train_by_calls
+from remat.training.planned import Limit, Planned, trains
+from remat.training.said import choices, conclude, in_a_line, say, what_is_outside
+from remat.training.setup import Setup
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+AUTO = "auto"
+_HOPELESS = 4  # times what there is, that plans need: nothing else will do with so little either
+
+
+def fit(
+    model: nn.Module,
+    sample: Any = None,
+    memory: int | str | float = AUTO,
+    loss: Loss | None = None,
+    *,
+    longest: int | None = None,
+    when_short: str = "error",
+    slots: int = 500,
+    quiet: bool = False,
+    stages: Sequence[str | nn.Module] | None = None,
+    other_path: str = "warn",
+    group: ProcessGroup | None = None,
+    output_held: bool = True,
+    options: bool = True,
+    keep: Collection[str] = (),
+    recompute: Collection[str] = (),
+    host_limit: int | str | None = None,
+) -> nn.Module:
+    """Makes the training steps of `model` stay within `memory`, by the fastest plan of all planners.
+
+        remat.fit(model, sample, memory="8GiB")
+
+    It can be called again, on the same model, for another limit or sample: the plan of before is replaced. Where
+    anything fails, the model stays as it was, with the plan that it had.
+
+    Where no chain is found in the model, or too little of the memory lies in it for any plan to fit, it trains under
+    DTR by calls (`remat.DTR`) from the forward to the end of the backward, which is said on stderr. Some steps are run
+    before, to learn what calls of its modules take.
+
+    Args:
+        model: any module.
+        sample: its input, as it will be in training: a tensor, a tuple of positional or a dict of keyword arguments.
+            Without one, the first call in training is measured and planned for.
+        memory: int (bytes), string ("8GiB"), float in (0, 1] of the peak when everything is stored for this sample, or
+            "auto": 0.9 of the memory that is free, less what gradients that are not there yet and an optimiser like
+            Adam will take. It covers activations, their gradients and scratch memory, the sample included; not
+            parameters, their gradients and optimiser state.
+        loss: a function of the output that returns a scalar; without one it is the output's own (`output.loss`), or
+            taken as free.
+        longest: the most tokens that a sequence will have: the sample, padded to that, is measured and planned for,
+            and shorter ones train by the same plan. Without it a longer batch than before is measured when it comes.
+        when_short: what to do where a later, longer input does not fit: "error", which says what would, before
+            anything of that step has run; or "least", to train it by the schedule of least memory, with a warning.
+        slots: memory units of the dynamic programs.
+        quiet: do not tell on stderr what limits there are, what was chosen, and what it costs.
+        stages: names or modules to take for the stages, as in `remat.find_chain`; None: they are found.
+        other_path: what to do where a forward takes another path than the chain that was found: "warn" or "error".
+        group: processes that train this model together, as for `rotor.Checkpointable`.
+        output_held: count the output as held by the caller until the backward is over, as by
+            `out = model(x); loss = criterion(out, y); loss.backward()`; False where the loop never names it.
+        options, keep, recompute: plan with ways to keep a part of what a stage saves, as for `rotor.Checkpointable`.
+        host_limit: how much of the host's memory may hold what leaves the device meanwhile, as for
+            `rotor.Checkpointable`; DTR sends nothing there.
+
+    Returns:
+        The model itself, the same object of the same class, trained within the limit until `remat.remove(model)`.
+
+    Raises:
+        InfeasibleBudget: nothing fits; `minimum` is the least memory that works.
+        InvalidBudget: `memory` in another form.
+        RematError: `model` is not a module, or is wrapped by remat already.
+        UnsupportedModel: neither is possible, as where the model is compiled as a whole or checkpoints itself; of
+            several processes or with `stages`: no chain was found.
+    """
+    setup = Setup(
+        loss=loss,
+        slots=slots,
+        stages=stages,
+        other_path=other_path,
+        group=group,
+        output_held=output_held,
+        options=options,
+        keep=keep,
+        recompute=recompute,
+        host_limit=host_limit,
+        when_short=when_short,
+    )
+    wish = Wish(setup, memory, longest, quiet).checked()
+    if sample is None:
+        fit_at_first_call(model, wish)
+    else:
+        check_model(model)
+        _refuse_wrapped(model)
+        _fit(model, sample, wish)
+    return model
+
+
+class Wish(NamedTuple):
+    """What `fit` is asked for."""
+
+    setup: Setup
+    memory: Limit = AUTO
+    longest: int | None = None
+    quiet: bool = False
+
+    def checked(self) -> Wish:
+        """Itself.
+
+        Raises:
+            RematError: it makes no sense.
+        """
+        if self.longest is not None:
+            check_count("longest", self.longest)
+        if self.memory != AUTO:
+            resolve_budget(self.memory, store_all_bytes=2**62)
+        return self
+
+    def limit_for(self, planned: Planned) -> Limit:
+        return planned.automatic_limit() if self.memory == AUTO else self.memory
+
+
+def fit_at_first_call(model: nn.Module, wish: Wish) -> PatchedForward:
+    """Has the model train within a limit from its first call in training on, which is the sample.
+
+    Where a profiler of the program's own is running, measuring would spoil what that finds: such a call runs by what is
+    estimated, and the next one without is measured.
+    """
+    check_model(model)
+    _refuse_wrapped(model)
+    before = patched_forward_of(model)
+    if before is not None:
+        before.remove()
+    patch = PatchedForward(model, lambda args, kwargs: None, other_path=wish.setup.other_path)
+
+    def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runs | None:
+        call = Arguments(args, kwargs)
+        if not trains(model, args, kwargs):
+            return None
+        patch.was_called = True
+        refuse_first_forward(model)
+        if is_profiled(model):
+            return _by_estimate(model, call, wish)
+        _fit(model, call, wish, patch)
+        patch.undecided = False
+        return patch.choose(args, kwargs)
+
+    patch.choose, patch.undecided = choose, True
+    return patch
+
+
+def _by_estimate(model: nn.Module, call: Arguments, wish: Wish) -> Runs | None:
+    """What runs a single call by an estimate of what it takes; None, which is plain PyTorch, where there is none."""
+    planned = Planned(model, wish.setup)
+    try:
+        planned.estimate(call)
+    except UnsupportedModel as error:
+        warn(f"this step, beside a profiler, runs without a memory limit: {error}", OverBudgetWarning)
+        return None
+    try:
+        planned.plan_with("fastest", wish.limit_for(planned))
+    except InfeasibleBudget as error:  # which an estimate is not sure of
+        warn(f"this step, beside a profiler, runs by the schedule of least memory: {error}", OverBudgetWarning)
+        planned.plan_with("persistent", bounded=False)
+    assert planned.plan is not None
+    return planned.plan.executor
+
+
+def _fit(model: nn.Module, sample: Any, wish: Wish, patch: PatchedForward | None = None) -> None:
+    """Measures, plans, and has the model train so; `patch`: by that which stands in for its forward already."""
+    kind, quiet, setup = type(model).__name__, wish.quiet, wish.setup
+    planned = Planned(model, setup)
+    if wish.longest is not None:
+        sample = _longest(model, sample, wish.longest)
+    by_calls_too = setup.stages is None and setup.group is None
+    limit = wish.limit_for(planned)
+    try:
+        planned.measure(sample, progress=not quiet, again=False, enough=partial(_refuse_hopeless, limit))
+    except NoChain:
+        if not by_calls_too:
+            raise
+        train_by_calls(model, sample, limit, setup, patch, f"no chain of blocks found in {kind}", quiet=quiet)
+        return
+    chain = planned.measured
+    limit = resolve_budget(limit, store_all_peak(chain))  # of what comes later, too
+    solver = planned.solver("fastest")
+    if not quiet and patch is None:
+        say(choices(kind, chain, solver))
+    try:
+        planned.plan_with("fastest", limit)
+    except InfeasibleBudget as error:
+        error.args = (f"{error}{what_is_outside(chain, error.minimum)}",)
+        if not by_calls_too or _is_hopeless(error.budget, error.minimum):
+            raise
+        if is_sequential(model):
+            error.args = (f"{error}{fits_by_operators(model, sample, limit, setup)}",)
+            raise
+        why = f"plans for {kind} need at least {format_bytes(error.minimum)}"
+        try:
+            train_by_calls(model, sample, limit, setup, patch, why, quiet=quiet, below=error.minimum)
+        except (UnsupportedModel, InfeasibleBudget) as by_calls:
+            last = by_calls if isinstance(by_calls, InfeasibleBudget) else error
+            last.args = (f"{last}{fits_by_operators(model, sample, limit, setup)}",)
+            raise last from None
+        return
+    patch = planned.take_place(patch)
+    assert planned.plan is not None
+    text = in_a_line(kind, chain, planned.plan.schedule, limit, solver.minimum_budget(chain))
+    conclude(patch, text, quiet, lambda: {"limit": limit, **planned.figures()})
+
+
+def _longest(model: nn.Module, sample: Any, length: int) -> Arguments:
+    """The sample with sequences of this length.
+
+    Raises:
+        RematError: there are none in it.
+    """
+    call = call_of(model, sample)
+    before = length_of(call)
+    if before is None:
+        raise RematError(
+            f"longest={length}: no tensor of the call looks like sequences, (batch, length) or (batch, length, width). "
+            "Leave `longest` out, and give the largest batch as the sample"
+        )
+    return with_length(call, max(length, before))
+
+
+def _refuse_hopeless(limit: int | str | float, chain: Chain) -> None:
+    """Refuses a limit that nothing can meet as soon as sizes are known, before all the rest is measured.
+
+    What numba has yet to compile is compiled here too: later, time is measured.
+    """
+    compile_planners()
+    budget = resolve_budget(limit, store_all_peak(chain))
+    if _is_hopeless(budget, least_of_any(chain)):
+        raise InfeasibleBudget(budget, Persistent().minimum_budget(chain), exact=False)
+
+
+def _is_hopeless(budget: int, least: int) -> bool:
+    return _HOPELESS * budget < least
+
+
+def _refuse_wrapped(model: object) -> None:
+    if isinstance(model, Wrapper):
+        raise RematError(
+            f"this model is wrapped in a {type(model).__name__} already; fit its `.wrapped`, or plan again with the "
+            "wrapper's methods"
+        )

@@ -1,0 +1,273 @@
+"""A model that is measured, planned for, and trains by the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from remat.budgets import resolve_budget
+from remat.chain import Chain
+from remat.distributed import agree, held_by_others, solved
+from remat.errors import RematError
+from remat.host.progress import Progress, shown
+from remat.profiling.profile import Loss, profile
+from remat.report import Report
+from remat.runtime.calls.stages import call_of
+from remat.runtime.meter import free_bytes
+from remat.runtime.offload import HostMemory
+from remat.runtime.planned.binding import bound
+from remat.runtime.planned.forward_run import Executor, Lock
+from remat.runtime.planned.patched_forward import PatchedForward, patched_forward_of
+from remat.runtime.planned.validity import training
+from remat.runtime.pytree import Arguments, tensors
+from remat.runtime.sharding import refuse_first_forward
+from remat.schedule import Schedule
+from remat.simulation import simulate
+from remat.solvers import WITH_HOST, planner
+from remat.solvers.base import Solver, store_all_peak
+from remat.training.by_input import PlansByInput
+from remat.training.setup import Setup
+
+FREE_SHARE = 0.9  # of the free memory is the limit where none is given
+Limit = int | str | float
+
+
+def trains(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of the model is one in training: in train mode, and something needs a gradient."""
+    if not model.training:
+        return False
+    return any(each.requires_grad for each in model.parameters()) or any(
+        each.requires_grad for each in tensors((args, kwargs))
+    )
+
+
+class Request(NamedTuple):
+    """How the present schedule was asked for, so that it can be asked for again for another input.
+
+    Attributes:
+        limit: None: the model's own, or 0.9 of the free memory.
+        least: bytes that a share has stood for: no less for what stores less, as where parameters are frozen.
+        bounded: False: the solver's schedule of least memory, whatever that needs.
+    """
+
+    solver: Solver
+    limit: Limit | None = None
+    least: int = 0
+    bounded: bool = True
+
+
+class Plan(NamedTuple):
+    """A schedule and what runs it.
+
+    Attributes:
+        chain: that it was made for; None where it was given.
+        estimated: of a chain that was not measured, for one call.
+    """
+
+    chain: Chain | None
+    schedule: Schedule
+    executor: Executor
+    estimated: bool = False
+
+
+class Planned:
+    """A model with a chain, once it is measured, and a plan, once one was asked for.
+
+    Args:
+        limit: where a request has none; None: 0.9 of the free memory.
+
+    Attributes:
+        chain: of what was measured last.
+        plan: for that; None as long as there is none.
+        request: how it was asked for; None where a schedule was given, which then serves every input.
+        patch: by which the model itself trains by the plan; None where it does not.
+        slots: memory units of the dynamic programs.
+        on_measured, on_planned: called when that is done.
+    """
+
+    def __init__(self, model: nn.Module, setup: Setup, limit: Limit | None = None) -> None:
+        self.model, self.setup, self.limit, self.slots = model, setup, limit, setup.slots
+        self.chain: Chain | None = None
+        self.plan: Plan | None = None
+        self.request: Request | None = None
+        self.patch: PatchedForward | None = None
+        self.on_measured: Callable[[], None] = lambda: None
+        self.on_planned: Callable[[], None] = lambda: None
+        self.lock = Lock()
+        self.inputs = PlansByInput(self)
+        self.host = HostMemory()
+
+    # Measuring -------------------------------------------------------------------------------------------------------
+
+    def measure(
+        self,
+        sample: Any,
+        *,
+        progress: bool = False,
+        again: bool = True,
+        enough: Callable[[Chain], None] = lambda chain: None,
+    ) -> None:
+        """Measures every stage on a sample, in train mode; drops earlier plans. Leaves the model unchanged.
+
+        Args:
+            progress: show on stderr what is measured.
+            again: False: take what was measured last, where the model and the sample look the same.
+            enough: as for `remat.profile`; several processes do not call it.
+        """
+        with training(self.model), shown(progress) as tell:
+            self.chain = self.profile(sample, self.setup.loss, tell, again=again, enough=enough)
+            self._was_measured(sample)
+        self.on_measured()
+
+    def estimate(self, sample: Any) -> None:
+        """Takes for measured what a sample is estimated to need, without running anything; as `measure` else."""
+        with training(self.model):
+            self.chain = self.profile(sample, self.setup.loss, estimate=True)
+            self._was_measured(sample)
+
+    def _was_measured(self, sample: Any) -> None:
+        self.plan = None
+        self.inputs.begin(call_of(self.model, sample))
+
+    def profile(
+        self, sample: Any, loss: Loss | None, tell: Progress | None = None, *, again: bool = True, **more: Any
+    ) -> Chain:
+        """The chain for a sample, measured as the setup says; `more`: arguments of `remat.profile`."""
+        setup = self.setup
+        options: dict[str, Any] = {"loss": loss, "stages": setup.stages, "output_held": setup.output_held}
+        options |= {"progress": tell, "options": setup.options, "offload": setup.host_limit is not None}
+        options |= {"keep": setup.keep, "recompute": setup.recompute}
+        if setup.group is None:
+            return profile(self.model, sample, again=again, **options, **more)
+        return profile(self.model, sample, agreed=partial(agree, group=setup.group), **options)
+
+    @property
+    def measured(self) -> Chain:
+        """The chain.
+
+        Raises:
+            RematError: there is none yet.
+        """
+        if self.chain is None:
+            raise RematError("nothing has been measured yet; call measure(sample) first, or pass input=sample")
+        return self.chain
+
+    # Planning --------------------------------------------------------------------------------------------------------
+
+    def solver(self, name: str | Solver) -> Solver:
+        """The planner of that name, or, where something may go to the host, the one that knows of that."""
+        host_limit = self.setup.host_limit
+        if host_limit is None or name not in WITH_HOST:
+            return planner(name, self.slots)
+        return planner(name, self.slots, max(resolve_budget(host_limit) // self.setup.in_flight, 1))
+
+    def plan_with(self, solver: str | Solver, limit: Limit | None = None, *, bounded: bool = True) -> None:
+        """Plans for what was measured; plans for other inputs were made as asked for before, and are dropped.
+
+        Args:
+            bounded: False: the schedule of least memory, whatever that needs.
+
+        Raises:
+            InfeasibleBudget: nothing fits; the plan from before stays.
+            RematError: an unknown name, or nothing was measured.
+        """
+        self.plan_as(Request(self.solver(solver), limit, bounded=bounded))
+        self.inputs.drop()
+
+    def plan_as(self, request: Request | None) -> None:
+        """Plans for what was measured; None: as is usual."""
+        chain, setup = self.measured, self.setup
+        request = request or Request(self.solver("persistent"))
+        if request.bounded:
+            limit = request.limit if request.limit is not None else self.limit
+            if limit is None:
+                limit = self.automatic_limit()
+            if isinstance(limit, float) and setup.group is None and setup.in_flight == 1:
+                limit = max(resolve_budget(limit, store_all_peak(chain)), request.least)
+                request = request._replace(least=limit)
+            schedule = solved(chain, request.solver, limit, in_flight=setup.in_flight, group=setup.group)
+        else:
+            operations = request.solver.least_memory(chain)
+            schedule = Schedule(operations, strategy=request.solver.name, layout=chain.layout)
+        self._bind(chain, schedule, setup.in_flight if request.bounded else 0)
+        self.request = request
+        self.on_planned()
+
+    def adopt(self, schedule: Schedule) -> None:
+        """Takes a schedule that was made elsewhere, for every input."""
+        self._bind(self.chain, schedule)
+        self.inputs.drop()
+        self.request = None
+
+    def _bind(self, chain: Chain | None, schedule: Schedule, in_flight: int = 0) -> None:
+        layout = schedule.layout or (chain.layout if chain is not None else None)
+        schedule_here = replace(schedule, layout=layout)
+        executor = bound(self.model, schedule_here, preserve_random=self.setup.preserve_random)
+        executor.lock, executor.host, executor.in_flight = self.lock, self.host, in_flight
+        self.plan = Plan(chain, schedule, executor)
+
+    def forget(self) -> None:
+        """Drops what was measured and planned, since the model is another."""
+        self.chain = self.plan = None
+        self.inputs.forget()
+
+    def automatic_limit(self) -> int:
+        """90 % of the free memory, minus gradients that are not allocated yet and Adam's state."""
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        missing = sum(parameter.nbytes for parameter in parameters if parameter.grad is None)
+        device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        return max(int(FREE_SHARE * free_bytes(device)) - missing - 2 * sum(p.nbytes for p in parameters), 1)
+
+    def prediction(self) -> Report:
+        """What the plan costs.
+
+        Raises:
+            RematError: there is none.
+        """
+        if self.plan is None:
+            raise RematError("no sequence has been computed yet; call compute_sequence(mem_limit) first")
+        return simulate(self.measured, self.plan.schedule)
+
+    def expected_bytes(self) -> int:
+        """Predicted peak of the plan, of all forwards in flight."""
+        peak = self.prediction().peak_bytes
+        assert self.plan is not None
+        return peak + held_by_others(self.measured, self.plan.schedule, self.setup.in_flight)
+
+    # Training --------------------------------------------------------------------------------------------------------
+
+    def take_place(self, patch: PatchedForward | None = None) -> PatchedForward:
+        """Makes the model itself train by the present plan, in place of any earlier one; by this patch, if given."""
+        if patch is None:
+            before = patched_forward_of(self.model)
+            if before is not None:
+                before.remove()
+            patch = PatchedForward(self.model, self.choose, self.lock, other_path=self.setup.other_path)
+        else:
+            self.lock = patch.lock
+            if self.plan is not None:
+                self.plan.executor.lock = self.lock
+            patch.choose = self.choose
+        self.patch = patch
+        return patch
+
+    def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executor | None:
+        """What runs a forward of a model that trains by the plan itself."""
+        if not trains(self.model, args, kwargs):
+            return None
+        if self.chain is None:
+            refuse_first_forward(self.model)
+        return self.inputs.plan_for(Arguments(args, kwargs)).executor
+
+    def figures(self) -> dict[str, int]:
+        """Of the last call: predicted bytes of the peak, and how often something is recomputed."""
+        plan = self.inputs.latest or self.plan
+        if plan is None or plan.chain is None:
+            return {}
+        peak = simulate(plan.chain, plan.schedule).peak_bytes
+        return {"peak": peak, "recomputations": plan.schedule.recomputations}

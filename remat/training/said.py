@@ -1,0 +1,77 @@
+"""What `fit` says: which limits there are, how a model trains now, and what no plan can free."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from remat.chain import Chain
+from remat.errors import InfeasibleBudget
+from remat.formatting import count, format_bytes, text_table
+from remat.runtime.planned.notebook import shown_in_a_sentence
+from remat.runtime.planned.patched_forward import PatchedForward
+from remat.schedule import Schedule
+from remat.simulation import simulate
+from remat.solvers.base import Solver, store_all_peak
+
+_OVERHEADS = (0.05, 0.1, 0.2)  # whose limits the table shows
+_TRIED = 64  # limits between the least and storing everything
+
+
+def conclude(patch: PatchedForward, text: str, quiet: bool, figures: Callable[[], dict[str, int]]) -> None:
+    """Says how the model trains now: on stderr, unless it is to be quiet, and where a notebook shows the model."""
+    if not patch.model.training:
+        text += ". It is in eval mode, where it runs as before: call model.train() to train within the limit"
+    patch.summary, patch.figures = text, figures
+    shown_in_a_sentence()
+    if not quiet:
+        say(text)
+
+
+def in_a_line(name: str, chain: Chain, schedule: Schedule, limit: int, least: int) -> str:
+    report, most = simulate(chain, schedule), store_all_peak(chain)
+    if not schedule.recomputations and not report.host_bytes:
+        return f"remat.fit: {name} needs {format_bytes(most)} and fits {format_bytes(limit)}: nothing is recomputed"
+    slower = "" if report.overhead is None else f", predicted {report.overhead - 1:.0%} slower"
+    whole = schedule.recomputations - schedule.parts
+    what = [f"{count(whole, 'recomputation')} of whole stages"] * (whole > 0)
+    what += [f"{count(schedule.parts, 'stage')} partly recomputed"] * (schedule.parts > 0)
+    what += [f"{format_bytes(report.host_bytes)} offloaded to CPU memory"] * (report.host_bytes > 0)
+    return (
+        f"remat.fit: {name} now trains in {format_bytes(report.peak_bytes)} (limit {format_bytes(limit)}, least "
+        f"{format_bytes(least)}, plain PyTorch {format_bytes(most)}){slower}: {', '.join(what)}"
+    )
+
+
+def choices(kind: str, chain: Chain, solver: Solver) -> str:
+    """What limits there are to choose from: a line each for the least and for the overheads that people ask for."""
+    least, most = solver.minimum_budget(chain), store_all_peak(chain)
+    if least >= most:
+        return f"remat.fit: plans free nothing of the {format_bytes(most)} that {kind} needs"
+    limits = sorted({least + (most - least) * step // _TRIED for step in range(_TRIED + 1)})
+    found = [
+        (limit, simulate(chain, answer).overhead or 1.0)
+        for limit, answer in zip(limits, solver.solve_many(chain, limits), strict=True)
+        if not isinstance(answer, InfeasibleBudget)
+    ]
+    rows = [("minimum", *found[0])]
+    rows += [(f"{wanted:.0%} slower", *next(each for each in found if each[1] <= 1 + wanted)) for wanted in _OVERHEADS]
+    rows.append(("plain PyTorch", most, 1.0))
+    shown = [(f"  {name}", format_bytes(limit), f"{overhead:.2f} x") for name, limit, overhead in rows]
+    return "\n".join(text_table(("remat.fit:", "limit", "predicted time"), shown))
+
+
+def what_is_outside(chain: Chain, least: int) -> str:
+    """Where the least limit is mostly memory that no plan can free, what that is and what helps."""
+    outside = sum(size for size, fixed in zip(chain.saved_bytes, chain.fixed, strict=True) if fixed)
+    if 2 * outside < least:
+        return ""
+    return (
+        f" {format_bytes(outside)} of it belong to code outside of the blocks, such as logits, and are never "
+        "recomputed (`print(remat.find_chain(model, sample))` lists them). A loss that works on parts of the logits "
+        "helps, and so does output_held=False if the training loop does not keep the output during backward."
+    )
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -1,0 +1,54 @@
+"""What is asked of a model's training within a memory limit, besides the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from remat.budgets import resolve_budget
+from remat.errors import RematError
+from remat.runtime.checks import Loss, check_count, check_when_short, checked_loss
+from remat.runtime.planned.patched_forward import check_other_path
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, eq=False)
+class Setup:
+    """How a model is to be measured and planned for; `rotor.Checkpointable` says what each of these means.
+
+    Raises:
+        RematError: they make no sense, or not together.
+    """
+
+    loss: Loss | None = None
+    slots: int = 500
+    stages: Sequence[str | nn.Module] | None = None
+    other_path: str = "warn"
+    group: ProcessGroup | None = None
+    in_flight: int = 1
+    output_held: bool = True
+    options: bool = True
+    keep: Collection[str] = ()
+    recompute: Collection[str] = ()
+    host_limit: int | str | None = None
+    when_short: str = "error"
+    preserve_random: bool = True
+
+    def __post_init__(self) -> None:
+        check_count("slots", self.slots)
+        check_count("in_flight", self.in_flight)
+        check_other_path(self.other_path)
+        check_when_short(self.when_short)
+        checked_loss(self.loss)
+        if self.host_limit is not None:
+            resolve_budget(self.host_limit)
+            if not self.options or self.group is not None:
+                raise RematError(
+                    "host_limit needs options=True and no `group`: offloaded tensors are options of a stage; leave out "
+                    "host_limit"
+                )
