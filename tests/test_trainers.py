@@ -83,7 +83,7 @@ PLAIN: Mapping[str, dict[str, Any]] = {
     "accumulation": {"gradient_accumulation_steps": 2},
     "bf16": {"bf16": True},
     "checkpointing": {"gradient_checkpointing": True},
-    "evaluation": {"eval_strategy": "steps", "eval_steps": 1},
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True},
 }
 
 

@@ -52,8 +52,9 @@ class RematCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        figures = self._training.figures()
         if trainer.logger is not None:
-            pl_module.log_dict(self._training.figures())
+            pl_module.log_dict(figures)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._training.end()

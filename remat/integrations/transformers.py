@@ -50,11 +50,12 @@ class RematCallback(TrainerCallback):
         self._training.end()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **more: Any) -> None:
+        if logs is None or "loss" not in logs:  # of an evaluation
+            return
         figures = self._training.figures()
-        if logs is not None and "loss" in logs:
-            logs.update(figures)  # for the callbacks behind this one
-            if state.log_history:
-                state.log_history[-1].update(figures)
+        logs.update(figures)  # for the callbacks behind this one
+        if state.log_history:
+            state.log_history[-1].update(figures)
 
 
 def _first_of_callbacks(callback: RematCallback) -> None:
