@@ -10,7 +10,7 @@ from torch import nn
 
 import remat
 from remat.runtime.meter import MemoryMeter
-from remat.runtime.planned.lengths import Lengths, length_of, shapes_of, with_length
+from remat.runtime.planned.lengths import Lengths, is_padded, length_of, shapes_of, with_length
 from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.runtime.planned.validity import Validity
 from remat.runtime.pytree import Arguments
@@ -215,6 +215,17 @@ def test_a_batch_with_padding_needs_more_than_one_without() -> None:
     assert _peak(model, padded) <= limit
     assert_alike(model, plain, **padded)
     assert_alike(model, plain, **full)
+
+
+def test_what_is_a_mask_that_leaves_out_tokens() -> None:
+    ones = torch.ones(2, 4)
+    for dtype in (torch.long, torch.bool, torch.int32, torch.float32):
+        for name in ("attention_mask", "decoder_attention_mask"):
+            full, part = ones.to(dtype), ones.to(dtype).clone()
+            part[1, 3] = 0
+            assert not is_padded(Arguments((), {name: full})) and is_padded(Arguments((), {name: part}))
+    assert not is_padded(Arguments((), {"attention_mask": torch.zeros(2, 1, 4, 4), "decoder_attention_mask": None}))
+    assert not is_padded(Arguments((torch.zeros(2, 4),), {"labels": torch.zeros(2, 4)}))
 
 
 def test_the_longest_is_planned_for_with_padding() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import re
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -24,15 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 RECIPES = ["plain_loop", "transformers_trainer", "lightning_trainer"]
 NEEDS = {"transformers_trainer": "accelerate", "lightning_trainer": "lightning"}
 NORMS = 2  # layer norms in a block of each of the models here
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Models this small gain nothing from more, and where other programs use the cores, threads wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -77,20 +77,26 @@ class PlansByInput:
     def _validity(self, call: Arguments) -> Validity:
         return Validity.of(self._planned.model, call)
 
+    def repeated(self, call: Arguments) -> Plan | None:
+        """The plan of the call before, where nothing has changed since; None where something has."""
+        latest = self._latest
+        if latest is None or latest.present is not self._planned.plan or latest.look != look_of(call):
+            return None
+        return latest.plan if latest.model.is_current() else None
+
     def plan_for(self, call: Arguments) -> Plan:
-        """The plan for a call, as a rule the one of the call before, since nothing has changed.
+        """The plan for a call.
 
         Raises:
             InfeasibleBudget: it does not fit the limit.
             PlanMismatch: it needs another plan, and none can be made here.
         """
-        latest, look, present = self._latest, look_of(call), self._planned.plan
-        if latest is None or latest.present is not present or latest.look != look or not latest.model.is_current():
+        plan = self.repeated(call)
+        if plan is None:
             plan = self._fitting(call)
-            if plan.estimated:  # for this call alone
-                return plan
-            latest = self._latest = _Latest(plan, self._planned.plan, look, Snapshot(self._planned.model))
-        return latest.plan
+            if not plan.estimated:  # which is for this call alone
+                self._latest = _Latest(plan, self._planned.plan, look_of(call), Snapshot(self._planned.model))
+        return plan
 
     def _fitting(self, call: Arguments) -> Plan:
         planned = self._planned

@@ -258,11 +258,17 @@ class Planned:
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executor | None:
         """What runs a forward of a model that trains by the plan itself."""
-        if not trains(self.model, args, kwargs):
+        if not self.model.training:
             return None
-        if self.chain is None:
-            refuse_first_forward(self.model)
-        return self.inputs.plan_for(Arguments(args, kwargs)).executor
+        call = Arguments(args, kwargs)
+        plan = self.inputs.repeated(call)
+        if plan is None:
+            if not trains(self.model, args, kwargs):
+                return None
+            if self.chain is None:
+                refuse_first_forward(self.model)
+            plan = self.inputs.plan_for(call)
+        return plan.executor
 
     def figures(self) -> dict[str, int]:
         """Of the last call: predicted bytes of the peak, and how often something is recomputed."""
