@@ -123,7 +123,7 @@ def test_two_processes(tmp_path: Path) -> None:
         "    plain, _ = trained(devices=2, strategy='ddp', steps=2)\n"
         "    driven, trainer = trained(callbacks.RematCallback(0.6), devices=2, strategy='ddp', steps=2)\n"
         "    same = all(map(torch.equal, plain.parameters(), driven.parameters()))\n"
-        f"    with open({str(tmp_path)!r} + f'/{{trainer.global_rank}}', 'w') as file:\n"  # stdout is shared, so lines mix
+        f"    with open({str(tmp_path)!r} + f'/{{trainer.global_rank}}', 'w') as file:\n"
         "        file.write(f'{driven.losses == plain.losses} {same}')\n"
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=300)
