@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 import remat
+from benchmarks import models
 from benchmarks.keeping import Rows, write
 from benchmarks.tasks import Task, classified, transformer, treelstm, unet, unrolled_gan
-from remat import models
 
 LOGS = Path(__file__).parent / "logs"
 _STEPS = 10

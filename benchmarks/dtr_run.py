@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 import remat
+from benchmarks import models
 from benchmarks.keeping import FIGURES, Kept, Rows
 from benchmarks.pairing import in_turn, quartiles
 from benchmarks.tasks import Task, classified, transformer, treelstm, unet, unrolled_gan
 from benchmarks.watching import Watch, search_seconds
-from remat import models
 from remat.comparison.bench import Bench, TrainingStep
 from remat.errors import RematError, UnsupportedModel
 from remat.plotting.style import axes_for, legend, style_at

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from benchmarks import papers
 from benchmarks.dtr import LOGS as PAPERS_LOGS
 from benchmarks.dtr_logs import LOGS
 from benchmarks.keeping import FIGURES, Kept, Rows
-from remat import experiments
-from remat.experiments.lemmas import look_at_lemmas, run_path_by_path
-from remat.experiments.theorems import optimal_linear_operators, run_adversary, run_linear
+from benchmarks.papers.lemmas import look_at_lemmas, run_path_by_path
+from benchmarks.papers.theorems import optimal_linear_operators, run_adversary, run_linear
 from remat.runtime.dtr.trace import Trace
 
 NOTE = (
@@ -27,12 +27,12 @@ NOTE = (
     "operator once; a run that takes twice that thrashes"
 )
 _PAPERS = ("resnet32", "densenet121", "unet", "transformer", "treelstm")
-_SWEPT: dict[str, Callable[..., experiments.Experiment]] = {
-    "overhead": experiments.overhead_by_heuristic,
-    "ablation": experiments.ablation,
-    "deallocation": experiments.deallocation_policies,
-    "accesses": experiments.storage_accesses,
-    "paper-accesses": experiments.papers_storage_accesses,
+_SWEPT: dict[str, Callable[..., papers.Experiment]] = {
+    "overhead": papers.overhead_by_heuristic,
+    "ablation": papers.ablation,
+    "deallocation": papers.deallocation_policies,
+    "accesses": papers.storage_accesses,
+    "paper-accesses": papers.papers_storage_accesses,
 }
 _LENGTHS = (64, 128, 200, 256, 512, 1024, 2048, 4096)
 _SLOW = ("transformer", "treelstm")  # of the paper's logs, for which counting h_dtr's accesses takes an hour
@@ -51,14 +51,14 @@ def dtr_simulated() -> Rows:
         for name, make in _SWEPT.items():
             few = {log: t for log, t in traces.items() if log not in _SLOW} if name == "paper-accesses" else traces
             kept.part(f"{name}, {source}", partial(_swept, source, few if source == "paper" else traces, make))
-    kept.part("static", partial(_swept, "graphs", None, experiments.static_methods))
+    kept.part("static", partial(_swept, "graphs", None, papers.static_methods))
     kept.part("linear", _linear)
     kept.part("adversary", _adversary)
     return kept.rows
 
 
 def _swept(
-    source: str, traces: dict[str, Trace] | None, make: Callable[..., experiments.Experiment]
+    source: str, traces: dict[str, Trace] | None, make: Callable[..., papers.Experiment]
 ) -> Iterator[dict[str, Any]]:
     made = make() if traces is None else make(traces)
     for name, figure in made.figures.items():
@@ -76,7 +76,7 @@ def _swept(
 
 def _linear() -> Iterator[dict[str, Any]]:
     """Theorem 3.1 and Lemmas A.1 to A.4 on the linear network, h_e* and h_dtr; Figure 5."""
-    made = experiments.linear_network(lengths=(64, 128, 256, 512, 1024, 2048))
+    made = papers.linear_network(lengths=(64, 128, 256, 512, 1024, 2048))
     for name, figure in made.figures.items():
         figure.savefig(FIGURES / f"dtr_{name}.png", dpi=80)
     for nodes in _LENGTHS:
@@ -90,7 +90,7 @@ def _linear() -> Iterator[dict[str, Any]]:
 
 def _adversary() -> Iterator[dict[str, Any]]:
     """Theorem 3.2: DTR against the adversary, and the static order on the same graph."""
-    for name, figure in experiments.adversary().figures.items():
+    for name, figure in papers.adversary().figures.items():
         figure.savefig(FIGURES / f"dtr_{name}.png", dpi=80)
     for heuristic in ("h_dtr", "h_dtr_eq", "h_lru"):
         for budget in (5, 10, 20):

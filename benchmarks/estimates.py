@@ -19,9 +19,8 @@ import torch
 from torch import nn
 
 import remat
-from benchmarks import any_model
+from benchmarks import any_model, models
 from benchmarks.keeping import write
-from remat import models
 from remat.errors import InfeasibleBudget
 from remat.profiling.estimate import static_bytes
 from remat.solvers.base import store_all_peak

@@ -12,7 +12,7 @@ import time
 
 from benchmarks.dtr import LOGS
 from benchmarks.keeping import RESULTS, write
-from remat.experiments.networks import NETWORKS
+from benchmarks.papers.networks import NETWORKS
 from remat.runtime.dtr.heuristics import HEURISTICS
 from remat.runtime.dtr.learning import PLANNED
 from remat.runtime.dtr.simulator import Replay

@@ -23,9 +23,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint_sequential
 
 import remat
+from benchmarks import models
 from benchmarks.keeping import FIGURES, Kept, Rows
 from benchmarks.pairing import in_turn, quartiles
-from remat import models
 from remat.comparison.bench import Bench, TrainingStep
 from remat.comparison.predictions import UNLIMITED
 from remat.errors import SolverStopped

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 import remat
+from benchmarks import models
 from benchmarks.keeping import Kept
 from benchmarks.tasks import Task, classified, transformer, treelstm, unet, unrolled_gan
-from remat import models
 from remat.comparison.bench import Bench
 from remat.errors import RematError
 

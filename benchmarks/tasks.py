@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from remat import models
+from benchmarks import models
 
 
 class Task(NamedTuple):

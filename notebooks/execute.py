@@ -49,6 +49,7 @@ def execute(path: Path, folder: Path) -> nbformat.NotebookNode:
     """The notebook as it is after a run from a clean kernel in `folder`, without the logs of others."""
     notebook = nbformat.read(path, as_version=4)
     environment = {name: value for name, value in os.environ.items() if name != "REMAT_DTR_LOGS"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1])  # for `benchmarks`, wherever the folder is
     client = NotebookClient(
         notebook,
         kernel_manager_class=_Manager,

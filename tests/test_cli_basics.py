@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 import remat
 from remat.cli import app
 from remat.cli.app import MODELS, Model
+from remat.cli.models import EXAMPLES, load_example
 from remat.errors import RematError
 from remat.estimation import calibration
-from remat.models.examples import EXAMPLES, load_example
 
 MODEL = """
 import torch

@@ -34,7 +34,7 @@ from remat.cli import app
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND = re.compile(r"^ {4}(remat .+)$", re.MULTILINE)
-LONG = ("remat compare resnet50", "remat plan gpt", "remat experiment linear")  # parsed, but not run
+LONG = ("remat compare resnet50", "remat plan gpt")  # parsed, but not run
 
 
 def taken_for_granted() -> dict[str, Any]:

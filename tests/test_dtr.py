@@ -14,12 +14,12 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import remat
+from benchmarks.papers.plain_dtr import SCORES, OutOfMemory, PlainDtr
+from benchmarks.papers.theorems import optimal_linear_operators, run_adversary, run_linear
+from benchmarks.papers.training_graph import TrainingGraph
 from conftest import DATA, DTR_LOGS, needs_dtr_logs
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget, RematError
-from remat.experiments.plain_dtr import SCORES, OutOfMemory, PlainDtr
-from remat.experiments.theorems import optimal_linear_operators, run_adversary, run_linear
-from remat.experiments.training_graph import TrainingGraph
 from remat.host.compilation import InBackground
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr import core as core_module

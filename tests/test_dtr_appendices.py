@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import remat
+from benchmarks.papers import classic
+from benchmarks.papers.accesses import COUNTED, papers_accesses
+from benchmarks.papers.lemmas import look_at_lemmas, run_path_by_path
+from benchmarks.papers.networks import NETWORKS
+from benchmarks.papers.theorems import run_adversary
+from benchmarks.papers.training_graph import NodeStep
+from benchmarks.papers.training_graph import replay as replay_steps
 from conftest import DATA, DTR_LOGS, needs_dtr_logs
 from remat.errors import RematError
-from remat.experiments import classic
-from remat.experiments.accesses import COUNTED, papers_accesses
-from remat.experiments.lemmas import look_at_lemmas, run_path_by_path
-from remat.experiments.networks import NETWORKS
-from remat.experiments.theorems import run_adversary
-from remat.experiments.training_graph import NodeStep
-from remat.experiments.training_graph import replay as replay_steps
 from remat.runtime.dtr import graph
 from remat.runtime.dtr.graph import compile_trace
 from remat.runtime.dtr.simulator import Replay

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import remat
-from remat import models
+from benchmarks import models
 from support.live_models import Case, least_budget, peak_bytes, step_of, train
 
 

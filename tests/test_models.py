@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from remat import models
+from benchmarks import models
 from remat.runtime.calls.stages import flatten
 
 

@@ -55,9 +55,9 @@ def test_only_public_names_are_used(path: Path) -> None:
             continue
         for node in ast.walk(ast.parse(cell.source)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("remat"):
-                assert node.module in ("remat", "remat.models", "remat.experiments", "remat.rotor")
+                assert node.module in ("remat", "remat.models", "benchmarks.papers", "remat.rotor")
             if isinstance(node, ast.Import):
                 assert not any(alias.name.startswith("remat.") for alias in node.names)
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "remat":
                 assert not node.attr.startswith("_")
-                assert node.attr in (*remat.__all__, "experiments", "models")
+                assert node.attr in (*remat.__all__, "models")

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
+import benchmarks.models
 import remat
 from remat.cli import main
 
@@ -210,31 +211,43 @@ def test_the_full_demo(cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         assert (folder / "comparison.png").is_file() and (folder / "comparison.json").is_file()
 
 
-def test_command_line_simulates_and_makes_experiments(cli, tmp_path: Path) -> None:
+def test_command_line_simulates_dtr(cli, tmp_path: Path) -> None:
     chain = remat.Chain([9] * 21, [20] * 20, [0] * 20, [0] * 20, [1.0] * 20, [2.0] * 20)
     remat.Trace.from_chain(chain).save(tmp_path / "a.log.gz")
     chain.save(tmp_path / "b.json")
-    done = cli("simulate", "a.log.gz", "b.json", "--budgets", "0.5,1.0", "--heuristics", "h_dtr_eq", "--out", "out")
+    done = cli("simulate-dtr", "a.log.gz", "b.json", "--budgets", "0.5,1.0", "--heuristics", "h_dtr_eq", "--out", "out")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("without evictions") == 2
     rows = json.loads((tmp_path / "out" / "simulations.json").read_text())
     assert [(row["model"], row["outcome"]) for row in rows] == [("a.log", "pass")] * 2 + [("b", "pass")] * 2
     assert rows[0]["overhead"] == rows[2]["overhead"] > rows[1]["overhead"] == pytest.approx(1.0)
     assert (tmp_path / "out" / "simulations.csv").read_text().count("\n") == 5
-    done = cli("experiment", "accesses", "adversary", "--traces", "a.log.gz", "--out", "figures")
-    assert done.returncode == 0, done.stderr
-    pictures = sorted(path.name for path in (tmp_path / "figures").glob("*.png"))
-    assert pictures == ["accesses.png", "theorem32_adversary.png"]
+    for words in (("simulate-dtr", "a.log.gz"), ("simulate", "a.log.gz")):  # the second is its name until 0.2
+        done = cli(*words, "--budgets", "0.5", "--heuristics", "h_lru")
+        assert done.returncode == 0, done.stderr
+        assert ("deprecated" in done.stderr) == (words[0] == "simulate")
+
+
+@pytest.mark.filterwarnings("ignore:.*has moved:DeprecationWarning")
+def test_experiments_and_models_are_found_by_their_old_names() -> None:
+    from remat.experiments.networks import NETWORKS
+
+    from remat.experiments import plot_overhead
+
+    assert callable(plot_overhead)
+    assert "U-Net" in NETWORKS
+    with pytest.warns(DeprecationWarning, match=r"remat\.models\.vgg11 has moved to benchmarks\.models"):
+        assert remat.models.vgg11 is benchmarks.models.vgg11
+    with pytest.raises(AttributeError, match="has no attribute 'vgg12'"):
+        _ = remat.models.vgg12
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("simulate", "nothing.log"), "cannot read nothing.log"),
-        (("simulate", "my_models.py"), "my_models.py, line 2: not a JSON object"),
-        (("simulate", "nothing.log", "--heuristics", "h_best"), "unknown heuristic 'h_best'"),
-        (("experiment", "figure9", "--out", "x"), "unknown experiment 'figure9'"),
-        (("experiment", "overhead", "--out", "x"), "name them with --traces"),
+        (("simulate-dtr", "nothing.log"), "cannot read nothing.log"),
+        (("simulate-dtr", "my_models.py"), "my_models.py, line 2: not a JSON object"),
+        (("simulate-dtr", "nothing.log", "--heuristics", "h_best"), "unknown heuristic 'h_best'"),
         (("profile", "nonsense"), "unknown model 'nonsense'; choose one of"),
         (("profile", "my_models:nonsense"), "cannot load 'my_models:nonsense'"),
         (("profile", "my_models:wrong"), "must return (model, sample) or (model, sample, loss), not int"),

@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import remat
-from remat import models
+from benchmarks import models
 from remat.errors import MeasurementError, UnsupportedModel
 from remat.profiling.preserving import aliased_parameters
 from remat.profiling.stage_costs import SavedStorages

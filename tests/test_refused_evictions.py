@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import remat
-from remat import models
+from benchmarks import models
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.core import Core
 from remat.runtime.dtr.graph import Graph

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.papers import checkmate_graph as checkmate
+from benchmarks.papers import classic, methods_at, plot_static
+from benchmarks.papers.networks import mobilenet, unet, vgg16
+from benchmarks.papers.training_graph import Layer, NodeStep, TrainingGraph, replay, steps_of, with_backward
 from remat.errors import InvalidSchedule
-from remat.experiments import checkmate_graph as checkmate
-from remat.experiments import classic, methods_at, plot_static
-from remat.experiments.networks import mobilenet, unet, vgg16
-from remat.experiments.training_graph import Layer, NodeStep, TrainingGraph, replay, steps_of, with_backward
 from remat.runtime.dtr.simulator import Replay
 from support.exhaustive import fastest
 

@@ -47,9 +47,8 @@ app = typer.Typer(
 )
 console = Console()
 
-MODELS = (  # the names of remat.models.examples.EXAMPLES, which imports PyTorch
+MODELS = (  # the names of remat.cli.models.EXAMPLES, which imports PyTorch
     *("gpt", "gpt96", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnet200", "resnet1001"),
-    *("densenet121", "densenet161", "densenet169", "densenet201", "inception_v3", "vgg11", "vgg13", "vgg16", "vgg19"),
 )
 _MODELS = f"One of {', '.join(MODELS)}; or your own as package.module:function or file.py:function"
 BUDGETS = "Comma-separated fractions of plain PyTorch's peak, bytes, or sizes with a unit."
@@ -120,7 +119,7 @@ def budget_in(text: str) -> int | str | float:
 
 
 def profiled(name: str, batch: int, device: str, *, offload: bool = False) -> Chain:
-    from remat.models.examples import load_example
+    from remat.cli.models import load_example
     from remat.profiling.profile import profile as profile_model
 
     example = load_example(name, batch, device)

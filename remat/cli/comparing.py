@@ -46,7 +46,7 @@ def compare(
         str | None,
         typer.Option(
             help="Comma-separated: planners (see `remat plan --help`), fit, persistent+parts, floating+parts, "
-            "ilp+parts, dtr, dtr-operators, heuristics (see `remat simulate --help`), gradient_checkpointing, "
+            "ilp+parts, dtr, dtr-operators, heuristics (see `remat simulate-dtr --help`), gradient_checkpointing, "
             "block_checkpointing, selective_checkpointing, torch.compile.",
             metavar="LIST",
         ),
@@ -63,8 +63,8 @@ def compare(
     ] = None,
 ) -> None:
     """Compare strategies at several budgets: plan, run next to plain PyTorch, recommend the best."""
+    from remat.cli.models import load_example
     from remat.comparison.compare import compare as compare_strategies
-    from remat.models.examples import load_example
 
     sizes = None if budgets is None else [budget_in(text) for text in budgets.split(",")]
     names = None if strategies is None else [name.strip() for name in strategies.split(",")]

@@ -241,9 +241,9 @@ def _estimate(
     name: str, batch: int, device: str, optimiser: str, shards: int, largest: bool, room: int | None
 ) -> Chain:
     """The chain of a model on a device that need not be there; shows what it takes there."""
+    from remat.cli.models import load_unplaced
     from remat.devices import device_named
     from remat.estimation.world import World
-    from remat.models.examples import load_unplaced
     from remat.profiling.estimate import estimated_in
 
     if name.endswith(".json"):

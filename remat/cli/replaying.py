@@ -1,4 +1,4 @@
-"""`remat simulate` and `experiment`: traces replayed as DTR would run them, and the papers' figures made of them."""
+"""`remat simulate-dtr`: traces of operators replayed as DTR would run them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 from remat.cli.app import Command, app, budget_in, chain_in, console
 from remat.errors import RematError
 from remat.formatting import format_bytes
+from remat.host.moved import moved
 from remat.host.progress import shown
 from remat.plotting.terminal import sweep_table
 
@@ -26,8 +27,9 @@ _WHY = {
 }
 
 
-@app.command(cls=Command)
-def simulate(
+@app.command("simulate", cls=Command, hidden=True, deprecated=True)  # its name until 0.2
+@app.command("simulate-dtr", cls=Command)
+def simulate_dtr(
     traces: Annotated[
         list[str], typer.Argument(help="Logs: files, .gz files, members of a zip (logs.zip/unet.log), or a chain.json.")
     ],
@@ -58,7 +60,7 @@ def simulate(
     for name in names:
         make_heuristic(name)
     sizes = [budget_in(text) for text in budgets.split(",")]
-    replays = {name: Replay(trace) for name, trace in _traces(traces).items()}
+    replays = {name: Replay(trace) for name, trace in traces_in(traces).items()}
     with shown(True) as tell:
         chosen, told = {name: name for name in names}, partial(tell, "simulating")
         cells = sweep(replays, sizes, chosen, [deallocation], thrash_limit=thrash_limit, progress=told)
@@ -77,46 +79,25 @@ def simulate(
                 console.print(f"{outcome}: {why}", highlight=False)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        _write_cells(out, cells)
+        write_cells(out, cells)
         console.print(f"wrote the table to {out}")
 
 
-@app.command(cls=Command)
-def experiment(
-    names: Annotated[
-        list[str],
-        typer.Argument(
-            help="With --traces: overhead (Figure 2), ablation (7-10), deallocation (11), paper-accesses (12, counted "
-            "as in the paper; takes minutes), accesses (12, counted by remat). Without: linear (5), adversary (6), "
-            "static (3)."
-        ),
-    ],
-    out: Annotated[Path, typer.Option(help="Folder for figures (PNG) and tables (JSON, CSV).", metavar="FOLDER")],
-    traces: Annotated[
-        list[str] | None, typer.Option(help="A log, as for `remat simulate`; repeatable.", metavar="LOG")
-    ] = None,
-) -> None:
-    """Repeat the simulated experiments of the DTR paper, with their figures."""
-    from remat.experiments import WITH_TRACES, WITHOUT_TRACES
-
-    for name in names:
-        if name not in WITH_TRACES and name not in WITHOUT_TRACES:
-            raise RematError(f"unknown experiment {name!r}; choose from {', '.join((*WITH_TRACES, *WITHOUT_TRACES))}")
-        if name in WITH_TRACES and not traces:
-            raise RematError(f"experiment {name!r} needs logs; name them with --traces")
-    loaded = _traces(traces or [])
-    for name in names:
-        with shown(True) as tell:
-            told = partial(tell, name)
-            made = WITH_TRACES[name](loaded, progress=told) if name in WITH_TRACES else WITHOUT_TRACES[name]()
-        for path in made.save(out):
-            console.print(f"wrote {path}")
-        if made.cells:
-            (out / name).mkdir(exist_ok=True)
-            _write_cells(out / name, made.cells)
+@app.command(
+    cls=Command,
+    hidden=True,
+    deprecated=True,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
+)
+def experiment(context: typer.Context) -> None:
+    """The DTR paper's experiments, which have moved to the repository: `python -m benchmarks.papers`."""
+    try:
+        moved("remat experiment", "benchmarks.papers.__main__").main(context.args)
+    except ImportError as error:
+        raise RematError(f"{error}: run `python -m benchmarks.papers` there") from error
 
 
-def _traces(paths: Sequence[str]) -> dict[str, Trace]:
+def traces_in(paths: Sequence[str]) -> dict[str, Trace]:
     """Traces by name: of the file, or of the path where several files have the same name."""
     stems = [Path(path).stem for path in paths]
     return {stem if stems.count(stem) == 1 else path: _trace(path) for stem, path in zip(stems, paths, strict=True)}
@@ -133,7 +114,7 @@ def _trace(path: str) -> Trace:
         raise RematError(f"cannot read {path}: {error}") from error
 
 
-def _write_cells(out: Path, cells: Sequence[Cell]) -> None:
+def write_cells(out: Path, cells: Sequence[Cell]) -> None:
     """One row a simulation, as JSON and as CSV."""
     import csv
     import io

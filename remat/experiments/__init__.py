@@ -1,38 +1,7 @@
-"""The simulated experiments of the DTR paper (Kirisame et al.): training graphs, static methods, theorems, figures."""
+"""The DTR paper's experiments have moved to `benchmarks/papers` of the repository; found here for one release."""
 
-from remat.experiments.plots import plot_overhead, plot_static
-from remat.experiments.runs import (
-    HEURISTICS,
-    RATIOS,
-    WITH_TRACES,
-    WITHOUT_TRACES,
-    Experiment,
-    ablation,
-    adversary,
-    deallocation_policies,
-    linear_network,
-    methods_at,
-    overhead_by_heuristic,
-    papers_storage_accesses,
-    static_methods,
-    storage_accesses,
-)
+from remat.host.moved import moved
 
-__all__ = [
-    "HEURISTICS",
-    "RATIOS",
-    "WITHOUT_TRACES",
-    "WITH_TRACES",
-    "Experiment",
-    "ablation",
-    "adversary",
-    "deallocation_policies",
-    "linear_network",
-    "methods_at",
-    "overhead_by_heuristic",
-    "papers_storage_accesses",
-    "plot_overhead",
-    "plot_static",
-    "static_methods",
-    "storage_accesses",
-]
+_papers = moved("remat.experiments", "benchmarks.papers")
+__path__ = _papers.__path__  # its modules too, by their old names
+globals().update({name: getattr(_papers, name) for name in _papers.__all__})

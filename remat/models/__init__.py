@@ -1,9 +1,11 @@
-"""Networks of the papers: those as `nn.Sequential` are for `remat`'s planners, the classes for DTR, as they are."""
+"""A few networks to try remat with: as `nn.Sequential` for the planners, and a TreeLSTM for DTR.
 
-from remat.models.densenet import DenseNet, densenet121, densenet161, densenet169, densenet201
+Those that only the papers' tables need have moved to `benchmarks/models` of the repository.
+"""
+
+from typing import Any
+
 from remat.models.gpt import gpt
-from remat.models.inception import inception_v3
-from remat.models.recurrent import LSTM
 from remat.models.resnet import (
     resnet18,
     resnet34,
@@ -13,27 +15,13 @@ from remat.models.resnet import (
     resnet200,
     resnet1001,
 )
-from remat.models.transformer import Transformer
 from remat.models.treelstm import Tree, TreeLSTM, complete_tree, parse_tree
-from remat.models.unet import UNet
-from remat.models.unrolled_gan import UnrolledGAN
-from remat.models.vgg import vgg11, vgg13, vgg16, vgg19
 
 __all__ = [
-    "LSTM",
-    "DenseNet",
-    "Transformer",
     "Tree",
     "TreeLSTM",
-    "UNet",
-    "UnrolledGAN",
     "complete_tree",
-    "densenet121",
-    "densenet161",
-    "densenet169",
-    "densenet201",
     "gpt",
-    "inception_v3",
     "parse_tree",
     "resnet18",
     "resnet34",
@@ -42,8 +30,17 @@ __all__ = [
     "resnet152",
     "resnet200",
     "resnet1001",
-    "vgg11",
-    "vgg13",
-    "vgg16",
-    "vgg19",
 ]
+
+_MOVED = {
+    *("LSTM", "DenseNet", "Transformer", "UNet", "UnrolledGAN", "inception_v3"),
+    *("densenet121", "densenet161", "densenet169", "densenet201", "vgg11", "vgg13", "vgg16", "vgg19"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MOVED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from remat.host.moved import moved
+
+    return getattr(moved(f"remat.models.{name}", "benchmarks.models"), name)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 import math
 
+from benchmarks.papers.training_graph import TrainingGraph
 from remat.chain import Chain
-from remat.experiments.training_graph import TrainingGraph
 
 
 def optimum(chain: Chain, budget: int) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat import models
+from benchmarks import models
 
 LENGTH, BATCH, WORDS = 24, 2, 96
 

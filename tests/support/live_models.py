@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import remat
-from remat import models
+from benchmarks import models
 from remat.runtime.dtr.core import Core
 from remat.runtime.dtr.simulator import Replay
 from remat.runtime.dtr.trace import Constant

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from remat.experiments.training_graph import Cost, NodeStep, TrainingGraph, replay, steps_of
+from benchmarks.papers.training_graph import Cost, NodeStep, TrainingGraph, replay, steps_of
 from remat.host.packages import require
 from remat.solvers._pulp import choose_backend, run
 

@@ -11,8 +11,8 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
+from benchmarks.papers.plain_dtr import SCORES, PlainDtr
 from remat.errors import RematError
-from remat.experiments.plain_dtr import SCORES, PlainDtr
 from remat.runtime.dtr.graph import CompiledTrace
 from remat.runtime.dtr.simulator import Replay
 

@@ -1,4 +1,4 @@
-"""The models of this package by name, each with a sample, for the command line."""
+"""The models that the command line knows by name, each with a sample, and those of users."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from remat.errors import RematError
-from remat.models import densenet, resnet, vgg
+from remat.models import resnet
 from remat.models.gpt import gpt
-from remat.models.inception import inception_v3
 from remat.runtime.pytree import map_tensors
 
 
@@ -45,15 +44,6 @@ EXAMPLES: dict[str, Callable[[int], Example]] = {
     "resnet152": _images(resnet.resnet152, 128),
     "resnet200": _images(resnet.resnet200, 128),
     "resnet1001": _images(resnet.resnet1001, 32),
-    "densenet121": _images(densenet.densenet121, 128),
-    "densenet161": _images(densenet.densenet161, 128),
-    "densenet169": _images(densenet.densenet169, 128),
-    "densenet201": _images(densenet.densenet201, 128),
-    "inception_v3": _images(inception_v3, 160),
-    "vgg11": _images(vgg.vgg11, 64),
-    "vgg13": _images(vgg.vgg13, 64),
-    "vgg16": _images(vgg.vgg16, 64),
-    "vgg19": _images(vgg.vgg19, 64),
     "gpt": _language(12),
     "gpt96": _language(96),
 }

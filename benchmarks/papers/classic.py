@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from remat.experiments.training_graph import NodeStep, TrainingGraph, steps_of
+from benchmarks.papers.training_graph import NodeStep, TrainingGraph, steps_of
 
 
 def store_all(graph: TrainingGraph) -> list[NodeStep]:

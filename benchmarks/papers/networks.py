@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from remat.experiments.training_graph import Layer, TrainingGraph, with_backward
+from benchmarks.papers.training_graph import Layer, TrainingGraph, with_backward
 
 _BYTES = 4  # of a float32
 

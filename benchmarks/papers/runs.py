@@ -1,7 +1,7 @@
 """The simulated experiments of the DTR paper (Kirisame et al., Sections 3 and 4.2, Appendix D), with their figures.
 
 Each function takes traces by name of the model (`remat.Trace.load`) where it needs any, and returns an `Experiment`:
-the simulations, and the figures made of them. `remat experiment` runs them from the command line.
+the simulations, and the figures made of them. `python -m benchmarks.papers` runs them.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from remat.experiments import checkmate_graph as checkmate
-from remat.experiments import classic
-from remat.experiments.accesses import COUNTED, papers_accesses
-from remat.experiments.networks import NETWORKS
-from remat.experiments.plots import (
+from benchmarks.papers import checkmate_graph as checkmate
+from benchmarks.papers import classic
+from benchmarks.papers.accesses import COUNTED, papers_accesses
+from benchmarks.papers.networks import NETWORKS
+from benchmarks.papers.plots import (
     plot_accesses,
     plot_adversary,
     plot_linear_growth,
@@ -23,8 +23,8 @@ from remat.experiments.plots import (
     plot_overhead,
     plot_static,
 )
-from remat.experiments.theorems import optimal_linear_operators, run_adversary, run_linear
-from remat.experiments.training_graph import Cost, TrainingGraph, replay
+from benchmarks.papers.theorems import optimal_linear_operators, run_adversary, run_linear
+from benchmarks.papers.training_graph import Cost, TrainingGraph, replay
 from remat.report import Report
 from remat.runtime.dtr.heuristics import Heuristic, ablations
 from remat.runtime.dtr.simulator import Cell, Replay, sweep

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from remat.experiments.theorems import AdversaryRun, LinearRun
+from benchmarks.papers.theorems import AdversaryRun, LinearRun
 from remat.host.packages import require
 from remat.plotting.style import axes_for, legend, style_at, styles
 from remat.runtime.dtr.simulator import Baseline, Cell

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from remat.experiments.theorems import AdversaryRun, linear_budget, linear_network
+from benchmarks.papers.theorems import AdversaryRun, linear_budget, linear_network
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.core import Core
 from remat.runtime.dtr.heuristics import Heuristic, make_heuristic

@@ -1,0 +1,29 @@
+"""Names that have moved to the repository's `benchmarks` folder, found by their old name for one release."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from pathlib import Path
+from types import ModuleType
+
+_REPOSITORY = Path(__file__).parents[2]
+
+
+def moved(old: str, new: str) -> ModuleType:
+    """The module `new` of the repository, which was `old` of this package; a DeprecationWarning names both.
+
+    Raises:
+        ImportError: this is an installed package, which does not contain that folder.
+    """
+    if str(_REPOSITORY) not in sys.path and (_REPOSITORY / "benchmarks").is_dir():
+        sys.path.append(str(_REPOSITORY))
+    try:
+        found = importlib.import_module(new)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("benchmarks"):
+            raise
+        raise ImportError(f"{old} has moved to {new} in remat's repository; the installed package has none") from error
+    warnings.warn(f"{old} has moved to {new}; this name will go in remat 0.4", DeprecationWarning, stacklevel=3)
+    return found
