@@ -15,7 +15,7 @@ from benchmarks.keeping import FIGURES, write
 from remat.comparison.bench import Bench
 from remat.plotting.style import new_figure
 from remat.runtime.library import Checkpointing
-from remat.solvers.base import store_all_peak
+from remat.simulation import store_all_peak
 
 Made = tuple[nn.Module, dict[str, Any]]
 BUDGETS = 10

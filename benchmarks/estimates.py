@@ -23,7 +23,7 @@ from benchmarks import any_model, models
 from benchmarks.keeping import write
 from remat.errors import InfeasibleBudget
 from remat.profiling.estimate import static_bytes
-from remat.solvers.base import store_all_peak
+from remat.simulation import store_all_peak
 from remat.solvers.persistent import Persistent
 
 _PAIRS = 7

@@ -33,7 +33,7 @@ from benchmarks.keeping import RESULTS
 from remat import rotor
 from remat.runtime.meter import MemoryMeter
 from remat.runtime.pytree import loss_in, map_tensors, tensors
-from remat.solvers.base import store_all_peak
+from remat.simulation import store_all_peak
 
 KINDS = {"sequential": sequential, "other": other}
 ATTEMPTS = 60  # programs that plain PyTorch refuses, before a case is given up

@@ -23,9 +23,10 @@ from benchmarks.keeping import FIGURES, write
 from benchmarks.options import MODELS
 from benchmarks.pairing import ROUNDS, quartiles
 from benchmarks.planners import random_chain
-from remat.chain import Chain, Option
+from remat.chain import Chain
 from remat.comparison.bench import Bench, TrainingStep
 from remat.errors import InfeasibleBudget
+from remat.layout import Option
 from remat.plotting.style import axes_for, legend, style_at
 from remat.solvers import Fastest, Offload
 

@@ -22,8 +22,8 @@ from benchmarks.any_model import Made, _language
 from benchmarks.keeping import FIGURES, write
 from benchmarks.pairing import in_turn, quartiles
 from benchmarks.planners import random_chain
-from remat.chain import Option
 from remat.comparison.bench import Bench
+from remat.layout import Option
 from remat.models import resnet50
 from remat.plotting.style import COLOURS, new_figure, style_at
 from remat.runtime.calls.partial import Parts, Replaying

@@ -14,7 +14,7 @@ import remat
 from benchmarks.any_model import MODELS
 from benchmarks.keeping import write
 from remat.models import gpt, resnet18, resnet50
-from remat.solvers.base import store_all_peak
+from remat.simulation import store_all_peak
 
 Example = tuple[nn.Module, Any, Callable[[Any], torch.Tensor] | None]
 

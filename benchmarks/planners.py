@@ -42,7 +42,7 @@ def one_size(planner: str, stages: int, slots: int) -> dict[str, object]:
     """Fills a table for half the store-all memory, several times, and reads further budgets out of it."""
     import resource
 
-    from remat.solvers.base import store_all_peak
+    from remat.simulation import store_all_peak
     from remat.solvers.floating import FloatingTable
     from remat.solvers.persistent import PersistentTable
 
@@ -80,9 +80,8 @@ def one_size(planner: str, stages: int, slots: int) -> dict[str, object]:
 
 
 def ilp() -> list[dict[str, object]]:
-    from remat.simulation import simulate
+    from remat.simulation import simulate, store_all_peak
     from remat.solvers import Floating, Ilp
-    from remat.solvers.base import store_all_peak
 
     rows: list[dict[str, object]] = []
     for backend in ("highs", "cbc"):

@@ -35,7 +35,7 @@ from torch.utils import _pytree as pytree
 import remat
 from benchmarks.keeping import RESULTS, origin
 from remat.runtime.meter import MemoryMeter
-from remat.solvers.base import store_all_peak
+from remat.simulation import store_all_peak
 
 STEPS = 2
 NOTE = "Models of timm and torchvision under remat.fit: outcomes within two limits, and predicted peaks of storing all"

@@ -15,9 +15,19 @@ paper, `apply` it to the model, `run` and measure a step.
 
 from __future__ import annotations
 
+from typing import Any
+
 from lazy_loader import attach_stub
 
 __version__ = "0.2.0"
 
 # Names are imported on first use, from where `__init__.pyi` says: `import remat` loads neither torch nor numba.
-__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)
+_imported, __dir__, __all__ = attach_stub(__name__, __file__)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "experiments":  # deprecated; not among the names of `import *`
+        from importlib import import_module
+
+        return import_module("remat.experiments")
+    return _imported(name)

@@ -1,12 +1,9 @@
 """What `remat` exports and where each name lives, for type checkers and for `__init__.py`, which reads it."""
 
-from . import experiments as experiments
 from . import models as models
 from . import rotor as rotor
 from . import solvers as solvers
 from .chain import Chain as Chain
-from .chain import Layout as Layout
-from .chain import Option as Option
 from .comparison.compare import compare as compare
 from .comparison.explore import explore as explore
 from .comparison.result import Comparison as Comparison
@@ -32,7 +29,10 @@ from .errors import SolverStopped as SolverStopped
 from .errors import Thrashing as Thrashing
 from .errors import ThrashingWarning as ThrashingWarning
 from .errors import UnsupportedModel as UnsupportedModel
+from .layout import Layout as Layout
+from .layout import Option as Option
 from .plotting.evictions import plot_evictions as plot_evictions
+from .plotting.overview import plot_chain as plot_chain
 from .profiling.estimate import Estimate as Estimate
 from .profiling.estimate import estimate as estimate
 from .profiling.find import find_chain as find_chain

@@ -13,95 +13,9 @@ from typing import Any
 from remat import files
 from remat.errors import InvalidChain, InvalidFile
 from remat.formatting import bar, card, count, format_bytes, format_seconds, table, text_table
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Which modules of a model are the stages of a chain, and the input that they were measured with.
-
-    Attributes:
-        modules: for each stage but the loss, how many consecutive modules of the flattened `nn.Sequential` it runs.
-        inputs: one line per tensor of the sample: its dtype, shape and device type, `float32[8, 3, 32, 32] cpu`.
-        calls: for a chain found in any other model, the module calls of each stage but the loss: the module's name,
-            with `#2` behind it for its second call in a forward. A stage without calls is what the model computes
-            between the others. None for an `nn.Sequential`.
-        aside: calls of modules of stages that are no part of any.
-        uncalled: modules that the sample's forward does not call; one that does is another path.
-        ends_early: for each stage but the loss, whether a recomputation may end with the last tensor that it saves;
-            empty: none may.
-        dropped: for each stage but the loss, and each of its options, which of the tensors that autograd saves are not
-            kept, by their numbers in the order in which it saves them, from 0; empty: no stage has options.
-        offloaded: the same for those that go to the host's memory; empty: none do.
-    """
-
-    modules: tuple[int, ...]
-    inputs: tuple[str, ...]
-    calls: tuple[tuple[str, ...], ...] | None = None
-    aside: tuple[str, ...] = ()
-    uncalled: tuple[str, ...] = ()
-    ends_early: tuple[bool, ...] = ()
-    dropped: tuple[tuple[frozenset[int], ...], ...] = ()
-    offloaded: tuple[tuple[frozenset[int], ...], ...] = ()
-
-    def to_fields(self) -> dict[str, Any]:
-        calls = None if self.calls is None else [list(names) for names in self.calls]
-        own = {"modules": list(self.modules), "inputs": list(self.inputs)}
-        others = {"aside": list(self.aside), "uncalled": list(self.uncalled), "ends_early": list(self.ends_early)}
-        numbers = {
-            name: [[sorted(each) for each in options] for options in getattr(self, name)]
-            for name in ("dropped", "offloaded")
-        }
-        return {**own, "calls": calls, **others, **numbers}
-
-    @classmethod
-    def from_fields(cls, content: dict[str, Any] | None) -> Layout | None:
-        if content is None:
-            return None
-        calls = content.get("calls")
-        named = None if calls is None else tuple(map(tuple, calls))
-        others = {name: tuple(content.get(name, ())) for name in ("aside", "uncalled", "ends_early")}
-        numbers: dict[str, Any] = {
-            name: tuple(tuple(map(frozenset, options)) for options in content.get(name, ()))
-            for name in ("dropped", "offloaded")
-        }
-        return cls(tuple(content["modules"]), tuple(content["inputs"]), named, **others, **numbers)
-
-
-@dataclass(frozen=True)
-class Option:
-    """A way for F_all to keep a part of a stage's saved tensors; the rest is recomputed right before its backward.
-
-    Some of what is kept may go to the host's memory: it is copied out while the next operation runs forward, is gone
-    from the device when that ends, and is copied back while the next stage runs backward (`remat.simulation`).
-
-    Attributes:
-        saved_bytes: of what is kept on the device, the stage's output included, its input not.
-        save_overhead_bytes: scratch memory of this F_all beyond its input and what it keeps, here and on the host.
-        bwd_overhead_bytes: what the replay and the backward need beyond what is kept, here and on the host, a_{l-1},
-            grad_l and grad_{l-1}.
-        replay_seconds: how long the replay takes.
-        without: what is not kept, for readers: "native_layer_norm, gelu".
-        host_bytes: of what goes to the host's memory.
-        link_seconds: how long the link to it is busy with that, one way.
-    """
-
-    saved_bytes: int
-    save_overhead_bytes: int
-    bwd_overhead_bytes: int
-    replay_seconds: float
-    without: str = ""
-    host_bytes: int = 0
-    link_seconds: float = 0.0
-
-    def described(self, saved_bytes: int, fwd_seconds: float) -> str:
-        """The option in words, for a stage of these costs: "without gelu: keeps 48% of the bytes, ..."."""
-        kept = self.saved_bytes / saved_bytes if saved_bytes else 1.0
-        again = f", reruns {self.replay_seconds / fwd_seconds:.0%} of the forward" if fwd_seconds else ""
-        if self.host_bytes:
-            away = f"offloads {format_bytes(self.host_bytes)}: keeps {kept:.0%} of the bytes"
-            return away if not self.without else f"{away}, without {self.without}{again}"
-        return f"without {self.without or 'a part'}: keeps {kept:.0%} of the bytes{again}"
-
+from remat.host.moved import deprecated
+from remat.layout import Layout, Option
+from remat.simulation import store_all_peak
 
 # How the chains that several processes measured become the one that they plan for, field by field: of each number, or
 # flag, the largest, or the smallest; what must be the same in all; and what each has of its own.
@@ -252,26 +166,15 @@ class Chain:
     @property
     def store_all_bytes(self) -> int:
         """Peak without recomputation; budgets in fractions refer to it."""
-        from remat.solvers.base import store_all_peak  # planners know chains, not the other way round
-
         return store_all_peak(self)
 
     def minimum_budget(self, solver: str = "persistent") -> int:
-        """The minimum budget of a planner in bytes: `remat.minimum_budget(chain, solver)`."""
-        from remat.solvers import minimum_budget
-
-        return minimum_budget(self, solver)
+        """Deprecated: `remat.minimum_budget(chain, solver)`."""
+        return deprecated("Chain.minimum_budget", "minimum_budget")(self, solver)
 
     def plot(self, budget: int | str | float = 0.5, **options: Any) -> Any:
-        """A figure for one budget: the plan, its memory over time, and the time that each planner needs.
-
-        Args:
-            budget: int (bytes), string ("2GiB"), or float in (0, 1] of `store_all_bytes`.
-            options: see `remat.plotting.overview.plot_overview`.
-        """
-        from remat.plotting.overview import plot_overview
-
-        return plot_overview(self, budget, **options)
+        """Deprecated: `remat.plot_chain(chain, budget)`."""
+        return deprecated("Chain.plot", "plot_chain")(self, budget, **options)
 
     def __str__(self) -> str:
         columns = ("stage", "forward", "backward", "output", "saved", "scratch", "in backward", "")
@@ -330,7 +233,6 @@ class Chain:
         ]
         facts = [
             ("plain PyTorch needs", self._plain),
-            ("minimum budget", format_bytes(self.minimum_budget())),
         ]
         units: dict[tuple[Option, ...], list[int]] = {}
         for index, options in enumerate(self.options):

@@ -10,8 +10,8 @@ from remat.budgets import resolve_budget
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget, PlanMismatch, RematError
 from remat.schedule import B, Schedule, store_all_operations
-from remat.simulation import simulate
-from remat.solvers.base import Solver, store_all_peak
+from remat.simulation import simulate, store_all_peak
+from remat.solvers.base import Solver
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

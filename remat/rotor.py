@@ -20,7 +20,8 @@ from remat.runtime.planned.patched_forward import refuse_other_path, refuse_patc
 from remat.runtime.planned.wrapper import Wrapper
 from remat.runtime.pytree import Arguments
 from remat.schedule import Schedule
-from remat.solvers.base import Solver, store_all_peak
+from remat.simulation import store_all_peak
+from remat.solvers.base import Solver
 from remat.solvers.floating import Floating
 from remat.solvers.persistent import Persistent
 from remat.solvers.revolve import Revolve

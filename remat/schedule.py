@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from remat import files
-from remat.chain import Layout
 from remat.errors import InvalidFile, InvalidSchedule
 from remat.formatting import card, count, format_bytes
+from remat.layout import Layout
 
 F_ALL, F_CK, F_NONE, B = KINDS = ("F_all", "F_ck", "F_none", "B")
 _COLOURS = {F_ALL: "#2b4b7e", F_CK: "#8c9bb5", F_NONE: "#dfe5ee"}

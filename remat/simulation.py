@@ -14,11 +14,15 @@ longer than the operation beside it, the operation takes as long as the copy.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from remat.chain import Chain, Option
 from remat.errors import InvalidSchedule
+from remat.layout import Option
 from remat.report import Moment, Report
 from remat.schedule import F_ALL, F_NONE, B, Operation, Schedule, store_all_operations
+
+if TYPE_CHECKING:
+    from remat.chain import Chain
 
 
 def simulate(chain: Chain, schedule: Schedule) -> Report:
@@ -75,6 +79,11 @@ def peak_and_makespan(chain: Chain, operations: Iterable[Operation]) -> tuple[in
     operations = tuple(operations)
     top = max((peak for _, peak, _ in _walk(chain, operations)), default=0)
     return top, sum(_durations(chain, operations))
+
+
+def store_all_peak(chain: Chain) -> int:
+    """Peak in bytes when everything is stored."""
+    return peak_and_makespan(chain, store_all_operations(chain.length))[0]
 
 
 def _durations(chain: Chain, operations: Sequence[Operation]) -> Iterator[float]:

@@ -13,7 +13,7 @@ from torch import nn
 
 import remat
 from remat.models import gpt, resnet18, resnet50
-from remat.solvers.base import store_all_peak
+from remat.simulation import store_all_peak
 
 Example = tuple[nn.Module, Any, Callable[[Any], torch.Tensor] | None]
 

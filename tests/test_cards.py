@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 import remat
 from remat.comparison.explore import shares_of
-from remat.solvers.base import store_all_peak
+from remat.simulation import store_all_peak
 
 
 @pytest.mark.parametrize("stages", [3, 100])
@@ -21,14 +21,13 @@ def test_chains_and_schedules(stages: int) -> None:
         names=[f"<{stage}>" for stage in range(stages)] + ["loss"],
     )
     assert chain.store_all_bytes == store_all_peak(chain)
-    assert chain.minimum_budget() == remat.minimum_budget(chain)
     shown = chain._repr_html_()
     assert "&lt;0&gt;" in shown and "<0>" not in shown and "loss" in shown
     assert ("more …" in shown) == (stages > 40)
     schedule = remat.solve(chain, 0.6)
     assert schedule._repr_html_().count("<span") == chain.length
     assert "predicted" in remat.simulate(chain, schedule)._repr_html_()
-    assert isinstance(chain.plot(0.6), Figure)
+    assert isinstance(remat.plot_chain(chain, 0.6), Figure)
 
 
 def test_blocks_and_entries() -> None:

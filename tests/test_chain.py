@@ -5,8 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from remat.chain import Chain, Layout
+from remat.chain import Chain
 from remat.errors import InvalidChain, InvalidFile
+from remat.layout import Layout
 from remat.report import Report
 from remat.schedule import Schedule
 from remat.simulation import simulate

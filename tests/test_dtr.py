@@ -29,8 +29,7 @@ from remat.runtime.dtr.graph import compile_trace
 from remat.runtime.dtr.heuristics import HEURISTICS, Columns, Ratio, make_heuristic
 from remat.runtime.dtr.simulator import Replay, simulate_dtr, sweep
 from remat.runtime.dtr.trace import Call, Constant, Release, Trace
-from remat.simulation import simulate
-from remat.solvers.base import store_all_peak
+from remat.simulation import simulate, store_all_peak
 from support.chains import chains
 from support.exhaustive import fastest
 from support.random_traces import traces

@@ -22,7 +22,7 @@ from remat.estimation.roofline import Roofline, kind_of
 from remat.estimation.world import World
 from remat.profiling.estimate import static_bytes
 from remat.runtime.meter import MemoryMeter
-from remat.solvers.base import store_all_peak
+from remat.simulation import store_all_peak
 from support.live_models import allocate_gradients
 from support.unit_blocks import left_by
 

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from remat.chain import Chain, Layout
+from remat.chain import Chain
+from remat.layout import Layout
 from remat.models import gpt, resnet18, resnet1001
 from remat.runtime.calls.stages import flatten
 from remat.schedule import B, Operation, Schedule

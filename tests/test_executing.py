@@ -14,7 +14,7 @@ from torch import nn
 import remat
 from remat.runtime.executor import How, executing
 from remat.runtime.library import Compiled
-from remat.runtime.strategies import make_strategies
+from remat.strategies import make_strategies
 from support.library_models import Blocks
 from support.steps import small_gpt
 

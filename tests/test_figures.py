@@ -11,12 +11,12 @@ from torch import nn
 
 import remat
 from remat.cli.comparing import in_a_name
-from remat.plotting.overview import plot_overview
+from remat.plotting.overview import plot_chain
 from remat.plotting.style import style_at, styles
 from remat.plotting.timeline import plot_schedule
 from remat.runtime.dtr.heuristics import HEURISTICS
-from remat.runtime.strategies import CHECKPOINTING, COMPILE
 from remat.solvers import SOLVERS
+from remat.strategies import CHECKPOINTING, COMPILE
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_comparison_and_its_overview_agree(chain: remat.Chain) -> None:
     colours = {line.get_label(): line.get_color() for line in ax.lines if not str(line.get_label()).startswith("_")}
     assert len(colours) == 3
     assert list(colours.values()) == [style["color"] for style in styles(list(colours))]
-    bars = plot_overview(chain, 0.9, strategies=["persistent"]).axes[2]
+    bars = plot_chain(chain, 0.9, strategies=["persistent"]).axes[2]
     (bar,) = bars.patches
     assert bar.get_facecolor()[:3] == pytest.approx(_rgb(colours["persistent"]))
 
@@ -68,7 +68,7 @@ def test_stages_and_steps_have_whole_numbers(chain: remat.Chain) -> None:
 
 
 def test_legends_of_a_plan_lie_beside_its_data(chain: remat.Chain, tmp_path: Path) -> None:
-    figure = plot_overview(chain, 0.9, strategies=["persistent"])
+    figure = plot_chain(chain, 0.9, strategies=["persistent"])
     figure.savefig(tmp_path / "overview.png")
     for ax in figure.axes[:2]:
         assert not ax.get_legend().get_window_extent().overlaps(ax.get_window_extent())

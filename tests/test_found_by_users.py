@@ -12,7 +12,7 @@ import remat
 from remat import rotor
 from remat.errors import PlanMismatch, ReplayError, UnsupportedModel
 from remat.schedule import Schedule
-from remat.solvers.base import store_all_peak
+from remat.simulation import store_all_peak
 from support.steps import assert_same, chain_of, observed, schedules, train_step
 
 RECOMPUTE = Schedule.parse("F_ck1 F_none2 F_none3 F_all4 B4 F_ck1 F_none2 F_all3 B3 F_ck1 F_all2 B2 F_all1 B1")

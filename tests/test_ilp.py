@@ -7,13 +7,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import remat
-from remat.chain import Chain, Option
+from remat.chain import Chain
 from remat.errors import InfeasibleBudget, RematError, SolverStopped
+from remat.layout import Option
 from remat.report import Report
-from remat.simulation import simulate
+from remat.simulation import simulate, store_all_peak
 from remat.solvers import lower_bound, minimum_budget
 from remat.solvers._pulp import Answer, _bound_in_cbc_log
-from remat.solvers.base import store_all_peak
 from remat.solvers.checkmate import Checkmate
 from remat.solvers.ilp import Ilp
 from support.chains import chains, measured_chains

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import remat
-from remat.chain import Chain, Layout
+from remat.chain import Chain
 from remat.errors import InvalidSchedule
+from remat.layout import Layout
 from remat.schedule import KINDS, Operation, Schedule
+from remat.simulation import store_all_peak
 from remat.solvers import SOLVERS, make_solver, minimum_budget
-from remat.solvers.base import store_all_peak
 from support.chains import measured_chains, random_schedule
 from support.judges import judge, train_naively
 from support.steps import assert_same, observed, train_step, without_loss

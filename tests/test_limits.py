@@ -15,7 +15,7 @@ from torch import nn
 import remat
 from remat.errors import PlanMismatch
 from remat.runtime.pytree import arguments
-from remat.solvers.base import store_all_peak
+from remat.simulation import store_all_peak
 from support.library_models import gpt2
 from support.steps import assert_same, gradients_of, peak_of_a_step
 

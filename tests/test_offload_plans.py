@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 import remat
-from remat.chain import Chain, Layout, Option
+from remat.chain import Chain
 from remat.errors import InfeasibleBudget, InvalidBudget, InvalidChain, InvalidSchedule, RematError
+from remat.layout import Layout, Option
 from remat.schedule import Schedule
-from remat.simulation import simulate
+from remat.simulation import simulate, store_all_peak
 from remat.solvers import Fastest, Offload, offload
-from remat.solvers.base import store_all_peak
 from remat.solvers.offload import beside, may_send
 from support.exhaustive import optimum
 

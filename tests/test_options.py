@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import remat
-from remat.chain import Chain, Layout, Option
+from remat.chain import Chain
 from remat.errors import InvalidChain, InvalidSchedule, PlanMismatch
+from remat.layout import Layout, Option
 from remat.profiling.options import choices
 from remat.runtime.calls.partial import needs
 from remat.runtime.calls.tape import OUTSIDE, Operator, Recorder, Storage, Tape, Value

@@ -14,7 +14,7 @@ from torch import nn
 import remat
 from remat import rotor
 from remat.errors import LeftChain, PlanMismatch, ReplayError
-from remat.solvers.base import store_all_peak
+from remat.simulation import store_all_peak
 from support.library_models import Blocks, Residual, blocks, convolutions, records
 from support.steps import assert_same, train_step
 from support.training import budgets_of, made, train

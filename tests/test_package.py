@@ -242,6 +242,14 @@ def test_experiments_and_models_are_found_by_their_old_names() -> None:
         _ = remat.models.vgg12
 
 
+def test_methods_that_are_functions_now_still_work() -> None:
+    chain = remat.Chain([9] * 6, [20] * 5, [0] * 5, [0] * 5, [1.0] * 5, [2.0] * 5)
+    with pytest.warns(DeprecationWarning, match=r"Chain\.minimum_budget is remat\.minimum_budget now"):
+        assert chain.minimum_budget("chen") == remat.minimum_budget(chain, "chen")
+    with pytest.warns(DeprecationWarning, match=r"Chain\.plot is remat\.plot_chain now"):
+        assert len(chain.plot(0.6).axes) == len(remat.plot_chain(chain, 0.6).axes)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

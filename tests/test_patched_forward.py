@@ -20,7 +20,7 @@ from remat.errors import InfeasibleBudget, RematError, UnsupportedModel
 from remat.runtime.meter import MemoryMeter
 from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.runtime.pytree import loss_in
-from remat.solvers.base import store_all_peak
+from remat.simulation import store_all_peak
 from support.steps import assert_same
 from support.training import made, train
 

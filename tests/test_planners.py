@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 import remat
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget, RematError
-from remat.simulation import simulate
+from remat.simulation import simulate, store_all_peak
 from remat.solvers import lower_bound, make_solver, minimum_budget, solve
-from remat.solvers.base import Solver, store_all_peak
+from remat.solvers.base import Solver
 from remat.solvers.floating import Floating, FloatingTable
 from remat.solvers.persistent import Persistent, PersistentTable
 from support.chains import chains, measured_chains

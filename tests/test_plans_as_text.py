@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
 
-from remat.chain import Chain, Option
+from remat.chain import Chain
+from remat.layout import Option
 from remat.plotting.evictions import plot_evictions
-from remat.plotting.overview import plot_overview
+from remat.plotting.overview import plot_chain
 from remat.plotting.text import ASCII, draw_memory, draw_plan, symbols_for
 from remat.plotting.timeline import plot_schedule
 from remat.report import Report
@@ -76,7 +77,7 @@ def test_terminals_that_know_no_blocks_get_ascii() -> None:
 
 
 def test_a_budget_at_a_glance(table2: Chain) -> None:
-    figure = plot_overview(table2, "90MiB")
+    figure = plot_chain(table2, "90MiB")
     memory, plan, bars = figure.axes
     assert memory.get_title() == "persistent within 90.0 MiB"
     assert plan.get_title() == "persistent: 5 recomputations"
@@ -84,7 +85,7 @@ def test_a_budget_at_a_glance(table2: Chain) -> None:
     texts = dict(zip(names, (text.get_text().strip() for text in bars.texts), strict=True))
     assert texts["persistent"] == texts["floating"] == "1.27"
     assert texts["store_all"] == texts["sequential"] == "does not fit"
-    too_small = plot_overview(table2, "10MiB").axes[0]
+    too_small = plot_chain(table2, "10MiB").axes[0]
     assert "10.0 MiB is too small; the minimum is 82.1 MiB" in too_small.get_title()
 
 

@@ -23,8 +23,7 @@ from remat.errors import MeasurementError, UnsupportedModel
 from remat.profiling.preserving import aliased_parameters
 from remat.profiling.stage_costs import SavedStorages
 from remat.runtime.meter import MemoryMeter
-from remat.simulation import simulate
-from remat.solvers.base import store_all_peak
+from remat.simulation import simulate, store_all_peak
 from support.steps import assert_same
 
 CPU = torch.device("cpu")

@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils import deterministic
 
 import remat
-from remat.chain import Chain, Layout
+from remat.chain import Chain
+from remat.layout import Layout
 from remat.runtime.calls.ending import Saved
 from support.steps import assert_same, train_step
 

@@ -18,8 +18,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import remat
-from remat.chain import Layout
 from remat.errors import ReplayError
+from remat.layout import Layout
 from support.steps import assert_same, chain_of, gradients_of, parted, traces, train_step
 
 WIDTH, ROWS = 8, 6

@@ -21,8 +21,7 @@ from remat import rotor
 from remat.distributed import held_after_forward, largest, plan_in_flight
 from remat.errors import InfeasibleBudget, PlanMismatch, RematError
 from remat.runtime.meter import MemoryMeter
-from remat.simulation import peak_and_makespan, simulate
-from remat.solvers.base import store_all_peak
+from remat.simulation import peak_and_makespan, simulate, store_all_peak
 from remat.solvers.persistent import Persistent
 from support.chains import chains
 from support.judges import judge

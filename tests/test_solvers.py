@@ -10,9 +10,9 @@ import remat
 from conftest import DATA
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget, InvalidBudget, RematError
-from remat.simulation import peak_and_makespan, simulate
+from remat.simulation import peak_and_makespan, simulate, store_all_peak
 from remat.solvers import SOLVERS, make_solver, minimum_budget, solve
-from remat.solvers.base import Plan, Solver, store_all_peak
+from remat.solvers.base import Plan, Solver
 from remat.solvers.persistent import Persistent
 from remat.solvers.revolve import Revolve
 from remat.solvers.sequential import Sequential, sequential_operations

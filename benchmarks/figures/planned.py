@@ -22,8 +22,18 @@ from benchmarks.figures.common import (
     span,
     table,
 )
+from remat.strategies import STRATEGIES
 
 # Speed --------------------------------------------------------------------------------------------------------------
+
+
+@figure
+def strategies() -> str:
+    """The registry, whose rows are no measurements but change with the code."""
+    return table(
+        ("strategy", "what it is for", "needs"),
+        [(f"`{each.name}`", each.purpose, each.needs) for each in STRATEGIES.values()],
+    )
 
 
 @figure

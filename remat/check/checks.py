@@ -19,7 +19,7 @@ from remat.errors import OutOfBudget, Thrashing
 from remat.formatting import format_bytes
 from remat.runtime.allocator import rounded
 from remat.runtime.meter import MemoryMeter
-from remat.solvers.base import store_all_peak
+from remat.simulation import store_all_peak
 
 Found = dict[str, Any]
 _LIMITS = 10

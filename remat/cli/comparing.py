@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich import box
 from rich.markup import escape
+from rich.table import Table
 
 from remat.budgets import resolve_budget
 from remat.cli.app import (
@@ -34,6 +36,20 @@ if TYPE_CHECKING:
 
 
 @app.command(cls=Command)
+def strategies() -> None:
+    """List the planners, heuristics and other strategies: what each is for, and what it needs."""
+    from remat.strategies import STRATEGIES
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("strategy", no_wrap=True)
+    table.add_column("what it is for")
+    for family in STRATEGIES.values():
+        needs = f" (needs {family.needs})" if family.needs else ""
+        table.add_row(family.name, escape(family.purpose + needs))
+    console.print(table)
+
+
+@app.command(cls=Command)
 def compare(
     model: Model,
     budgets: Annotated[
@@ -45,9 +61,7 @@ def compare(
     strategies: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated: planners (see `remat plan --help`), fit, persistent+parts, floating+parts, "
-            "ilp+parts, dtr, dtr-operators, heuristics (see `remat simulate-dtr --help`), gradient_checkpointing, "
-            "block_checkpointing, selective_checkpointing, torch.compile.",
+            help="Comma-separated names, see `remat strategies`.",
             metavar="LIST",
         ),
     ] = None,

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from remat.solvers.base import Solver
 
 _PLACES = ("cpu", "cuda", "mps", "xpu")  # where a model can be put, if the machine has such a device
-_COMPARED = ("store_all", "recompute_all", "sequential", "chen", "revolve", "persistent", "floating")
 
 
 @app.command(cls=Command)
@@ -64,8 +63,7 @@ def plan(
     solver: Annotated[
         str,
         typer.Option(
-            help="Planner whose plans are drawn and written: store_all, recompute_all, sequential, chen, revolve, "
-            "persistent, floating, fastest, offload, ilp or checkmate.",
+            help="Planner whose plans are drawn and written, see `remat strategies`.",
             metavar="NAME",
         ),
     ] = "persistent",
@@ -92,9 +90,9 @@ def plan(
 
     For a device that this machine need not have, as --device h100, the model is not run: memory and time are estimated.
     """
+    from remat.simulation import store_all_peak
     from remat.solvers import make_solver
     from remat.solvers import planner as planner_of
-    from remat.solvers.base import store_all_peak
 
     room = None if host_limit is None else resolve_budget(budget_in(host_limit))
     planner = planner_of(solver, slots, room)
@@ -138,9 +136,10 @@ def _comparison(
     slots: int,
 ) -> tuple[Table, list[Schedule | InfeasibleBudget]]:
     """The plans of every planner in a table, a row each, and the answers of `planner`."""
+    from remat.simulation import store_all_peak
     from remat.solvers import make_solver
-    from remat.solvers.base import store_all_peak
     from remat.solvers.floating import is_quick
+    from remat.strategies import FIT, STRATEGIES
 
     console.print(
         f"{model}: {count(chain.length - 1, 'stage')} and the loss; plain PyTorch needs "
@@ -152,7 +151,8 @@ def _comparison(
     table = columns_table("", "planner", "minimum\nbudget", *headings, "planning\ntime")
     chosen = {_named(solver, chain): solver for solver in (*asked, planner)}
     answers: list[Schedule | InfeasibleBudget] = []
-    for name in dict.fromkeys((*_COMPARED, *chosen)):
+    compared = [name for name, family in STRATEGIES.items() if family.plans and family.compared and name != FIT]
+    for name in dict.fromkeys((*compared, *chosen)):
         solver = chosen.get(name) or make_solver(name, slots=slots, options=False)
         if name == "floating" and name not in chosen and not is_quick(chain, slots):
             console.print("(floating is left out, because it is slow here; try `--also floating --slots 50`)")
@@ -178,9 +178,9 @@ def _comparison(
 
 def _named(solver: Solver, chain: Chain) -> str:
     """As in comparisons: "persistent" is the paper's, "persistent+parts" may keep a part of a stage."""
-    from remat.runtime.strategies import OPTIONS
+    from remat.strategies import PARTS
 
-    return f"{solver.name}{OPTIONS}" if getattr(solver, "options", False) and any(chain.options) else solver.name
+    return f"{solver.name}{PARTS}" if getattr(solver, "options", False) and any(chain.options) else solver.name
 
 
 def _bounded(answer: Schedule | InfeasibleBudget, bound: float | None) -> Schedule | InfeasibleBudget:

@@ -42,7 +42,7 @@ def simulate_dtr(
     heuristics: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: h_dtr, h_dtr_eq, h_dtr_local, h_lru, h_size, h_msps, h_rand, h_e_star, h_dtr_unopt.",
+            help="Comma-separated, see `remat strategies`.",
             metavar="LIST",
         ),
     ] = "h_dtr,h_dtr_eq,h_dtr_local,h_lru",

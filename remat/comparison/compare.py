@@ -33,7 +33,9 @@ from remat.runtime.executor import UnderDTR
 from remat.runtime.library import has_checkpointing
 from remat.runtime.live.context import DTR
 from remat.runtime.pytree import tensors
-from remat.runtime.strategies import (
+from remat.solvers.base import Solver
+from remat.solvers.offload import Offload
+from remat.strategies import (
     CHECKPOINTING,
     ByCalls,
     Dynamic,
@@ -42,8 +44,6 @@ from remat.runtime.strategies import (
     make_strategies,
     takes_long,
 )
-from remat.solvers.base import Solver
-from remat.solvers.offload import Offload
 
 _AUTOMATIC = 5  # budgets, where none are given
 
@@ -78,15 +78,11 @@ def compare(
         budgets: one or several, each an int (bytes), a string ("2GiB"), or a float in (0, 1] of the store-all peak.
             They cover what `remat.run` measures, the sample included. None: five, in equal ratios from the least that
             works to that peak.
-        strategies: names of planners, `Solver` objects; "dtr", by calls, which is not predicted; "dtr-operators",
-            names or functions of heuristics, operator by operator;
-            "gradient_checkpointing" for that of the model's library (transformers, timm), "block_checkpointing" and
-            "selective_checkpointing" (products, convolutions and attention saved) for PyTorch's own of every block,
-            "torch.compile", with several values of its `activation_memory_budget`, and ways of your own (`Execution`
-            objects), none of which has a budget in bytes. Names of planners mean the papers' plans; with "+parts"
-            behind them, plans that may keep a part of a stage; "fit", the plan that `remat.fit` takes. None: store_all,
-            sequential, chen, revolve, persistent, floating (unless it would take long), "fit", "dtr", "dtr-operators",
-            and the library's checkpointing where it has one.
+        strategies: names of `remat.strategies.STRATEGIES` (`remat strategies` lists them, with what each is for);
+            `Solver` objects; functions that are heuristics; `Execution` objects. A planner's name means the paper's
+            plans, "+parts" behind it plans that may keep a part of a stage. None: the usual planners (floating unless
+            it would take long), fit, DTR in both granularities, and the checkpointing of the model's library where it
+            has one.
         loss: a function of the output that returns a scalar; without one the output is backpropagated with a fixed
             random gradient.
         measure: False stops after the predictions, of DTR too: nothing larger than single stages is run.

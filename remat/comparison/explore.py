@@ -8,8 +8,10 @@ from torch import nn
 
 from remat.chain import Chain
 from remat.errors import RematError
+from remat.plotting.overview import plot_chain
 from remat.profiling.profile import profile
 from remat.runtime.checks import Loss
+from remat.solvers import minimum_budget
 
 _STEPS = 24  # of the slider, between the least budget and storing everything
 # Planners that answer at once, also for long chains.
@@ -42,13 +44,13 @@ def explore(model: nn.Module | Chain, sample: Any = None, loss: Loss | None = No
     def show(share: float, planner: str) -> Any:
         from IPython.display import display
 
-        display(chain.plot(share, solver=planner, strategies=PLANNERS))
+        display(plot_chain(chain, share, solver=planner, strategies=PLANNERS))
 
     return interactive(show, share=shares, planner=planners)
 
 
 def shares_of(chain: Chain) -> list[float]:
     """Budgets to choose from, as shares of what storing everything takes, from the least that works on."""
-    least = chain.minimum_budget() / chain.store_all_bytes
+    least = minimum_budget(chain) / chain.store_all_bytes
     # Rounded up, so that the least one still works.
     return sorted({min(round(least + (1 - least) * step / _STEPS + 5e-4, 3), 1.0) for step in range(_STEPS + 1)})

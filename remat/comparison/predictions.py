@@ -13,10 +13,10 @@ from remat.formatting import format_bytes
 from remat.report import Report
 from remat.runtime.dtr.simulator import Replay
 from remat.runtime.dtr.trace import Trace
-from remat.runtime.strategies import THRASH_LIMIT, Dynamic, Static, Strategy
 from remat.schedule import Schedule, store_all_operations
 from remat.simulation import simulate
 from remat.solvers.base import Solver
+from remat.strategies import THRASH_LIMIT, Dynamic, Static, Strategy
 
 UNLIMITED = 2**50  # bytes: DTR that evicts nothing
 _SLOW = ("ilp", "checkmate")  # whose least budget takes many programs to find

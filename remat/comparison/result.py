@@ -22,9 +22,9 @@ from remat.report import Report
 from remat.runtime.dtr.heuristics import HEURISTICS
 from remat.runtime.dtr.simulator import Replay, timeline
 from remat.runtime.dtr.trace import Trace, read_instructions
-from remat.runtime.strategies import DTR_HEURISTIC, OPERATORS, THRASH_LIMIT, make_strategies
 from remat.schedule import Schedule
 from remat.simulation import simulate
+from remat.strategies import DTR_HEURISTIC, OPERATORS, THRASH_LIMIT, make_strategies
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -22,8 +22,8 @@ from remat.report import Report
 from remat.runtime.allocator import give_back
 from remat.runtime.executor import How
 from remat.runtime.live.context import DTR
-from remat.runtime.strategies import THRASH_LIMIT, ByCalls, Dynamic, Native, Strategy
 from remat.schedule import Operation
+from remat.strategies import THRASH_LIMIT, ByCalls, Dynamic, Native, Strategy
 
 
 @dataclass

@@ -3,5 +3,5 @@
 from remat.host.moved import moved
 
 _papers = moved("remat.experiments", "benchmarks.papers")
-__path__ = _papers.__path__  # its modules too, by their old names
+__path__ = list(_papers.__path__)  # its modules too, by their old names
 globals().update({name: getattr(_papers, name) for name in _papers.__all__})

@@ -1,4 +1,4 @@
-"""Names that have moved to the repository's `benchmarks` folder, found by their old name for one release."""
+"""Names that have moved, found by their old name for one release."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import warnings
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 _REPOSITORY = Path(__file__).parents[2]
 
@@ -27,3 +28,9 @@ def moved(old: str, new: str) -> ModuleType:
         raise ImportError(f"{old} has moved to {new} in remat's repository; the installed package has none") from error
     warnings.warn(f"{old} has moved to {new}; this name will go in remat 0.4", DeprecationWarning, stacklevel=3)
     return found
+
+
+def deprecated(old: str, new: str) -> Any:
+    """The public name `new` of `remat`, for a method that it has replaced; a DeprecationWarning names both."""
+    warnings.warn(f"{old} is remat.{new} now; the method will go in remat 0.4", DeprecationWarning, stacklevel=3)
+    return getattr(importlib.import_module("remat"), new)

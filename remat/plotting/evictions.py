@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from remat.errors import InvalidBudget
 from remat.formatting import count
 from remat.host.packages import require
 from remat.plotting.style import COLOURS, new_figure
@@ -14,19 +15,21 @@ from remat.runtime.dtr.graph import Graph
 from remat.runtime.dtr.heuristics import Heuristic
 from remat.runtime.dtr.simulator import replay_of, timeline
 from remat.runtime.dtr.trace import Trace
-from remat.runtime.strategies import DTR_HEURISTIC, THRASH_LIMIT
+from remat.strategies import DTR_HEURISTIC, THRASH_LIMIT
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from remat.runtime.live.context import DTR
 
 
 _MOST = 1500  # rows and columns that a picture shows
 
 
 def plot_evictions(
-    trace: Trace,
-    budget: int | str | float,
-    heuristic: str | Heuristic = DTR_HEURISTIC,
+    trace: Trace | DTR,
+    budget: int | str | float | None = None,
+    heuristic: str | Heuristic | None = None,
     *,
     thrash_limit: float = THRASH_LIMIT,
 ) -> Figure:
@@ -39,16 +42,22 @@ def plot_evictions(
     memory up to there. Several operators share a column, and storages a row, where there are more than fit a picture.
 
     Args:
-        trace: as for `remat.simulate_dtr`; of a live run `dtr.trace`.
-        budget: as there; for a live run `dtr.budget`.
-        heuristic: which storage to evict.
+        trace: as for `remat.simulate_dtr`; or a `remat.DTR`, of whose last block the figure is.
+        budget: as there; None: that of the block.
+        heuristic: which storage to evict; None: that of the block, or h_dtr_eq.
         thrash_limit: where a run ends, as a multiple of the program's own time.
     """
     require("matplotlib", "a figure")
     from matplotlib.colors import ListedColormap
 
+    if not isinstance(trace, Trace):
+        budget = trace.budget if budget is None else budget
+        heuristic = trace.heuristic if heuristic is None else heuristic
+        trace = trace.trace
+    if budget is None:
+        raise InvalidBudget("a trace has no budget of its own; give one, such as 0.5 for half of its peak")
     replay = replay_of(trace)
-    report, core = replay.run(budget, heuristic, thrash_limit=thrash_limit, log=True)
+    report, core = replay.run(budget, heuristic or DTR_HEURISTIC, thrash_limit=thrash_limit, log=True)
     graph = replay.program("eager").graph
     constants = sum(label.startswith("constant ") for label in graph.labels)
     states, again, operators = _storage_states(core, graph, constants)

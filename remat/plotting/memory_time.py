@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from remat.errors import InfeasibleBudget, RematError
 from remat.plotting.style import axes_for, legend, nested_styles, new_figure
 from remat.plotting.timeline import MIB, plot_memory, plot_schedule
-from remat.runtime.strategies import family
+from remat.strategies import family
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

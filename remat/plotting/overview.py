@@ -13,24 +13,24 @@ from remat.plotting.style import new_figure, styles
 from remat.plotting.timeline import plot_memory, plot_schedule
 from remat.runtime.dtr.simulator import Replay
 from remat.runtime.dtr.trace import Trace
-from remat.runtime.strategies import FIT, THRASH_LIMIT, Dynamic, Static, make_strategies, takes_long
 from remat.schedule import Schedule
-from remat.simulation import simulate
-from remat.solvers.base import Solver, store_all_peak
+from remat.simulation import simulate, store_all_peak
+from remat.solvers.base import Solver
+from remat.strategies import FIT, THRASH_LIMIT, Dynamic, Static, make_strategies, takes_long
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def plot_overview(
+def plot_chain(
     chain: Chain,
-    budget: int | str | float,
+    budget: int | str | float = 0.5,
     solver: str | Solver | None = None,
     *,
     strategies: Sequence[str | Solver] | None = None,
     slots: int = 200,
 ) -> Figure:
-    """What a budget means for a chain: the memory over time and the plan of `solver`, and every strategy's cost.
+    """A figure of what a budget means for a chain: a plan, its memory over time, and what every strategy would cost.
 
     Below the least budget that works the plan is the one of that budget, which the title says. Nothing is run.
 

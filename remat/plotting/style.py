@@ -12,6 +12,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from remat.host.packages import require
+from remat.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,41 +20,6 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES = ("-", "--", "-.", ":")
-
-
-# Who has which place among the styles; those that are compared most often have the first, which differ in colour.
-_PLACES = (
-    "persistent",
-    "dtr",
-    "floating",
-    "revolve",
-    "chen",
-    "sequential",
-    "store_all",
-    "recompute_all",
-    "fit",
-    "ilp",
-    "checkmate",
-    "gradient_checkpointing",
-    "torch.compile",
-    "dtr-operators",
-    "h_dtr_eq",
-    "h_dtr",
-    "h_dtr_local",
-    "h_lru",
-    "h_size",
-    "h_msps",
-    "h_rand",
-    "h_e_star",
-    "h_dtr_unopt",
-    "persistent+parts",
-    "floating+parts",
-    "ilp+parts",
-    "block_checkpointing",
-    "selective_checkpointing",
-    "offload",
-    "fastest",
-)
 
 
 def style_at(place: int) -> dict[str, Any]:
@@ -70,9 +36,10 @@ def style_at(place: int) -> dict[str, Any]:
 
 def styles(names: Sequence[str]) -> list[dict[str, Any]]:
     """How the line of each of these strategies is drawn; people's own have the places after the known ones."""
-    others = count(len(_PLACES))
+    places = {name: place for place, name in enumerate(STRATEGIES)}
+    others = count(len(places))
     known = [name.removeprefix("dtr ") for name in names]
-    return [style_at(_PLACES.index(name) if name in _PLACES else next(others)) for name in known]
+    return [style_at(places[name] if name in places else next(others)) for name in known]
 
 
 def nested_styles(names: Sequence[str]) -> list[dict[str, Any]]:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from remat.chain import Chain, Option
+from remat.chain import Chain
 from remat.formatting import count, format_bytes, format_seconds
+from remat.layout import Option
 from remat.report import Report
 from remat.schedule import F_ALL, F_CK, B, Operation, Schedule
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from remat.chain import Chain, Layout, Option
+from remat.chain import Chain
+from remat.layout import Layout, Option
 from remat.profiling.carried import (
     Carried,
     Carrying,

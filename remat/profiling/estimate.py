@@ -20,9 +20,9 @@ from remat.formatting import format_bytes, format_seconds, table, text_table
 from remat.profiling.profile import estimate_in
 from remat.runtime.checks import Loss, check_count, check_model
 from remat.runtime.pytree import map_tensors, storage_of, tensors
-from remat.simulation import peak_and_makespan
+from remat.simulation import peak_and_makespan, store_all_peak
 from remat.solvers import planner
-from remat.solvers.base import Solver, store_all_peak
+from remat.solvers.base import Solver
 
 # Bytes of state for each byte of parameters, and besides for each of their elements: mixed precision keeps parameters
 # and both moments in float32.

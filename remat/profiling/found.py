@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from html import escape
 
-from remat.chain import Layout
 from remat.formatting import count, format_bytes, format_seconds, table
+from remat.layout import Layout
 from remat.runtime.calls.stages import describe_call, stage_name
 
 _SMALL = 0.001  # of all that autograd keeps

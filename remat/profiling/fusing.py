@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from remat.chain import Layout
 from remat.errors import UnsupportedModel
 from remat.host.progress import Progress
+from remat.layout import Layout
 from remat.profiling.stage_costs import SavedStorages, storage_bytes
 from remat.profiling.work import ParameterWrites, Work, warn_of_data
 from remat.runtime.calls.stages import describe_call, detached, flatten, input_of

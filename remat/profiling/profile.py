@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from remat.chain import Chain, Layout
+from remat.chain import Chain
 from remat.devices import device_named
 from remat.errors import LeftChain, RematError, UnsupportedModel
 from remat.estimation.world import LOOKS_AT_VALUES, World
 from remat.host.progress import Passes, Progress
+from remat.layout import Layout
 from remat.profiling.assembling import Measurement, Ways, chain_of
 from remat.profiling.facts import Facts
 from remat.profiling.find import SMALL, locate
@@ -52,8 +53,7 @@ from remat.runtime.planned.patched_forward import unpatched
 from remat.runtime.pytree import Arguments, loss_in, tensors
 from remat.runtime.sharding import refuse_flat_shards, refuse_shards_of_others
 from remat.schedule import Schedule
-from remat.simulation import peak_and_makespan
-from remat.solvers.base import store_all_peak
+from remat.simulation import peak_and_makespan, store_all_peak
 from remat.solvers.persistent import Persistent
 
 _RECORDINGS = 2  # of each stage's operators; the second has no first times in it

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from remat.chain import Chain, Option
+from remat.chain import Chain
+from remat.layout import Option
 from remat.runtime.allocator import rounded
 from remat.runtime.calls.partial import Structure
 from remat.runtime.calls.tape import Tape

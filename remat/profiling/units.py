@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from remat.chain import Option
+from remat.layout import Option
 from remat.profiling.cuts import cut
 from remat.profiling.facts import StageFacts
 from remat.profiling.gauges import Gauge, Span

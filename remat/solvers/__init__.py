@@ -6,7 +6,8 @@ from remat.budgets import resolve_budget
 from remat.chain import Chain
 from remat.errors import RematError
 from remat.schedule import Schedule
-from remat.solvers.base import Plan, Solver, fastest_within, least_peak, store_all_peak
+from remat.simulation import store_all_peak
+from remat.solvers.base import Plan, Solver, fastest_within, least_peak
 from remat.solvers.bounds import lower_bound
 from remat.solvers.checkmate import Checkmate
 from remat.solvers.chen import Chen
@@ -62,14 +63,17 @@ SOLVERS: dict[str, type[Solver]] = {
 }
 
 
+_COMMON = ("slots", "options")
 WITH_HOST = (Persistent.name, Fastest.name, Offload.name)  # for which a limit of the host's memory has a meaning
 
 
 def make_solver(solver: str | Solver, **options: object) -> Solver:
-    """The solver of that name with those of the options that it has, or the object itself.
+    """The solver of that name with these options, or the object itself.
+
+    `slots` and `options` may be given for any planner; those without memory units or parts have no use for them.
 
     Raises:
-        RematError: an unknown name.
+        RematError: an unknown name, or an option that the solver does not have.
     """
     if isinstance(solver, Solver):
         return solver
@@ -77,6 +81,10 @@ def make_solver(solver: str | Solver, **options: object) -> Solver:
         raise RematError(f"unknown solver {solver!r}; choose one of {', '.join(SOLVERS)}, or pass a Solver object")
     kind = SOLVERS[solver]
     known = getattr(kind, "__dataclass_fields__", {})
+    unknown = [name for name in options if name not in known and name not in _COMMON]
+    if unknown:
+        its = ", ".join(known) or "none"
+        raise RematError(f"solver {solver!r} has no option {', '.join(map(repr, unknown))}; its options: {its}")
     return kind(**{name: value for name, value in options.items() if name in known})
 
 

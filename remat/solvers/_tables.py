@@ -22,8 +22,8 @@ from remat.errors import RematError
 from remat.formatting import format_bytes
 from remat.host.packages import available_bytes
 from remat.schedule import F_ALL, F_CK, F_NONE, B, Operation, store_all_operations
-from remat.simulation import peak_and_makespan
-from remat.solvers.base import Operations, Plan, store_all_peak
+from remat.simulation import peak_and_makespan, store_all_peak
+from remat.solvers.base import Operations, Plan
 
 _KINDS = (F_ALL, F_CK, F_NONE, B)  # by the numbers that the kernels write
 _BEYOND = 1 / 32  # how far past the budget's slot schedules are read out; what rounding errors add up to

@@ -11,7 +11,7 @@ from remat.budgets import resolve_budget
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget, RematError
 from remat.schedule import Operation, Schedule, store_all_operations
-from remat.simulation import host_bytes, peak_and_makespan
+from remat.simulation import host_bytes, peak_and_makespan, store_all_peak
 
 Operations: TypeAlias = tuple[Operation, ...]
 
@@ -38,12 +38,16 @@ class Solver(ABC):
 
     Attributes:
         name: its name in `solve`, reports and the command line.
+        purpose: what it is for, in a line, for lists of planners.
+        needs: what it needs beyond a chain, such as a package, for the same lists.
         may_exceed: True for baselines with a model of memory of their own, whose schedules may need more than the
             budget. The outcome of their reports is then "over".
         offloads: True for one that knows of options that send something to the host; others are not shown them.
     """
 
     name: ClassVar[str]
+    purpose: ClassVar[str] = ""
+    needs: ClassVar[str] = ""
     offloads: ClassVar[bool] = False
     may_exceed: ClassVar[bool] = False
 
@@ -134,11 +138,6 @@ class Solver(ABC):
     def minimum_budget(self, chain: Chain) -> int:
         """The minimum budget of this solver in bytes, exact: it works there and fails one byte below."""
         return peak_and_makespan(chain, self.least_memory(self._shown(chain)))[0]
-
-
-def store_all_peak(chain: Chain) -> int:
-    """Peak in bytes when everything is stored."""
-    return peak_and_makespan(chain, store_all_operations(chain.length))[0]
 
 
 def fastest_within(chain: Chain, candidates: Iterable[Operations], budgets: Sequence[int]) -> list[Plan | None]:

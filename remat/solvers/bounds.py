@@ -7,9 +7,8 @@ from dataclasses import replace
 from remat.budgets import resolve_budget
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget
-from remat.simulation import everything
+from remat.simulation import everything, store_all_peak
 from remat.solvers._tables import always
-from remat.solvers.base import store_all_peak
 from remat.solvers.floating import Floating, FloatingTable
 from remat.solvers.persistent import Persistent
 

@@ -44,6 +44,8 @@ class Checkmate(Solver):
     backend: str | None = None
 
     name: ClassVar[str] = "checkmate"
+    purpose: ClassVar[str] = "the relaxation of Jain et al. (2019), rounded; may exceed the budget"
+    needs: ClassVar[str] = "pip install 'remat[ilp]'"
     may_exceed: ClassVar[bool] = True
 
     def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:

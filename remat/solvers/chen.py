@@ -26,6 +26,7 @@ class Chen(Solver):
     segments: int | None = None
 
     name: ClassVar[str] = "chen"
+    purpose: ClassVar[str] = "segments of about equal bytes (Chen et al., 2016)"
 
     def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:
         return fastest_within(chain, self._candidates(chain), budgets)

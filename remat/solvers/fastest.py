@@ -36,6 +36,7 @@ class Fastest(Solver):
     options: bool = True
 
     name: ClassVar[str] = "fastest"
+    purpose: ClassVar[str] = "the fastest plan of the papers' planners, with parts"
 
     def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:
         best: list[tuple[float, Plan] | None] = [None] * len(budgets)

@@ -44,6 +44,7 @@ class Floating(Solver):
     options: bool = True
 
     name: ClassVar[str] = "floating"
+    purpose: ClassVar[str] = "optimal among all plans of whole stages (Beaumont et al.); slow for long chains"
 
     def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:
         chain = chain if self.options else chain.without_options

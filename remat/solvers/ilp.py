@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from remat.chain import Chain, Option
+from remat.chain import Chain
 from remat.errors import SolverStopped
 from remat.formatting import format_bytes
 from remat.host.packages import require
+from remat.layout import Option
 from remat.schedule import F_ALL, F_CK, F_NONE, B, Operation
 from remat.simulation import everything, peak_and_makespan
 from remat.solvers._pulp import Answer, choose_backend, run
@@ -50,6 +51,8 @@ class Ilp(Solver):
     options: bool = True
 
     name: ClassVar[str] = "ilp"
+    purpose: ClassVar[str] = "optimal, by an integer linear program: to check the others"
+    needs: ClassVar[str] = "pip install 'remat[ilp]'"
 
     def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:
         chain = chain if self.options else chain.without_options

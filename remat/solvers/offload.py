@@ -48,6 +48,8 @@ class Offload(Solver):
     host_limit: int | str | None = None
 
     name: ClassVar[str] = "offload"
+    purpose: ClassVar[str] = "may send activations to the host's memory (after Beaumont et al., 2021)"
+    needs: ClassVar[str] = "offload=True in profile"
     offloads: ClassVar[bool] = True
 
     def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:

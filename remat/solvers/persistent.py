@@ -36,6 +36,7 @@ class Persistent(Solver):
     options: bool = True
 
     name: ClassVar[str] = "persistent"
+    purpose: ClassVar[str] = "optimal among plans that keep an activation until its backward (Beaumont et al.)"
 
     def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:
         chain = chain if self.options else chain.without_options

@@ -20,6 +20,7 @@ class RecomputeAll(Solver):
     """
 
     name: ClassVar[str] = "recompute_all"
+    purpose: ClassVar[str] = "forward from the input before every backward"
 
     def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:
         return fastest_within(chain, [self.least_memory(chain)], budgets)

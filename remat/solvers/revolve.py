@@ -25,6 +25,7 @@ class Revolve(Solver):
     slots: int = 500
 
     name: ClassVar[str] = "revolve"
+    purpose: ClassVar[str] = "keeps outputs of stages only (Griewank and Walther, 2000)"
 
     def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:
         def table(budget: int) -> PersistentTable:

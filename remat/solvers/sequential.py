@@ -27,6 +27,7 @@ class Sequential(Solver):
     segments: int | None = None
 
     name: ClassVar[str] = "sequential"
+    purpose: ClassVar[str] = "equal segments, as torch's checkpoint_sequential"
 
     def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:
         return fastest_within(chain, self._candidates(chain), budgets)

@@ -16,6 +16,7 @@ class StoreAll(Solver):
     """Stores everything: plain PyTorch."""
 
     name: ClassVar[str] = "store_all"
+    purpose: ClassVar[str] = "no recomputation, as plain PyTorch"
 
     def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:
         return fastest_within(chain, [self.least_memory(chain)], budgets)

@@ -21,7 +21,7 @@ from remat.runtime.planned.patched_forward import PatchedForward, Runs, patched_
 from remat.runtime.planned.wrapper import Wrapper
 from remat.runtime.pytree import Arguments
 from remat.runtime.sharding import refuse_first_forward
-from remat.solvers.base import store_all_peak
+from remat.simulation import store_all_peak
 from remat.solvers.bounds import least_of_any
 from remat.solvers.fastest import compile_planners
 from remat.solvers.persistent import Persistent

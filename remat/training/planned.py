@@ -27,9 +27,9 @@ from remat.runtime.planned.validity import training
 from remat.runtime.pytree import Arguments, tensors
 from remat.runtime.sharding import refuse_first_forward
 from remat.schedule import Schedule
-from remat.simulation import simulate
+from remat.simulation import simulate, store_all_peak
 from remat.solvers import WITH_HOST, planner
-from remat.solvers.base import Solver, store_all_peak
+from remat.solvers.base import Solver
 from remat.training.by_input import PlansByInput
 from remat.training.setup import Setup
 

@@ -11,8 +11,8 @@ from remat.formatting import count, format_bytes, text_table
 from remat.runtime.planned.notebook import shown_in_a_sentence
 from remat.runtime.planned.patched_forward import PatchedForward
 from remat.schedule import Schedule
-from remat.simulation import simulate
-from remat.solvers.base import Solver, store_all_peak
+from remat.simulation import simulate, store_all_peak
+from remat.solvers.base import Solver
 
 _OVERHEADS = (0.05, 0.1, 0.2)  # whose limits the table shows
 _TRIED = 64  # limits between the least and storing everything

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from remat.chain import Chain, Option
+from remat.chain import Chain
+from remat.layout import Option
 from remat.schedule import F_ALL, F_CK, F_NONE, B, Operation, Schedule
 
 

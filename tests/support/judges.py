@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from remat.chain import Chain, Option
+from remat.chain import Chain
+from remat.layout import Option
 from remat.schedule import Operation, Schedule
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import remat
 from remat.runtime.pytree import arguments, loss_in, tensors
-from remat.solvers.base import store_all_peak
+from remat.simulation import store_all_peak
 from support.library_models import EVERY
 
 

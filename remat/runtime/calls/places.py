@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from remat.chain import Layout
 from remat.errors import PlanMismatch
+from remat.layout import Layout
 from remat.runtime.calls.stages import Stage, stage_name
 from remat.runtime.pytree import key_of, tensors
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from remat.chain import Layout
 from remat.errors import PlanMismatch, UnsupportedModel
+from remat.layout import Layout
 from remat.runtime.parts import parts_of
 from remat.runtime.pytree import Arguments, arguments, map_tensors, tensors
 

@@ -13,8 +13,7 @@ from remat.runtime.dtr.heuristics import DEFAULT, Heuristic
 from remat.runtime.dtr.simulator import Replay
 from remat.runtime.dtr.trace import Trace
 from remat.schedule import F_ALL, F_CK, F_NONE, B, Operation, Schedule, store_all_operations
-from remat.simulation import peak_and_makespan
-from remat.solvers.base import store_all_peak
+from remat.simulation import peak_and_makespan, store_all_peak
 
 _TRIES = 24  # budgets of DTR tried, by bisection
 

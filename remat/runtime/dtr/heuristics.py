@@ -12,7 +12,7 @@ Those of the paper are ratios, which the policy core knows how to compute itself
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -72,11 +72,13 @@ class Ratio:
         by_bytes: divide by the size.
         staleness: "no", "own", or "neighborhood": since the most recent use of anything in e*, each storage of which
             is counted once.
+        formula: the score in words, for lists of heuristics.
     """
 
     numerator: str
     by_bytes: bool = True
     staleness: str = "own"
+    formula: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if self.numerator not in _NUMERATORS or self.staleness not in _STALENESS:
@@ -104,15 +106,19 @@ class Ratio:
 
 
 HEURISTICS: dict[str, Ratio] = {
-    "h_dtr": Ratio("neighborhood"),
-    "h_dtr_eq": Ratio("component"),
-    "h_dtr_local": Ratio("local"),
-    "h_lru": Ratio("one", by_bytes=False),
-    "h_size": Ratio("one", staleness="no"),
-    "h_msps": Ratio("ancestors", staleness="no"),
-    "h_rand": Ratio("random"),
-    "h_e_star": Ratio("neighborhood", staleness="no"),
-    "h_dtr_unopt": Ratio("neighborhood", staleness="neighborhood"),
+    "h_dtr": Ratio("neighborhood", formula="cost with evicted neighbourhood / (size x staleness)"),
+    "h_dtr_eq": Ratio("component", formula="cost with evicted components / (size x staleness)"),
+    "h_dtr_local": Ratio("local", formula="own cost / (size x staleness)"),
+    "h_lru": Ratio("one", by_bytes=False, formula="1 / staleness"),
+    "h_size": Ratio("one", staleness="no", formula="1 / size"),
+    "h_msps": Ratio("ancestors", staleness="no", formula="cost with evicted ancestors / size (Peng et al., 2020)"),
+    "h_rand": Ratio("random", formula="random"),
+    "h_e_star": Ratio("neighborhood", staleness="no", formula="cost with evicted neighbourhood / size"),
+    "h_dtr_unopt": Ratio(
+        "neighborhood",
+        staleness="neighborhood",
+        formula="h_dtr with the neighbourhood's staleness",
+    ),
 }
 
 

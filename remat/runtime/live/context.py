@@ -10,6 +10,7 @@ from weakref import proxy
 from remat.budgets import resolve_budget
 from remat.errors import InvalidBudget, RematError
 from remat.formatting import card, format_bytes
+from remat.host.moved import deprecated
 from remat.host.tried import say_if_newer
 from remat.report import Report
 from remat.runtime.dtr.heuristics import Heuristic, make_heuristic
@@ -266,15 +267,9 @@ class DTR:
         return trace_of(block.ledger, block.budget - block.ledger.budget)
 
     def plot(self, budget: int | str | float | None = None, heuristic: str | Heuristic | None = None) -> Figure:
-        """A figure of the storages in memory during the last block, or as simulated with another budget or heuristic.
-
-        Args:
-            budget: as for `remat.simulate_dtr`; by default the block's.
-        """
-        from remat.plotting.evictions import plot_evictions
-
-        chosen = self._last.budget if budget is None else budget
-        return plot_evictions(self.trace, chosen, self._heuristic if heuristic is None else heuristic)
+        """Deprecated: `remat.plot_evictions(dtr)`."""
+        figure: Figure = deprecated("DTR.plot", "plot_evictions")(self, budget, heuristic)
+        return figure
 
     @property
     def decisions(self) -> list[tuple[str, int]]:

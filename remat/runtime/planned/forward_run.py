@@ -31,9 +31,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from remat.chain import Layout
 from remat.errors import OverBudgetWarning, ReplayError, UnsupportedModel
 from remat.host.warn import warn
+from remat.layout import Layout
 from remat.runtime.calls.ending import Ending
 from remat.runtime.calls.environment import BufferWatch, FirstRun
 from remat.runtime.calls.record import Record, Slot

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from remat.chain import Chain, Option
+from remat.chain import Chain
 from remat.errors import InvalidSchedule, PlanMismatch
+from remat.layout import Option
 from remat.schedule import F_ALL, B, Operation, Schedule
 from remat.simulation import simulate
 

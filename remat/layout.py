@@ -1,0 +1,96 @@
+"""`Layout`: which modules of a model the stages of a chain are; `Option`: what can be kept of one of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from remat.formatting import format_bytes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which modules of a model are the stages of a chain, and the input that they were measured with.
+
+    Attributes:
+        modules: for each stage but the loss, how many consecutive modules of the flattened `nn.Sequential` it runs.
+        inputs: one line per tensor of the sample: its dtype, shape and device type, `float32[8, 3, 32, 32] cpu`.
+        calls: for a chain found in any other model, the module calls of each stage but the loss: the module's name,
+            with `#2` behind it for its second call in a forward. A stage without calls is what the model computes
+            between the others. None for an `nn.Sequential`.
+        aside: calls of modules of stages that are no part of any.
+        uncalled: modules that the sample's forward does not call; one that does is another path.
+        ends_early: for each stage but the loss, whether a recomputation may end with the last tensor that it saves;
+            empty: none may.
+        dropped: for each stage but the loss, and each of its options, which of the tensors that autograd saves are not
+            kept, by their numbers in the order in which it saves them, from 0; empty: no stage has options.
+        offloaded: the same for those that go to the host's memory; empty: none do.
+    """
+
+    modules: tuple[int, ...]
+    inputs: tuple[str, ...]
+    calls: tuple[tuple[str, ...], ...] | None = None
+    aside: tuple[str, ...] = ()
+    uncalled: tuple[str, ...] = ()
+    ends_early: tuple[bool, ...] = ()
+    dropped: tuple[tuple[frozenset[int], ...], ...] = ()
+    offloaded: tuple[tuple[frozenset[int], ...], ...] = ()
+
+    def to_fields(self) -> dict[str, Any]:
+        calls = None if self.calls is None else [list(names) for names in self.calls]
+        own = {"modules": list(self.modules), "inputs": list(self.inputs)}
+        others = {"aside": list(self.aside), "uncalled": list(self.uncalled), "ends_early": list(self.ends_early)}
+        numbers = {
+            name: [[sorted(each) for each in options] for options in getattr(self, name)]
+            for name in ("dropped", "offloaded")
+        }
+        return {**own, "calls": calls, **others, **numbers}
+
+    @classmethod
+    def from_fields(cls, content: dict[str, Any] | None) -> Layout | None:
+        if content is None:
+            return None
+        calls = content.get("calls")
+        named = None if calls is None else tuple(map(tuple, calls))
+        others = {name: tuple(content.get(name, ())) for name in ("aside", "uncalled", "ends_early")}
+        numbers: dict[str, Any] = {
+            name: tuple(tuple(map(frozenset, options)) for options in content.get(name, ()))
+            for name in ("dropped", "offloaded")
+        }
+        return cls(tuple(content["modules"]), tuple(content["inputs"]), named, **others, **numbers)
+
+
+@dataclass(frozen=True)
+class Option:
+    """A way for F_all to keep a part of a stage's saved tensors; the rest is recomputed right before its backward.
+
+    Some of what is kept may go to the host's memory: it is copied out while the next operation runs forward, is gone
+    from the device when that ends, and is copied back while the next stage runs backward (`remat.simulation`).
+
+    Attributes:
+        saved_bytes: of what is kept on the device, the stage's output included, its input not.
+        save_overhead_bytes: scratch memory of this F_all beyond its input and what it keeps, here and on the host.
+        bwd_overhead_bytes: what the replay and the backward need beyond what is kept, here and on the host, a_{l-1},
+            grad_l and grad_{l-1}.
+        replay_seconds: how long the replay takes.
+        without: what is not kept, for readers: "native_layer_norm, gelu".
+        host_bytes: of what goes to the host's memory.
+        link_seconds: how long the link to it is busy with that, one way.
+    """
+
+    saved_bytes: int
+    save_overhead_bytes: int
+    bwd_overhead_bytes: int
+    replay_seconds: float
+    without: str = ""
+    host_bytes: int = 0
+    link_seconds: float = 0.0
+
+    def described(self, saved_bytes: int, fwd_seconds: float) -> str:
+        """The option in words, for a stage of these costs: "without gelu: keeps 48% of the bytes, ..."."""
+        kept = self.saved_bytes / saved_bytes if saved_bytes else 1.0
+        again = f", reruns {self.replay_seconds / fwd_seconds:.0%} of the forward" if fwd_seconds else ""
+        if self.host_bytes:
+            away = f"offloads {format_bytes(self.host_bytes)}: keeps {kept:.0%} of the bytes"
+            return away if not self.without else f"{away}, without {self.without}{again}"
+        return f"without {self.without or 'a part'}: keeps {kept:.0%} of the bytes{again}"
