@@ -22,9 +22,9 @@ import remat
 from benchmarks import any_model, models
 from benchmarks.keeping import write
 from remat.errors import InfeasibleBudget
-from remat.profiling.estimate import static_bytes
 from remat.simulation import store_all_peak
 from remat.solvers.persistent import Persistent
+from remat.training.estimate import static_bytes
 
 _PAIRS = 7
 _SHARES = (0.25, 0.5, 0.75)  # of the way from the least limit to storing everything

@@ -21,8 +21,8 @@ from benchmarks.keeping import Kept, Rows
 from benchmarks.rotor import NETWORKS, fastest_setting, planners, settings, tried
 from remat.devices import DEVICES, GIB, Device
 from remat.estimation.world import World
-from remat.profiling.estimate import estimated_in
 from remat.solvers import Floating, Persistent
+from remat.training.estimate import estimated_in
 
 NOTE = (
     "chains estimated for a Tesla V100-PCIE of 16 GB in float32, nothing computed; advantage: seconds of "

@@ -29,15 +29,13 @@ from .errors import SolverStopped as SolverStopped
 from .errors import Thrashing as Thrashing
 from .errors import ThrashingWarning as ThrashingWarning
 from .errors import UnsupportedModel as UnsupportedModel
+from .finding.find import find_chain as find_chain
+from .finding.found import FoundChain as FoundChain
+from .finding.found import FoundStage as FoundStage
 from .layout import Layout as Layout
 from .layout import Option as Option
 from .plotting.evictions import plot_evictions as plot_evictions
 from .plotting.overview import plot_chain as plot_chain
-from .profiling.estimate import Estimate as Estimate
-from .profiling.estimate import estimate as estimate
-from .profiling.find import find_chain as find_chain
-from .profiling.found import FoundChain as FoundChain
-from .profiling.found import FoundStage as FoundStage
 from .profiling.profile import profile as profile
 from .report import Moment as Moment
 from .report import Report as Report
@@ -56,6 +54,8 @@ from .solvers import minimum_budget as minimum_budget
 from .solvers import solve as solve
 from .solvers.base import Plan as Plan
 from .solvers.base import Solver as Solver
+from .training.estimate import Estimate as Estimate
+from .training.estimate import estimate as estimate
 from .training.fit import fit as fit
 
 __version__: str

@@ -18,7 +18,7 @@ from torch import nn
 
 import remat
 from remat.comparison import bench, rounds
-from remat.profiling import preserving
+from remat.measuring import preserving
 from remat.runtime import allocator
 from remat.runtime.live import block as operator_block
 from remat.runtime.live import costs

@@ -20,9 +20,9 @@ from remat.estimation import calibration
 from remat.estimation.kernels import Kernels
 from remat.estimation.roofline import Roofline, kind_of
 from remat.estimation.world import World
-from remat.profiling.estimate import static_bytes
 from remat.runtime.meter import MemoryMeter
 from remat.simulation import store_all_peak
+from remat.training.estimate import static_bytes
 from support.live_models import allocate_gradients
 from support.unit_blocks import left_by
 

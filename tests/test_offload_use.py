@@ -16,8 +16,8 @@ import remat
 from remat import rotor
 from remat.devices import Device
 from remat.errors import PlanMismatch, RematError
-from remat.profiling import sending
-from remat.profiling.sending import Parcel, with_offload
+from remat.options import sending
+from remat.options.sending import Parcel, with_offload
 from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.runtime.planned.program import compile_schedule
 from remat.schedule import Schedule, store_all_operations

@@ -20,8 +20,8 @@ from torch.autograd.graph import saved_tensors_hooks
 import remat
 from benchmarks import models
 from remat.errors import MeasurementError, UnsupportedModel
-from remat.profiling.preserving import aliased_parameters
-from remat.profiling.stage_costs import SavedStorages
+from remat.measuring.preserving import aliased_parameters
+from remat.measuring.stage_costs import SavedStorages
 from remat.runtime.meter import MemoryMeter
 from remat.simulation import simulate, store_all_peak
 from support.steps import assert_same

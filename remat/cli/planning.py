@@ -244,7 +244,7 @@ def _estimate(
     from remat.cli.models import load_unplaced
     from remat.devices import device_named
     from remat.estimation.world import World
-    from remat.profiling.estimate import estimated_in
+    from remat.training.estimate import estimated_in
 
     if name.endswith(".json"):
         raise RematError(f"{name} was measured on another device; leave out --device, or name the model")

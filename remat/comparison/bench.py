@@ -10,16 +10,9 @@ import torch
 from torch import nn
 
 from remat.errors import UnsupportedModel
-from remat.profiling.preserving import (
-    ForeignGradients,
-    Form,
-    Sink,
-    aliased_parameters,
-    fixed_gradients,
-    preserved,
-    with_graph_of_its_own,
-)
-from remat.profiling.stage_costs import own_autocast_cache
+from remat.measuring.isolating import Form, Sink, fixed_gradients, with_graph_of_its_own
+from remat.measuring.preserving import ForeignGradients, aliased_parameters, preserved
+from remat.measuring.stage_costs import own_autocast_cache
 from remat.report import Report
 from remat.runtime.allocator import rounded
 from remat.runtime.caches import caches_off, configs_with_caches

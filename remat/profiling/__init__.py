@@ -1,1 +1,1 @@
-"""A model becomes a `Chain`: its units are found and measured."""
+"""A model becomes a `Chain`: passes over it measure every stage and the code between them."""

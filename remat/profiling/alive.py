@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from remat.profiling.facts import Facts
-from remat.profiling.stage_costs import storage_bytes
+from remat.measuring.facts import Facts
+from remat.measuring.stage_costs import storage_bytes
 from remat.runtime.pytree import storage_of, tensors
 
 

@@ -9,6 +9,10 @@ from typing import Any, NamedTuple
 
 from remat.chain import Chain
 from remat.layout import Layout, Option
+from remat.measuring.facts import Facts
+from remat.measuring.gauges import Span
+from remat.measuring.stage_costs import NOTHING, Sizes, as_executed, executor_reserve, sizes_of_stage, unneeded
+from remat.options.units import Unit, measured_option
 from remat.profiling.carried import (
     Carried,
     Carrying,
@@ -16,10 +20,6 @@ from remat.profiling.carried import (
     carried_by_caller,
     carried_by_leaves,
 )
-from remat.profiling.facts import Facts
-from remat.profiling.gauges import Span
-from remat.profiling.stage_costs import NOTHING, Sizes, as_executed, executor_reserve, sizes_of_stage, unneeded
-from remat.profiling.units import Unit, measured_option
 from remat.profiling.variables import LetGo
 from remat.runtime.calls.places import Places
 from remat.runtime.calls.stages import Stage

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from remat.profiling.facts import Facts
+from remat.measuring.facts import Facts
 
 
 class Carried(NamedTuple):

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from remat.profiling.cuts import made_of
-from remat.profiling.facts import Facts
-from remat.profiling.preserving import OUTSIDE, ForeignGradients, drops_gradients
+from remat.measuring.cuts import made_of
+from remat.measuring.facts import Facts
+from remat.measuring.isolating import OUTSIDE, drops_gradients
+from remat.measuring.preserving import ForeignGradients
 
 
 class _Reached(NamedTuple):

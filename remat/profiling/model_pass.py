@@ -17,22 +17,14 @@ import torch
 from torch import nn
 
 from remat.errors import UnsupportedModel
+from remat.measuring.cuts import cut, is_cut
+from remat.measuring.facts import Forms, Made, Side
+from remat.measuring.gauges import Gauge
+from remat.measuring.isolating import OUTSIDE, Form, RandomGradients, Sink, contiguous_forms, saving_nothing
+from remat.measuring.preserving import ForeignGradients, set_apart
+from remat.measuring.stage_costs import gradient_bytes, storage_bytes
 from remat.profiling.alive import Alive, storages_of
 from remat.profiling.code_graph import CodeGraph
-from remat.profiling.cuts import cut, is_cut
-from remat.profiling.facts import Forms, Made, Side
-from remat.profiling.gauges import Gauge
-from remat.profiling.preserving import (
-    OUTSIDE,
-    ForeignGradients,
-    Form,
-    RandomGradients,
-    Sink,
-    contiguous_forms,
-    set_apart,
-)
-from remat.profiling.recording import saving_nothing
-from remat.profiling.stage_costs import gradient_bytes, storage_bytes
 from remat.profiling.stage_pass import Pass, within_one_stage
 from remat.profiling.variables import Variables
 from remat.runtime.calls.environment import accelerators

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.profiling.facts import Forms
-from remat.profiling.fusing import cannot_unpack
-from remat.profiling.preserving import Form, contiguous_forms
-from remat.profiling.stage_costs import storage_bytes
+from remat.finding.fusing import cannot_unpack
+from remat.measuring.facts import Forms
+from remat.measuring.isolating import Form, contiguous_forms
+from remat.measuring.stage_costs import storage_bytes
 from remat.profiling.stage_pass import Pass
 from remat.runtime.calls.stages import detached, input_of
 from remat.runtime.checks import Loss

@@ -13,21 +13,14 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from remat.errors import UnsupportedModel
+from remat.measuring.cuts import cut
+from remat.measuring.facts import Facts, Forms
+from remat.measuring.gauges import Gauge
+from remat.measuring.isolating import RandomGradients, Sink, drops_gradients, no_backward
+from remat.measuring.preserving import ForeignGradients, Replaced, set_apart
+from remat.measuring.stage_costs import Boundary, Marks, OldAttributes, SavedStorages, gradient_bytes, storage_bytes
+from remat.options.units import Visitor
 from remat.profiling.carried import begun_by, leaves_of
-from remat.profiling.cuts import cut
-from remat.profiling.facts import Facts, Forms
-from remat.profiling.gauges import Gauge
-from remat.profiling.preserving import (
-    ForeignGradients,
-    RandomGradients,
-    Replaced,
-    Sink,
-    drops_gradients,
-    set_apart,
-)
-from remat.profiling.recording import no_backward
-from remat.profiling.stage_costs import Boundary, Marks, OldAttributes, SavedStorages, gradient_bytes, storage_bytes
-from remat.profiling.units import Visitor
 from remat.runtime.calls.attributes import graph_handed_on
 from remat.runtime.calls.ending import Ending, Saving
 from remat.runtime.calls.environment import BufferWatch, accelerators, state_bytes

@@ -11,7 +11,7 @@ import torch
 
 from remat.errors import OverBudgetWarning
 from remat.host.warn import warn
-from remat.profiling.work import Watching
+from remat.measuring.work import Watching
 from remat.runtime.raw_memory import Watch, begin_watch, end_watch
 
 

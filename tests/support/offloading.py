@@ -11,7 +11,7 @@ from torch import nn
 
 import remat
 from remat.chain import Chain
-from remat.profiling import sending
+from remat.options import sending
 from remat.runtime.meter import Instruments
 from remat.schedule import F_ALL, Schedule, store_all_operations
 

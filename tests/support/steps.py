@@ -11,9 +11,9 @@ from torch import nn
 
 import remat
 from remat.chain import Chain
+from remat.measuring.stage_costs import storage_bytes
 from remat.models import gpt
 from remat.profiling.profile import profile
-from remat.profiling.stage_costs import storage_bytes
 from remat.runtime.meter import MemoryMeter
 from remat.runtime.planned.wrapper import ScheduledModule, apply
 from remat.runtime.pytree import tensors

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from remat.profiling.recording import BEFORE, JAGGED, Key, ModuleCall, Recording, Storage
+from remat.finding.recording import BEFORE, JAGGED, Key, ModuleCall, Recording, Storage
 
 WHOLE = 2 / 3  # share of the model's memory from which on a call is too much for one stage
 WORTH = 0.01  # share of the model's memory that recomputing a run of units must be able to free

@@ -6,7 +6,7 @@ Nothing is saved for a backward, so the forward takes as much memory as inferenc
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.errors import UnsupportedModel
-from remat.profiling.work import ParameterWrites, work_of
+from remat.measuring.isolating import no_backward
+from remat.measuring.work import ParameterWrites, work_of
 from remat.runtime.checks import failing_on_the_sample
 from remat.runtime.generators import held_by, passed_to, refuse_foreign
 from remat.runtime.operators import flat, looks_at_data, only_views, statistics
@@ -279,13 +280,3 @@ def _own_storages(module: nn.Module) -> frozenset[int]:
     return frozenset(
         storage_of(tensor)._cdata for tensor in owned if tensor is not None and tensor.layout == torch.strided
     )
-
-
-def no_backward(_: None) -> torch.Tensor:
-    """The unpack hook of a forward that keeps nothing."""
-    raise UnsupportedModel("the model runs a backward in its forward, so remat cannot measure it; use remat.DTR")
-
-
-def saving_nothing(unpack: Callable[[None], torch.Tensor] = no_backward) -> saved_tensors_hooks:
-    """Inside, a forward computes the same, but saves nothing for a backward; `unpack` raises if one is run."""
-    return saved_tensors_hooks(lambda tensor: None, unpack)

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from remat.errors import NoChain, UnsupportedModel
-from remat.profiling.found import FoundChain, FoundStage
-from remat.profiling.preserving import preserved
-from remat.profiling.recording import ModuleCall, Recording, record, saving_nothing
-from remat.profiling.selecting import Selector, Unit
-from remat.profiling.work import warn_of_data
+from remat.finding.found import FoundChain, FoundStage
+from remat.finding.recording import ModuleCall, Recording, record
+from remat.finding.selecting import Selector, Unit
+from remat.measuring.isolating import saving_nothing
+from remat.measuring.preserving import preserved
+from remat.measuring.work import warn_of_data
 from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.calls.environment import accelerators
 from remat.runtime.calls.stages import Stage

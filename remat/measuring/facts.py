@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from remat.profiling.preserving import Form
-from remat.profiling.stage_costs import NO_MARKS, Boundary, Marks
+from remat.measuring.isolating import Form
+from remat.measuring.stage_costs import NO_MARKS, Boundary, Marks
 
 Forms = tuple[Form | None, ...]
 

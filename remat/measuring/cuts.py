@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from remat.profiling.facts import Made
-from remat.profiling.preserving import INSIDE, cut_off, drops_gradients, label_of
+from remat.measuring.facts import Made
+from remat.measuring.isolating import INSIDE, cut_off, drops_gradients, label_of
 from remat.runtime.pytree import map_tensors, tensors
 
 

@@ -14,8 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from remat.errors import UnsupportedModel
 from remat.host.progress import Progress
 from remat.layout import Layout
-from remat.profiling.stage_costs import SavedStorages, storage_bytes
-from remat.profiling.work import ParameterWrites, Work, warn_of_data
+from remat.measuring.stage_costs import SavedStorages, storage_bytes
+from remat.measuring.work import ParameterWrites, Work, warn_of_data
 from remat.runtime.calls.stages import describe_call, detached, flatten, input_of
 from remat.runtime.checks import failing_on_the_sample
 from remat.runtime.generators import held_by, refuse_foreign

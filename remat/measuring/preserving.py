@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from remat.profiling.work import parameters_kept
-from remat.runtime.allocator import rounded
+from remat.measuring.isolating import drops_gradients
+from remat.measuring.work import parameters_kept
 from remat.runtime.calls.attributes import MISSING, containers, fill, hooks_of, put, undone
 from remat.runtime.calls.environment import rescaled
 from remat.runtime.fakes import is_fake
 from remat.runtime.generators import RandomState, held_by, of_python
 from remat.runtime.parts import parts_of
-from remat.runtime.pytree import map_tensors, storage_of, tensors
+from remat.runtime.pytree import tensors
 from remat.runtime.sharding import is_sharded
 
 
@@ -213,168 +212,3 @@ class ForeignGradients:
         for leaf, gradient in self._kept.values():
             leaf.grad = gradient
         self._kept.clear()
-
-
-class Source(torch.autograd.Function):
-    """Hands an input on unchanged and drops its gradient, as if an earlier stage had taken it.
-
-    A leaf would keep the gradient, or copy it; between stages of a real backward neither happens. Nor is what comes out
-    a view, since code may change it in place, and its graph does not hold on to the input. `cut_off` calls it.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        anchor: torch.Tensor,
-        on_gradient: Callable[[torch.Tensor], None] | None,
-        label: Any,
-        tensor: torch.Tensor,
-    ) -> Any:
-        ctx.on_gradient, ctx.label = on_gradient, label
-        return tensor.data
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        if ctx.on_gradient is not None:
-            ctx.on_gradient(gradient)
-        return None, None, None, None
-
-
-# What makes the outputs of `Source` part of a graph, and by which it can be seen whose: where code outside of stages is
-# given what these returned, and where a stage is given its input.
-OUTSIDE, INSIDE = (torch.empty((), requires_grad=True) for _ in range(2))
-
-
-def cut_off(
-    tensor: torch.Tensor,
-    anchor: torch.Tensor = INSIDE,
-    on_gradient: Callable[[torch.Tensor], None] | None = None,
-    label: Any = None,
-) -> torch.Tensor:
-    """The same data as if an earlier stage had computed it: in a graph that ends here, at `anchor`.
-
-    Args:
-        on_gradient: called with the gradient that comes back.
-        label: what `label_of` says of the node of this graph.
-    """
-    return Source.apply(anchor, on_gradient, label, tensor.detach())
-
-
-def label_of(node: Any) -> Any:
-    """The label of a graph that was cut off here; None for any other node."""
-    return node.label if drops_gradients(node) else None
-
-
-def with_graph_of_its_own(value: Any) -> Any:
-    """The value with tensors that others have computed, and may still run backward through, cut off from that."""
-    return map_tensors(lambda tensor: tensor if tensor.grad_fn is None else cut_off(tensor), value)
-
-
-def drops_gradients(node: Any) -> bool:
-    """Whether no gradient gets past this node of a graph."""
-    return isinstance(node, Source._backward_cls)
-
-
-class Sink(torch.autograd.Function):
-    """A stand-in for what follows: a scalar whose backward hands `make_gradients()` to the given tensors.
-
-    Gradients made there are allocated when the backward begins and belong to autograd alone, as in a real backward.
-    Nothing is saved, so the tensors can be freed before.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, make_gradients: Callable[[], tuple[torch.Tensor, ...]], *tensors: torch.Tensor) -> Any:
-        ctx.make_gradients = make_gradients
-        return tensors[0].new_zeros((), dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return (None, *ctx.make_gradients())
-
-
-def fixed_gradients(like: Iterable[torch.Tensor], seed: int = 0) -> list[torch.Tensor]:
-    """Random gradients for the given tensors, in their memory format, the same ones every time."""
-    generator = torch.Generator().manual_seed(seed)
-    gradients = []
-    for tensor in like:
-        values = torch.randn(tensor.shape, generator=generator, dtype=_random_dtype(tensor.dtype))
-        gradients.append(torch.empty_like(tensor).copy_(values))
-    return gradients
-
-
-def _random_dtype(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype.is_complex else torch.float32
-
-
-class Form(NamedTuple):
-    """How a gradient lies in memory: backwards return transposed ones, and parts of larger ones.
-
-    Attributes:
-        elements: of its whole memory.
-        bytes: of its whole memory, as the allocator counts.
-    """
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    elements: int
-    bytes: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Form:
-        memory = storage_of(tensor).nbytes()
-        return cls(
-            tensor.shape,
-            tensor.stride(),
-            int(tensor.storage_offset()),
-            memory // tensor.element_size(),
-            rounded(memory, tensor.device),
-            tensor.dtype,
-            tensor.device,
-        )
-
-    def make(self) -> torch.Tensor:
-        """A random gradient that lies in memory like this one."""
-        whole = torch.empty(self.elements, dtype=self.dtype, device=self.device).normal_()
-        return whole.as_strided(self.shape, self.stride, self.offset)
-
-
-def contiguous_forms(value: Any) -> tuple[Form | None, ...]:
-    """Forms of contiguous gradients for the tensors that require one; empty where these lie so anyway."""
-    found = [tensor for tensor in tensors(value) if tensor.requires_grad]
-    if all(tensor.is_contiguous() for tensor in found):
-        return ()
-    return tuple(Form.of(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)) for tensor in found)
-
-
-def _empty(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
-
-
-class RandomGradients:
-    """Makes random gradients for given tensors when called; holds no memory until then.
-
-    Random, not zeros: some kernels take another way for zeros. They lie in memory as the tensor does, or in the form
-    that is known of its gradient: some kernels copy what lies in another way.
-
-    Args:
-        forms: for each tensor the form of its gradient, None where that is not known.
-    """
-
-    def __init__(self, like: Iterable[torch.Tensor], forms: Sequence[Form | None] = ()) -> None:
-        self._forms: list[Form | None] = []
-        self._like: list[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]] = []
-        for position, tensor in enumerate(like):
-            form = forms[position] if position < len(forms) else None
-            known = form is not None and (form.shape, form.dtype) == (tensor.shape, tensor.dtype)
-            self._forms.append(form if known else None)
-            stride = torch.empty_like(tensor, device="meta").stride()
-            self._like.append((tensor.shape, stride, tensor.dtype, tensor.device))
-
-    def __call__(self) -> tuple[torch.Tensor, ...]:
-        return tuple(
-            _empty(*like).normal_() if form is None else form.make()
-            for form, like in zip(self._forms, self._like, strict=True)
-        )

@@ -11,13 +11,13 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from remat.layout import Option
-from remat.profiling.cuts import cut
-from remat.profiling.facts import StageFacts
-from remat.profiling.gauges import Gauge, Span
-from remat.profiling.options import Choice, choices
-from remat.profiling.recording import no_backward, saving_nothing
-from remat.profiling.sending import Parcel, parcels
-from remat.profiling.stage_costs import Sizes
+from remat.measuring.cuts import cut
+from remat.measuring.facts import StageFacts
+from remat.measuring.gauges import Gauge, Span
+from remat.measuring.isolating import no_backward, saving_nothing
+from remat.measuring.stage_costs import Sizes
+from remat.options.hull import Choice, choices
+from remat.options.sending import Parcel, parcels
 from remat.runtime.calls.ending import Ending
 from remat.runtime.calls.environment import BufferWatch, FirstRun
 from remat.runtime.calls.record import Record, Slot

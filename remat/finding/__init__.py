@@ -1,0 +1,1 @@
+"""Which module calls of a model can be the stages of a chain."""

@@ -1,0 +1,229 @@
+"""`Profiler`: one model with its sample, over which passes run until its chain is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from remat.chain import Chain
+from remat.host.progress import Passes
+from remat.layout import Layout
+from remat.measuring.facts import Facts
+from remat.measuring.gauges import Bytes, Gauge, Seconds, Span
+from remat.measuring.isolating import RandomGradients, Sink
+from remat.measuring.preserving import ForeignGradients, Replaced
+from remat.options.sending import Parcel, with_offload
+from remat.options.units import Measuring, Recording, Visitor
+from remat.profiling.assembling import Measurement, Ways, chain_of
+from remat.profiling.model_pass import ModelPass
+from remat.profiling.sequence_pass import SequencePass
+from remat.profiling.stage_pass import Pass
+from remat.profiling.threads import warning_of_threads
+from remat.profiling.variables import Variables
+from remat.runtime.allocator import slack_of
+from remat.runtime.calls.ending import Ending
+from remat.runtime.calls.places import Places
+from remat.runtime.calls.stages import group
+from remat.runtime.checks import Loss
+from remat.runtime.executor import BySchedule, executing
+from remat.runtime.meter import instruments, undisturbed
+from remat.runtime.pytree import Arguments, loss_in, tensors
+from remat.runtime.sharding import refuse_shards_of_others
+from remat.schedule import Schedule
+from remat.simulation import peak_and_makespan, store_all_peak
+from remat.solvers.persistent import Persistent
+
+RECORDINGS = 2  # of each stage's operators; the second has no first times in it
+_MANY_STEPS = 1500  # operations, each of which runs a stage without computing it
+
+
+class Wanted(NamedTuple):
+    """Which options of stages are looked for: any at all, never or always recomputed operators, sending to the host."""
+
+    any: bool
+    keep: Collection[str]
+    recompute: Collection[str]
+    offload: bool
+
+
+class Profiler:
+    """A model, its sample, and the stages that lie on it; its passes measure bytes, seconds and options.
+
+    Args:
+        call: the arguments of its forward.
+        layout: which of its modules are stages.
+        device: where it is.
+        loss: a function of its output; None: a fixed gradient is sent back.
+        output_held: whether the caller holds the output until the backward is over.
+        foreign: gradients of parameters that the model only borrows, put back after each pass.
+        replaced: what forwards put into attributes.
+        passes: what is told of progress.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: Arguments,
+        layout: Layout,
+        device: torch.device,
+        loss: Loss | None,
+        output_held: bool,
+        foreign: ForeignGradients,
+        replaced: Replaced,
+        passes: Passes,
+    ) -> None:
+        self.model, self.call, self.layout, self.device = model, call, layout, device
+        self.loss, self.output_held = loss, output_held
+        self.foreign, self.replaced, self.passes = foreign, replaced, passes
+        self.places = None if layout.calls is None else Places(model, layout)
+        if self.places is None:
+            self.stages = group(model, layout, len(layout.modules) + 1)
+        else:
+            self.stages = self.places.stages
+            refuse_shards_of_others(model, self.stages)
+
+    def chain(self, repeats: int, wanted: Wanted, enough: Callable[[Chain], None]) -> Chain:
+        """The chain of the model, of `repeats` sweeps for times.
+
+        Raises:
+            UnsupportedModel: the model takes another path than when its chain was found.
+        """
+        variables = Variables()  # followed in a first pass, in which what is set up once is set up
+        with warning_of_threads(self.device):
+            first = self._looked_at(variables=variables).facts
+        memory = self._memory(first)
+        if memory.odd_ends and self.loss is None:
+            # What is not known may send back either form, and all backwards hand it on.
+            memory = memory.or_where_larger(self._memory(memory.facts, contiguous=True))
+        times: list[Mapping[Span, float]] = []
+        ends: Any = {"has_loss": self.loss is not None, "output_held": self.output_held}
+
+        def assembled(ways: Ways | None) -> Chain:
+            return chain_of(self.layout, self.places, self.stages, memory, variables.let_go, times, ways, **ends)
+
+        enough(assembled(None))
+        for _ in range(repeats):
+            seconds = Seconds(self.device)
+            self._pass(seconds, "measuring time", known=memory.facts)
+            times.append(seconds.seconds)
+        ways, offers = self._ways(memory.facts, wanted, repeats)
+        chain = assembled(ways)
+        chain = replace(chain, reserve_bytes=chain.reserve_bytes + slack_of(max(chain.saved_bytes), self.device))
+        return with_offload(chain, offers, instruments().link_bytes_per_second(self.device)) if offers else chain
+
+    def _pass(self, gauge: Gauge, what: str, *, variables: Variables | None = None, **options: Any) -> Pass:
+        """Every stage run by itself, forward and backward, in the order of the model's forward."""
+        options["each_stage"] = self.passes.begin(what, len(self.stages) + 1)
+        work: Pass
+        if self.places is None:
+            work = SequencePass(self.stages, gauge, self.foreign, **options)
+        else:
+            work = ModelPass(self.places, gauge, self.foreign, variables=variables, **options)
+        work.run(self.model, self.call, self.loss)
+        return work
+
+    def _looked_at(self, **options: Any) -> Pass:
+        """A pass of which the measurements do not count."""
+        return self._pass(Seconds(self.device), "checking gradients", **options)
+
+    def _memory(self, known: Facts, *, contiguous: bool = False) -> Measurement:
+        """A pass with gradients in the forms of the pass before: that of one depends on that of the next stage's."""
+        found = self._memory_once(known, contiguous)
+        if found.facts.forms == known.forms:
+            return found
+        known = found.facts
+        for _ in self.stages:  # a form may be passed on through all of them, from one to the next in each pass
+            before, known = known, self._looked_at(known=known, contiguous=contiguous).facts
+            if known.forms == before.forms:
+                break
+        return self._memory_once(known, contiguous)
+
+    def _memory_once(self, known: Facts, contiguous: bool) -> Measurement:
+        gauge = Bytes(self.device)
+        options: Any = {"output_held": self.output_held, "replaced": self.replaced}
+        with undisturbed(), gauge.meter.session():
+            work = self._pass(gauge, "measuring memory", known=known, contiguous=contiguous, **options)
+        facts, odd_ends = work.facts, work.odd_ends
+        del work
+        return Measurement(facts, gauge.regions(), odd_ends)
+
+    def _ways(self, facts: Facts, wanted: Wanted, repeats: int) -> tuple[Ways | None, dict[int, list[Parcel]]]:
+        """What can be kept of the stages that may run again, None where all or nothing; and what may be sent."""
+        if not wanted.any:
+            return None, {}
+        places, stages = self.places, self.stages
+
+        def look(gauge: Gauge, visitor: Visitor) -> None:
+            self._pass(gauge, "finding parts to keep", known=facts, visitor=visitor)
+
+        recomputed = [i for i in range(1, len(stages) + 1) if places is None or not places.fixed[i - 1]]
+        in_part = {index: stages[index - 1] for index in recomputed if Ending(stages[index - 1]).allowed is not False}
+        recording = Recording(in_part)
+        for _ in range(RECORDINGS):
+            look(Seconds(self.device), recording)
+        units = recording.units(wanted.keep, wanted.recompute)
+        found = None
+        if units:
+            measuring = Measuring(stages, units, {index: facts[index].ends_early for index in recomputed})
+            gauge = measuring.gauge = Bytes(self.device)
+            with undisturbed(), gauge.meter.session():
+                look(gauge, measuring)
+            sweeps = []
+            for _ in range(repeats):
+                seconds = measuring.gauge = Seconds(self.device)
+                look(seconds, measuring)
+                sweeps.append(seconds.seconds)
+            units = [unit for unit in units if not measuring.failed(unit.stages[0])]
+            found = Ways(units, gauge.regions(), sweeps)
+        return found, recording.parcels() if wanted.offload else {}
+
+    def excess(self, chain: Chain) -> int:
+        """By how many bytes a step by the schedule of least memory exceeds what the chain predicts of it.
+
+        Stages are measured one by one; what they share with code outside may cost more when they come together.
+        """
+        schedule = _tight(chain)
+        way = BySchedule(schedule)
+        running = executing(self.model, way)
+        assert way.executor is not None
+        way.executor.run_to_the_end()
+
+        def step() -> None:
+            output = running(*self.call.args, **self.call.kwargs)
+            end = self.loss(output) if self.loss is not None else loss_in(output)
+            if end is None:
+                ends = [tensor for tensor in tensors(output) if tensor.requires_grad]
+                end = Sink.apply(RandomGradients(ends), *ends)
+                del ends
+            held = output if self.output_held else None
+            del output
+            self.foreign.keep(end)
+            end.backward()
+            del held
+
+        if instruments().computes:
+            step()  # what is set up once
+        torch.clear_autocast_cache()  # the copies in it count
+        meter = instruments().meter(self.device)
+        with undisturbed(), meter.session(), meter.region():
+            step()
+        (region,) = meter.regions
+        measured = region.peak_bytes - region.start_bytes + chain.act_bytes[0]
+        return max(measured - peak_and_makespan(chain, schedule.operations)[0], 0)
+
+
+def _tight(chain: Chain) -> Schedule:
+    """The schedule of least memory; where nothing is computed and that takes too long to follow, one of little memory.
+
+    Its recomputations are quadratic in the number of stages.
+    """
+    operations = Persistent().least_memory(chain)
+    if not instruments().computes and len(operations) > _MANY_STEPS:
+        planner, most = Persistent(), store_all_peak(chain)
+        least = planner.minimum_budget(chain)
+        return planner.solve(chain, least + (most - least) // 4)
+    return Schedule(operations, layout=chain.layout)
