@@ -41,7 +41,7 @@ test-slow: $(DONE)
 	$(BIN)/python -m pytest -q $(PARALLEL) -m slow
 
 gpu: $(DONE)
-	$(BIN)/python -m pytest -q -m cuda tests/test_cuda.py
+	$(BIN)/python -m pytest -q -m cuda tests/check/test_cuda.py
 	$(BIN)/python -m remat.check --out benchmarks/results
 
 mutants: $(DONE)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from remat.files import write_whole
-from remat.host.machine import machine
+from remat.utils.machine import machine
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"

@@ -274,7 +274,7 @@ def _pytest(clone: Path, tests: Sequence[str], *options: str) -> subprocess.Comp
         "NUMBA_CACHE_DIR": str(clone) + "-numba",
         "OMP_NUM_THREADS": "1",
     }
-    files = [f"tests/test_{name}.py" for name in tests]
+    files = [str(path.relative_to(clone)) for name in tests for path in (clone / "tests").rglob(f"test_{name}.py")]
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, *files],
         cwd=clone,

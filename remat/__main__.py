@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from remat.errors import RematError
-from remat.host.packages import require
+from remat.utils.packages import require
 
 
 def main() -> None:

@@ -13,9 +13,9 @@ from typing import Any
 from remat import files
 from remat.errors import InvalidChain, InvalidFile
 from remat.formatting import bar, card, count, format_bytes, format_seconds, table, text_table
-from remat.host.moved import deprecated
 from remat.layout import Layout, Option
 from remat.simulation import store_all_peak
+from remat.utils.moved import deprecated
 
 # How the chains that several processes measured become the one that they plan for, field by field: of each number, or
 # flag, the largest, or the smallest; what must be the same in all; and what each has of its own.

@@ -17,8 +17,9 @@ from remat.errors import OverBudgetWarning
 from remat.runtime.dtr.core import compile_all
 from remat.runtime.live.units import choosing, course, roomy
 
-DATA = Path(__file__).parent / "data"
-SHARED = Path(__file__).parents[2] / "shared"  # beside the project: data of others, which users do not have
+ROOT = Path(__file__).parents[1]
+DATA = ROOT / "tests" / "data"
+SHARED = ROOT.parent / "shared"  # beside the project: data of others, which users do not have
 DTR_LOGS = SHARED / "data" / "dtr_logs.zip"
 needs_dtr_logs = pytest.mark.skipif(not DTR_LOGS.is_file(), reason="the DTR paper's logs are not beside the project")
 
@@ -34,13 +35,11 @@ def _repeatable() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def _operator_by_operator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests of live DTR are about its operators, but for those of units."""
-    name = request.path.stem
-    if name.startswith("test_live_") and name != "test_live_units":
-        defaults = {**(remat.DTR.__init__.__kwdefaults__ or {}), "granularity": "operator"}
-        monkeypatch.setattr(remat.DTR.__init__, "__kwdefaults__", defaults)
+@pytest.fixture
+def operator_by_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this test DTR's default granularity is "operator"."""
+    defaults = {**(remat.DTR.__init__.__kwdefaults__ or {}), "granularity": "operator"}
+    monkeypatch.setattr(remat.DTR.__init__, "__kwdefaults__", defaults)
 
 
 @pytest.fixture(scope="session")

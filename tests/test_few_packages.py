@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import remat
-from remat.host.packages import available_bytes
+from remat.utils.packages import available_bytes
 
 torch.set_num_threads(1)
 model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())])

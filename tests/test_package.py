@@ -15,9 +15,8 @@ import pytest
 
 import benchmarks.models
 import remat
+from conftest import ROOT
 from remat.cli import main
-
-ROOT = Path(__file__).parent.parent
 
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
@@ -277,7 +276,7 @@ def test_wrong_arguments_are_one_line_and_status_2(cli, arguments: tuple[str, ..
 def test_a_pytorch_that_nobody_has_tried_is_said_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from remat.host import tried
+    from remat.utils import tried
 
     monkeypatch.setattr(tried, "_said", [])
     monkeypatch.setattr(tried, "NEWEST", (1, 13))

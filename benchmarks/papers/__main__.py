@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.papers.runs import WITH_TRACES, WITHOUT_TRACES
 from remat.cli.replaying import traces_in, write_cells
-from remat.host.progress import shown
+from remat.utils.progress import shown
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

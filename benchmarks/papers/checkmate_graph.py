@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from benchmarks.papers.training_graph import Cost, NodeStep, TrainingGraph, replay, steps_of
-from remat.host.packages import require
 from remat.solvers._pulp import choose_backend, run
+from remat.utils.packages import require
 
 
 class Solved(NamedTuple):

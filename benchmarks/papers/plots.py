@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from benchmarks.papers.theorems import AdversaryRun, LinearRun
-from remat.host.packages import require
 from remat.plotting.style import axes_for, legend, style_at, styles
 from remat.runtime.dtr.simulator import Baseline, Cell
+from remat.utils.packages import require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,7 +17,7 @@ from remat.check.benchmarks import BATCHES, BENCHMARKS, compared, largest_batch
 from remat.check.checks import CHECKS, Skipped
 from remat.errors import RematError
 from remat.files import write_whole
-from remat.host.machine import machine
+from remat.utils.machine import machine
 
 _FAILED = 1  # exit status
 

@@ -11,9 +11,9 @@ import torch
 import remat
 from remat.check.workloads import CHAINS, Workload, make, with_rows
 from remat.errors import RematError
-from remat.host.packages import has
 from remat.runtime.library import BlockCheckpointing
 from remat.runtime.meter import free_bytes
+from remat.utils.packages import has
 
 _STRATEGIES = [
     *("store_all", "persistent", "persistent+parts", "dtr", "block_checkpointing", "selective_checkpointing"),

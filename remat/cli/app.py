@@ -12,7 +12,7 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from remat.errors import RematError
-from remat.host.progress import shown
+from remat.utils.progress import shown
 
 if TYPE_CHECKING:
     from remat.chain import Chain

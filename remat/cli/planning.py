@@ -34,8 +34,8 @@ from remat.cli.app import (
 )
 from remat.errors import InfeasibleBudget, RematError
 from remat.formatting import count, format_bytes, format_seconds
-from remat.host.progress import shown
 from remat.plotting.terminal import columns_table
+from remat.utils.progress import shown
 
 if TYPE_CHECKING:
     from remat.chain import Chain

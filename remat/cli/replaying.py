@@ -12,9 +12,9 @@ import typer
 from remat.cli.app import Command, app, budget_in, chain_in, console
 from remat.errors import RematError
 from remat.formatting import format_bytes
-from remat.host.moved import moved
-from remat.host.progress import shown
 from remat.plotting.terminal import sweep_table
+from remat.utils.moved import moved
+from remat.utils.progress import shown
 
 if TYPE_CHECKING:
     from remat.runtime.dtr.simulator import Cell

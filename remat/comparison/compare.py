@@ -18,12 +18,9 @@ from remat.chain import Chain
 from remat.comparison.bench import Bench, Loss
 from remat.comparison.predictions import UNLIMITED, ByChain, ByTrace, Predictions
 from remat.comparison.result import PLAIN, Comparison, Entry
-from remat.comparison.rounds import Progress, Row, measure, sum_up
+from remat.comparison.rounds import OpenEntry, Progress, measure, sum_up
 from remat.errors import RematError, UnsupportedModel
 from remat.formatting import count
-from remat.host.machine import machine
-from remat.host.progress import shown
-from remat.host.warn import warn
 from remat.profiling.profile import profile
 from remat.runtime.calls.stages import describe, describe_call, is_sequential
 from remat.runtime.checks import check_count, check_model, check_sample, checked_loss
@@ -44,6 +41,9 @@ from remat.strategies import (
     make_strategies,
     takes_long,
 )
+from remat.utils.machine import machine
+from remat.utils.progress import shown
+from remat.utils.warn import warn
 
 _AUTOMATIC = 5  # budgets, where none are given
 
@@ -128,7 +128,9 @@ def compare(
         raise RematError(f"{file}: its folder does not exist; create it first")
     before = Comparison.load(file) if file is not None and Path(file).exists() else None
     with shown(progress) as tell:
-        work = _Work(model, sample, loss, measure, tell, file, output_held=output_held, offload=host_limit is not None)
+        work = _Comparing(
+            model, sample, loss, measure, tell, file, output_held=output_held, offload=host_limit is not None
+        )
         if before is not None:
             work.take_up(before)
         try:
@@ -143,7 +145,7 @@ def compare(
         return work.result()
 
 
-class _Work:
+class _Comparing:
     """One comparison on its way."""
 
     def __init__(
@@ -168,7 +170,7 @@ class _Work:
         self.heuristics: dict[str, Any] = {}
         self.notes: list[str] = []
         self.budgets: list[int] = []
-        self.rows: list[Row] = []
+        self.rows: list[OpenEntry] = []
         self.before: Comparison | None = None
         self.complete = False
         self.fingerprint = _fingerprint(model, sample, loss, output_held, offload)
@@ -214,16 +216,16 @@ class _Work:
         self.notes += [note for each in predictions.values() for note in each.notes]
         self.heuristics = {each.name: each.heuristic for each in chosen if isinstance(each, Dynamic)}
         self.budgets = self._sizes(budgets, plain.peak_bytes)
-        self.rows = [Row(Entry(PLAIN, None, plain), None)]
+        self.rows = [OpenEntry(Entry(PLAIN, None, plain), None)]
         try:
             for done, strategy in enumerate(chosen):
                 self.tell(f"planning: {strategy.name}", done, len(chosen))
                 if type(strategy) in predictions:
                     entries = predictions[type(strategy)].entries(strategy, self.budgets)
-                    self.rows += [Row(entry, strategy) for entry in entries]
+                    self.rows += [OpenEntry(entry, strategy) for entry in entries]
                 elif self.measure:
                     sizes: list[int | None] = [*self.budgets] if isinstance(strategy, ByCalls) else [None]
-                    self.rows += [Row(Entry(strategy.name, size), strategy) for size in sizes]
+                    self.rows += [OpenEntry(Entry(strategy.name, size), strategy) for size in sizes]
                 elif isinstance(strategy, ByCalls):
                     self.notes.append(f"{strategy.name} is left out: only a measurement shows its cost")
         finally:  # an interrupted one keeps what was measured before, too

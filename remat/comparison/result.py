@@ -17,7 +17,6 @@ from remat.comparison.table import caption_of, html, is_shown, plain_text, rich_
 from remat.comparison.verdicts import EQUAL, OWN, PLAIN, Candidate, Interval, Verdict, interval_of, verdict_of
 from remat.errors import InfeasibleBudget, InvalidFile, RematError
 from remat.formatting import card, format_bytes
-from remat.host.packages import has, require
 from remat.report import Report
 from remat.runtime.dtr.heuristics import HEURISTICS
 from remat.runtime.dtr.simulator import Replay, timeline
@@ -25,6 +24,7 @@ from remat.runtime.dtr.trace import Trace, read_instructions
 from remat.schedule import Schedule
 from remat.simulation import simulate
 from remat.strategies import DTR_HEURISTIC, OPERATORS, THRASH_LIMIT, make_strategies
+from remat.utils.packages import has, require
 
 if TYPE_CHECKING:
     from rich.table import Table

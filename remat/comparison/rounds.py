@@ -17,17 +17,17 @@ from remat.comparison.run import with_fields_of
 from remat.comparison.verdicts import EQUAL, OWN
 from remat.errors import OutOfBudget, RematError, Thrashing, ThrashingWarning
 from remat.formatting import format_bytes
-from remat.host.progress import Progress
 from remat.report import Report
 from remat.runtime.allocator import give_back
 from remat.runtime.executor import How
 from remat.runtime.live.context import DTR
 from remat.schedule import Operation
 from remat.strategies import THRASH_LIMIT, ByCalls, Dynamic, Native, Strategy
+from remat.utils.progress import Progress
 
 
 @dataclass
-class Row:
+class OpenEntry:
     """An entry in the making."""
 
     entry: Entry
@@ -74,7 +74,7 @@ class Row:
         return f"{which}: {self.entry.strategy}" + ("" if budget is None else f" at {format_bytes(budget)}")
 
 
-def measure(bench: Bench, rows: Sequence[Row], repeats: int, tell: Progress, keep: Callable[[], None]) -> None:
+def measure(bench: Bench, rows: Sequence[OpenEntry], repeats: int, tell: Progress, keep: Callable[[], None]) -> None:
     """Measures what is missing of the rows, of which the first is plain PyTorch.
 
     Rows of the same schedule are run once, as the first of them.
@@ -94,7 +94,7 @@ def measure(bench: Bench, rows: Sequence[Row], repeats: int, tell: Progress, kee
         if not timed and plain.step is not None and len(plain.times) < repeats:
             timed = [plain]
         first = turn * len(timed) // repeats  # nobody always comes after the same one, or first
-        found: list[tuple[Row, float | None, float | None]] = []
+        found: list[tuple[OpenEntry, float | None, float | None]] = []
         for row in [*timed[first:], *timed[:first]]:
             tell(row.what("time"), (1 + len(others)) * (1 + turn) + len(found), total)
             found.append((row, *_beside(bench, row, plain, plain_first=(turn + len(found)) % 2 == 0)))
@@ -108,7 +108,7 @@ def measure(bench: Bench, rows: Sequence[Row], repeats: int, tell: Progress, kee
         _kept(rows, keep)
 
 
-def _beside(bench: Bench, row: Row, plain: Row, *, plain_first: bool) -> tuple[float | None, float | None]:
+def _beside(bench: Bench, row: OpenEntry, plain: OpenEntry, *, plain_first: bool) -> tuple[float | None, float | None]:
     """Seconds of a step of a row, and of a plain one right before or after it."""
     if row is plain or plain.step is None:
         seconds = _time(bench, row)
@@ -120,7 +120,11 @@ def _beside(bench: Bench, row: Row, plain: Row, *, plain_first: bool) -> tuple[f
 
 
 def _look_at_all(
-    bench: Bench, plain: Row, others: Sequence[Row], tell: Callable[[str, int], None], keep: Callable[[], None]
+    bench: Bench,
+    plain: OpenEntry,
+    others: Sequence[OpenEntry],
+    tell: Callable[[str, int], None],
+    keep: Callable[[], None],
 ) -> None:
     """Memory and gradients of all rows that have none yet; gradients against plain PyTorch's."""
     expected: list[torch.Tensor] | None = None
@@ -142,7 +146,7 @@ def _look_at_all(
         keep()
 
 
-def _start(bench: Bench, row: Row) -> bool:
+def _start(bench: Bench, row: OpenEntry) -> bool:
     """Makes the step of a row and runs it once."""
     how: How = row.entry.schedule
     if isinstance(row.strategy, Native):
@@ -159,7 +163,7 @@ def _start(bench: Bench, row: Row) -> bool:
     return row.step is not None
 
 
-def _time(bench: Bench, row: Row) -> float | None:
+def _time(bench: Bench, row: OpenEntry) -> float | None:
     assert row.step is not None
     seconds = None
     with _failures(row):
@@ -168,7 +172,7 @@ def _time(bench: Bench, row: Row) -> float | None:
 
 
 @contextmanager
-def _failures(row: Row) -> Iterator[None]:
+def _failures(row: OpenEntry) -> Iterator[None]:
     """What a row raises becomes its outcome; of plain PyTorch only that memory ran out. Thrashing needs no warning."""
     entry = row.entry
     try:
@@ -190,7 +194,7 @@ def _failures(row: Row) -> Iterator[None]:
     row.measured = failed(entry.strategy, entry.budget_bytes, outcome, note, measured=True)
 
 
-def _report(row: Row, peak: Peak) -> Report:
+def _report(row: OpenEntry, peak: Peak) -> Report:
     schedule = row.entry.schedule
     measured = Report(
         strategy=row.entry.strategy,
@@ -209,7 +213,7 @@ def _report(row: Row, peak: Peak) -> Report:
     return measured if own is None else with_fields_of(own, measured)
 
 
-def _judged(row: Row, report: Report) -> Report:
+def _judged(row: OpenEntry, report: Report) -> Report:
     """The report with the row's budget, and "over" where its peak exceeds that."""
     budget, outcome = row.entry.budget_bytes, report.outcome
     if outcome in ("pass", "over"):
@@ -217,9 +221,9 @@ def _judged(row: Row, report: Report) -> Report:
     return replace(report, budget_bytes=budget, outcome=outcome)
 
 
-def _firsts(rows: Sequence[Row]) -> list[Row]:
+def _firsts(rows: Sequence[OpenEntry]) -> list[OpenEntry]:
     """The rows to run: one of each schedule, and all of DTR."""
-    first: dict[tuple[Operation, ...] | int, Row] = {}
+    first: dict[tuple[Operation, ...] | int, OpenEntry] = {}
     for number, row in enumerate(rows):
         if row.runs:
             schedule = row.entry.schedule
@@ -227,15 +231,15 @@ def _firsts(rows: Sequence[Row]) -> list[Row]:
     return list(first.values())
 
 
-def _kept(rows: Sequence[Row], keep: Callable[[], None]) -> None:
+def _kept(rows: Sequence[OpenEntry], keep: Callable[[], None]) -> None:
     """Sums up what was measured, shares it among rows of the same schedule, and keeps it."""
     sum_up(rows)
     keep()
 
 
-def sum_up(rows: Sequence[Row]) -> None:
+def sum_up(rows: Sequence[OpenEntry]) -> None:
     """Medians of what was timed so far; rows of the same schedule have the same."""
-    by_operations: dict[tuple[Operation, ...], Row] = {}
+    by_operations: dict[tuple[Operation, ...], OpenEntry] = {}
     plain = _plain_seconds(rows)
     for row in rows:
         schedule = row.entry.schedule
@@ -250,7 +254,7 @@ def sum_up(rows: Sequence[Row]) -> None:
             row.measured = replace(row.measured, seconds=seconds, overhead=overhead)
 
 
-def _plain_seconds(rows: Sequence[Row]) -> float | None:
+def _plain_seconds(rows: Sequence[OpenEntry]) -> float | None:
     """What a plain step takes: of this run's steps, if there are any, else of an earlier one's.
 
     Seconds of all rows are ratios to it, so that those of rounds on a slower or a faster day do not stand next to it.

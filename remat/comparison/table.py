@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from remat.comparison.verdicts import EQUAL
 from remat.formatting import format_bytes, format_seconds, text_table
 from remat.formatting import table as html_table
-from remat.host.packages import require
 from remat.report import Report
+from remat.utils.packages import require
 
 if TYPE_CHECKING:
     from rich.table import Table

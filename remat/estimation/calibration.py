@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from remat.devices import BY_ARITHMETIC, BY_MEMORY, GIB, Device
 from remat.errors import RematError
-from remat.host.packages import available_bytes
 from remat.runtime.links import bytes_per_second
+from remat.utils.packages import available_bytes
 
 _SECONDS = 0.4  # that each operator is run for
 _ELEMENTS = 2**22  # of the tensors that operators bounded by memory work on: more than caches hold

@@ -16,7 +16,7 @@ _BY_MASKS = ("aten::index", "aten::index_put", "aten::index_put_")
 _MOST, _MOST_FLOATS = 2**22, 2**18  # elements of a tensor whose values are kept
 
 
-class Known(NamedTuple):
+class KnownArguments(NamedTuple):
     """Arguments of an operator with values."""
 
     args: Any
@@ -35,14 +35,16 @@ class Values:
             with in_earnest():
                 self._of[fake] = real.detach().clone()  # whose memory it shares, nobody asks of whole numbers
 
-    def known(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Known | None:
+    def known(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> KnownArguments | None:
         """The arguments with values, where all are known."""
         given = tensors((args, kwargs))
         if any(tensor not in self._of for tensor in given):
             return None
-        return Known(map_tensors(self._of.__getitem__, tuple(args)), map_tensors(self._of.__getitem__, dict(kwargs)))
+        return KnownArguments(
+            map_tensors(self._of.__getitem__, tuple(args)), map_tensors(self._of.__getitem__, dict(kwargs))
+        )
 
-    def compute(self, operator: Any, known: Known) -> Any:
+    def compute(self, operator: Any, known: KnownArguments) -> Any:
         """What an operator makes of values."""
         with in_earnest(), torch.no_grad():
             return operator(*known.args, **known.kwargs)

@@ -1,6 +1,6 @@
 """The DTR paper's experiments have moved to `benchmarks/papers` of the repository; found here for one release."""
 
-from remat.host.moved import moved
+from remat.utils.moved import moved
 
 _papers = moved("remat.experiments", "benchmarks.papers")
 __path__ = list(_papers.__path__)  # its modules too, by their old names

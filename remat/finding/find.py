@@ -15,7 +15,7 @@ from torch import nn
 from remat.errors import NoChain, UnsupportedModel
 from remat.finding.found import FoundChain, FoundStage
 from remat.finding.recording import ModuleCall, Recording, record
-from remat.finding.selecting import Selector, Unit
+from remat.finding.selecting import Candidate, Selector
 from remat.measuring.isolating import saving_nothing
 from remat.measuring.preserving import preserved
 from remat.measuring.work import warn_of_data
@@ -94,7 +94,7 @@ def locate(
     )
 
 
-def _takes_by_data(call: ModuleCall, units: Sequence[Unit]) -> bool:
+def _takes_by_data(call: ModuleCall, units: Sequence[Candidate]) -> bool:
     """Whether its memory may be another with other data; outside of stages only where sizes depend on data."""
     if call.looks is None:
         return False
@@ -112,7 +112,7 @@ def _no_chain(model: nn.Module, selector: Selector) -> str:
     reasons = [
         reason
         for call in selector.record.root.children
-        if call.saved_bytes > 0 and (reason := selector.why_not_again(Unit((call,))))
+        if call.saved_bytes > 0 and (reason := selector.why_not_again(Candidate((call,))))
     ]
     why = f" ({reasons[0]})" if reasons else ""
     return (
@@ -125,13 +125,13 @@ def _no_chain(model: nn.Module, selector: Selector) -> str:
 # The ends of runs, and stages too small to decide on -----------------------------------------------------------------
 
 
-def _trimmed(selector: Selector, units: Sequence[Unit], small: float) -> list[Unit]:
+def _trimmed(selector: Selector, units: Sequence[Candidate], small: float) -> list[Candidate]:
     """Runs without what is hardly worth a stage at their ends, like a dropout before and a norm after the blocks.
 
     It is stored then, which costs a little memory and spares decisions.
     """
     quick = _threshold(units, small)
-    kept: list[Unit] = []
+    kept: list[Candidate] = []
     for run in selector.runs(units):
         whole = selector.freed_bytes(run)
         while len(run) > 1:
@@ -145,30 +145,30 @@ def _trimmed(selector: Selector, units: Sequence[Unit], small: float) -> list[Un
     return kept
 
 
-def _fused(selector: Selector, units: Sequence[Unit], small: float) -> list[Unit]:
+def _fused(selector: Selector, units: Sequence[Candidate], small: float) -> list[Candidate]:
     """Units with little to do joined with the one before them in their run; the first with the next.
 
     So are minor ones where nothing is kept for a backward in between: a place to cut there would cost an activation.
     """
     threshold, most = _threshold(units, small), _threshold(units, _MINOR)
-    fused: list[Unit] = []
+    fused: list[Candidate] = []
     for run in selector.runs(units):
         first = len(fused)
         for unit in run:
             least = min(unit.work, fused[-1].work) if len(fused) > first else math.inf
             if least < threshold or (least < most and not selector.keeps_between(fused[-1])):
-                fused[-1] = Unit((*fused[-1].calls, *unit.calls))
+                fused[-1] = Candidate((*fused[-1].calls, *unit.calls))
             else:
                 fused.append(unit)
     return fused
 
 
-def _threshold(units: Sequence[Unit], small: float) -> float:
+def _threshold(units: Sequence[Candidate], small: float) -> float:
     """The work under which a unit is not worth a decision of its own."""
     return small * sorted(unit.work for unit in units)[3 * len(units) // 4]
 
 
-def _timed(model: nn.Module, sample: Arguments, units: Sequence[Unit]) -> tuple[list[float], float]:
+def _timed(model: nn.Module, sample: Arguments, units: Sequence[Candidate]) -> tuple[list[float], float]:
     """Seconds of each unit's forward and of the whole, in a forward of their own."""
     place = {call.name: index for index, unit in enumerate(units) for call in unit.calls}
     names = {call.module: call.name.partition("#")[0] for unit in units for call in unit.calls}
@@ -196,7 +196,7 @@ def _timed(model: nn.Module, sample: Arguments, units: Sequence[Unit]) -> tuple[
 # Stages that the caller names ----------------------------------------------------------------------------------------
 
 
-def _chosen(model: nn.Module, selector: Selector, wanted: Sequence[str | nn.Module]) -> list[Unit]:
+def _chosen(model: nn.Module, selector: Selector, wanted: Sequence[str | nn.Module]) -> list[Candidate]:
     """The units that the caller names.
 
     Raises:
@@ -222,7 +222,7 @@ def _chosen(model: nn.Module, selector: Selector, wanted: Sequence[str | nn.Modu
     return units
 
 
-def _group(model: nn.Module, selector: Selector, item: str | nn.Module) -> list[Unit]:
+def _group(model: nn.Module, selector: Selector, item: str | nn.Module) -> list[Candidate]:
     named = dict(model.named_modules(remove_duplicate=False))
     if isinstance(item, str):
         if item not in named:
@@ -239,13 +239,13 @@ def _group(model: nn.Module, selector: Selector, item: str | nn.Module) -> list[
         lists = any(isinstance(child, (nn.ModuleList, nn.ModuleDict)) for child in wanted)
         hint = ": it holds lists; name what is called of these, in this order" if lists else ""
         raise UnsupportedModel(f"{name!r} is not called in the forward{hint}")
-    return selector.joined_where_needed([Unit((call,)) for call in calls])
+    return selector.joined_where_needed([Candidate((call,)) for call in calls])
 
 
 # What is left --------------------------------------------------------------------------------------------------------
 
 
-def _aside(written: Recording, units: Sequence[Unit]) -> tuple[str, ...]:
+def _aside(written: Recording, units: Sequence[Candidate]) -> tuple[str, ...]:
     """Calls of modules of the units that lie outside of them."""
     modules = {call.module for unit in units for call in unit.calls}
     stages = {call for unit in units for call in unit.calls}
@@ -265,7 +265,7 @@ def _uncalled(model: nn.Module, written: Recording) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _outside(written: Recording, units: Sequence[Unit]) -> tuple[tuple[str, int], ...]:
+def _outside(written: Recording, units: Sequence[Candidate]) -> tuple[tuple[str, int], ...]:
     """The outermost calls that lie in no unit and hold none, with what is kept of each; then the code between."""
     found: list[tuple[str, int]] = []
 

@@ -12,7 +12,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from remat.errors import UnsupportedModel
-from remat.host.progress import Progress
 from remat.layout import Layout
 from remat.measuring.stage_costs import SavedStorages, storage_bytes
 from remat.measuring.work import ParameterWrites, Work, warn_of_data
@@ -21,6 +20,7 @@ from remat.runtime.checks import failing_on_the_sample
 from remat.runtime.generators import held_by, refuse_foreign
 from remat.runtime.patching import blocks_as_written
 from remat.runtime.pytree import Arguments, map_tensors, storage_of, tensors
+from remat.utils.progress import Progress
 
 
 def in_a_row(model: nn.Module, call: Arguments, small: float, tell: Progress) -> Layout:

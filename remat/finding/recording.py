@@ -81,7 +81,7 @@ class ModuleCall:
 
 
 @dataclass
-class Storage:
+class RecordedStorage:
     """Memory that the forward worked with.
 
     Attributes:
@@ -114,7 +114,7 @@ class Recording:
     """
 
     root: ModuleCall
-    storages: dict[int, Storage]
+    storages: dict[int, RecordedStorage]
     saved_bytes: int
     _alive: list[StorageWeakRef]
 
@@ -160,7 +160,7 @@ class _ForwardRecorder:
         self.names = outside_of_compiled(model)
         self.owned = {module: _own_storages(module) for module in model.modules()}
         self.counts: dict[nn.Module, int] = {}
-        self.storages: dict[int, Storage] = {}
+        self.storages: dict[int, RecordedStorage] = {}
         self.alive: list[StorageWeakRef] = []
         self._sparse: dict[int, torch.Tensor] = {}  # alive, so that no other one gets an identity that is known
         self.clock = 0
@@ -209,19 +209,19 @@ class _ForwardRecorder:
                 self.storage(tensor)
         return output
 
-    def storage(self, tensor: torch.Tensor, born: int = BEFORE) -> Storage:
+    def storage(self, tensor: torch.Tensor, born: int = BEFORE) -> RecordedStorage:
         if tensor.layout != torch.strided:  # has no single storage
             self._sparse[id(tensor)] = tensor
             size = tensor.numel() * tensor.element_size()
             what = JAGGED if tensor.layout == torch.jagged else "sparse"
-            return self.storages.setdefault(address_of(tensor), Storage(size, born, what))
+            return self.storages.setdefault(address_of(tensor), RecordedStorage(size, born, what))
         memory = storage_of(tensor)
         known = self.storages.get(memory._cdata)
         if known is None:
             # The weak reference keeps the address from being given to other memory.
             self.alive.append(StorageWeakRef(memory))
             what = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-            known = self.storages[memory._cdata] = Storage(memory.nbytes(), born, what)
+            known = self.storages[memory._cdata] = RecordedStorage(memory.nbytes(), born, what)
         known.requires_grad = known.requires_grad or tensor.requires_grad
         return known
 

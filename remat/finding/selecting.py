@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from remat.finding.recording import BEFORE, JAGGED, Key, ModuleCall, Recording, Storage
+from remat.finding.recording import BEFORE, JAGGED, Key, ModuleCall, RecordedStorage, Recording
 
 WHOLE = 2 / 3  # share of the model's memory from which on a call is too much for one stage
 WORTH = 0.01  # share of the model's memory that recomputing a run of units must be able to free
 
 
 @dataclass(frozen=True)
-class Unit:
+class Candidate:
     """Calls that run as one, each handing on to the next."""
 
     calls: tuple[ModuleCall, ...]
@@ -83,13 +83,13 @@ class Selector:
 
     # Choosing units --------------------------------------------------------------------------------------------------
 
-    def choose(self) -> list[Unit]:
+    def choose(self) -> list[Candidate]:
         """The units of the whole model, in the order in which they run."""
         return self._inside(self.record.root)
 
-    def _refined(self, call: ModuleCall) -> list[Unit]:
+    def _refined(self, call: ModuleCall) -> list[Candidate]:
         """What takes the call's place: itself, or units inside of it."""
-        unit = Unit((call,))
+        unit = Candidate((call,))
         whole = self.replayable(unit)
         if whole and call.saved_bytes <= WHOLE * self.record.saved_bytes:
             inner = self._joined(call, self._units_of(call))
@@ -97,33 +97,33 @@ class Selector:
         inside = self._inside(call)
         return inside or ([unit] if whole else [])
 
-    def _inside(self, call: ModuleCall) -> list[Unit]:
+    def _inside(self, call: ModuleCall) -> list[Candidate]:
         """Units in a call that is too large for one, or cannot be one: also where a tensor bypasses them."""
         units = self._units_of(call)
         clean = self._joined(call, units)
         return units if clean is None else clean
 
-    def _units_of(self, call: ModuleCall) -> list[Unit]:
+    def _units_of(self, call: ModuleCall) -> list[Candidate]:
         """Units of the children, those that only work together joined; without those that nothing is gained by."""
-        found: list[Unit] = []
+        found: list[Candidate] = []
         for child in call.children:
             if not child.returned or child.goes_on is None:
                 continue
-            found += self._refined(child) if child.children else [Unit((child,))]
+            found += self._refined(child) if child.children else [Candidate((child,))]
         usable = [unit for unit in self.joined_where_needed(found) if self.replayable(unit)]
         return [unit for run in self.runs(usable) if self._is_worth_it(run) for unit in run]
 
-    def joined_where_needed(self, units: Sequence[Unit]) -> list[Unit]:
+    def joined_where_needed(self, units: Sequence[Candidate]) -> list[Candidate]:
         """The units, with those joined that only work together."""
-        joined: list[Unit] = []
+        joined: list[Candidate] = []
         for unit in units:
             if joined and self._only_together(joined[-1], unit):
-                joined[-1] = Unit((*joined[-1].calls, *unit.calls))
+                joined[-1] = Candidate((*joined[-1].calls, *unit.calls))
             else:
                 joined.append(unit)
         return joined
 
-    def _only_together(self, one: Unit, other: Unit) -> bool:
+    def _only_together(self, one: Candidate, other: Candidate) -> bool:
         """Whether `other` changes the activation of `one` in place, or returns a view of it."""
         if not self.hands_on(one, other) or one.goes_on is None or other.goes_on is None:
             return False
@@ -131,10 +131,10 @@ class Selector:
         changed = any(one.end <= time and other.has(call) for time, call in handed.writes)
         return changed or other.goes_on.storage == one.goes_on.storage
 
-    def _is_worth_it(self, run: Sequence[Unit]) -> bool:
+    def _is_worth_it(self, run: Sequence[Candidate]) -> bool:
         return self.freed_bytes(run) > WORTH * self.record.saved_bytes
 
-    def freed_bytes(self, run: Sequence[Unit]) -> int:
+    def freed_bytes(self, run: Sequence[Candidate]) -> int:
         """What recomputing a run can free: what is computed in it and kept for a backward, but its output."""
         last = run[-1].goes_on
         made = self._made_between(run[0].begin, run[-1].end)
@@ -145,12 +145,12 @@ class Selector:
         """The storages that operators `begin` to `end` computed."""
         return self._in_order[bisect_left(self._born, begin) : bisect_left(self._born, end)]
 
-    def _joined(self, call: ModuleCall, units: list[Unit]) -> list[Unit] | None:
+    def _joined(self, call: ModuleCall, units: list[Candidate]) -> list[Candidate] | None:
         """The units, those joined that a tensor skips; None where a tensor bypasses them inside `call`."""
         if self._passed_by(call, units):
             return None
         places = _places(units)
-        joined: list[Unit] = []
+        joined: list[Candidate] = []
         position = 0
         while position < len(units):
             last = position
@@ -161,14 +161,14 @@ class Selector:
             group = units[position : last + 1]
             if not all(self.hands_on(a, b) for a, b in itertools.pairwise(group)):
                 return None
-            whole = Unit(tuple(call for unit in group for call in unit.calls))
+            whole = Candidate(tuple(call for unit in group for call in unit.calls))
             if len(group) > 1 and not self.replayable(whole):
                 return None
             joined.append(whole)
             position = last + 1
         return joined
 
-    def _skip_from(self, units: Sequence[Unit], places: dict[int, int], index: int, *, first: bool) -> int:
+    def _skip_from(self, units: Sequence[Candidate], places: dict[int, int], index: int, *, first: bool) -> int:
         """The last unit that uses, past the next, the output of unit `index`, or its input (`first`); else `index`."""
         unit = units[index]
         reach = index
@@ -183,7 +183,7 @@ class Selector:
         # A tensor that skips a unit on its way from this one makes all from the next one on belong together.
         return reach
 
-    def _passed_by(self, call: ModuleCall, units: Sequence[Unit]) -> bool:
+    def _passed_by(self, call: ModuleCall, units: Sequence[Candidate]) -> bool:
         """Whether code of `call` outside the units uses, after one of them, what existed before but is not its output.
 
         Only what a gradient flows through counts: masks and the like are small, and kept.
@@ -212,9 +212,9 @@ class Selector:
 
     # Judging ---------------------------------------------------------------------------------------------------------
 
-    def runs(self, units: Sequence[Unit]) -> list[list[Unit]]:
+    def runs(self, units: Sequence[Candidate]) -> list[list[Candidate]]:
         """The units, cut where one does not feed the next."""
-        runs: list[list[Unit]] = []
+        runs: list[list[Candidate]] = []
         for unit in units:
             if runs and not self.obstacle(runs[-1][-1], unit):
                 runs[-1].append(unit)
@@ -222,7 +222,7 @@ class Selector:
                 runs.append([unit])
         return runs
 
-    def hands_on(self, one: Unit, other: Unit) -> bool:
+    def hands_on(self, one: Candidate, other: Candidate) -> bool:
         """Whether the activation of `one` is given to `other` as it is."""
         key = one.goes_on
         if key is None or key not in other.calls[0].given or other.begin < one.end:
@@ -231,7 +231,7 @@ class Selector:
             return False  # a side input: what it works on was computed in between, as by a decoder's embedding
         return not any(one.end <= time < other.begin for time, _ in self.storages[key.storage].writes)
 
-    def obstacle(self, one: Unit, other: Unit) -> str:
+    def obstacle(self, one: Candidate, other: Candidate) -> str:
         """Why there is no place to cut between two units, for the error message; empty where there is one."""
         key = one.goes_on
         if key is None:
@@ -261,14 +261,14 @@ class Selector:
                     return f"{storage.what}, computed in {one.name!r}, {where}"
         return ""
 
-    def keeps_between(self, unit: Unit) -> bool:
+    def keeps_between(self, unit: Candidate) -> bool:
         """Whether autograd keeps the unit's activation."""
         return unit.goes_on is None or self.storages[unit.goes_on.storage].saved_by is not None
 
-    def replayable(self, unit: Unit) -> bool:
+    def replayable(self, unit: Candidate) -> bool:
         return not self.why_not_again(unit)
 
-    def why_not_again(self, unit: Unit) -> str:
+    def why_not_again(self, unit: Candidate) -> str:
         """Why the unit cannot run a second time, for the error message; empty where it can.
 
         What it reads must stay as it is from its beginning on, and it must write to nothing but what it made itself and
@@ -293,7 +293,7 @@ class Selector:
 
     # What chains cover -----------------------------------------------------------------------------------------------
 
-    def covered_bytes(self, units: Sequence[Unit]) -> int:
+    def covered_bytes(self, units: Sequence[Candidate]) -> int:
         """What autograd would keep of what is saved in the units."""
         places = _places(units)
         return sum(size for saved_by, size in self._saved if saved_by in places)
@@ -303,16 +303,16 @@ class _Written(NamedTuple):
     """A storage that something writes to, with when it was written last, and when it was used, in order."""
 
     address: int
-    storage: Storage
+    storage: RecordedStorage
     last_write: int
     used: list[int]
 
     @classmethod
-    def of(cls, address: int, storage: Storage) -> _Written:
+    def of(cls, address: int, storage: RecordedStorage) -> _Written:
         return cls(address, storage, max(time for time, _ in storage.writes), [time for time, _ in storage.uses])
 
 
-def _places(units: Sequence[Unit]) -> dict[int, int]:
+def _places(units: Sequence[Candidate]) -> dict[int, int]:
     """By identity, each call that is one of a unit's or lies in it, and the number of the unit."""
     places = {}
     for number, unit in enumerate(units):

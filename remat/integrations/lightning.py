@@ -8,8 +8,8 @@ from torch import nn
 
 from remat.errors import RematError
 from remat.formatting import count
-from remat.host.packages import has, require
 from remat.integrations.training import Training
+from remat.utils.packages import has, require
 
 if not TYPE_CHECKING and has("pytorch_lightning") and not has("lightning"):  # the same by its older name
     from pytorch_lightning import Callback, LightningModule, Trainer

@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 from remat.errors import OverBudgetWarning, RematError
-from remat.host.warn import warn
 from remat.runtime.planned.call_executor import SWITCHES
 from remat.runtime.planned.patched_forward import PatchedForward
 from remat.training.fit import Wish, fit_at_first_call
 from remat.training.setup import Setup
+from remat.utils.warn import warn
 
 _OF_ROTOR = {"in_flight", "preserve_random"}  # which `fit` does not take
 

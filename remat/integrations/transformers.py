@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from remat.host.packages import require
 from remat.integrations.training import Training
+from remat.utils.packages import require
 
 require("transformers", "RematCallback")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from remat.measuring.facts import Made
+from remat.measuring.facts import StageOutput
 from remat.measuring.isolating import INSIDE, cut_off, drops_gradients, label_of
 from remat.runtime.pytree import map_tensors, tensors
 
@@ -37,11 +37,11 @@ def cut(
     for position, tensor in enumerate(tensors(output)):
         if tensor.requires_grad and id(tensor) not in handed:
             back = None if on_gradient is None else partial(on_gradient, position)
-            made = None if made_by is None else Made(made_by, position)
+            made = None if made_by is None else StageOutput(made_by, position)
             handed[id(tensor)] = cut_off(tensor, anchor, back, made)
     return map_tensors(lambda tensor: handed.get(id(tensor), tensor), output)
 
 
-def made_of(node: Any) -> Made | None:
+def made_of(node: Any) -> StageOutput | None:
     """What a node of a graph stands for, if it is where the graph was cut off from a stage."""
     return label_of(node)

@@ -22,7 +22,7 @@ class Side:
     gradient_bytes: int
 
 
-class Made(NamedTuple):
+class StageOutput(NamedTuple):
     """Something that a stage returned and that has a gradient; `position` 0 is its activation."""
 
     stage: int
@@ -78,7 +78,7 @@ class Facts:
     def __init__(self, last: int) -> None:
         self.stages = [StageFacts() for _ in range(last + 2)]
         self.sides: dict[int, Side] = {}
-        self.used: dict[Made, dict[int, int]] = {}
+        self.used: dict[StageOutput, dict[int, int]] = {}
         self.in_output = 0
         self.given_and_in_output: dict[int, int] = {}
 

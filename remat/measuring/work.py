@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from remat.errors import OverBudgetWarning
-from remat.host.warn import warn
 from remat.runtime.allocator import rounded
 from remat.runtime.calls.tape import identity_of
 from remat.runtime.generators import passed_to
 from remat.runtime.operators import flat, looks_at_data, only_views, written
+from remat.utils.warn import warn
 
 _OPERATIONS_PER_BYTE = 8  # that take about as long as moving one, on usual machines
 

@@ -41,6 +41,6 @@ _MOVED = {
 def __getattr__(name: str) -> Any:
     if name not in _MOVED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from remat.host.moved import moved
+    from remat.utils.moved import moved
 
     return getattr(moved(f"remat.models.{name}", "benchmarks.models"), name)

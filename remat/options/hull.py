@@ -23,7 +23,7 @@ _LEAST_GAIN = 0.01  # of what a stage saves, by which an option must keep less t
 _KEPT = ("topk", "sort", "argsort", "router")  # what chooses experts: small, and never to be chosen anew
 
 
-class Choice(NamedTuple):
+class Part(NamedTuple):
     """A way to keep a part of what a stage saves.
 
     Attributes:
@@ -46,7 +46,7 @@ def choices(
     keep: Collection[str] = (),
     recompute: Collection[str] = (),
     most: int = MOST,
-) -> list[Choice]:
+) -> list[Part]:
     """The best ways to keep a part, from the one that keeps most; none where the stage is all or nothing.
 
     Args:
@@ -81,14 +81,14 @@ def choices(
     return _spread(everything, hull, most)
 
 
-def _area(more: Choice, less: Choice) -> float:
+def _area(more: Part, less: Part) -> float:
     """How much there may be to find between two choices."""
     return (more.kept_bytes - less.kept_bytes) * (less.seconds - more.seconds)
 
 
-def _spread(everything: Choice, hull: Sequence[Choice], most: int) -> list[Choice]:
+def _spread(everything: Part, hull: Sequence[Part], most: int) -> list[Part]:
     """Of these, as many as asked for, each with noticeably less than the one before."""
-    chosen: list[Choice] = []
+    chosen: list[Part] = []
     before = everything.kept_bytes
     least = _LEAST_GAIN * everything.kept_bytes
     for choice in hull:
@@ -98,7 +98,7 @@ def _spread(everything: Choice, hull: Sequence[Choice], most: int) -> list[Choic
     while len(chosen) > most:  # the one whose absence raises the hull least
         points = [everything, *chosen]
 
-        def loss(at: int, points: Sequence[Choice] = tuple(points)) -> float:
+        def loss(at: int, points: Sequence[Part] = tuple(points)) -> float:
             left, here, right = points[at - 1 : at + 2]
             width = left.kept_bytes - right.kept_bytes
             share = (left.kept_bytes - here.kept_bytes) / width
@@ -154,7 +154,7 @@ class _Network:
     def _implies(self, first: Any, second: Any) -> None:
         self._graph.add_edge(first, second)  # without a capacity: no limit
 
-    def cut(self, price: float) -> Choice:
+    def cut(self, price: float) -> Part:
         """The best choice where a second costs as much as `price` bytes."""
         scale = 1 << 20
         total = sum(self._limits) * scale + 1
@@ -179,14 +179,14 @@ class _Network:
         )
         return self.choice(dropped)
 
-    def choice(self, dropped: frozenset[int]) -> Choice:
+    def choice(self, dropped: frozenset[int]) -> Part:
         """What dropping these comes to."""
         tape = self._tape
         kept = {storage for storage, numbers in self._structure.saved.items() if not dropped.issuperset(numbers)}
         runs = needs(tape, dropped, tape.freed, self._structure).runs if dropped else [False] * len(tape.operators)
         again = [at for at, run in enumerate(runs) if run and not tape.operators[at].is_view]
         names = dict.fromkeys(tape.operators[at].name for at in again)
-        return Choice(dropped, sum(self._limits[s] for s in kept), sum(self._seconds[at] for at in again), tuple(names))
+        return Part(dropped, sum(self._limits[s] for s in kept), sum(self._seconds[at] for at in again), tuple(names))
 
 
 def _is_among(operator: Operator, names: Collection[str]) -> bool:

@@ -16,7 +16,7 @@ from remat.measuring.facts import StageFacts
 from remat.measuring.gauges import Gauge, Span
 from remat.measuring.isolating import no_backward, saving_nothing
 from remat.measuring.stage_costs import Sizes
-from remat.options.hull import Choice, choices
+from remat.options.hull import Part, choices
 from remat.options.sending import Parcel, parcels
 from remat.runtime.calls.ending import Ending
 from remat.runtime.calls.environment import BufferWatch, FirstRun
@@ -43,7 +43,7 @@ class Visitor(Protocol):
         """
 
 
-class Unit(NamedTuple):
+class AlikeStages(NamedTuple):
     """Stages with the same tape.
 
     Attributes:
@@ -53,10 +53,10 @@ class Unit(NamedTuple):
 
     stages: list[int]
     tape: Tape
-    choices: list[Choice]
+    choices: list[Part]
 
 
-class Recording:
+class RecordingVisitor:
     """Records the operators of the stages that are `wanted`, and the least time that each takes of all passes."""
 
     def __init__(self, wanted: Mapping[int, Stage]) -> None:
@@ -71,11 +71,11 @@ class Recording:
         modules = self._wanted[index].modules
         recorder = Recorder(timed=True, within=modules if len(modules) == 1 else ())
 
-        held: list[weakref.ref[_Held]] = []
+        held: list[weakref.ref[_Marker]] = []
 
-        def note(tensor: torch.Tensor) -> _Held:
+        def note(tensor: torch.Tensor) -> _Marker:
             recorder.saves(tensor)
-            token = _Held()
+            token = _Marker()
             held.append(weakref.ref(token))
             return token
 
@@ -99,7 +99,7 @@ class Recording:
         self._tapes[index], self._seconds[index] = tape, found
         return following
 
-    def units(self, keep: Collection[str] = (), recompute: Collection[str] = ()) -> list[Unit]:
+    def units(self, keep: Collection[str] = (), recompute: Collection[str] = ()) -> list[AlikeStages]:
         """The units that have options; the times of each operator are medians over their stages."""
         groups: list[list[int]] = []
         for index, tape in self._tapes.items():
@@ -115,7 +115,7 @@ class Recording:
             seconds = [statistics.median(each) for each in zip(*(self._seconds[index] for index in group), strict=True)]
             chosen = choices(tape, seconds, keep=keep, recompute=recompute)
             if chosen:
-                found.append(Unit(group, tape, chosen))
+                found.append(AlikeStages(group, tape, chosen))
         return found
 
     def parcels(self) -> dict[int, list[Parcel]]:
@@ -123,20 +123,20 @@ class Recording:
         return {index: parcels(tape, self._held[index]) for index, tape in self._tapes.items()}
 
 
-class _Held:
+class _Marker:
     """Stands in a graph for a saved tensor, and dies when autograd lets go of that."""
 
     __slots__ = ("__weakref__",)
 
 
-class Measuring:
+class MeasuringVisitor:
     """Measures the options of units, each on the unit's first stage.
 
     Args:
         ends_early: by stage, whether a recomputation may end with the last tensor that it saves.
     """
 
-    def __init__(self, stages: Sequence[Stage], units: Sequence[Unit], ends_early: Mapping[int, bool]) -> None:
+    def __init__(self, stages: Sequence[Stage], units: Sequence[AlikeStages], ends_early: Mapping[int, bool]) -> None:
         self._stages, self._ends_early = stages, ends_early
         self._units = {unit.stages[0]: unit for unit in units}
         self._tapes = {index: Tapes(stages[index - 1].name) for index in self._units}
@@ -165,7 +165,7 @@ class Measuring:
             if end is not None:
                 end.backward()
 
-    def _option(self, index: int, number: int, choice: Choice, run: Run, given: Sequence[Any], end_of: Ends) -> None:
+    def _option(self, index: int, number: int, choice: Part, run: Run, given: Sequence[Any], end_of: Ends) -> None:
         assert self.gauge is not None
         stage = self._stages[index - 1]
         given = detached(given)
@@ -219,7 +219,7 @@ def _without_saving(run: Run, given: Sequence[Any]) -> Any:
 
 def measured_option(
     number: int,
-    choice: Choice,
+    choice: Part,
     size: Sizes,
     facts: StageFacts,
     regions: Mapping[Span, Region],

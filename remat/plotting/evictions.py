@@ -8,7 +8,6 @@ import numpy as np
 
 from remat.errors import InvalidBudget
 from remat.formatting import count
-from remat.host.packages import require
 from remat.plotting.style import COLOURS, new_figure
 from remat.runtime.dtr.core import Core
 from remat.runtime.dtr.graph import Graph
@@ -16,6 +15,7 @@ from remat.runtime.dtr.heuristics import Heuristic
 from remat.runtime.dtr.simulator import replay_of, timeline
 from remat.runtime.dtr.trace import Trace
 from remat.strategies import DTR_HEURISTIC, THRASH_LIMIT
+from remat.utils.packages import require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,8 +11,8 @@ from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from remat.host.packages import require
 from remat.strategies import STRATEGIES
+from remat.utils.packages import require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,7 +12,7 @@ from remat.layout import Layout, Option
 from remat.measuring.facts import Facts
 from remat.measuring.gauges import Span
 from remat.measuring.stage_costs import NOTHING, Sizes, as_executed, executor_reserve, sizes_of_stage, unneeded
-from remat.options.units import Unit, measured_option
+from remat.options.units import AlikeStages, measured_option
 from remat.profiling.carried import (
     Carried,
     Carrying,
@@ -69,10 +69,10 @@ class Measurement(NamedTuple):
         return boundary is not None and boundary.saves_output
 
 
-class Ways(NamedTuple):
+class MeasuredOptions(NamedTuple):
     """Of units, to keep a part: what was measured of their options, in bytes, and in seconds by each sweep."""
 
-    units: list[Unit]
+    units: list[AlikeStages]
     regions: dict[Span, Region]
     seconds: Sequence[Seconds]
 
@@ -93,7 +93,7 @@ def chain_of(
     memory: Measurement,
     let_go: Sequence[LetGo],
     times: Sequence[Seconds],
-    ways: Ways | None,
+    ways: MeasuredOptions | None,
     *,
     has_loss: bool,
     output_held: bool,
@@ -148,7 +148,7 @@ def chain_of(
 
 
 def _options(
-    ways: Ways | None, terms: _Terms, extras: Sequence[int], facts: Facts, last: int
+    ways: MeasuredOptions | None, terms: _Terms, extras: Sequence[int], facts: Facts, last: int
 ) -> tuple[tuple[tuple[Option, ...], ...], tuple[tuple[frozenset[int], ...], ...]]:
     """The options of each stage and of the loss, and of the stages which saved tensors each option drops."""
     if ways is None or not ways.units:

@@ -16,7 +16,6 @@ from remat.errors import LeftChain, RematError, UnsupportedModel
 from remat.estimation.world import LOOKS_AT_VALUES, World
 from remat.finding.find import SMALL, locate
 from remat.finding.fusing import in_a_row
-from remat.host.progress import Passes, Progress
 from remat.layout import Layout
 from remat.measuring.isolating import saving_nothing, with_graph_of_its_own
 from remat.measuring.preserving import aliased_parameters, preserved
@@ -31,6 +30,7 @@ from remat.runtime.checks import Loss, check_count, check_model, check_sample, c
 from remat.runtime.planned.patched_forward import unpatched
 from remat.runtime.pytree import Arguments
 from remat.runtime.sharding import refuse_flat_shards, refuse_shards_of_others
+from remat.utils.progress import Passes, Progress
 
 
 def profile(

@@ -10,15 +10,14 @@ import torch
 from torch import nn
 
 from remat.chain import Chain
-from remat.host.progress import Passes
 from remat.layout import Layout
 from remat.measuring.facts import Facts
 from remat.measuring.gauges import Bytes, Gauge, Seconds, Span
 from remat.measuring.isolating import RandomGradients, Sink
 from remat.measuring.preserving import ForeignGradients, Replaced
 from remat.options.sending import Parcel, with_offload
-from remat.options.units import Measuring, Recording, Visitor
-from remat.profiling.assembling import Measurement, Ways, chain_of
+from remat.options.units import MeasuringVisitor, RecordingVisitor, Visitor
+from remat.profiling.assembling import MeasuredOptions, Measurement, chain_of
 from remat.profiling.model_pass import ModelPass
 from remat.profiling.sequence_pass import SequencePass
 from remat.profiling.stage_pass import Pass
@@ -36,6 +35,7 @@ from remat.runtime.sharding import refuse_shards_of_others
 from remat.schedule import Schedule
 from remat.simulation import peak_and_makespan, store_all_peak
 from remat.solvers.persistent import Persistent
+from remat.utils.progress import Passes
 
 RECORDINGS = 2  # of each stage's operators; the second has no first times in it
 _MANY_STEPS = 1500  # operations, each of which runs a stage without computing it
@@ -102,7 +102,7 @@ class Profiler:
         times: list[Mapping[Span, float]] = []
         ends: Any = {"has_loss": self.loss is not None, "output_held": self.output_held}
 
-        def assembled(ways: Ways | None) -> Chain:
+        def assembled(ways: MeasuredOptions | None) -> Chain:
             return chain_of(self.layout, self.places, self.stages, memory, variables.let_go, times, ways, **ends)
 
         enough(assembled(None))
@@ -151,7 +151,9 @@ class Profiler:
         del work
         return Measurement(facts, gauge.regions(), odd_ends)
 
-    def _ways(self, facts: Facts, wanted: Wanted, repeats: int) -> tuple[Ways | None, dict[int, list[Parcel]]]:
+    def _ways(
+        self, facts: Facts, wanted: Wanted, repeats: int
+    ) -> tuple[MeasuredOptions | None, dict[int, list[Parcel]]]:
         """What can be kept of the stages that may run again, None where all or nothing; and what may be sent."""
         if not wanted.any:
             return None, {}
@@ -162,13 +164,13 @@ class Profiler:
 
         recomputed = [i for i in range(1, len(stages) + 1) if places is None or not places.fixed[i - 1]]
         in_part = {index: stages[index - 1] for index in recomputed if Ending(stages[index - 1]).allowed is not False}
-        recording = Recording(in_part)
+        recording = RecordingVisitor(in_part)
         for _ in range(RECORDINGS):
             look(Seconds(self.device), recording)
         units = recording.units(wanted.keep, wanted.recompute)
         found = None
         if units:
-            measuring = Measuring(stages, units, {index: facts[index].ends_early for index in recomputed})
+            measuring = MeasuringVisitor(stages, units, {index: facts[index].ends_early for index in recomputed})
             gauge = measuring.gauge = Bytes(self.device)
             with undisturbed(), gauge.meter.session():
                 look(gauge, measuring)
@@ -178,7 +180,7 @@ class Profiler:
                 look(seconds, measuring)
                 sweeps.append(seconds.seconds)
             units = [unit for unit in units if not measuring.failed(unit.stages[0])]
-            found = Ways(units, gauge.regions(), sweeps)
+            found = MeasuredOptions(units, gauge.regions(), sweeps)
         return found, recording.parcels() if wanted.offload else {}
 
     def excess(self, chain: Chain) -> int:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from remat.errors import OverBudgetWarning
-from remat.host.warn import warn
 from remat.measuring.work import Watching
 from remat.runtime.raw_memory import Watch, begin_watch, end_watch
+from remat.utils.warn import warn
 
 
 @contextmanager

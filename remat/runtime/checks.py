@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from remat.errors import InvalidLoss, InvalidSample, RematError, UnsupportedModel
-from remat.host.tried import say_if_newer
 from remat.runtime.pytree import tensors
+from remat.utils.tried import say_if_newer
 
 Loss = Callable[[Any], torch.Tensor]
 

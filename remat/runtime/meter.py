@@ -22,9 +22,9 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity
 
 from remat.errors import MeasurementError
-from remat.host.packages import available_bytes
-from remat.host.quiet import without_allocator_warnings
 from remat.runtime.links import bytes_per_second
+from remat.utils.packages import available_bytes
+from remat.utils.quiet import without_allocator_warnings
 
 _MARK = "remat::region"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from remat.errors import RematError
-from remat.host.packages import require
+from remat.utils.packages import require
 
 BACKENDS = ("highs", "cbc")
 

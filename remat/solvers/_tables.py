@@ -20,10 +20,10 @@ import numpy as np
 from remat.chain import Chain
 from remat.errors import RematError
 from remat.formatting import format_bytes
-from remat.host.packages import available_bytes
 from remat.schedule import F_ALL, F_CK, F_NONE, B, Operation, store_all_operations
 from remat.simulation import peak_and_makespan, store_all_peak
 from remat.solvers.base import Operations, Plan
+from remat.utils.packages import available_bytes
 
 _KINDS = (F_ALL, F_CK, F_NONE, B)  # by the numbers that the kernels write
 _BEYOND = 1 / 32  # how far past the budget's slot schedules are read out; what rounding errors add up to

@@ -13,10 +13,10 @@ from typing import Any, ClassVar, TypeAlias
 from remat.chain import Chain
 from remat.errors import SolverStopped
 from remat.formatting import format_bytes
-from remat.host.packages import require
 from remat.schedule import F_ALL, F_CK, F_NONE, B, Operation
 from remat.solvers._pulp import choose_backend, run
 from remat.solvers.base import Operations, Plan, Solver
+from remat.utils.packages import require
 
 Kept: TypeAlias = dict[tuple[int, int], float]  # (phase, stage) -> share of the stage's output kept for that phase
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from remat.chain import Chain
-from remat.host.compilation import in_another_process, is_compiled, say_that_it_compiles
 from remat.simulation import peak_and_makespan
 from remat.solvers import _table_kernels
 from remat.solvers._tables import Table
@@ -18,6 +17,7 @@ from remat.solvers.persistent import Persistent, PersistentTable
 from remat.solvers.revolve import Revolve
 from remat.solvers.sequential import Sequential
 from remat.solvers.store_all import StoreAll
+from remat.utils.compilation import in_another_process, is_compiled, say_that_it_compiles
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ from typing import Any, ClassVar
 from remat.chain import Chain
 from remat.errors import SolverStopped
 from remat.formatting import format_bytes
-from remat.host.packages import require
 from remat.layout import Option
 from remat.schedule import F_ALL, F_CK, F_NONE, B, Operation
 from remat.simulation import everything, peak_and_makespan
 from remat.solvers._pulp import Answer, choose_backend, run
 from remat.solvers.base import Operations, Plan, Solver
 from remat.solvers.recompute_all import RecomputeAll
+from remat.utils.packages import require
 
 _SCALE = 1000.0  # of the budget in the program: backends let a constraint be exceeded by a millionth
 _RETRIES = 20  # solutions that are over by that tolerance are excluded one by one

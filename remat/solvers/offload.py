@@ -17,7 +17,6 @@ import numpy as np
 
 from remat.budgets import resolve_budget
 from remat.chain import Chain
-from remat.host.compilation import say_that_it_compiles
 from remat.simulation import host_bytes, peak_and_makespan
 from remat.solvers import _offload_kernels
 from remat.solvers._tables import ENTRY, FEWEST_SLOTS, Room, Table, plan_with_tables, sizes_of, times_of
@@ -25,6 +24,7 @@ from remat.solvers._tables import options_of as recomputed_options_of
 from remat.solvers.base import Operations, Plan, Solver, least_peak
 from remat.solvers.fastest import Fastest
 from remat.solvers.persistent import PersistentTable
+from remat.utils.compilation import say_that_it_compiles
 
 _T = TypeVar("_T")
 _PREFERENCE = 1e-3  # of a copy's seconds, that it counts for, although it hides: of plans as fast, that sends least

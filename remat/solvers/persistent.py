@@ -14,10 +14,10 @@ from typing import ClassVar
 import numpy as np
 
 from remat.chain import Chain
-from remat.host.compilation import say_that_it_compiles
 from remat.solvers import _table_kernels
 from remat.solvers._tables import Room, Table, in_parallel, options_of, plan_with_tables, sizes_of, times_of
 from remat.solvers.base import Operations, Plan, Solver, least_or_all
+from remat.utils.compilation import say_that_it_compiles
 
 _TILE = 16  # cells of a tile's side: one row is reused for this many ends from cache
 _THREADED_FROM = 64  # stages; below, filling takes less than starting threads

@@ -12,7 +12,6 @@ from remat.budgets import resolve_budget
 from remat.comparison.bench import Bench
 from remat.errors import InfeasibleBudget, OutOfBudget, Thrashing, ThrashingWarning, UnsupportedModel
 from remat.formatting import count, format_bytes
-from remat.host.progress import Progress, shown
 from remat.report import Report
 from remat.runtime.executor import UnderDTR
 from remat.runtime.live.context import DTR
@@ -21,6 +20,7 @@ from remat.runtime.planned.patched_forward import PatchedForward, patched_forwar
 from remat.training.planned import trains
 from remat.training.said import conclude, say
 from remat.training.setup import Setup
+from remat.utils.progress import Progress, shown
 
 _REHEARSALS = 3  # one may fail operator by operator, and tell what the units are; one may find that others fit
 _ATTEMPTS = 8  # to find the least memory of DTR

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget, OverBudgetWarning, PlanMismatch, UnsupportedModel
 from remat.formatting import format_bytes
-from remat.host.warn import warn
 from remat.profiling.profile import profile
 from remat.runtime.meter import is_profiled
 from remat.runtime.planned.lengths import Lengths, length_of, shapes_of, with_length, with_shapes
 from remat.runtime.planned.validity import Snapshot, Validity, look_of, smallest_covering, training
 from remat.runtime.pytree import Arguments
 from remat.solvers.persistent import Persistent
+from remat.utils.warn import warn
 
 if TYPE_CHECKING:
-    from remat.training.planned import Plan, Planned, Request
+    from remat.training.planned import Planned, Request, RunningPlan
 
 _LENGTHS_TRIED = 4  # to find the longest sequence that fits
 
@@ -34,8 +34,8 @@ class _Latest(NamedTuple):
         look: of the call.
     """
 
-    plan: Plan
-    present: Plan | None
+    plan: RunningPlan
+    present: RunningPlan | None
     look: tuple[Any, ...]
     model: Snapshot
 
@@ -50,13 +50,13 @@ class PlansByInput:
     def __init__(self, planned: Planned) -> None:
         self._planned = planned
         self._state: Validity | None = None  # in which the model was measured
-        self._plans: dict[Validity, Plan] = {}
+        self._plans: dict[Validity, RunningPlan] = {}
         self._latest: _Latest | None = None
         self._lengths = Lengths(planned.model, None)
         self._said: set[type[Warning]] = set()
 
     @property
-    def latest(self) -> Plan | None:
+    def latest(self) -> RunningPlan | None:
         """The plan of the last call."""
         return None if self._latest is None else self._latest.plan
 
@@ -77,14 +77,14 @@ class PlansByInput:
     def _validity(self, call: Arguments) -> Validity:
         return Validity.of(self._planned.model, call)
 
-    def repeated(self, call: Arguments) -> Plan | None:
+    def repeated(self, call: Arguments) -> RunningPlan | None:
         """The plan of the call before, where nothing has changed since; None where something has."""
         latest = self._latest
         if latest is None or latest.present is not self._planned.plan or latest.look != look_of(call):
             return None
         return latest.plan if latest.model.is_current() else None
 
-    def plan_for(self, call: Arguments) -> Plan:
+    def plan_for(self, call: Arguments) -> RunningPlan:
         """The plan for a call.
 
         Raises:
@@ -98,7 +98,7 @@ class PlansByInput:
                 self._latest = _Latest(plan, self._planned.plan, look_of(call), Snapshot(self._planned.model))
         return plan
 
-    def _fitting(self, call: Arguments) -> Plan:
+    def _fitting(self, call: Arguments) -> RunningPlan:
         planned = self._planned
         if planned.plan is not None and not planned.plan.executor.is_current:
             if planned.request is None:
@@ -133,13 +133,13 @@ class PlansByInput:
             self._plans[state] = covering or self._anew(call, state)
         return self._plans[state]
 
-    def _known(self) -> dict[Validity, Plan]:
+    def _known(self) -> dict[Validity, RunningPlan]:
         """All plans that there are, by what they hold for."""
         if self._planned.plan is None or self._state is None:
             return {}
         return {self._state: self._planned.plan, **self._plans}
 
-    def _anew(self, call: Arguments, state: Validity) -> Plan:
+    def _anew(self, call: Arguments, state: Validity) -> RunningPlan:
         """Measures and plans for another input than any before; where batches may be longer still, for such ones."""
         grows = self._planned.patch is not None and self._planned.setup.group is None
         if not grows or not self._lengths.compare_with(call):
@@ -179,7 +179,7 @@ class PlansByInput:
             return "tokens of this batch are masked, and none were in what was measured"
         return "train flags, frozen parameters or autocast have changed since it was measured"
 
-    def _for_itself(self, call: Arguments, state: Validity, *, larger: bool = False) -> Plan:
+    def _for_itself(self, call: Arguments, state: Validity, *, larger: bool = False) -> RunningPlan:
         """Measures and plans for an input; `larger`: than those before, and else like them.
 
         Raises:
@@ -205,7 +205,9 @@ class PlansByInput:
             warn(f"{what}; measured and planned again{note}")
         return plan
 
-    def _made_for(self, call: Arguments, request: Request | None = None, *, estimate: bool = False) -> tuple[Plan, str]:
+    def _made_for(
+        self, call: Arguments, request: Request | None = None, *, estimate: bool = False
+    ) -> tuple[RunningPlan, str]:
         """A plan for this input, by the present request where none is given; with a remark on it."""
         planned, note = self._planned, ""
         before = planned.chain, planned.plan, planned.request
@@ -226,7 +228,7 @@ class PlansByInput:
         finally:
             planned.chain, planned.plan, planned.request = before
 
-    def _beside_a_profiler(self, call: Arguments) -> Plan:
+    def _beside_a_profiler(self, call: Arguments) -> RunningPlan:
         """For one call, in which nothing can be measured: by what is estimated, or else the plan that there is."""
         try:
             return self._made_for(call, estimate=True)[0]
@@ -238,7 +240,7 @@ class PlansByInput:
             )
             return self._planned.plan._replace(estimated=True)
 
-    def _of_least_memory(self, call: Arguments, state: Validity, error: InfeasibleBudget) -> Plan:
+    def _of_least_memory(self, call: Arguments, state: Validity, error: InfeasibleBudget) -> RunningPlan:
         """The schedule of least memory, for an input that does not fit the limit."""
         assert self._planned.request is not None
         plan, _ = self._made_for(call, self._planned.request._replace(bounded=False))

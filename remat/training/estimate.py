@@ -34,7 +34,7 @@ _TRIES = 6  # of batches that are looked at for the largest
 
 
 @dataclass(frozen=True)
-class Static:
+class StaticMemory:
     """Bytes on one device that are there before and after each step.
 
     Attributes:
@@ -67,7 +67,7 @@ class Estimate:
 
     device: Device
     chain: Chain
-    static: Static
+    static: StaticMemory
     batch: int
     host_limit: int | str | None = None
     _again: Any = field(default=None, repr=False, compare=False)  # the chain for another number of rows
@@ -235,7 +235,7 @@ def estimated_in(
     return Estimate(world.device, chain, static, batch, host_limit, again if batch else None)
 
 
-def static_bytes(model: nn.Module, chain: Chain, *, optimiser: str = "adam", shards: int = 1) -> Static:
+def static_bytes(model: nn.Module, chain: Chain, *, optimiser: str = "adam", shards: int = 1) -> StaticMemory:
     """What is there besides activations, on each of so many devices; each storage counts once."""
     parameters = _once(model.parameters())
     own, wide = OPTIMISERS[optimiser]
@@ -250,7 +250,7 @@ def static_bytes(model: nn.Module, chain: Chain, *, optimiser: str = "adam", sha
         largest = max(blocks, default=0)
         outside = sum(sizes.values()) - sum(blocks)
         gathered = 2 * outside + 3 * largest
-    return Static(
+    return StaticMemory(
         parameters=-(-sum(sizes.values()) // shards),
         gradients=-(-gradients // shards),
         optimiser=-(-state // shards),

@@ -12,7 +12,6 @@ from remat.budgets import resolve_budget
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget, NoChain, OverBudgetWarning, RematError, UnsupportedModel
 from remat.formatting import format_bytes
-from remat.host.warn import warn
 from remat.runtime.calls.stages import call_of, is_sequential
 from remat.runtime.checks import Loss, check_count, check_model
 from remat.runtime.meter import is_profiled
@@ -29,6 +28,7 @@ from remat.training.by_calls import fits_by_operators, train_by_calls
 from remat.training.planned import Limit, Planned, trains
 from remat.training.said import choices, conclude, in_a_line, say, what_is_outside
 from remat.training.setup import Setup
+from remat.utils.warn import warn
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

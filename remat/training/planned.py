@@ -14,7 +14,6 @@ from remat.budgets import resolve_budget
 from remat.chain import Chain
 from remat.distributed import agree, held_by_others, solved
 from remat.errors import RematError
-from remat.host.progress import Progress, shown
 from remat.profiling.profile import Loss, profile
 from remat.report import Report
 from remat.runtime.calls.stages import call_of
@@ -32,6 +31,7 @@ from remat.solvers import WITH_HOST, planner
 from remat.solvers.base import Solver
 from remat.training.by_input import PlansByInput
 from remat.training.setup import Setup
+from remat.utils.progress import Progress, shown
 
 FREE_SHARE = 0.9  # of the free memory is the limit where none is given
 Limit = int | str | float
@@ -61,7 +61,7 @@ class Request(NamedTuple):
     bounded: bool = True
 
 
-class Plan(NamedTuple):
+class RunningPlan(NamedTuple):
     """A schedule and what runs it.
 
     Attributes:
@@ -93,7 +93,7 @@ class Planned:
     def __init__(self, model: nn.Module, setup: Setup, limit: Limit | None = None) -> None:
         self.model, self.setup, self.limit, self.slots = model, setup, limit, setup.slots
         self.chain: Chain | None = None
-        self.plan: Plan | None = None
+        self.plan: RunningPlan | None = None
         self.request: Request | None = None
         self.patch: PatchedForward | None = None
         self.on_measured: Callable[[], None] = lambda: None
@@ -209,7 +209,7 @@ class Planned:
         schedule_here = replace(schedule, layout=layout)
         executor = bound(self.model, schedule_here, preserve_random=self.setup.preserve_random)
         executor.lock, executor.host, executor.in_flight = self.lock, self.host, in_flight
-        self.plan = Plan(chain, schedule, executor)
+        self.plan = RunningPlan(chain, schedule, executor)
 
     def forget(self) -> None:
         """Drops what was measured and planned, since the model is another."""

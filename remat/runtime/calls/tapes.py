@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from remat.host.warn import warn
 from remat.runtime.calls.partial import Parts
 from remat.runtime.calls.tape import Tape, Value
+from remat.utils.warn import warn
 
 _ATTEMPTS = 3  # replays in part that fail before no more are tried
 _SITUATIONS = 32  # whose tapes are held

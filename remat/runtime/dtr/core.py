@@ -9,10 +9,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from remat.errors import RematError
-from remat.host.compilation import InBackground, quietly
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.graph import Graph
 from remat.runtime.dtr.heuristics import DEFAULT, HEURISTICS, Columns, Heuristic, codes
+from remat.utils.compilation import InBackground, quietly
 
 _GROWING = ("nodes", "frames", "missing", "log")  # with the run
 _BY_STORAGES = ("pool", "todo", "grown", "shown")

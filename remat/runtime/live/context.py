@@ -10,8 +10,6 @@ from weakref import proxy
 from remat.budgets import resolve_budget
 from remat.errors import InvalidBudget, RematError
 from remat.formatting import card, format_bytes
-from remat.host.moved import deprecated
-from remat.host.tried import say_if_newer
 from remat.report import Report
 from remat.runtime.dtr.heuristics import Heuristic, make_heuristic
 from remat.runtime.dtr.trace import Trace
@@ -23,6 +21,8 @@ from remat.runtime.live.traced import trace_of
 from remat.runtime.live.units.block import UnitsBlock
 from remat.runtime.live.units.choosing import Ways, ways_at
 from remat.runtime.live.units.roomy import RoomyBlock, repeats_at
+from remat.utils.moved import deprecated
+from remat.utils.tried import say_if_newer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

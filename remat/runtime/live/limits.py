@@ -9,9 +9,9 @@ from torch import Tensor
 
 from remat.errors import OutOfBudget, Thrashing, ThrashingWarning
 from remat.formatting import format_bytes
-from remat.host.warn import warn
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.live.ledger import Instructions, Ledger
+from remat.utils.warn import warn
 
 _HOPELESS = 20  # times the operators' own time, spent on recomputing
 _LEAST_NANOSECONDS = 10**7  # that is allowed however little the program has computed

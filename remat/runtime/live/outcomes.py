@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from remat.errors import OutOfBudget, OverBudgetWarning, Thrashing
 from remat.formatting import format_bytes, format_seconds
-from remat.host.warn import warn
 from remat.report import Report
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
+from remat.utils.warn import warn
 
 _OUTCOMES = {OutOfBudget: "oom", Thrashing: "thrash"}
 

@@ -32,7 +32,6 @@ import torch
 from torch import nn
 
 from remat.errors import OverBudgetWarning, ReplayError, UnsupportedModel
-from remat.host.warn import warn
 from remat.layout import Layout
 from remat.runtime.calls.ending import Ending
 from remat.runtime.calls.environment import BufferWatch, FirstRun
@@ -47,6 +46,7 @@ from remat.runtime.planned.program import Program, Step
 from remat.runtime.pytree import tensors
 from remat.runtime.surroundings import hearing_subclasses, subclasses_heard
 from remat.schedule import F_ALL, B, Operation
+from remat.utils.warn import warn
 
 Observer = Callable[[Operation], None]
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from remat.errors import LeftChain, RematError
-from remat.host.warn import warn
 from remat.runtime.patching import Forward, StandIn, beyond_compiler, intercepted, stand_in
 from remat.runtime.planned.forward_run import Executor, Lock
+from remat.utils.warn import warn
 
 
 class Runs(Protocol):

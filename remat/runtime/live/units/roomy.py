@@ -21,7 +21,6 @@ from torch import nn
 
 from remat.errors import OverBudgetWarning
 from remat.formatting import format_bytes
-from remat.host.warn import warn
 from remat.report import Report
 from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.live.advice import Advice, advice_on
@@ -34,6 +33,7 @@ from remat.runtime.live.units.dormant import Precedent, nodes_made, told_anew
 from remat.runtime.live.units.pool import Pool
 from remat.runtime.live.units.unit import Odd, Unit, form_of, key_of_call, others_are_at_work
 from remat.runtime.patching import blocks_as_written, intercepted
+from remat.utils.warn import warn
 
 _ROOM = 2  # times the most that blocks before took
 

@@ -6,12 +6,13 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "distributed.py"
+from conftest import ROOT
+
+SCRIPT = ROOT / "examples" / "distributed.py"
 STEPS = 3
 SECONDS = 120  # after which ranks that wait for each other are ended; a run takes some 15
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_limits import Blocks, Residual
 from torch import nn
 from torch.nn import functional
 
@@ -19,7 +20,6 @@ from remat.chain import Chain
 from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.simulation import peak_and_makespan
 from support.steps import assert_same, gradients_of, train_step
-from test_limits import Blocks, Residual
 
 
 def sequential(count: int = 6, width: int = 32) -> nn.Sequential:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import remat
+from conftest import ROOT
 from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.training import fit as fitting
 from support.library_models import gpt2
@@ -48,7 +49,7 @@ def norms(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
 def recipe(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
-    monkeypatch.syspath_prepend(Path(__file__).parents[1])
+    monkeypatch.syspath_prepend(ROOT)
     return importlib.import_module(f"examples.{name}")
 
 

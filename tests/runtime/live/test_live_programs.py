@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 import remat
 from support.live_programs import OPERATIONS, PROGRAMS, Step, evicting, run_program
 
+pytestmark = pytest.mark.usefixtures("operator_by_operator")
+
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return type(b) is type(a) and torch.equal(torch.nan_to_num(a.detach()), torch.nan_to_num(b.detach()))

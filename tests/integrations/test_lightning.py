@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import remat
+from conftest import ROOT
 from remat.runtime.planned.patched_forward import patched_forward_of
 from support.trainers import Tokens, llama
 
@@ -116,7 +117,7 @@ def test_two_processes(tmp_path: Path) -> None:
     script = tmp_path / "two.py"
     script.write_text(
         "import sys, torch\n"
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"sys.path[:0] = {[str(ROOT), str(ROOT / 'tests'), str(Path(__file__).parent)]!r}\n"
         "from test_lightning import callbacks, trained\n"
         "torch.set_num_threads(1)\n"
         "if __name__ == '__main__':\n"

@@ -29,9 +29,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 import remat
+from conftest import ROOT
 from remat.cli import app
 
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND = re.compile(r"^ {4}(remat .+)$", re.MULTILINE)
 LONG = ("remat compare resnet50", "remat plan gpt")  # parsed, but not run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from remat.host.progress import Passes, lines, shown
+from remat.utils.progress import Passes, lines, shown
 
 
 def test_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,8 @@ import remat
 from remat.runtime.dtr.simulator import Replay
 from support.live_models import CASES, decisions_of, least_budget, make, peak_bytes, step_of, train
 
+pytestmark = pytest.mark.usefixtures("operator_by_operator")
+
 FEED_FORWARD = ("ResNet-50", "DenseNet", "GPT", "Transformer")
 
 

@@ -7,8 +7,9 @@ import nbformat
 import pytest
 
 import remat
+from conftest import ROOT
 
-NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+NOTEBOOKS = ROOT / "notebooks"
 
 
 QUICK = "planners"  # the others take ten seconds and more

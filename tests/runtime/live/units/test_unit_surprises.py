@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_unit_calls import Held
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,7 +15,6 @@ import remat
 from remat.runtime.live.units.account import Account
 from support.live_models import allocate_gradients
 from support.unit_blocks import Model, left_by, memory_of, step_of
-from test_unit_calls import Held
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 

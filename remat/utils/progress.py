@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
-from remat.host.packages import has
+from remat.utils.packages import has
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 

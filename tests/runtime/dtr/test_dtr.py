@@ -20,7 +20,6 @@ from benchmarks.papers.training_graph import TrainingGraph
 from conftest import DATA, DTR_LOGS, needs_dtr_logs
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget, RematError
-from remat.host.compilation import InBackground
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr import core as core_module
 from remat.runtime.dtr.core import Core
@@ -30,6 +29,7 @@ from remat.runtime.dtr.heuristics import HEURISTICS, Columns, Ratio, make_heuris
 from remat.runtime.dtr.simulator import Replay, simulate_dtr, sweep
 from remat.runtime.dtr.trace import Call, Constant, Release, Trace
 from remat.simulation import simulate, store_all_peak
+from remat.utils.compilation import InBackground
 from support.chains import chains
 from support.exhaustive import fastest
 from support.random_traces import traces

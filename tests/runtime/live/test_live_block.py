@@ -21,6 +21,8 @@ import remat
 from support.live_models import make, peak_bytes, step_of
 from support.live_programs import evict_all
 
+pytestmark = pytest.mark.usefixtures("operator_by_operator")
+
 MIB = 2**20
 
 

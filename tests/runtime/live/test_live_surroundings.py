@@ -23,6 +23,8 @@ import remat
 from remat.runtime.surroundings import BACKENDS, PLAIN, surroundings_of
 from support.live_programs import evicting
 
+pytestmark = pytest.mark.usefixtures("operator_by_operator")
+
 ALWAYS: Callable[[], bool] = lambda: True  # noqa: E731
 
 

@@ -19,6 +19,8 @@ from remat.runtime.meter import MemoryMeter
 from remat.runtime.operators import is_sized_by_data
 from support.live_models import metered
 
+pytestmark = pytest.mark.usefixtures("operator_by_operator")
+
 WHOLE = 16_384  # bytes of a tensor
 
 

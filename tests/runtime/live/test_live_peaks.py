@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import remat
 from support.live_models import metered
 
+pytestmark = pytest.mark.usefixtures("operator_by_operator")
+
 WIDTH = 251  # met nowhere else, so that the first block knows nothing of its operators
 SLACK = 512  # bytes: numbers of a few bytes each, which the runtime holds on its own account
 

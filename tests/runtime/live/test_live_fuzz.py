@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks.live_fuzz import OPERATIONS, judge, program_of
 
+pytestmark = pytest.mark.usefixtures("operator_by_operator")
+
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("seed", range(1000, 1005))

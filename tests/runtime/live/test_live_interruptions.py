@@ -18,6 +18,8 @@ from remat.runtime.dtr.core import compile_all
 from remat.runtime.live import block, choosing
 from support.live_programs import evicting
 
+pytestmark = pytest.mark.usefixtures("operator_by_operator")
+
 
 def test_an_interruption_at_any_call_while_a_block_begins_or_ends_leaves_nothing_behind() -> None:
     """Python sees to signals where functions begin and where calls return; here at the n-th such place, for all n."""

@@ -15,6 +15,8 @@ import remat
 from benchmarks import models
 from support.live_models import Case, least_budget, peak_bytes, step_of, train
 
+pytestmark = pytest.mark.usefixtures("operator_by_operator")
+
 
 def test_run_measures_dtr_as_it_measures_a_schedule() -> None:
     model, tokens = models.gpt(4, 64, 4, vocabulary=64, context=64), torch.randint(0, 64, (4, 64))
