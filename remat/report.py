@@ -8,7 +8,7 @@ from html import escape
 from typing import Any, NamedTuple
 
 from remat import files
-from remat.errors import InvalidFile
+from remat.errors import InvalidFile, RematError
 from remat.formatting import bar, card, count, format_bytes, format_seconds
 
 
@@ -27,6 +27,14 @@ class Moment(NamedTuple):
     end_seconds: float
     peak_bytes: int
     stored_bytes: int
+
+
+class Difference(NamedTuple):
+    """An operation whose memory was predicted otherwise than it was measured, in bytes at its peak."""
+
+    operation: str
+    predicted_bytes: int
+    measured_bytes: int
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class Report:
         reserved_bytes: all that an accelerator's allocator held at the peak, parameters and what it has not given out
             included; None on the CPU, and for predictions.
         note: what the maker of the schedule has to say about it.
-        timeline: the operations one by one; empty for measured reports.
+        timeline: the operations one by one; of a measured report where it was asked for (`remat.run`).
     """
 
     strategy: str
@@ -82,6 +90,24 @@ class Report:
         if self.bound_seconds is None:
             return None
         return max(self.seconds / self.bound_seconds - 1, 0.0) if self.bound_seconds > 0 else 0.0
+
+    def first_difference(self, measured: Report, share: float = 0.02) -> Difference | None:
+        """The first operation whose measured peak is off from this predicted one.
+
+        Args:
+            measured: of the same schedule, by `remat.run(..., timeline=True)`.
+            share: how far off counts, as a share of the predicted peak of the step.
+
+        Returns:
+            The operation with both peaks, or None where all are that close.
+
+        Raises:
+            RematError: one of the two has no timeline, or they are of different schedules.
+        """
+        for expected, found in both_timelines(self, measured):
+            if abs(found.peak_bytes - expected.peak_bytes) > share * self.peak_bytes:
+                return Difference(found.operation, expected.peak_bytes, found.peak_bytes)
+        return None
 
     def __str__(self) -> str:
         budget = "" if self.budget_bytes is None else f" of a budget of {format_bytes(self.budget_bytes)}"
@@ -151,3 +177,34 @@ class Report:
             KeyError, TypeError: they are not those of a report.
         """
         return cls(**{**content, "timeline": tuple(Moment(*moment) for moment in content["timeline"])})
+
+
+def both_timelines(predicted: Report, measured: Report) -> list[tuple[Moment, Moment]]:
+    """The operations of a schedule as predicted and as measured.
+
+    A measured one includes the code of the model that runs before the next one; so several predicted ones may be one.
+
+    Raises:
+        RematError: one of the two has no timeline, or they are of different schedules.
+    """
+    if not predicted.timeline or not measured.timeline:
+        raise RematError("there is no timeline to compare; use remat.simulate, and remat.run(..., timeline=True)")
+    found = [*measured.timeline, None]
+    pairs: list[tuple[Moment, Moment]] = []
+    for moment in predicted.timeline:
+        coming = found[len(pairs)]
+        if coming is not None and (not pairs or coming.operation == moment.operation):
+            pairs.append((moment, coming))
+        else:
+            before, its = pairs[-1]
+            pairs[-1] = (joined(before, moment), its)
+    if len(pairs) < len(measured.timeline):
+        missing = measured.timeline[len(pairs)].operation
+        raise RematError(f"these are timelines of different schedules: {missing} was not predicted there")
+    return pairs
+
+
+def joined(first: Moment, second: Moment) -> Moment:
+    """Two moments that follow each other as one, under the name of the first."""
+    peak = max(first.peak_bytes, second.peak_bytes)
+    return Moment(first.operation, first.start_seconds, second.end_seconds, peak, second.stored_bytes)

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from remat.errors import UnsupportedModel
+from remat.errors import RematError, UnsupportedModel
 from remat.measuring.isolating import Form, Sink, fixed_gradients, with_graph_of_its_own
 from remat.measuring.preserving import ForeignGradients, aliased_parameters, preserved
 from remat.measuring.stage_costs import own_autocast_cache
-from remat.report import Report
+from remat.report import Moment, Report, joined
 from remat.runtime.allocator import rounded
 from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.calls.environment import accelerators
 from remat.runtime.calls.stages import Stage, call_of, check_device
 from remat.runtime.checks import Loss, check_model, check_sample, checked_loss
-from remat.runtime.executor import How, Running, executing
+from remat.runtime.executor import BySchedule, How, Running, executing
 from remat.runtime.generators import RandomState, held_by, of_python
-from remat.runtime.meter import MemoryMeter, elapsed
+from remat.runtime.meter import MemoryMeter, elapsed, instruments, undisturbed
 from remat.runtime.planned.patched_forward import unpatched
 from remat.runtime.pytree import Arguments, loss_in, storage_of, tensors
+from remat.schedule import F_ALL, B, Operation
 
 _MORE = 12  # steps to warm up, where an execution asks for them
 
@@ -113,6 +116,37 @@ class Bench:
         (region,) = meter.regions
         return Peak(region.peak_bytes - region.start_bytes + self.sample_bytes, region.reserved_bytes)
 
+    def timeline(self, step: TrainingStep) -> tuple[Moment, ...]:
+        """The operations of a step by a schedule one by one: bytes of one step, seconds of another.
+
+        Memory is what `peak` counts. What runs between two stages belongs to the operation before it.
+
+        Raises:
+            RematError: the step is by no schedule.
+        """
+        meter, names, edges = MemoryMeter(self.device), [step.first_operation()], [0.0]
+
+        def cut(operation: str) -> None:
+            names.append(operation)
+            meter.cut()
+
+        torch.clear_autocast_cache()
+        with step.around(), step.observed_by(cut), undisturbed(), meter.session(), meter.region():
+            step()
+        begin = instruments().now(self.device)
+        with step.around(), step.observed_by(lambda _: edges.append(instruments().now(self.device) - begin)):
+            step()
+        edges.append(instruments().now(self.device) - begin)
+        base = meter.regions[0].start_bytes - self.sample_bytes
+        spans = itertools.pairwise(edges)
+        moments = [
+            Moment(name, *span, region.peak_bytes - base, region.end_bytes - base)
+            for name, span, region in zip(names, spans, meter.regions, strict=True)
+        ]
+        if names[0] == names[1]:  # what runs before the first operation belongs to it
+            moments[:2] = [joined(*moments[:2])]
+        return tuple(moments)
+
     def seconds(self, step: TrainingStep) -> float:
         """How long a step takes."""
         torch.clear_autocast_cache()
@@ -147,10 +181,40 @@ class TrainingStep:
     ) -> None:
         self._running, self._call, self._loss = running, call, loss
         self._gradients, self._output_held = gradients, output_held
+        self._observer: Callable[[str], None] | None = None
 
     def around(self) -> AbstractContextManager[Any]:
         """A context around a step, set up before it is measured."""
         return self._running.around()
+
+    @contextmanager
+    def observed_by(self, observer: Callable[[str], None]) -> Iterator[None]:
+        """Inside, `observer` is called with each operation of a step by a schedule, when it begins."""
+        self._observer = observer
+        try:
+            with self._by_schedule().observed_by(observer):
+                yield
+        finally:
+            self._observer = None
+
+    def first_operation(self) -> str:
+        """Of the schedule.
+
+        Raises:
+            RematError: the step is by no schedule.
+        """
+        return str(self._by_schedule().schedule.operations[0])
+
+    def _by_schedule(self) -> BySchedule:
+        execution = self._running.execution
+        if not isinstance(execution, BySchedule):
+            raise RematError(f"a timeline is of a schedule's operations, and {execution.name!r} has none")
+        return execution
+
+    def _begins(self, kind: str) -> None:
+        """An operation of the loss begins."""
+        if self._observer is not None:
+            self._observer(str(Operation(kind, self._by_schedule().schedule.length)))
 
     def report(self) -> Report | None:
         """What the way in which it runs says of the last one."""
@@ -166,11 +230,13 @@ class TrainingStep:
 
     def _train(self, foreign: ForeignGradients | None) -> None:
         output = self._running(*self._call.args, **self._call.kwargs)
+        self._begins(F_ALL)
         end = self._end(output)
         held = output if self._output_held else None
         del output
         if foreign is not None:
             foreign.keep(end)
+        self._begins(B)
         end.backward()
         del held
 

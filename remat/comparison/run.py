@@ -24,6 +24,7 @@ def run(
     repeats: int = 3,
     baseline: bool = False,
     output_held: bool = True,
+    timeline: bool = False,
 ) -> Report:
     """Measures training steps (forward, loss, backward) of `model` under `schedule`.
 
@@ -43,6 +44,8 @@ def run(
         output_held: hold the output until the backward is over, as most training loops do; as for `remat.profile`.
         baseline: also time plain PyTorch, in turn with the schedule's steps, for the report's `overhead`. The model
             must then fit without recomputation; without it `overhead` is None.
+        timeline: of a schedule, also record the bytes at each operation, in a step of its own
+            (`Report.first_difference`, `remat.plot_memory`).
 
     Raises:
         InvalidSchedule, PlanMismatch, UnsupportedModel: as `remat.apply`.
@@ -52,6 +55,7 @@ def run(
     with Bench(model, sample, loss, output_held=output_held) as bench:
         step = bench.step(schedule)
         peak, reserved = bench.peak(step)
+        moments = bench.timeline(step) if timeline else ()
         plain = bench.step(None) if baseline else None
         seconds, overheads = [], []
         for _ in range(repeats):
@@ -69,6 +73,7 @@ def run(
         recomputations=0 if schedule is None else None,
         host_bytes=step.host_bytes(),
         reserved_bytes=reserved,
+        timeline=moments,
     )
     own = step.report()
     if own is not None:

@@ -6,9 +6,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat.measuring.isolating import Form
-from remat.measuring.stage_costs import NO_MARKS, Boundary, Marks
+from remat.measuring.stage_costs import NO_MARKS, Boundary, Marks, storage_bytes
+from remat.runtime.allocator import rounded
+from remat.runtime.pytree import storage_of
 
 Forms = tuple[Form | None, ...]
 
@@ -20,6 +23,43 @@ class Side:
     users: list[int]
     producer: int
     gradient_bytes: int
+
+
+class Handed(NamedTuple):
+    """A gradient that a piece of code outside hands back.
+
+    Attributes:
+        own_bytes: of its values; memory_bytes: of the memory that it is a view of, a concatenation's, say.
+        memory: which that is.
+    """
+
+    own_bytes: int
+    memory_bytes: int
+    memory: StorageWeakRef | None
+
+    @classmethod
+    def of(cls, gradient: torch.Tensor) -> Handed:
+        own = rounded(gradient.numel() * gradient.element_size(), gradient.device)
+        size = storage_bytes(gradient)
+        return cls(min(own, size), size, StorageWeakRef(storage_of(gradient)))
+
+
+NOTHING_HANDED = Handed(0, 0, None)
+
+
+@dataclass
+class Bypass:
+    """Gradients that code outside hands to an earlier piece of it, past the stages between, as that of a residual.
+
+    Attributes:
+        end: the piece that they go to.
+        by_piece: what each later piece hands on.
+        shared: of the last of these pieces, it is the gradient of the stage before it, too.
+    """
+
+    end: int
+    by_piece: dict[int, Handed] = field(default_factory=dict)
+    shared: bool = False
 
 
 class StageOutput(NamedTuple):
@@ -68,7 +108,8 @@ class Facts:
     Attributes:
         stages: 0 is the model's input, L+1 the loss.
         sides: side inputs, by identity.
-        used: what stages returned, by which code outside; bytes of its gradient.
+        used: what stages returned, by which code outside, with the gradient that this hands back.
+        bypasses: gradients that go from one piece of code outside to another.
         in_output: bytes of what stages returned and was there when a later one of the same run began, and only the
             output still holds.
         given_and_in_output: bytes of what stages were given by code outside, or handed on to it, and the output holds
@@ -78,7 +119,8 @@ class Facts:
     def __init__(self, last: int) -> None:
         self.stages = [StageFacts() for _ in range(last + 2)]
         self.sides: dict[int, Side] = {}
-        self.used: dict[StageOutput, dict[int, int]] = {}
+        self.used: dict[StageOutput, dict[int, Handed]] = {}
+        self.bypasses: list[Bypass] = []
         self.in_output = 0
         self.given_and_in_output: dict[int, int] = {}
 

@@ -259,14 +259,16 @@ def _with_code_outside(places: Places, memory: Measurement, let_go: Sequence[Let
 def _outside_sizes(index: int, memory: Measurement, let_go: Sequence[LetGo], *, is_last: bool) -> Sizes:
     """The terms of the model for code outside of the stages.
 
-    It saves what it has added to memory when it ends, and its input if that was freed before its end, since the
-    model counts its input until its backward.
+    It saves what it has added to memory when it ends. The model counts its input until the backward of the stage that
+    made it. Where that is gone by then (a concatenation keeps neither of its inputs), it is taken off here, as far as
+    that goes.
     """
     facts, before = memory.facts[index], memory.facts[index - 1]
+    input_gone = not (facts.kept_input or memory.saves_output(index - 1))
     forward, backward = memory.of("outside", index), memory.regions.get(Span("backward", index))
     # Freed during this piece, but made earlier: it counts where it was made.
     start = forward.start_bytes - facts.rebound - sum(gone.size_bytes for gone in let_go if gone.gone_by == index)
-    saved = max(forward.end_bytes - start + (0 if facts.kept_input else before.act), 0)
+    saved = max(forward.end_bytes - start + (0 if facts.kept_input or input_gone else before.act), 0)
     around = facts.grad + before.grad
     if backward is None:
         extra = -min(facts.grad, before.grad)

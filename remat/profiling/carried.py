@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from remat.measuring.facts import Facts
+from remat.measuring.facts import Facts, Handed
 
 
 class Carried(NamedTuple):
@@ -21,6 +21,7 @@ class Carried(NamedTuple):
     Attributes:
         begin, end: the stages, in the order of the backward.
         summed_in: those with a gradient to add; a sum may take memory of its own, until it has taken the others' place.
+        sum_bytes: of that memory; None: as `size_bytes`.
         measured: the gradient was held when the backward of `begin` was measured.
     """
 
@@ -29,6 +30,7 @@ class Carried(NamedTuple):
     size_bytes: int
     summed_in: Sequence[int]
     measured: bool
+    sum_bytes: int | None = None
 
 
 class Carrying:
@@ -56,7 +58,7 @@ class Carrying:
             for index in range(each.end + 1, each.begin + each.measured):
                 found[index - 1] -= each.size_bytes
             for index in each.summed_in:
-                sums[index - 1] = max(sums[index - 1], each.size_bytes)
+                sums[index - 1] = max(sums[index - 1], each.size_bytes if each.sum_bytes is None else each.sum_bytes)
         return [extra + more for extra, more in zip(found, sums, strict=True)]
 
 
@@ -93,13 +95,48 @@ def carried_by_activations(facts: Facts) -> list[Carried]:
         first, *others = sorted(side.users, reverse=True)
         if first > side.producer:
             found.append(Carried(first, side.producer, side.gradient_bytes, others[:1], measured=False))
+    waiting = _waiting(facts)
+    # Memory of which several are views stays until the last of them is summed up; the others count as sums only.
+    longest: dict[int, int] = {}
+    for place, each in enumerate(waiting):
+        for handed in each.handed:
+            if handed.memory is not None:
+                longest.setdefault(handed.memory.cdata, place)
+                if each.end < waiting[longest[handed.memory.cdata]].end:
+                    longest[handed.memory.cdata] = place
+    for place, each in enumerate(waiting):
+        sums = max(handed.own_bytes for handed in each.handed)
+        alone = sums if len(each.handed) > 1 else 0
+        size = max(
+            handed.memory_bytes if handed.memory is not None and longest[handed.memory.cdata] == place else alone
+            for handed in each.handed
+        )
+        found.append(Carried(each.begin, each.end, size, each.summed_in, measured=False, sum_bytes=sums))
+    return found
+
+
+class _Waiting(NamedTuple):
+    """Gradients that code outside hands to one tensor, and that wait there until its own backward, at `end`."""
+
+    begin: int
+    end: int
+    summed_in: Sequence[int]
+    handed: Sequence[Handed]
+
+
+def _waiting(facts: Facts) -> list[_Waiting]:
+    found = []
     for (stage, position), pieces in facts.used.items():
         end = stage if position else stage + 1  # whose gradient is the chain's own, and comes last
         beyond = sorted((piece for piece in pieces if piece > end), reverse=True)
         if beyond:
-            size = max(pieces[piece] for piece in beyond)
             summed_in = beyond[1:2] if position else [*beyond[1:2], end]
-            found.append(Carried(beyond[0], end, size, summed_in, measured=False))
+            found.append(_Waiting(beyond[0], end, summed_in, [pieces[piece] for piece in beyond]))
+    for bypass in facts.bypasses:
+        first, *others = sorted(bypass.by_piece, reverse=True)
+        # Memory that is counted as the gradient of the stage before that piece counts from that one's backward on.
+        begin, summed_in = first - bypass.shared, [*others[:1], bypass.end]
+        found.append(_Waiting(begin, bypass.end, summed_in, [bypass.by_piece[piece] for piece in (first, *others)]))
     return found
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat.measuring.cuts import made_of
-from remat.measuring.facts import Facts
+from remat.measuring.facts import NOTHING_HANDED, Bypass, Facts, Handed
 from remat.measuring.isolating import OUTSIDE, drops_gradients
 from remat.measuring.preserving import ForeignGradients
+from remat.runtime.pytree import storage_of
 
 
 class _Reached(NamedTuple):
@@ -35,6 +38,8 @@ class CodeGraph:
         self.piece = 0
         self._ends: dict[int, list[torch.Tensor]] = {}  # where the backward of each piece begins
         self._made_in: dict[int, int] = {}  # by identity, which piece or stage made a tensor that stages are passed
+        self._bypasses: dict[tuple[Any, int], Bypass] = {}  # by the node that gradients go to, and their number there
+        self._to_stage: StorageWeakRef | None = None  # the gradient of the activation of the stage before the piece
         self._of_stages: list[range] = []  # sequence numbers of the graphs of stages, which are not run again
 
     @contextmanager
@@ -86,7 +91,7 @@ class CodeGraph:
             follows: makes the scalar that stands for all that follows a piece.
             measuring: entered around the backward of a piece.
         """
-        known: set[Any] = set()
+        known: dict[Any, int] = {}  # nodes, and their pieces
         shared: set[int] = set()  # pieces whose backward goes through an earlier one's graph, which must stay
         scalars: dict[int, torch.Tensor] = {}
         inputs: dict[int, list[torch.Tensor]] = {}  # what a backward goes to, where it must not go everywhere
@@ -98,19 +103,53 @@ class CodeGraph:
             if reached.of_stages:
                 inputs[index] = [*reached.leaves, OUTSIDE]
             del reached
-            if any(before in known for node in (*nodes, scalar.grad_fn) for before, _ in node.next_functions):
+            into = _into(known, (*nodes, scalar.grad_fn))
+            if into:
                 shared.add(index)
-            known |= nodes
+            for before, number in into:
+                if not drops_gradients(before):
+                    self._goes_past(index, before, number, known[before])
+            del into
+            known.update(dict.fromkeys(nodes, index))
             foreign.keep(scalar)
         self._ends.pop(last, None)
-        ends, nodes, known = [], set(), set()  # so that a backward frees what it is done with
+        self._bypasses.clear()
+        ends, nodes, known, before = [], set(), {}, None  # so that a backward frees what it is done with
         for index in sorted(scalars, reverse=True):
             scalar = scalars.pop(index)
             self.piece = index
             with measuring(index):
                 scalar.backward(retain_graph=index in shared, inputs=inputs.get(index))
+            self._piece_ended()
 
-    def note_leaves(self, index: int, end: torch.Tensor, apart: set[Any]) -> _Reached:
+    def _goes_past(self, index: int, node: Any, number: int, end: int) -> None:
+        """A gradient of piece `index` goes to a node of an earlier one, as its gradient `number`."""
+        found = self._bypasses.get((node, number))
+        if found is None:
+            found = self._bypasses[node, number] = Bypass(end)
+            self._facts.bypasses.append(found)
+            node.register_prehook(partial(self._passed, found, number))
+        found.by_piece[index] = NOTHING_HANDED
+
+    def _passed(self, bypass: Bypass, number: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """The hook on a node that a gradient goes to."""
+        gradient = gradients[number]
+        if gradient is not None and self.piece in bypass.by_piece:
+            bypass.by_piece[self.piece] = Handed.of(gradient)
+
+    def came_back(self, stage: int, gradient: torch.Tensor) -> None:
+        """A gradient of the activation of a stage has come back from the piece whose backward runs."""
+        if stage == self.piece - 1:
+            self._to_stage = StorageWeakRef(storage_of(gradient))
+
+    def _piece_ended(self) -> None:
+        for bypass in self._facts.bypasses:
+            handed = bypass.by_piece.get(self.piece, NOTHING_HANDED)
+            if self.piece == max(bypass.by_piece) and handed.memory is not None and self._to_stage is not None:
+                bypass.shared = handed.memory.cdata == self._to_stage.cdata
+        self._to_stage = None
+
+    def note_leaves(self, index: int, end: torch.Tensor, apart: Container[Any]) -> _Reached:
         """Notes which leaves a backward of a stage or piece reaches; its nodes are without those `apart`."""
         nodes: set[Any] = set()
         leaves: set[torch.Tensor] = set()
@@ -121,7 +160,7 @@ class CodeGraph:
             node = todo.pop()
             made = made_of(node)
             if made is not None:
-                self._facts.used.setdefault(made, {}).setdefault(index, 0)
+                self._facts.used.setdefault(made, {}).setdefault(index, NOTHING_HANDED)
             if node is None or node in nodes or node in apart:
                 continue
             leaf = getattr(node, "variable", None)
@@ -140,3 +179,8 @@ class CodeGraph:
     def _is_of_a_stage(self, node: Any) -> bool:
         position = bisect_right(self._of_stages, node._sequence_nr(), key=lambda run: run.start)
         return position > 0 and node._sequence_nr() in self._of_stages[position - 1]
+
+
+def _into(known: Container[Any], nodes: Iterable[Any]) -> set[tuple[Any, int]]:
+    """Where gradients of these nodes go, among the nodes that are known: a node, and the number of its gradient."""
+    return {edge for node in nodes for edge in node.next_functions if edge[0] in known}

@@ -18,7 +18,7 @@ from torch import nn
 
 from remat.errors import UnsupportedModel
 from remat.measuring.cuts import cut, is_cut
-from remat.measuring.facts import Forms, Side, StageOutput
+from remat.measuring.facts import Forms, Handed, Side, StageOutput
 from remat.measuring.gauges import Gauge
 from remat.measuring.isolating import OUTSIDE, Form, RandomGradients, Sink, contiguous_forms, saving_nothing
 from remat.measuring.preserving import ForeignGradients, set_apart
@@ -261,10 +261,11 @@ class ModelPass(Pass):
         """A gradient of what a stage returned, from the piece of code outside whose backward runs."""
         if not position:
             self.facts[stage].forms = (Form.of(gradient),)
+            self._code.came_back(stage, gradient)
         pieces = self.facts.used.get(StageOutput(stage, position), {})
         piece = self._code.piece
         if piece in pieces:  # with the memory that it is a view of, the gradient of a concatenation, say
-            pieces[piece] = max(pieces[piece], storage_bytes(gradient))
+            pieces[piece] = max(pieces[piece], Handed.of(gradient), key=lambda handed: handed.memory_bytes)
 
     def _is_new(self, tensor: torch.Tensor) -> bool:
         """Whether code outside has made the tensor since the last stage."""

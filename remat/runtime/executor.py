@@ -91,6 +91,21 @@ class BySchedule(Execution):
 
         return forward
 
+    @contextmanager
+    def observed_by(self, observer: Callable[[str], None]) -> Iterator[None]:
+        """Inside, `observer` is called with each operation that begins on stages; once more where the loss's two do.
+
+        Code of the model between stages belongs to the operation before it.
+        """
+        executor = self.executor
+        assert executor is not None
+        fixed = executor.fixed
+        executor.observer = lambda operation: None if fixed[operation.stage - 1] else observer(str(operation))
+        try:
+            yield
+        finally:
+            executor.observer = None
+
     def host_bytes(self) -> int:
         return 0 if self.executor is None else self.executor.host.bytes
 

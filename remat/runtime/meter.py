@@ -8,6 +8,7 @@ Memory and time are never taken in the same pass.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from remat.runtime.links import bytes_per_second
 from remat.utils.packages import available_bytes
 from remat.utils.quiet import without_allocator_warnings
 
-_MARK = "remat::region"
+_MARK, _CUT = "remat::region", "remat::cut"
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class MemoryMeter:
         self.regions: list[Region] = []
         self._open = False
         self._in_session = False
-        self._base = 0
+        self._base = self._start = 0
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -111,15 +112,32 @@ class MemoryMeter:
         finally:
             self._open = False
 
+    def cut(self) -> None:
+        """The region under way ends here, and the next one begins."""
+        if not self._open:
+            raise MeasurementError("there is no region to cut in two")
+        if self.device.type == "cuda":
+            self._end_on_cuda()
+            self._begin_on_cuda()
+        else:
+            with torch.profiler.record_function(_CUT):
+                pass
+
     def _cuda_region(self) -> Iterator[None]:
+        self._begin_on_cuda()
+        yield
+        self._end_on_cuda()
+
+    def _begin_on_cuda(self) -> None:
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        start = torch.cuda.memory_allocated(self.device)
-        yield
+        self._start = torch.cuda.memory_allocated(self.device)
+
+    def _end_on_cuda(self) -> None:
         torch.cuda.synchronize(self.device)
         end, peak = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
         reserved = torch.cuda.max_memory_reserved(self.device)
-        self.regions.append(Region(start - self._base, end - self._base, peak - self._base, reserved))
+        self.regions.append(Region(self._start - self._base, end - self._base, peak - self._base, reserved))
 
     def _profiled(self) -> Iterator[None]:
         if _profiler_is_on():
@@ -148,6 +166,7 @@ def is_profiled(model: nn.Module) -> bool:
 def _regions(roots: list, may_be_idle: bool) -> list[Region]:
     changes: list[tuple[int, int, int]] = []  # when, at which address, by how many bytes
     marks: list[tuple[int, int]] = []
+    cuts: list[int] = []
     events = roots[::-1]
     while events:
         event = events.pop()
@@ -158,6 +177,8 @@ def _regions(roots: list, may_be_idle: bool) -> list[Region]:
                 changes.append((event.start_time_ns, change.ptr, change.alloc_size))
         elif event.name == _MARK:
             marks.append((event.start_time_ns, event.end_time_ns))
+        elif event.name == _CUT:
+            cuts.append(event.start_time_ns)
     if marks and not changes and not may_be_idle:
         raise MeasurementError("the profiler recorded no allocation; was another profiler started in the meantime?")
     changes.sort(key=lambda change: change[0])
@@ -176,7 +197,7 @@ def _regions(roots: list, may_be_idle: bool) -> list[Region]:
             level += size
         position += 1
 
-    for start, end in sorted(marks):
+    for start, end in _cut_in_pieces(marks, cuts):
         while position < len(changes) and changes[position][0] < start:
             change_level()
         first = peak = level
@@ -185,6 +206,13 @@ def _regions(roots: list, may_be_idle: bool) -> list[Region]:
             peak = max(peak, level)
         regions.append(Region(first, level, peak))
     return regions
+
+
+def _cut_in_pieces(marks: list[tuple[int, int]], cuts: list[int]) -> Iterator[tuple[int, int]]:
+    """Beginnings and ends of regions, in order; a piece ends where the next one begins."""
+    for start, end in sorted(marks):
+        edges = [start, *sorted(cut for cut in cuts if start < cut < end), end]
+        yield from itertools.pairwise(edges)
 
 
 class Instruments:

@@ -8,7 +8,7 @@ is recomputed from what is stored when its backward comes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,6 +46,10 @@ class CallExecutor(Executor):
         super().__init__(model, program, self.places.stages, schedule.layout, preserve_random=preserve_random)
         self._configs = configs_with_caches(model.modules())
         self._switches = switches_of(model)
+
+    @property
+    def fixed(self) -> Sequence[bool]:
+        return self.places.fixed
 
     def _run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]) -> Any:
         refuse_checkpointing(self._switches)

@@ -196,6 +196,11 @@ class Executor(ABC):
         return self._structure.is_current()
 
     @property
+    def fixed(self) -> Sequence[bool]:
+        """Of each stage, from 1 on, whether it is code of the model between calls, which runs when it comes."""
+        return (False,) * len(self.stages)
+
+    @property
     def begins_something(self) -> Sequence[bool]:
         """Of each stage, from 0 on, whether there is something to do when its backward begins."""
         if self.observer is not None or self.program.sends:
