@@ -36,6 +36,7 @@ from .layout import Layout as Layout
 from .layout import Option as Option
 from .plotting.evictions import plot_evictions as plot_evictions
 from .plotting.overview import plot_chain as plot_chain
+from .plotting.timeline import plot_memory as plot_memory
 from .profiling.profile import profile as profile
 from .report import Moment as Moment
 from .report import Report as Report

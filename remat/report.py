@@ -92,7 +92,9 @@ class Report:
         return max(self.seconds / self.bound_seconds - 1, 0.0) if self.bound_seconds > 0 else 0.0
 
     def first_difference(self, measured: Report, share: float = 0.02) -> Difference | None:
-        """The first operation whose measured peak is off from this predicted one.
+        """The first operation at which a measured peak parts from this predicted one.
+
+        What is predicted too much from the first operation on, such as a reserve, is no difference.
 
         Args:
             measured: of the same schedule, by `remat.run(..., timeline=True)`.
@@ -104,8 +106,11 @@ class Report:
         Raises:
             RematError: one of the two has no timeline, or they are of different schedules.
         """
-        for expected, found in both_timelines(self, measured):
-            if abs(found.peak_bytes - expected.peak_bytes) > share * self.peak_bytes:
+        pairs = both_timelines(self, measured)
+        always = max(pairs[0][0].peak_bytes - pairs[0][1].peak_bytes, 0)
+        for expected, found in pairs:
+            more = found.peak_bytes - expected.peak_bytes
+            if max(more, -more - always) > share * self.peak_bytes:
                 return Difference(found.operation, expected.peak_bytes, found.peak_bytes)
         return None
 

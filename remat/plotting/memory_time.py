@@ -48,7 +48,7 @@ def plot(comparison: Comparison, kind: str | None, strategy: str | None, budget:
         return plot_memory(report)
     figure = new_figure(10.4, 4.0)
     left, right = figure.subplots(1, 2)
-    plot_memory(report, left)
+    plot_memory(report, ax=left)
     plot_schedule(entry.schedule, right)
     return figure
 

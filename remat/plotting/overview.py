@@ -49,7 +49,7 @@ def plot_chain(
     figure = new_figure(12.6, 3.9)
     memory, plan, bars = figure.subplots(1, 3, width_ratios=(1.2, 1.2, 0.9))
     schedule, title = _plan(chain, size, shown)
-    plot_memory(simulate(chain, schedule), memory)
+    plot_memory(simulate(chain, schedule), ax=memory)
     memory.set_title(title)
     plot_schedule(schedule, plan)
     found = {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from remat.plotting.style import COLOURS, new_figure
-from remat.report import Report
+from remat.report import Report, both_timelines
 from remat.schedule import F_ALL, F_CK, F_NONE, B, Operation, Schedule
 
 if TYPE_CHECKING:
@@ -26,10 +26,18 @@ _KINDS = {
 }
 
 
-def plot_memory(report: Report, ax: Axes | None = None) -> Figure:
-    """Memory over the time of one step, with the budget; of a report with a timeline.
+def plot_memory(report: Report, measured: Report | None = None, *, ax: Axes | None = None) -> Figure:
+    """A figure of the memory over the time of one step, with the budget.
 
-    Filled: what is stored between operations; the line: the most while an operation runs.
+    Filled: what is stored between operations; the line: the most while an operation runs. A measured report of the same
+    schedule is drawn over it, with a mark at the first operation where the two part (`Report.first_difference`).
+
+    Args:
+        report: with a timeline, as `remat.simulate` returns.
+        measured: by `remat.run(..., timeline=True)`.
+
+    Raises:
+        RematError: the two are of different schedules, or one has no timeline.
     """
     figure: Any = new_figure(6.4, 3.4) if ax is None else ax.figure
     ax = figure.subplots() if ax is None else ax
@@ -41,6 +49,8 @@ def plot_memory(report: Report, ax: Axes | None = None) -> Figure:
     peaks = [moment.peak_bytes / MIB for moment in moments]
     ax.stairs(stored, edges, fill=True, color=COLOURS[5], alpha=0.45, label="stored")
     ax.stairs(peaks, edges, color=COLOURS[0], linewidth=1.0, label="in use")
+    if measured is not None:
+        _over_it(report, measured, ax, factor)
     if report.budget_bytes is not None:
         budget = report.budget_bytes / MIB
         ax.axhline(budget, color=COLOURS[1], linestyle="--", linewidth=1.4, label=f"budget {budget:.4g} MiB")
@@ -49,6 +59,21 @@ def plot_memory(report: Report, ax: Axes | None = None) -> Figure:
     ax.grid(alpha=0.3)
     ax.legend(frameon=False, fontsize="small", ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.18))
     return figure
+
+
+def _over_it(predicted: Report, measured: Report, ax: Any, factor: float) -> None:
+    """The measured peaks, each over the predicted time of its operation."""
+    pairs = both_timelines(predicted, measured)
+    edges = [0.0, *(factor * moment.end_seconds for moment, _ in pairs)]
+    ax.stairs([found.peak_bytes / MIB for _, found in pairs], edges, color=COLOURS[6], linewidth=1.0, label="measured")
+    different = predicted.first_difference(measured)
+    for moment, found in pairs:
+        if different is not None and found.operation == different.operation:
+            at = factor * (moment.start_seconds + moment.end_seconds) / 2
+            ax.plot(
+                [at], [found.peak_bytes / MIB], "v", color=COLOURS[1], markersize=6, label=f"parts at {found.operation}"
+            )
+            break
 
 
 def plot_schedule(schedule: Schedule, ax: Axes | None = None) -> Figure:

@@ -1,4 +1,4 @@
-"""`executing`: the one entrance to everything that runs a training step."""
+"""`executing`: the entrance to training steps that are measured or compared, whatever runs them."""
 
 from __future__ import annotations
 

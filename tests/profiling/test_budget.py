@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import remat
+from benchmarks import models
 from remat.models import gpt, resnet18, resnet50
 from remat.simulation import store_all_peak
 
@@ -106,6 +107,59 @@ def test_the_measured_peak_keeps_ten_budgets(name: str) -> None:
         assert measured.peak_bytes <= predicted.peak_bytes <= AT_MOST.get(name, 1.002) * measured.peak_bytes
         assert measured.recomputations == predicted.recomputations
     assert predicted.recomputations == 0
+
+
+class Residual(nn.Module):
+    """The gradient of each sum goes to its block and past it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.norm = nn.ModuleList(_mlp(64) for _ in range(6)), nn.LayerNorm(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(self.norm(x))
+        return x
+
+
+class Dense(nn.Module):
+    """Each block works on what all before it returned, whose gradients are views of those of concatenations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_mlp(64 * block) for block in range(1, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = [x]
+        for block in self.blocks:
+            found.append(block(torch.cat(found, 1)))
+        return torch.cat(found, 1)
+
+
+def _mlp(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 256), nn.GELU(), nn.Linear(256, 64))
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "at_most"),
+    [
+        (lambda: models.UNet(width=8, levels=3), (4, 3, 64, 64), 1.005),
+        (Residual, (256, 64), 1.08),
+        (Dense, (256, 64), 1.3),
+    ],
+    ids=["UNet", "Residual", "Dense"],
+)
+def test_code_between_stages_counts_for_what_it_keeps(make, shape: tuple[int, ...], at_most: float) -> None:
+    """A concatenation keeps none of its inputs, gradients that pass stages by wait, and views share their memory."""
+    model, sample = make(), torch.randn(shape)
+    chain = remat.profile(model, sample, repeats=1)
+    least, most = remat.minimum_budget(chain), store_all_peak(chain)
+    for step in range(5):
+        budget = least + (most - least) * step // 4
+        schedule = remat.solve(chain, budget, "fastest")
+        measured, predicted = remat.run(model, sample, schedule, repeats=1), remat.simulate(chain, schedule)
+        assert measured.peak_bytes <= budget
+        assert measured.peak_bytes <= predicted.peak_bytes <= at_most * measured.peak_bytes
 
 
 class Keeps(nn.Module):
