@@ -17,8 +17,8 @@ from remat.layout import Layout, Option
 from remat.simulation import store_all_peak
 from remat.utils.moved import deprecated
 
-# How the chains that several processes measured become the one that they plan for, field by field: of each number, or
-# flag, the largest, or the smallest; what must be the same in all; and what each has of its own.
+# How each field is merged when several processes share one plan: the largest or the smallest value of any process, a
+# value that must be the same in all, or a value that each process keeps for itself.
 _LARGEST, _SMALLEST, _SAME, _OWN = ({"merged": rule} for rule in ("largest", "smallest", "same", "own"))
 
 
@@ -34,14 +34,14 @@ class Chain:
             the stage has freed some of these by the time it needs most.
         fwd_seconds, bwd_seconds: L+1 durations.
         grad_bytes: L+2 sizes of the gradients of the activations, by default `act_bytes`; 0 where none flows.
-        save_overhead_bytes: L+1 sizes of the scratch memory of F_all, by default `fwd_overhead_bytes`: what F_ck and
-            F_none hold in passing F_all often saves, so it needs less beyond.
+        save_overhead_bytes: L+1 sizes of the scratch memory of F_all, by default `fwd_overhead_bytes`. It is often
+            smaller, because F_all saves tensors that F_ck and F_none only hold temporarily.
         replay_seconds: L+1 durations of a recomputation by F_all right before the stage's backward: it ends with the
             last tensor that it saves. By default `fwd_seconds`.
         options: L+1 tuples of the `Option`s of each stage; number 0, to keep everything, is not among them. Those that
             send something to the host come last. By default no stage has any.
         reserve_bytes: what the executor may hold on top of the activations: buffer snapshots and RNG states.
-        unneeded_bytes: how much less a step takes in which nothing is recomputed, and nothing is kept for that.
+        unneeded_bytes: the part of `reserve_bytes` that a step without recomputation does not use.
         names: L+1 names of stages.
         draws_random: L+1 flags: the stage draws random numbers, so a recomputation restores their generator.
         changes_buffers: L+1 flags: the stage changes buffers of its own (BatchNorm), which happens only once.

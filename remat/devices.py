@@ -1,7 +1,7 @@
-"""Devices, as far as plans for them go: memory, rates of arithmetic and of memory, and what operators get of these.
+"""Devices to plan for: their memory, peak arithmetic rate, bandwidth, and the fraction of these that operators reach.
 
-Peak rates are those of the makers' data sheets, dense. What operators get of them is an assumption, until
-`remat calibrate` has measured it on the machine in question.
+Peak rates are the dense rates in the manufacturers' data sheets. The fractions are assumptions, until
+`remat calibrate` measures them on the target machine.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Device:
     """A device that plans are made for.
 
     Attributes:
-        kind: "cuda" or "cpu": whose kernels operators run by, and how its allocator rounds.
-        memory_bytes: that there are.
-        flops_per_second: the peak rate by type of numbers: "bfloat16", "float16", "tf32", "float32", "float64".
+        kind: "cuda" or "cpu": selects the kernels and the rounding of the allocator.
+        memory_bytes: size of its memory.
+        flops_per_second: the peak rate by dtype: "bfloat16", "float16", "tf32", "float32", "float64".
         bytes_per_second: bandwidth of its memory.
-        launch_seconds: that any operator takes, however little it does.
-        host_bytes_per_second: of the link to the host's memory.
-        efficiency: the share of the peak that operators of a kind get (`BY_ARITHMETIC`, `BY_MEMORY`).
+        launch_seconds: the minimum time of any operator.
+        host_bytes_per_second: bandwidth of the link to the host's memory.
+        efficiency: the fraction of the peak that each kind of operator reaches (`BY_ARITHMETIC`, `BY_MEMORY`).
     """
 
     name: str

@@ -81,7 +81,7 @@ def from_first(plan: Callable[[], Schedule], group: ProcessGroup) -> Schedule:
 def solved(
     chain: Chain, solver: Solver, limit: int | str | float, *, in_flight: int = 1, group: ProcessGroup | None = None
 ) -> Schedule:
-    """The solver's schedule within `limit`, which is for `in_flight` forwards together; of the first process for all.
+    """The solver's schedule within `limit`, which covers `in_flight` forwards; in a group the first process solves.
 
     Raises:
         InfeasibleBudget: nothing fits.
@@ -98,7 +98,7 @@ def solved(
 
 
 def held_by_others(chain: Chain, schedule: Schedule, in_flight: int) -> int:
-    """Bytes that the forwards hold that wait for their backward while another one's runs."""
+    """Bytes held by the other forwards in flight, which await their backward, while one backward runs."""
     return (in_flight - 1) * held_after_forward(chain, schedule) if in_flight > 1 else 0
 
 

@@ -80,9 +80,9 @@ class OutOfBudget(RematError, MemoryError):
     Attributes:
         operator: its name, with types and shapes of its arguments.
         budget: bytes.
-        needed: bytes in use, were it to run now, although all has been evicted that can be.
-        minimum: the least budget, in bytes, found under which the program comes past this operator; None where none
-            was found.
+        needed: bytes in use if it ran now, after all evictable storages were evicted.
+        minimum: the least budget found, in bytes, with which the program gets past this operator; None if none was
+            found.
     """
 
     def __init__(self, operator: str, budget: int, needed: int, minimum: int | None) -> None:

@@ -18,13 +18,13 @@ class Layout:
         calls: for a chain found in any other model, the module calls of each stage but the loss: the module's name,
             with `#2` behind it for its second call in a forward. A stage without calls is what the model computes
             between the others. None for an `nn.Sequential`.
-        aside: calls of modules of stages that are no part of any.
-        uncalled: modules that the sample's forward does not call; one that does is another path.
+        aside: calls that belong to no stage, although another call of the same module does.
+        uncalled: modules that the sample's forward does not call; a forward that calls one differs from the plan.
         ends_early: for each stage but the loss, whether a recomputation may end with the last tensor that it saves;
             empty: none may.
-        dropped: for each stage but the loss, and each of its options, which of the tensors that autograd saves are not
-            kept, by their numbers in the order in which it saves them, from 0; empty: no stage has options.
-        offloaded: the same for those that go to the host's memory; empty: none do.
+        dropped: for each stage but the loss, and each of its options, the saved tensors that are not kept, as indices
+            from 0 in the order in which autograd saves them; empty: no stage has options.
+        offloaded: the same for the saved tensors that are offloaded; empty: none are.
     """
 
     modules: tuple[int, ...]

@@ -49,19 +49,19 @@ class Report:
         peak_bytes: the most memory in use at once, the sample included; parameters, their gradients, buffers and
             optimiser state are not.
         seconds: duration of a step.
-        overhead: `seconds` over the duration of a plain step, one that stores everything; None where that is not known,
-            as of a step in which DTR still learns.
-        recomputations: forward runs of stages beyond the first one of each, in part or as a whole; of DTR, calls of
-            modules or operators that ran again. None where that is not known.
+        overhead: `seconds` divided by the duration of a step without recomputation; None if unknown, as for a step in
+            which DTR still measures modules.
+        recomputations: full or partial forward runs of stages beyond the first run of each; for DTR, recomputed calls
+            of modules or operators. None if unknown.
         planning_seconds: how long making the plan took.
         evictions: of DTR: storages evicted for room.
         accesses: of DTR: storages looked at to score and to keep track of evicted neighbourhoods (Kirisame et al.,
             Appendix D.3).
         bound_seconds: a makespan that no schedule within the budget can beat, where one is known.
-        host_bytes: of the host's memory that what leaves the device takes.
-        reserved_bytes: all that an accelerator's allocator held at the peak, parameters and what it has not given out
-            included; None on the CPU, and for predictions.
-        note: what the maker of the schedule has to say about it.
+        host_bytes: host memory that offloaded tensors take.
+        reserved_bytes: memory that the accelerator's allocator had reserved at the peak, with parameters and its unused
+            cache; None on the CPU, and for predictions.
+        note: the solver's remark on the schedule.
         timeline: the operations one by one; of a measured report where it was asked for (`remat.run`).
     """
 

@@ -37,21 +37,21 @@ if TYPE_CHECKING:
 class Checkpointable(Wrapper):
     """Makes the training steps of a model stay within a memory limit.
 
-    An `nn.Sequential` is wrapped (`remat.fit` does without). In any other model chains of module calls are found
-    (`remat.find_chain`), and these are patched in place while the model's own forward runs: the model itself, the same
-    object of the same class, then trains within the limit, and this object is the handle to plan with;
-    `remat.remove(model)` ends it. Either way the wrapper shares parameters, buffers, children and hooks with the model:
-    `state_dict` and parameter names are the model's own. In eval mode and without gradients the model runs untouched.
+    An `nn.Sequential` is wrapped (`remat.fit` patches it in place instead). In any other model remat finds chains of
+    module calls (`remat.find_chain`) and patches the model in place: the model itself then trains within the limit, and
+    this object is the handle for planning; `remat.remove(model)` undoes the patch. In both cases the wrapper shares
+    parameters, buffers, children and hooks with the model, so `state_dict` and parameter names do not change. In eval
+    mode and without gradients the model runs unmodified.
 
-    The limit covers what a training step adds to what is there before it: activations, their gradients and the
-    scratch memory of operators, the sample included, also of what lies outside of the chains. Parameters, their
-    gradients, buffers and optimiser state are outside. The caller's loss is taken as free unless `loss` is given, or
-    the model computes it (`output.loss`).
+    The limit covers the memory that a training step adds: the sample, activations, their gradients and the scratch
+    memory of operators, for the code outside the found stages too. It does not cover parameters, their gradients,
+    buffers and optimiser state. The loss is assumed to take no memory or time, unless `loss` is given or the model
+    computes it (`output.loss`).
 
     There are four ways to use it: sample and limit here; the sample here and `compute_sequence(limit)` later; the
-    limit here and `measure(sample)` later; or neither, and the first training forward measures and plans. An input of
-    another shape than before is measured and planned for in turn, with a warning that says so; where the model itself
-    trains by the plan, an input no larger in any dimension than a measured one reuses its plan.
+    limit here and `measure(sample)` later; or neither, and the first training forward measures and plans. When the
+    shape of the input changes, remat measures and plans again, with a warning. If the model is patched in place, an
+    input that is no larger in any dimension than a measured one reuses its plan.
 
     Args:
         model: any module.
@@ -75,12 +75,12 @@ class Checkpointable(Wrapper):
             `out = model(x); loss = criterion(out, y); loss.backward()`; False where the loop never names it.
         options: also measure ways to keep a part of what a stage saves, and plan with them; False: stages keep all or
             nothing. Of one process only.
-        keep, recompute: names of what no option runs again, and of what it may, as for `remat.profile`.
-        host_limit: how much of the host's memory (an int, or "32GiB") may hold what leaves the device between forward
-            and backward; plans then choose for each stage between keeping, recomputing and sending there what hides
-            behind the computation (`docs/offload.md`). Needs `options`.
-        in_place: whether the model itself trains by the plan at once, and not only this wrapper; None: where chains are
-            found, which only work so, but not for an `nn.Sequential`.
+        keep, recompute: names of operators that no option recomputes, or that options may, as for `remat.profile`.
+        host_limit: how much of the host's memory (an int, or "32GiB") offloaded activations may take. For each stage
+            the plan then chooses between keeping, recomputing, and offloading what can be copied during computation
+            (`docs/offload.md`). Needs `options`.
+        in_place: whether to patch the model, so that the model itself follows the plan and not only this wrapper. None:
+            patch a model with found chains, which requires it, but not an `nn.Sequential`.
         when_short: what to do where a later input does not fit the limit, as for `remat.fit`.
 
     Raises:

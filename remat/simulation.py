@@ -1,14 +1,15 @@
-"""The only meaning a schedule has in memory and time: validity, peak, makespan, timeline.
+"""The cost model of schedules: validity, peak, makespan, timeline.
 
-Every solver's answer is judged here, in exact bytes, before anyone sees it (Beaumont et al., Section 3.1 and Table 1).
+Every solver's schedule is checked here, in exact bytes, before it is returned (Beaumont et al., Section 3.1 and
+Table 1).
 
 The state between two operations is: the activations stored on their own, the saved sets of stages, and one gradient.
-An activation a_l is at hand if it is stored on its own or lies in saved_l. grad_{L+1} is there from the start, and so
-is what the executor keeps in reserve.
+An activation a_l is available if it is stored on its own or is part of saved_l. grad_{L+1} and the executor's reserve
+are in memory from the start.
 
-Some of what F_all l/o keeps may go to the host. It is copied out while the next operation runs, which is a run forward,
-and leaves the device when that ends; it is copied back while B l+1 runs, from its beginning on. Where a copy takes
-longer than the operation beside it, the operation takes as long as the copy.
+F_all l/o may offload a part of the tensors that it keeps. They are copied out during the next operation, a forward, and
+their device memory is freed when it ends. They are copied back during B l+1; their device memory is allocated when that
+begins. If a copy takes longer than the operation that overlaps it, the operation takes as long as the copy.
 """
 
 from __future__ import annotations

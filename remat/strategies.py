@@ -81,7 +81,8 @@ class StrategyFamily:
 
 
 def _planner(name: str, *, compared: bool = False) -> StrategyFamily:
-    """A planner by its own name: the paper's, in which a stage keeps everything or nothing; or with parts."""
+    """The family of one planner. Without `+parts` its plans keep all or none of a stage's saved tensors, as in the
+    paper."""
     base = name.removesuffix(PARTS)
     solver, parts = SOLVERS[base], name.endswith(PARTS)
 

@@ -1,4 +1,4 @@
-"""The checks: each says what it found, or fails with what was not as promised."""
+"""The checks: each returns its results, or raises an AssertionError that names the violated guarantee."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def _overhead(chain: Chain, answer: Schedule | InfeasibleBudget) -> str:
 
 
 def _bounds(chain: Chain, sizes: Sequence[int]) -> list[float | None]:
-    """What no plan can beat, by budget; None below the least, or where telling takes long or is too coarse to help."""
+    """The lower bound for each budget; None below the minimum budget, or if it is too slow or too coarse to help."""
     from remat.solvers import lower_bound
     from remat.solvers.floating import MODEST_WORK, work
 

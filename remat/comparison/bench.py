@@ -32,7 +32,7 @@ _MORE = 12  # steps to warm up, where an execution asks for them
 
 
 class Peak(NamedTuple):
-    """Of a step: the most memory above what was there before, the sample included; what was reserved in all."""
+    """The peak of a step: bytes above the level before it, with the sample; and the allocator's reserved bytes."""
 
     bytes: int
     reserved_bytes: int | None
@@ -217,7 +217,7 @@ class TrainingStep:
             self._observer(str(Operation(kind, self._by_schedule().schedule.length)))
 
     def report(self) -> Report | None:
-        """What the way in which it runs says of the last one."""
+        """The report of the last step by its execution, if it makes one."""
         return self._running.execution.report()
 
     def host_bytes(self) -> int:

@@ -65,11 +65,11 @@ def compare(
 ) -> Comparison:
     """Compares strategies on a model at several budgets: predicts each, then measures it on this machine.
 
-    The protocol: the model is profiled once. Every plan and DTR run the same sample from the same random numbers, by
-    one executor. Memory and gradients are taken in steps of their own, after one to warm up; then steps are timed in
-    rounds, in each of which every strategy takes one step, in changing order, and plain PyTorch one beside each.
-    Medians are reported, and overheads are ratios to the step beside. Plans that are the same sequence are run
-    once. The model is left as found.
+    The protocol: the model is profiled once. Every strategy runs the same sample with the same random numbers under one
+    executor. After a warm-up step, separate steps measure memory and gradients. Then steps are timed in rounds: in each
+    round every strategy runs one step, in changing order, with a plain PyTorch step right before or after it. The
+    report has medians; overheads are ratios to the adjacent plain step. Identical schedules are run once. The model is
+    left as found.
 
     Args:
         model: any module; static strategies plan for the chains found in it, DTR for all of it.
@@ -266,9 +266,9 @@ class _Comparing:
         return found
 
     def _recorded(self) -> tuple[Trace, int]:
-        """The trace of a step in which DTR evicts nothing, or, where no step is to be run, of the chain.
+        """The trace of a step in which DTR evicts nothing, or, if no step is to be run, of the chain.
 
-        With the bytes of its budget that are no part of the comparison's.
+        Also returns the bytes that count in the trace's budget, but not in the comparison's.
         """
         if self.measure or self.chain is None:
             self.tell("recording a step", 0, 1)

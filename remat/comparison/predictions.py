@@ -1,4 +1,4 @@
-"""What strategies are expected to take, before any of them runs: of planners by the chain, of DTR by a trace."""
+"""Predicted memory and time of strategies: planners are simulated on the chain, DTR on a trace."""
 
 from __future__ import annotations
 
@@ -91,11 +91,11 @@ class ByChain(Predictions):
 
 
 class ByTrace(Predictions):
-    """DTR: the simulator's replay of a step in which nothing is evicted.
+    """Predictions for DTR, by replaying the trace of a step without evictions.
 
     Args:
-        trace: of that step.
-        extra: bytes of its budget that are no part of a comparison's, which count the sample too.
+        trace: the trace of that step.
+        extra: difference in bytes between the trace's budget and the comparison's, which includes the sample.
     """
 
     def __init__(self, trace: Trace, extra: int) -> None:

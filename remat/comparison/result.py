@@ -207,11 +207,11 @@ class Comparison:
     def verdict(self, budget: int | str | float) -> Verdict:
         """The fastest entry whose peak is within `budget`, and the entries tied with it.
 
-        Times count by their ratio to a plain PyTorch step beside them. Entries that were not slower than the fastest in
-        all rounds (in three quarters of eight or more) are tied with it, and the one of the least median is the best,
-        or plain PyTorch. Where times scatter too much for that, or a step that recomputes seems to beat a plain one,
-        planned times decide. What was measured counts where anything was timed; predictions else. An entry whose
-        gradients differed does not.
+        Entries are compared by their time ratios to adjacent plain PyTorch steps. An entry is tied with the fastest if
+        it was not slower in every round (in three quarters of the rounds, for eight or more). Of the tied entries,
+        plain PyTorch is best, else the one with the least median. If times scatter too much, or a step with
+        recomputation seems faster than a plain one, predicted times decide. If nothing was timed, predictions are
+        compared. Entries whose gradients differ are excluded.
 
         Raises:
             InfeasibleBudget: none fits; `minimum` is the least peak of those that work.

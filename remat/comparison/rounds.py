@@ -255,9 +255,9 @@ def sum_up(rows: Sequence[OpenEntry]) -> None:
 
 
 def _plain_seconds(rows: Sequence[OpenEntry]) -> float | None:
-    """What a plain step takes: of this run's steps, if there are any, else of an earlier one's.
+    """The median seconds of plain steps in this run, or else in an earlier run.
 
-    Seconds of all rows are ratios to it, so that those of rounds on a slower or a faster day do not stand next to it.
+    The seconds of each row are its overhead times this, so that rows from runs at different machine speeds compare.
     """
     times = next((row.times[row.taken_over :] or row.times for row in rows if row.strategy is None), [])
     return statistics.median(times) if times else None

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 PLAIN = "plain PyTorch"
 EQUAL = "equal"  # gradients, to the bit
 OWN = "not repeatable here"
-_SCATTERED = 1.5  # times its least, that a ratio may be in other rounds
-_TOO_FAST = 0.98  # times a plain step: nobody recomputes in less
-_MANY = 8  # rounds from which on quartiles say more than the extremes
+_SCATTERED = 1.5  # if an interval's high exceeds its low by this factor, the times are noise
+_TOO_FAST = 0.98  # a ratio to plain PyTorch below which a step with recomputation cannot be
+_MANY = 8  # with at least this many rounds, intervals are quartiles instead of extremes
 
 
 class Interval(NamedTuple):
@@ -51,7 +51,7 @@ class Candidate(NamedTuple):
         return report is not None and bool(report.recomputations)
 
     def reaches(self, other: Candidate) -> bool:
-        """Whether the rounds do not tell it apart from a faster one: what it took over what the other took."""
+        """Whether it is tied with a faster candidate, by the ratios of their times in the same rounds."""
         mine, theirs = self.entry.ratios, other.entry.ratios
         if len(mine) != len(theirs):  # measured on other days
             intervals = self.entry.interval, other.entry.interval

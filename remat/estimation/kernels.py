@@ -1,7 +1,7 @@
-"""What kernels of this machine's CPU take besides their results, asked of them, since no shape tells.
+"""Scratch memory and time of this machine's CPU kernels, which are measured because shapes do not determine them.
 
-A convolution copies its inputs to another layout, or not, as its library sees fit; a recurrent layer has a workspace.
-Where a plan is made for a CPU, each operator is run a few times, by itself, with inputs of the same shapes.
+For example, a convolution's library may copy the inputs to another layout; a recurrent layer has a workspace. In an
+estimate for a CPU, each operator is run a few times by itself, with inputs of the same shapes.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def shared() -> Kernels:
 
 @functools.cache
 def _reads_what_others_wrote(operator: Any) -> bool:
-    """Whether it is handed memory that another kernel has filled in a way of its own: nothing can be made up there.
+    """Whether an input is in another kernel's internal format, so that random values would be invalid.
 
-    Then it is taken to need half as much again as it is given.
+    Such an operator is assumed to need 1.5 times the size of its inputs as scratch memory.
     """
     names = [argument.name for argument in operator._schema.arguments]
     return any(part in name for name in names for part in ("workspace", "reserve", "packed"))

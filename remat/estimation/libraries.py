@@ -1,4 +1,4 @@
-"""Libraries that look whether tensors are fake, and then do something else than in training."""
+"""Patches for libraries that check for fake tensors and then behave differently from training."""
 
 from __future__ import annotations
 

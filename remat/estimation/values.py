@@ -1,4 +1,4 @@
-"""Values that models look at: positions, masks, lengths. What is made of whole numbers and flags is computed."""
+"""Values that models read, such as positions, masks and lengths: results of known integers and booleans."""
 
 from __future__ import annotations
 

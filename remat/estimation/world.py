@@ -1,7 +1,7 @@
-"""A world in which a model runs without computing anything: its tensors have shapes and no data.
+"""`World`: a simulated device on which a model runs with fake tensors, without computing.
 
-What is measured elsewhere is reckoned here: memory from when storages are made and freed, seconds from what operators
-have to do. PyTorch's `FakeTensorMode` gives the shapes.
+Memory is computed from the allocation and freeing of storages, and seconds from the operators' work. The shapes come
+from PyTorch's `FakeTensorMode`.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from remat.solvers.persistent import Persistent
 LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # that nobody knows
 # What making a stage again takes of Python's time, and each operator that a replay in part looks at.
 _AGAIN_SECONDS, _PASSED_SECONDS = 2e-4, 8e-6
-_MARGIN = 0.01  # of the least limit: how gradients that come from several sides are added is not known to the byte
-_SCALARS = 64  # bytes, for each stage, of numbers that PyTorch makes tensors of and fake tensors do not show
-# On which fake tensors lie: a graph of fake ones of a device that PyTorch was not built for ends the process.
+_MARGIN = 0.01  # of the minimum budget, because the memory for summing gradients is not known to the byte
+_SCALARS = 64  # bytes per stage for scalar tensors that PyTorch allocates and fake tensors do not show
+# The device of the fake tensors: a graph of fake tensors on a device that PyTorch was not built for ends the process.
 _HOST = torch.device("cpu")
 _Value = TypeVar("_Value")
 

@@ -30,10 +30,10 @@ from remat.runtime.planned.patched_forward import unpatched
 from remat.runtime.pytree import Arguments, arguments
 
 SMALL = 0.05  # share of the upper quartile of work under which a stage is fused with its neighbour
-_MINOR = 0.25  # the same, where autograd keeps nothing between the two
-_SPARED = 0.05  # share of a run's memory that its ends may leave outside, where they are hardly worth a stage,
-_SLIGHT = 0.01  # because they have next to nothing to do, or no more than this share of the run's memory
-_SHOWN = 8  # calls outside that are named
+_MINOR = 0.25  # the same, if autograd saves nothing between the two
+_SPARED = 0.05  # trimming the ends of a run may lose at most this share of the memory that the run can free
+_SLIGHT = 0.01  # an end is trimmed only if it does little work, or can free less than this share of that memory
+_SHOWN = 8  # calls outside the stages that are listed by name
 
 
 def find_chain(
@@ -126,9 +126,9 @@ def _no_chain(model: nn.Module, selector: Selector) -> str:
 
 
 def _trimmed(selector: Selector, units: Sequence[Candidate], small: float) -> list[Candidate]:
-    """Runs without what is hardly worth a stage at their ends, like a dropout before and a norm after the blocks.
+    """The units, without small ones at the ends of runs, such as a dropout before and a norm after the blocks.
 
-    It is stored then, which costs a little memory and spares decisions.
+    The removed units are never recomputed, which costs little memory and makes the chain shorter.
     """
     quick = _threshold(units, small)
     kept: list[Candidate] = []
@@ -266,7 +266,7 @@ def _uncalled(model: nn.Module, written: Recording) -> tuple[str, ...]:
 
 
 def _outside(written: Recording, units: Sequence[Candidate]) -> tuple[tuple[str, int], ...]:
-    """The outermost calls that lie in no unit and hold none, with what is kept of each; then the code between."""
+    """The outermost calls outside the units, and the code around the units, with the bytes that autograd saves."""
     found: list[tuple[str, int]] = []
 
     def visit(call: ModuleCall) -> None:

@@ -102,8 +102,8 @@ def _fused(flat: Sequence[tuple[str, nn.Module]], traits: Sequence[_Probed], sma
                 f"module {flat[index][0]!r} works in place on the model's input, so a recomputation would read it "
                 "changed; construct it with inplace=False"
             )
-        # An activation that no backward needs is not kept by autograd; a stage's end there would keep it. It is worth
-        # that between blocks, which keep more inside: fused, nothing of both could be freed by itself.
+        # Autograd does not save an activation that no backward needs, but a stage boundary there would keep it. Between
+        # blocks that save more inside, the boundary is worth its cost, because each block can be freed separately.
         unsaved = not (trait.saves_input or (index > 0 and traits[index - 1].saves_output))
         needless = unsaved and min(inside, trait.inside_bytes) <= trait.input_bytes
         if groups and (trait.in_place or trait.view or only_views or needless):

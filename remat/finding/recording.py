@@ -39,13 +39,13 @@ class ModuleCall:
     Attributes:
         name: the module's name, with `#2` behind it for its second call in this forward.
         begin, end: operators that had run when it began and when it ended.
-        given: keys of all tensors among its arguments; `takes` is the one it works on, None where there is none.
-        returned: keys of all tensors in its output, of which the first goes on.
-        saved_bytes: what autograd would keep of what was computed in it or handed to it, its children's included.
-        work: how much its operators, its children's included, have to do: bytes that they read and write, and
-            a byte for every few operations of arithmetic. An estimate that is the same each time, as times are not.
+        given: keys of all tensors among its arguments; `takes` is its activation, None if there is none.
+        returned: keys of all tensors in its output; the first is its output activation.
+        saved_bytes: bytes that autograd would save in this call and its children.
+        work: work of its operators and its children's: the bytes that they read and write, and one byte for every few
+            arithmetic operations. Unlike times, it is the same in every run.
         owned: storages of the parameters and buffers of all modules of the model.
-        looks: an operator of it, not of its children, that has looked at data; None where none has.
+        looks: an operator of this call, not of its children, that reads values of tensors; None if there is none.
     """
 
     name: str

@@ -88,7 +88,7 @@ class Selector:
         return self._inside(self.record.root)
 
     def _refined(self, call: ModuleCall) -> list[Candidate]:
-        """What takes the call's place: itself, or units inside of it."""
+        """The units that replace the call: the call itself, or units inside it."""
         unit = Candidate((call,))
         whole = self.replayable(unit)
         if whole and call.saved_bytes <= WHOLE * self.record.saved_bytes:
@@ -104,7 +104,7 @@ class Selector:
         return units if clean is None else clean
 
     def _units_of(self, call: ModuleCall) -> list[Candidate]:
-        """Units of the children, those that only work together joined; without those that nothing is gained by."""
+        """Units of the children, with inseparable ones joined, and without runs that would free too little memory."""
         found: list[Candidate] = []
         for child in call.children:
             if not child.returned or child.goes_on is None:
@@ -146,7 +146,7 @@ class Selector:
         return self._in_order[bisect_left(self._born, begin) : bisect_left(self._born, end)]
 
     def _joined(self, call: ModuleCall, units: list[Candidate]) -> list[Candidate] | None:
-        """The units, those joined that a tensor skips; None where a tensor bypasses them inside `call`."""
+        """The units, with units joined that a tensor skips; None if code of `call` uses a tensor past a unit."""
         if self._passed_by(call, units):
             return None
         places = _places(units)
@@ -184,9 +184,9 @@ class Selector:
         return reach
 
     def _passed_by(self, call: ModuleCall, units: Sequence[Candidate]) -> bool:
-        """Whether code of `call` outside the units uses, after one of them, what existed before but is not its output.
+        """Whether code of `call` outside the units uses a tensor after a unit that existed before the unit ended.
 
-        Only what a gradient flows through counts: masks and the like are small, and kept.
+        The unit's output does not count, nor do tensors without a gradient, such as masks, which are small.
         """
         last: dict[int, int] = {}  # when code outside the units uses a storage for the last time
         outside, places = [call], _places(units)

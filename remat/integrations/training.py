@@ -75,7 +75,7 @@ class Training:
 
     @property
     def session(self) -> PatchedForward | None:
-        """What is under way, to end no other (`end`)."""
+        """The present patch, which `end` takes so that a later session is not ended by mistake."""
         return self._patch
 
     def end(self, session: PatchedForward | None = None) -> None:
@@ -92,8 +92,8 @@ class Training:
         if patch is not None and patch.undecided and not patch.was_called and not self._warned:
             self._warned = True
             warn(
-                f"the forward of {type(patch.model).__name__} is not called in training, so no memory limit is kept: "
-                "parts of it are called by themselves, or another module is meant",
+                f"the forward of {type(patch.model).__name__} is not called in training, so it has no memory limit: "
+                "the training step calls its submodules directly, or calls another module",
                 OverBudgetWarning,
             )
         found = {} if patch is None else patch.figures()

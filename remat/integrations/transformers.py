@@ -67,8 +67,8 @@ def _first_of_callbacks(callback: RematCallback) -> None:
 
 
 def _when_training_is_left(training: Training) -> None:
-    """Ends it also where `Trainer.train` ends with an error, of which callbacks are not told: together with what is
-    there for that call alone."""
+    """Also ends the session if `Trainer.train` raises an error, which callbacks do not see: it ends when an object that
+    lives only during that call is freed."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         loop = frame.f_locals.get("inner_training_loop") if frame.f_code.co_name == "train" else None

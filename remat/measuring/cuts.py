@@ -25,13 +25,13 @@ def cut(
     *,
     made_by: int | None = None,
 ) -> Any:
-    """The same output, each tensor part of a graph of its own that ends here, where it requires a gradient.
+    """The same output with each tensor that requires a gradient cut from its graph, in a separate new graph.
 
-    In one graph, whoever holds one of the tensors would hold the memory of all.
+    In one common graph, a reference to one tensor would keep the memory of all alive.
 
     Args:
-        on_gradient: called with the position of a tensor and the gradient that comes back to it.
-        made_by: the stage that returned it, for `made_of`.
+        on_gradient: called with the position of a tensor and its gradient.
+        made_by: the stage that returned the output, for `made_of`.
     """
     handed = {}
     for position, tensor in enumerate(tensors(output)):
@@ -43,5 +43,5 @@ def cut(
 
 
 def made_of(node: Any) -> StageOutput | None:
-    """What a node of a graph stands for, if it is where the graph was cut off from a stage."""
+    """The stage output that was cut at this node of the graph; None for any other node."""
     return label_of(node)

@@ -26,11 +26,12 @@ class Side:
 
 
 class Handed(NamedTuple):
-    """A gradient that a piece of code outside hands back.
+    """A gradient that the backward of code outside the stages returns.
 
     Attributes:
-        own_bytes: of its values; memory_bytes: of the memory that it is a view of, a concatenation's, say.
-        memory: which that is.
+        own_bytes: size of its values.
+        memory_bytes: size of its storage, which is larger for a view, such as one of a concatenation's gradient.
+        memory: that storage.
     """
 
     own_bytes: int
@@ -49,12 +50,12 @@ NOTHING_HANDED = Handed(0, 0, None)
 
 @dataclass
 class Bypass:
-    """Gradients that code outside hands to an earlier piece of it, past the stages between, as that of a residual.
+    """Gradients that bypass stages: from one piece of code outside the stages to an earlier one, as of a residual.
 
     Attributes:
-        end: the piece that they go to.
-        by_piece: what each later piece hands on.
-        shared: of the last of these pieces, it is the gradient of the stage before it, too.
+        end: the earlier piece, which receives them.
+        by_piece: the gradient that each later piece contributes.
+        shared: the gradient of the last of these pieces is also the gradient of the stage before that piece.
     """
 
     end: int
@@ -74,18 +75,19 @@ class StageFacts:
     """What is known of a stage, or of a piece of code outside of the stages.
 
     Attributes:
-        act, grad: bytes of its activation, and of the gradients of that.
-        forms: how the gradients that come back to its activation lie in memory.
-        leaves: those that its backward reaches.
+        act, grad: bytes of its activation, and of the activation's gradients.
+        forms: memory layouts of the gradients of its activation.
+        leaves: the leaves that its backward reaches.
         marks, boundary: of a stage whose memory has been measured.
-        saves: how many tensors autograd saves of a stage; None before that is known.
-        ends_early: recomputations of it may end with the last of these.
-        kept_input: code outside holds what it was handed.
-        rebound: bytes of what stages returned and variables still named, gone by the end of a piece of code outside.
-        passing: the same, of what was there when this stage of a run, or the code behind it, began, and was gone when
-            the forward was over.
-        drops_input: the input of its run, of which it is the first, went when the next stage began, as it does not
-            where they are to be run again.
+        saves: number of tensors that autograd saves for a stage; None before that is known.
+        ends_early: whether its recomputations may end with the last saved tensor.
+        kept_input: whether code outside the stages still holds its input when it ends.
+        rebound: bytes of earlier stage inputs and outputs that variables still held when this code outside began, and
+            that were freed by its end.
+        passing: bytes of earlier stage outputs of the same run that were alive when this stage, or the code after the
+            run, began, and that were freed by the end of the forward.
+        drops_input: for the first stage of a run: its input was freed when the next stage began. It is not freed if the
+            run is to be recomputed.
     """
 
     act: int = 0
@@ -108,12 +110,12 @@ class Facts:
     Attributes:
         stages: 0 is the model's input, L+1 the loss.
         sides: side inputs, by identity.
-        used: what stages returned, by which code outside, with the gradient that this hands back.
-        bypasses: gradients that go from one piece of code outside to another.
-        in_output: bytes of what stages returned and was there when a later one of the same run began, and only the
-            output still holds.
-        given_and_in_output: bytes of what stages were given by code outside, or handed on to it, and the output holds
-            too: by the piece of that code, or a later one.
+        used: for each stage output, the pieces of code outside the stages that use it, with the gradient of each.
+        bypasses: gradients that go from one piece of code outside the stages to another.
+        in_output: bytes of stage outputs that were alive when a later stage of the same run began, and that are freed
+            only with the model's output.
+        given_and_in_output: bytes of tensors that code outside passed to stages or got from them, and that the model's
+            output also holds, by piece of that code.
     """
 
     def __init__(self, last: int) -> None:

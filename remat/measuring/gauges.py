@@ -12,7 +12,7 @@ from remat.runtime.meter import Region, instruments
 
 
 class Span(NamedTuple):
-    """What a measured stretch was: of which stage, and what of it."""
+    """The name of a measured interval: its kind, such as "full" or "backward", and its stage."""
 
     what: str
     stage: int

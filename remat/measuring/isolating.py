@@ -14,10 +14,10 @@ from remat.runtime.pytree import map_tensors, storage_of, tensors
 
 
 class Source(torch.autograd.Function):
-    """Hands an input on unchanged and drops its gradient, as if an earlier stage had taken it.
+    """A stand-in for the stages before: returns its input unchanged and discards the gradient.
 
-    A leaf would keep the gradient, or copy it; between stages of a real backward neither happens. Nor is what comes out
-    a view, since code may change it in place, and its graph does not hold on to the input. `cut_off` calls it.
+    A leaf would keep or copy the gradient, which does not happen between the stages of a real backward. The output is
+    not a view, because code may modify it in place, and its graph does not keep the input alive. Called by `cut_off`.
     """
 
     @staticmethod
@@ -38,8 +38,8 @@ class Source(torch.autograd.Function):
         return None, None, None, None
 
 
-# What makes the outputs of `Source` part of a graph, and by which it can be seen whose: where code outside of stages is
-# given what these returned, and where a stage is given its input.
+# Anchors, which make the outputs of `Source` require gradients. OUTSIDE marks stage outputs that code outside the
+# stages uses; INSIDE marks the inputs of a stage.
 OUTSIDE, INSIDE = (torch.empty((), requires_grad=True) for _ in range(2))
 
 
@@ -64,7 +64,7 @@ def label_of(node: Any) -> Any:
 
 
 def with_graph_of_its_own(value: Any) -> Any:
-    """The value with tensors that others have computed, and may still run backward through, cut off from that."""
+    """The value with each non-leaf tensor cut from its graph, through which the caller may still run a backward."""
     return map_tensors(lambda tensor: tensor if tensor.grad_fn is None else cut_off(tensor), value)
 
 

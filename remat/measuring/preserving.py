@@ -23,8 +23,8 @@ from remat.runtime.sharding import is_sharded
 def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> Iterator[Replaced]:
     """Afterwards buffers, weights that forwards rescale, and states of random number generators are as before.
 
-    So are attributes of modules as `runtime.calls.attributes` sets them back, hooks of modules, and what forwards have
-    put tensors with their graphs into, which would keep these alive.
+    It also restores the hooks of modules, their attributes as in `runtime.calls.attributes`, and containers in which
+    forwards have stored tensors with graphs, since these would keep the graphs alive.
     """
     parts = parts_of(modules)
     random = RandomState(devices, [*held_by(parts), *of_python()])
@@ -63,10 +63,10 @@ def _has_graph(tensor: torch.Tensor) -> bool:
 
 
 class Replaced:
-    """Knows the buffers that forwards have put in the place of others: tables for the shapes they met, say.
+    """The buffers that forwards replaced by new ones, such as tables for new input shapes.
 
-    The first step of a training makes them anew, and so does every recomputation in it, which begins with the buffer
-    as it was.
+    The first training step creates them again, and so does every recomputation in it, because a recomputation starts
+    with the old buffers.
     """
 
     def __init__(self, before: Mapping[tuple[nn.Module, str], torch.Tensor | None]) -> None:

@@ -28,11 +28,11 @@ class Marks:
     draws_random: bool
     changes_buffers: bool
     changed_bytes: int
-    random_bytes: int = 0  # of the states of generators that it draws from, as far as memory is limited there
-    set_up_bytes: int = 0  # of buffers that its first run puts in the place of others, and a recomputation of that too
-    set_up_saved: int = 0  # what of these autograd keeps
-    attribute_bytes: int = 0  # of what its run replaces in attributes of its modules
-    held_twice: int = 0  # of what autograd saves where hooks see it, and others hold where they do not, as threads do
+    random_bytes: int = 0  # states of the generators that it draws from, if the limit covers them
+    set_up_bytes: int = 0  # new buffers with which its first run, and each recomputation of it, replaces others
+    set_up_saved: int = 0  # the part of `set_up_bytes` that autograd saves
+    attribute_bytes: int = 0  # tensors in attributes of its modules that its run replaces
+    held_twice: int = 0  # tensors that autograd saves under hooks, and that something else, such as a thread, holds too
 
 
 NO_MARKS = Marks(False, False, 0)
@@ -46,9 +46,9 @@ class Sizes:
     fwd_overhead: int
     save_overhead: int
     bwd_extra: int  # what the backward needs beyond the model's terms; below zero if it needs less
-    undeferred: int  # what stays in memory although nothing was to be saved, as attributes of a Function's ctx do
+    undeferred: int  # memory that hooks cannot defer, such as tensors in attributes of a Function's ctx
     saves_output: bool
-    lasting: int = 0  # what stays when the graph is gone too, as autocast's cast copies of parameters do
+    lasting: int = 0  # memory that outlives the graph, such as autocast's cast copies of parameters
 
 
 NOTHING = Sizes(0, 0, 0, 0, 0, 0, undeferred=0, saves_output=False)  # of a loss that is taken as free
@@ -77,7 +77,7 @@ class SavedStorages:
         )
 
     def bytes_held(self, besides: Any) -> int:
-        """Of what is still in memory although nothing of it was kept, but for storages of this value."""
+        """Bytes of the recorded storages that something still holds, without those of `besides`."""
         dense = [tensor for tensor in tensors(besides) if tensor.layout == torch.strided and tensor.numel()]
         others = {StorageWeakRef(storage_of(tensor)).cdata for tensor in dense}
         there = [(ref, size) for ref, size in self._storages.values() if not ref.expired()]
@@ -132,15 +132,16 @@ def sizes_of_stage(without: Region, full: Region, backward: Region | None, at: B
 
 
 class OldAttributes:
-    """What attributes of a stage's modules held before a run, and no longer do after it: where the stage runs again, it
-    is kept until then."""
+    """The tensors that a run of a stage replaces in attributes of its modules. If the stage is recomputed, the executor
+    keeps them until then."""
 
     def __init__(self, stage: Stage) -> None:
         self._before = [(part, dict(vars(part))) for part in stage.parts]
         self._contents = [(each, items_of(each)) for part in stage.parts for each in containers(part)]
 
     def bytes(self) -> int:
-        """Of a step: where there was nothing yet, what there is now is what the next one replaces."""
+        """Their size in a training step. An attribute without an old tensor counts the new one, which the next step
+        replaces."""
         old: list[Any] = []
         for part, before in self._before:
             for name, was in undone(part, before, hooked=False):
@@ -165,7 +166,7 @@ def executor_reserve(marks: Sequence[Marks], sizes: Sequence[Sizes]) -> int:
 
 
 def unneeded(marks: Sequence[Marks], sizes: Sequence[Sizes]) -> int:
-    """How much of that is not there, or counted in what is saved, where nothing is recomputed."""
+    """The part of `executor_reserve` that a step without recomputation does not use, or counts as saved tensors."""
     kept = sum(mark.changed_bytes + mark.random_bytes for mark in marks)
     pairs = list(zip(marks, sizes, strict=True))
     # What attributes hold anew may be what the stage holds although nothing was to be saved.

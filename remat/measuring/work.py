@@ -30,7 +30,7 @@ def work_of(
     inputs: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
 ) -> float:
-    """Of one operator, in bytes: those that it reads and writes, and as many as could be moved while it computes."""
+    """The work of one operator in bytes: the bytes that it reads and writes, plus its arithmetic expressed in bytes."""
     count = flop_registry.get(operator._overloadpacket)
     operations = count(*args, **kwargs, out_val=output) if count is not None else 0
     return sum(map(_bytes, (*inputs, *outputs))) + float(operations) / _OPERATIONS_PER_BYTE
@@ -88,7 +88,7 @@ def written_bytes(parameters: Iterable[nn.Parameter]) -> int:
 
 
 class ParameterWrites:
-    """Parameters that a forward writes to for itself, which have what they had when the context ends."""
+    """Detects parameters that a forward writes to directly, and restores them at the end of the context."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         parameters = [each for module in modules for each in module._parameters.values() if each is not None]

@@ -1,8 +1,8 @@
-"""Which parts of what a stage saves are worth keeping: the lower hull of bytes kept against seconds to run again.
+"""The partial options of a stage: the lower convex hull of bytes kept against seconds of recomputation.
 
-For every price of a byte the best choice is a minimum cut (`_Network`). What lies on its sink's side is made again, and
-what crosses it is paid for: operators that run again by their seconds, memory that is kept by its bytes. The cuts of
-all prices are found by looking between two known ones, at the price at which these cost the same.
+For every price of a byte, the best option is a minimum cut (`_Network`). Nodes on the sink's side are recomputed. The
+cut edges are the cost: the seconds of recomputed operators, and the bytes of kept storages. The hull is found by
+cutting between two known options, at the price at which both cost the same.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Part(NamedTuple):
     """A way to keep a part of what a stage saves.
 
     Attributes:
-        dropped: the numbers of the saved tensors that are not kept.
-        kept_bytes: of what the stage has made and is kept, without what it returns.
-        seconds: that operators take that run again.
-        without: the names of those, each once.
+        dropped: the indices of the saved tensors that are not kept.
+        kept_bytes: size of the kept storages that the stage allocated, without its outputs.
+        seconds: time of the recomputed operators.
+        without: the names of these operators, each once.
     """
 
     dropped: frozenset[int]
@@ -109,10 +109,10 @@ def _spread(everything: Part, hull: Sequence[Part], most: int) -> list[Part]:
 
 
 class _Network:
-    """The network whose minimum cut says what to keep.
+    """The flow network whose minimum cut is the best option.
 
-    An edge of no limit from x to y says: where y is made again, so is x. Of each storage there are three nodes: that it
-    is made, that it is at hand for operators, and that it is at hand for the backward.
+    An edge of infinite capacity from x to y means: if y is recomputed, so is x. Each storage has three nodes: it is
+    computed ("made"), it is available to operators ("at hand"), and it is available to the backward ("saved").
     """
 
     def __init__(self, tape: Tape, seconds: Sequence[float], keep: Collection[str]) -> None:

@@ -1,8 +1,8 @@
-"""What stages may send to the host: options of a chain in which some of what is kept waits there (`runtime.offload`).
+"""Offloading options: saved tensors that wait in the host's memory until the backward (`runtime.offload`).
 
-A copy has the run forward of the next stage to hide behind, and its backward on the way back. So a stage is offered to
-send as much as the link carries in the shorter of the two, largest storages first: of everything that it keeps, and of
-what each of its other options keeps.
+A copy out overlaps with the next stage's forward, and the copy back with its backward. So a stage may offload as many
+bytes as the link can copy in the shorter of the two, largest storages first. The full stage and each of its partial
+options get such an option.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The units of a model: stages that do the same, whose operators are recorded and whose options are measured once."""
+"""Units: groups of stages that run the same operators. Options are measured once per unit."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Visitor(Protocol):
     """Looks at stages in a pass of its own, in which nothing else is measured."""
 
     def visit(self, index: int, run: Run, given: Sequence[Any], end_of: Ends) -> Any:
-        """Stage `index`, a function of `given`. Returns what it returned, without its graph.
+        """Runs stage `index`, `run(given)`, and returns its output without its graph.
 
-        `end_of` makes the scalar that stands for all that follows the stage.
+        `end_of` returns a scalar that stands in for everything after the stage.
         """
 
 
@@ -124,7 +124,7 @@ class RecordingVisitor:
 
 
 class _Marker:
-    """Stands in a graph for a saved tensor, and dies when autograd lets go of that."""
+    """A placeholder for a saved tensor in the graph, which is freed when autograd releases that tensor."""
 
     __slots__ = ("__weakref__",)
 
@@ -174,7 +174,7 @@ class MeasuringVisitor:
         environment = FirstRun(stage, given[0], BufferWatch(), preserve_random=True)
         first, *others = cut(given)
         tapes = self._tapes[index]
-        if not tapes.knows(environment.situation):  # else what has been worked out from it would be worked out again
+        if not tapes.knows(environment.situation):  # learning it again would discard results derived from it
             tapes.learn(environment.situation, self._units[index].tape)
         record = Record(stage, index, environment, ending, tapes, lambda value: run([value, *others]))
         with self.gauge.span(f"kept {number}", index), record.deferring(_Filled(), choice.dropped):

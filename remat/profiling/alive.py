@@ -1,4 +1,4 @@
-"""What stages returned and were given, and how long it stays in memory; nothing here holds it."""
+"""The lifetimes of stage inputs and outputs, tracked by weak references."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class Alive:
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
-        self._returned: list[_Held] = []  # by stages, and still in memory
-        self._named: list[_Held] = []  # of that, and of the stage's input, when the open piece of code began
+        self._returned: list[_Held] = []  # live outputs of stages
+        self._named: list[_Held] = []  # live outputs, and the last stage's input, when the present code outside began
         self._run = 0  # the first stage of the present run
         self._run_input: StorageWeakRef | None = None
         self._code_input: StorageWeakRef | None = None
-        # Of what the stages of a run returned: what was there when a stage of it, or the code behind it, began.
+        # For each stage, or the code after a run: the outputs of the run that were alive when it began.
         self._besides: dict[int, list[_Held]] = {}
-        self._handed_on: dict[int, _Held] = {}  # activations, by the code outside that begins with them
-        self._given: dict[int, _Held] = {}  # to stages by code outside; `run` is the first that was given it
+        self._handed_on: dict[int, _Held] = {}  # activations, by the code outside that uses them first
+        self._given: dict[int, _Held] = {}  # inputs of stages from code outside; `run` is the first run that gets it
 
     def run_begins(self, index: int, activation: torch.Tensor) -> None:
         """Stage `index` is the first of a run; code outside computed its activation."""
@@ -89,7 +89,7 @@ class Alive:
             self._facts[index].passing = _gone_of(held)
 
     def lasting(self) -> list[_Held]:
-        """Of what was there when a later stage of its run began, what still is."""
+        """The storages that were alive when a later stage of their run began, and that still are."""
         return [each for held in self._besides.values() for each in held if not each.storage.expired()]
 
     def backward_ended(self, lasting: Sequence[_Held], in_output: set[int]) -> None:

@@ -70,7 +70,7 @@ class Measurement(NamedTuple):
 
 
 class MeasuredOptions(NamedTuple):
-    """Of units, to keep a part: what was measured of their options, in bytes, and in seconds by each sweep."""
+    """The measured options of units: bytes, and the seconds of each sweep."""
 
     units: list[AlikeStages]
     regions: dict[Span, Region]
@@ -98,13 +98,13 @@ def chain_of(
     has_loss: bool,
     output_held: bool,
 ) -> Chain:
-    """The chain of a model whose stages lie on it as `layout` says.
+    """The chain of a model with the stages of `layout`.
 
     Args:
-        places: where they lie in the model's own forward; None for an `nn.Sequential`, which has no code between them.
-        let_go: what variables of that forward held.
-        times: what each sweep measured; all are 0 where there was none.
-        ways: to keep a part of what stages save; None: they have no options.
+        places: the stages' calls in the model's forward; None for an `nn.Sequential`, which has no code between them.
+        let_go: memory that only variables of that forward held.
+        times: the seconds of each sweep; without sweeps all times are 0.
+        ways: the measured options for keeping a part of a stage; None: stages have no options.
     """
     facts, last = memory.facts, len(stages)
     if places is None:
@@ -259,9 +259,9 @@ def _with_code_outside(places: Places, memory: Measurement, let_go: Sequence[Let
 def _outside_sizes(index: int, memory: Measurement, let_go: Sequence[LetGo], *, is_last: bool) -> Sizes:
     """The terms of the model for code outside of the stages.
 
-    It saves what it has added to memory when it ends. The model counts its input until the backward of the stage that
-    made it. Where that is gone by then (a concatenation keeps neither of its inputs), it is taken off here, as far as
-    that goes.
+    Its saved bytes are the memory that it has added when it ends. The cost model counts its input until the backward of
+    the stage that computed the input. If the input is freed earlier (a concatenation keeps no input), its size is
+    subtracted here, down to 0.
     """
     facts, before = memory.facts[index], memory.facts[index - 1]
     input_gone = not (facts.kept_input or memory.saves_output(index - 1))
@@ -290,7 +290,7 @@ def _outside_sizes(index: int, memory: Measurement, let_go: Sequence[LetGo], *, 
 
 
 def _held_by_variables(sizes: Sequence[Sizes], let_go: Sequence[LetGo]) -> list[Sizes]:
-    """What only variables hold is there in the forward, until they are gone, and not in the backward."""
+    """The sizes, with memory that only variables hold counted in the forward overheads until it is freed."""
     found = list(sizes)
     for made_in, gone_by, size in let_go:
         maker = found[made_in - 1]

@@ -1,8 +1,8 @@
-"""What is held through the backwards of other stages, for them to be corrected for it.
+"""Memory that is held during the backwards of several stages, as corrections of their terms.
 
-Most of it are gradients that wait: of what several stages use (side inputs, activations that are used again further on,
-shared parameters), autograd holds the sum so far until the last of them has added its. In the order of the backward,
-such a gradient begins with the stage that comes last and ends with the one that comes first.
+Most of it is partial gradient sums. For a tensor that several stages use (a side input, an activation that is used
+again later, a shared parameter), autograd holds the sum until the last of these stages has contributed. Such a sum
+lives from the backward of the last user in the forward order to that of the first.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from remat.measuring.facts import Facts, Handed
 
 
 class Carried(NamedTuple):
-    """A gradient that is held from one stage's backward to another's, since more is to be added to it; or the output.
+    """A partial gradient sum, or the output, that is held from one stage's backward to another's.
 
     Attributes:
-        begin, end: the stages, in the order of the backward.
-        summed_in: those with a gradient to add; a sum may take memory of its own, until it has taken the others' place.
-        sum_bytes: of that memory; None: as `size_bytes`.
-        measured: the gradient was held when the backward of `begin` was measured.
+        begin, end: the first and last stage, in the order of the backward.
+        summed_in: the stages in whose backward a sum needs extra memory, until it replaces its terms.
+        sum_bytes: size of that memory; None: `size_bytes`.
+        measured: it was already held when the backward of `begin` was measured.
     """
 
     begin: int
@@ -48,9 +48,9 @@ class Carrying:
         return tuple(found)
 
     def extras(self, extras: Sequence[int]) -> list[int]:
-        """What the backward of each stage needs beyond the model's terms, corrected for what is carried through it.
+        """The backward overhead of each stage, corrected for the memory that is carried through its backward.
 
-        A gradient that is carried along is there before and after a backward, and counted in both: once too often.
+        `gradients` adds carried memory to grad_l and to grad_{l-1}, so it is subtracted once here.
         """
         found = list(extras)
         sums = [0] * len(found)
@@ -63,7 +63,7 @@ class Carrying:
 
 
 def users_of_leaves(leaves: Mapping[int, set[torch.Tensor]]) -> dict[torch.Tensor, list[int]]:
-    """Which stages the backward of which reaches a leaf, in the order of the backward, where there are several."""
+    """For each leaf that the backwards of several stages reach: these stages, in the order of the backward."""
     users: dict[torch.Tensor, list[int]] = {}
     for index in sorted(leaves, reverse=True):
         for leaf in leaves[index]:
@@ -96,7 +96,8 @@ def carried_by_activations(facts: Facts) -> list[Carried]:
         if first > side.producer:
             found.append(Carried(first, side.producer, side.gradient_bytes, others[:1], measured=False))
     waiting = _waiting(facts)
-    # Memory of which several are views stays until the last of them is summed up; the others count as sums only.
+    # A storage that several gradients view lives until the last of them is summed, and counts there; the others count
+    # only their sums.
     longest: dict[int, int] = {}
     for place, each in enumerate(waiting):
         for handed in each.handed:

@@ -27,10 +27,10 @@ class _Reached(NamedTuple):
 
 
 class CodeGraph:
-    """What code outside of the stages built in one forward.
+    """The autograd graph of the code outside the stages in one forward.
 
     Attributes:
-        piece: whose backward runs.
+        piece: the piece of code whose backward runs now.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -44,9 +44,9 @@ class CodeGraph:
 
     @contextmanager
     def of_a_stage(self) -> Iterator[None]:
-        """Inside, the graph of a stage is built, which the backward of code outside must not enter.
+        """Inside, nodes belong to the graph of a stage, which the backward of code outside must not enter.
 
-        It would where the stage hands out more than it returns, as by a hook that collects what routers computed.
+        It would if the stage exposes tensors that it does not return, as by a hook that collects router logits.
         """
         first = torch._C._autograd._get_sequence_nr()
         try:
@@ -67,7 +67,7 @@ class CodeGraph:
         return id(tensor) in self._made_in
 
     def late(self, index: int, made: Sequence[torch.Tensor]) -> None:
-        """What code made between stage `index` and the one that it follows: counted with the last piece."""
+        """Records tensors that code computed just before stage `index` of a run: they count to the last piece."""
         piece = max((known for known in self._ends if known < index), default=0)
         for tensor in made:
             self._made_in[id(tensor)] = piece
@@ -123,7 +123,7 @@ class CodeGraph:
             self._piece_ended()
 
     def _goes_past(self, index: int, node: Any, number: int, end: int) -> None:
-        """A gradient of piece `index` goes to a node of an earlier one, as its gradient `number`."""
+        """Records that a gradient of piece `index` goes to a node of an earlier piece, as its input `number`."""
         found = self._bypasses.get((node, number))
         if found is None:
             found = self._bypasses[node, number] = Bypass(end)

@@ -39,12 +39,12 @@ from remat.runtime.pytree import Arguments, first_tensor, loss_in, tensors
 
 
 class ModelPass(Pass):
-    """One forward of the model with every stage measured by itself, then the backward of what is between them.
+    """One forward of the model that measures every stage by itself, then the backward of the code between the stages.
 
-    The last span is what the output held, or, where that is not held, a loss in it.
+    The last span measures the memory of the output, or, if the output is not held, of the loss in it.
 
     Args:
-        variables: what follows the variables of the forward, in a pass in which nothing is measured.
+        variables: tracks the variables of the forward, in a pass whose measurements are not used.
     """
 
     def __init__(
@@ -119,9 +119,9 @@ class ModelPass(Pass):
         self._alive.backward_ended(lasting, in_output)
 
     def _used_by(self, loss: Loss, output: Any) -> tuple[list[torch.Tensor], Forms]:
-        """The tensors of the output that the loss sends a gradient to, and the forms of these gradients.
+        """The tensors of the output for which the loss has a gradient, and the memory layouts of these gradients.
 
-        The graph of the others is never run backward.
+        No backward runs through the graphs of the other tensors.
         """
         reached: dict[int, Form] = {}
 

@@ -76,21 +76,21 @@ def profile(
         options: also measure ways to keep a part of what a stage saves, and to make the rest again before its backward
             (`Chain.options`), which planners then choose from. One step of a stage for each of them, once for stages
             that do the same.
-        offload: also find out what stages could send to the host's memory, and how fast that goes; the planner
-            `offload` takes what hides (`docs/offload.md`). Needs `options`.
-        keep: names of operators or of classes of modules, or parts of them ("attention", "mm", "LayerNorm"), that no
-            option runs again where that can be helped: where what they make is among what autograd saves.
-        recompute: names of those that options may run again although they are kept by themselves: "topk", "sort" and
+        offload: also measure which saved tensors can be offloaded to the host's memory, and the bandwidth; the planner
+            `offload` uses copies that overlap with computation (`docs/offload.md`). Needs `options`.
+        keep: names, or parts of names, of operators or module classes ("attention", "mm", "LayerNorm") that no option
+            recomputes if autograd saves their results.
+        recompute: names of operators that options may recompute although they are kept by default: "topk", "sort" and
             "router", which choose experts.
-        estimate: compute nothing: run on tensors without data, and reckon with what is known of `device`. Bytes are
-            those that PyTorch's allocator would give, with scratch memory of kernels as far as known; seconds come
-            from operations and bytes of operators (`remat.estimation`). Parameters may be on the meta device.
+        estimate: run the model on fake tensors, without computing, and estimate its costs on `device`. Bytes are
+            rounded as by PyTorch's allocator, with kernels' scratch memory if known; seconds follow from the
+            operators' arithmetic and bytes (`remat.estimation`). Parameters may be on the meta device.
         device: to estimate for: "h100", "a100", "h200", "l4", "rtx4090", "mi300x", "cpu", or a file that
             `remat calibrate` wrote. By default "cpu".
-        again: False: return what was measured last of this model, where nothing has changed that it depends on and can
-            be seen: shapes, types, flags, hooks, numbers and functions in attributes, but not the values of the sample.
-        agreed: makes of the chain that was measured the one to plan for, as processes do that train together.
-        enough: called with the chain as soon as its bytes are known, and nothing else of it; what it raises ends the
+        again: False: return the last profile of this model if no visible condition has changed: shapes, dtypes, flags,
+            hooks, numbers and functions in attributes, but not the values of the sample.
+        agreed: converts the measured chain into the chain to plan for, as for processes that train together.
+        enough: called with the chain as soon as its sizes are known, before its times; an exception from it ends the
             measuring.
         progress: called with what is being done, how many steps of it are done, and how many there are.
 

@@ -97,7 +97,7 @@ class Profiler:
             first = self._looked_at(variables=variables).facts
         memory = self._memory(first)
         if memory.odd_ends and self.loss is None:
-            # What is not known may send back either form, and all backwards hand it on.
+            # An unknown loss may give a gradient of either memory layout, and every backward passes the layout on.
             memory = memory.or_where_larger(self._memory(memory.facts, contiguous=True))
         times: list[Mapping[Span, float]] = []
         ends: Any = {"has_loss": self.loss is not None, "output_held": self.output_held}
@@ -131,7 +131,7 @@ class Profiler:
         return self._pass(Seconds(self.device), "checking gradients", **options)
 
     def _memory(self, known: Facts, *, contiguous: bool = False) -> Measurement:
-        """A pass with gradients in the forms of the pass before: that of one depends on that of the next stage's."""
+        """A memory pass whose gradients have the final memory layouts, each of which depends on the next stage's."""
         found = self._memory_once(known, contiguous)
         if found.facts.forms == known.forms:
             return found

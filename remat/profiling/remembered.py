@@ -34,13 +34,13 @@ _last: weakref.WeakKeyDictionary[nn.Module, _Last] = weakref.WeakKeyDictionary()
 def remembered(
     model: nn.Module, sample: Any, options: dict[str, Any], measure: Callable[[], Chain], *, again: bool
 ) -> Chain:
-    """What `measure` finds, or found the last time, where nothing has changed that it depends on and can be seen.
+    """The result of `measure`, or its last result if no visible condition has changed since.
 
-    What depends on the values in the sample is measured each time.
+    A model whose memory depends on the values in the sample is always measured.
 
     Args:
         options: arguments of `profile`.
-        again: measure it also where it is known.
+        again: always measure.
     """
     look = _look_of(model, sample, options)
     known = _last.get(model)

@@ -32,7 +32,7 @@ from remat.runtime.pytree import Arguments, tensors
 
 @contextmanager
 def within_one_stage() -> Iterator[None]:
-    """A backward inside ends where its stage begins."""
+    """Inside, an error of a backward that leaves its stage becomes an error that explains it."""
     try:
         yield
     except RuntimeError as error:
@@ -51,11 +51,11 @@ class Pass(ABC):
         output_held: the output lives until all backwards are over.
         replaced: knows the buffers that were set up since the profile began.
         each_stage: called with the number of each stage before it is measured.
-        visitor: looks at stages in place of what is measured of them else.
+        visitor: visits each stage instead of the usual measurements.
 
     Attributes:
-        facts: what this pass finds out.
-        odd_ends: the output does not lie contiguous, so that its gradient may lie as it does or not.
+        facts: the results of this pass other than measurements.
+        odd_ends: the output is not contiguous, so its gradient may have either memory layout.
     """
 
     def __init__(

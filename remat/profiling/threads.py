@@ -29,8 +29,8 @@ def warning_of_threads(device: torch.device) -> Iterator[None]:
         end_watch(watch)
     if watch.compute:
         warn(
-            "the model computes in threads of its own. What these take on the CPU cannot be measured, so it is "
-            "not counted, neither against the limit nor in predictions",
+            "the model computes in threads of its own. Their memory on the CPU cannot be measured, so "
+            "neither the limit nor predictions include it",
             OverBudgetWarning,
         )
 

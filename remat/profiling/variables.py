@@ -15,11 +15,11 @@ from remat.runtime.pytree import storage_of, tensors
 
 
 class LetGo(NamedTuple):
-    """Memory that code outside of the stages made, that only variables held, and that was gone later in the forward.
+    """A storage that code outside the stages allocated, that only variables held, and that the forward freed later.
 
     Attributes:
-        made_in: the piece of code outside in which it was made.
-        gone_by: the stage when begun, or the piece of code outside when ended, it was gone.
+        made_in: the piece of code outside that allocated it.
+        gone_by: the stage before whose start, or the piece of code outside before whose end, it was freed.
     """
 
     made_in: int
@@ -44,7 +44,7 @@ class Variables:
             self._see(tensor)
 
     def look(self, index: int) -> None:
-        """Notes what is gone by now: stage `index` begins, or a piece of code outside ends, or the model returned."""
+        """Records what was freed before stage `index` begins, or code outside ends, or the model returns."""
         held = []
         for made_in, memory, size in self._held:
             if memory.expired():

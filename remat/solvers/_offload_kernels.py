@@ -1,15 +1,15 @@
 """The compiled inner loops of the planner that also sends to the host. Arguments are those of `_table_kernels`, and:
 
-    moves: the options that send something to the host: int64 bytes (n, K) that each keeps on the device, of its
-        save_overhead, of its bwd_overhead, and that go to the host; int64 (n, K) what keeping it takes in slots;
-        float64 (n, K) seconds of its replay; int64 (n,) how many a stage has; bool (n, K) whether it may be taken.
+    moves: the options that offload: int64 (n, K) bytes that each keeps on the device, of its save_overhead, of its
+        bwd_overhead, and that it offloads; int64 (n, K) slots that it keeps; float64 (n, K) seconds of its replay;
+        int64 (n,) how many options a stage has; bool (n, K) whether an option may be used.
 
-A cell (s, t, j) is the persistent recurrence's (s, t) at a border j: what stage s-1 has sent to the host is still on
-the device while the cell's first operation runs, and again while its last one does, B s (`_border`):
+A cell (s, t, j) is the cell (s, t) of the persistent recurrence with a border j: the bytes that stage s-1 offloads,
+which are still on the device during the cell's first operation, and again during its last one, B s (`_border`):
 
     j = 0             nothing
-    j = 1 .. K        what option j of `moves` of stage s-1 sends, at both ends
-    j = K+1 .. 2K     what option j-K sends, at the end only: the first operation is no longer the one behind it
+    j = 1 .. K        the bytes that option j of `moves` of stage s-1 offloads, at both ends
+    j = K+1 .. 2K     the bytes of option j-K, at the end only: the first operation does not overlap the copy out
 
 Rows are packed as the persistent recurrence's, with 2K+1 of them for a cell.
 """

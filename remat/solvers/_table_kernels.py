@@ -138,7 +138,7 @@ def _slots_of_sweep(needs, row, sweep, t_low, t_high, grad, unit):
 
 @njit(cache=True, nogil=True)
 def _begin_cell(flat, ranges, columns, s, t, sizes, slots, times, unit, save_all, options):
-    """Sets cell (s, t) to what it is without a choice: inf, and from where everything can be stored, that cost.
+    """Initialises cell (s, t): inf, and, from the slot at which everything can be stored, the cost of doing so.
 
     Beyond the second entry of its range no split can be better, so only the slots between the two are worked on.
     """

@@ -1,9 +1,9 @@
 """What the dynamic programs share: a table filled once, in slots, and schedules read out of it for many budgets.
 
 Sizes are rounded to the nearest slot, not up: over many stages the errors cancel, while rounding up makes a long chain
-look larger than it is. So the slot at which a schedule is read out only tells about how much memory it takes. In bytes
-that is known once it has been read, and the largest slot whose schedule fits the budget is searched for. Where sizes
-have a common divisor, or the budget fewer bytes than there are slots, nothing is rounded and the answer is exact.
+look larger than it is. So a slot gives only the approximate memory of its schedule. The exact bytes are known after
+the schedule has been read out; a search finds the largest slot whose schedule fits the budget. If the sizes have a
+large common divisor, or the budget has fewer bytes than slots, nothing is rounded and the answer is exact.
 """
 
 from __future__ import annotations

@@ -22,10 +22,10 @@ def lower_bound(
 
     The floating recurrence (`remat.solvers.floating`), which is exact over all sequences, with sizes rounded down to
     slots and the budget rounded up: every schedule that fits the bytes fits the slots too. More slots bring it nearer
-    to the optimum. Where a stage saves less than its output (saved_l < a_l, as those may whose output nobody's backward
-    needs), saving all of it is the cheaper way to keep its output, which the recurrence does not know; there the output
-    counts as no larger than what is saved, which only makes more schedules fit. So do a stage's scratch memory, where
-    passing takes more than saving, and a gradient that is larger than all that its backward frees.
+    to the optimum. If a stage saves less than its output (saved_l < a_l, possible if no backward needs the output),
+    saving the stage is cheaper than keeping its output, which the recurrence does not consider. The output then counts
+    with the size of the saved tensors, which only lets more schedules fit. Likewise, the forward overhead is reduced if
+    F_ck takes more than F_all, and a gradient if it is larger than all that its backward frees.
 
     Args:
         chain: what the stages cost.
@@ -56,10 +56,10 @@ def lower_bound(
 
 
 def _relaxed(chain: Chain) -> Chain:
-    """The chain with what the lemma takes for granted (`docs/planners.md`), and nothing larger than it is.
+    """The chain with some sizes reduced so that it meets the assumptions of the lemma (`docs/planners.md`).
 
-    No activation is larger than what its stage may keep, no stage dearer to pass than to save, and no gradient larger
-    than what is freed when it is made.
+    No activation is larger than the least that its stage may save, F_ck and F_none need no more memory than F_all, and
+    no gradient is larger than the memory freed when it is computed.
     """
     ways = [(everything(chain, stage), *chain.options[stage - 1]) for stage in range(1, chain.length + 1)]
     kept = [min(way.saved_bytes for way in each) for each in ways]

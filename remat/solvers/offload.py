@@ -1,10 +1,10 @@
-"""Keep, recompute, or send to the host: the memory-persistent recurrence with a third choice for what a stage saves.
+"""Keep, recompute or offload: the memory-persistent recurrence with offloading as a third choice for saved tensors.
 
-POFO (Beaumont, Eyraud-Dubois, Shilova, 2021) combines the two as well. It lets copies queue up for the link, and has
-what waits in its state. Here each copy has one operation to hide behind, the one that `remat.simulation` gives it, and
-one that does not hide there is refused: the link never delays anything, and the state only has to know what the stage
-before has sent. What may be sent is as fine as storages are, so that a stage can send as much as the link carries in
-that time. `docs/offload.md` derives the recurrence.
+POFO (Beaumont, Eyraud-Dubois, Shilova, 2021) also combines recomputation and offloading. In POFO, copies queue for the
+link, and the state includes the queue. Here each copy overlaps with one operation (`remat.simulation`), and a longer
+copy is not allowed. So the link never delays the computation, and the state includes only the bytes that the previous
+stage offloads. Options offload single storages, so a stage can use most of the link's time. `docs/offload.md` derives
+the recurrence.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Offload(Solver):
     def _limited(
         self, chain: Chain, answer: Callable[[int], _T | None], operations: Callable[[_T], Operations]
     ) -> list[_T]:
-        """The answers within the host's limit that a search for the most stages that may send something comes by."""
+        """The answers within the host limit, from a bisection for the largest number of stages that may offload."""
         found: list[_T] = []
         low, high = 0, chain.length  # as many fit, and are too many
         while high - low > 1:

@@ -1,5 +1,5 @@
-"""What makes a model train within a memory limit: `fit`, and the engine behind it and behind `rotor.Checkpointable`.
+"""Training within a memory limit: `fit`, and the engine that `fit` and `rotor.Checkpointable` share.
 
-`Setup` is what was asked for, `Planned` a model that is measured and planned for, `PlansByInput` which plan serves a
-call of it, `fit` the door.
+`Setup` holds the options of a request, `Planned` a measured model with its plan, and `PlansByInput` chooses the plan
+for each call. `fit` is the entry point.
 """

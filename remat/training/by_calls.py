@@ -37,14 +37,14 @@ def train_by_calls(
     quiet: bool,
     below: int | None = None,
 ) -> None:
-    """Makes the model train under DTR by calls, after some steps in which it is learned what these take.
+    """Makes the model train under DTR at module granularity, after trial steps that measure its modules.
 
     Args:
-        below: memory that works in another way.
+        below: the least budget of a plan; DTR is of use only with less.
 
     Raises:
-        InfeasibleBudget: it does not fit; the least memory is found by trying, to about a tenth.
-        UnsupportedModel: no memory was found that is enough.
+        InfeasibleBudget: it does not fit; `minimum` is found by trial steps, to about a tenth.
+        UnsupportedModel: no budget was found with which the trial steps succeed.
     """
     if not quiet:
         say(f"remat.fit: {why}; trying steps under DTR")
@@ -82,14 +82,14 @@ def train_by_calls(
 
 
 def _dtr_of(model: nn.Module, budget: int, turn: int = 0) -> DTR:
-    """Whose blocks share what is remembered of steps of this model within the budget, since this turn."""
+    """A `DTR` whose blocks share recorded steps of this model, budget and `turn`; a new `turn` starts afresh."""
     dtr = DTR(budget)
     dtr.where = ("fit", weakref.ref(model), turn)
     return dtr
 
 
 def _rehearsed(dtr: DTR, bench: Bench) -> tuple[Report | None, int]:
-    """What a step by calls takes within a budget; None where that is too small, with a guess of what would not be."""
+    """The report of a step at module granularity, or None if the budget is too small; and a budget to try next."""
     way, budget = UnderDTR(dtr, bench.sample_bytes), dtr.budget
     hint = budget
     for _ in range(_REHEARSALS):

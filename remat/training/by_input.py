@@ -27,11 +27,11 @@ class _Enough(Exception):
 
 
 class _Latest(NamedTuple):
-    """The plan of the last call, and what it goes by.
+    """The plan of the last call, and the conditions under which it can be used again.
 
     Attributes:
-        present: the plan for what was measured, at that time.
-        look: of the call.
+        present: the `Planned.plan` at that time.
+        look: the comparable properties of the call.
     """
 
     plan: RunningPlan
@@ -66,7 +66,7 @@ class PlansByInput:
         self._plans.clear()
 
     def drop(self) -> None:
-        """Plans for other inputs are no longer as is asked for."""
+        """Drops the plans for other inputs, because the request has changed."""
         self._plans.clear()
 
     def forget(self) -> None:
@@ -140,7 +140,7 @@ class PlansByInput:
         return {self._state: self._planned.plan, **self._plans}
 
     def _anew(self, call: Arguments, state: Validity) -> RunningPlan:
-        """Measures and plans for another input than any before; where batches may be longer still, for such ones."""
+        """A new plan for an input that no plan covers; if batches grow, for larger batches in advance."""
         grows = self._planned.patch is not None and self._planned.setup.group is None
         if not grows or not self._lengths.compare_with(call):
             return self._for_itself(call, state)
@@ -229,14 +229,14 @@ class PlansByInput:
             planned.chain, planned.plan, planned.request = before
 
     def _beside_a_profiler(self, call: Arguments) -> RunningPlan:
-        """For one call, in which nothing can be measured: by what is estimated, or else the plan that there is."""
+        """A plan for one call during which a profiler prevents measuring: by an estimate, or else the present plan."""
         try:
             return self._made_for(call, estimate=True)[0]
         except (UnsupportedModel, InfeasibleBudget):
             if self._planned.plan is None:
                 raise
             self._say_once(
-                "this step, beside a profiler, may exceed its limit: nothing can be measured there", OverBudgetWarning
+                "this step may exceed its limit: it cannot be measured while a profiler is running", OverBudgetWarning
             )
             return self._planned.plan._replace(estimated=True)
 
@@ -252,7 +252,7 @@ class PlansByInput:
         return plan
 
     def _longest_that_fits(self, call: Arguments, budget: int) -> int | None:
-        """Tokens for which there is a plan within the budget, about the most, by what a few lengths need at least."""
+        """About the largest number of tokens that fits the budget, from the minimum budgets of a few lengths."""
         length, needed = length_of(call), 0
         if length is None:
             return None

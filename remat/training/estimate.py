@@ -1,4 +1,4 @@
-"""`estimate`: whether a model trains on a device that need not be there, within which limit, how fast, how large."""
+"""`estimate`: whether a model fits a device, with which budget, speed and batch size; the device is not needed."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _TRIES = 6  # of batches that are looked at for the largest
 
 @dataclass(frozen=True)
 class StaticMemory:
-    """Bytes on one device that are there before and after each step.
+    """Bytes of parameters, gradients, optimiser state and buffers on one device.
 
     Attributes:
-        parameters, gradients, optimiser, buffers: of this device's share.
-        gathered: of parameters and gradients of other devices' shares that are there for a while: where a model is
-            sharded by blocks (FSDP), those of two blocks and the gradients of one, and what lies outside of blocks.
+        parameters, gradients, optimiser, buffers: sizes of this device's share.
+        gathered: parameters and gradients that FSDP gathers temporarily from other devices: the parameters of two
+            blocks, the gradients of one, and both of the modules outside the blocks.
     """
 
     parameters: int
@@ -104,7 +104,7 @@ class Estimate:
     def largest_batch(self) -> int:
         """The largest batch that fits the device, at any speed; 0 if none does.
 
-        What a row takes is told from two sizes, and what comes out of that is looked at.
+        The memory per row is extrapolated from two batch sizes, and each candidate is then checked.
         """
         if self._again is None:
             raise RematError("the tensors of the sample have no common first dimension, so no batch size")

@@ -71,18 +71,18 @@ def fit(
         model: any module.
         sample: its input, as it will be in training: a tensor, a tuple of positional or a dict of keyword arguments.
             Without one, the first call in training is measured and planned for.
-        memory: int (bytes), string ("8GiB"), float in (0, 1] of the peak when everything is stored for this sample, or
-            "auto": 0.9 of the memory that is free, less what gradients that are not there yet and an optimiser like
-            Adam will take. It covers activations, their gradients and scratch memory, the sample included; not
-            parameters, their gradients and optimiser state.
-        loss: a function of the output that returns a scalar; without one it is the output's own (`output.loss`), or
-            taken as free.
-        longest: the most tokens that a sequence will have: the sample, padded to that, is measured and planned for,
-            and shorter ones train by the same plan. Without it a longer batch than before is measured when it comes.
-        when_short: what to do where a later, longer input does not fit: "error", which says what would, before
-            anything of that step has run; or "least", to train it by the schedule of least memory, with a warning.
+        memory: int (bytes), string ("8GiB"), float in (0, 1] of the peak without recomputation for this sample, or
+            "auto": 0.9 of the free memory, less the size of gradients that are not allocated yet and of Adam's state.
+            It covers the sample, activations, their gradients and scratch memory; not parameters, their gradients and
+            optimiser state.
+        loss: a function of the output that returns a scalar; without one, the output's own loss (`output.loss`) is
+            measured, or the loss is assumed to take no memory or time.
+        longest: the most tokens that a sequence will have. The sample is padded to that length before measuring, and
+            shorter batches use the same plan. Without it, a batch that is longer than all before is measured anew.
+        when_short: what to do if a later, longer input does not fit: "error" raises before the step runs and states
+            what fits; "least" trains it with the schedule of least memory, with a warning.
         slots: memory units of the dynamic programs.
-        quiet: do not tell on stderr what limits there are, what was chosen, and what it costs.
+        quiet: do not print the possible limits, the chosen plan and its cost on stderr.
         stages: names or modules to take for the stages, as in `remat.find_chain`; None: they are found.
         other_path: what to do where a forward takes another path than the chain that was found: "warn" or "error".
         group: processes that train this model together, as for `rotor.Checkpointable`.
@@ -134,10 +134,10 @@ class Wish(NamedTuple):
     quiet: bool = False
 
     def checked(self) -> Wish:
-        """Itself.
+        """This request, after validation.
 
         Raises:
-            RematError: it makes no sense.
+            RematError: an invalid value.
         """
         if self.longest is not None:
             check_count("longest", self.longest)
@@ -150,10 +150,10 @@ class Wish(NamedTuple):
 
 
 def fit_at_first_call(model: nn.Module, wish: Wish) -> PatchedForward:
-    """Has the model train within a limit from its first call in training on, which is the sample.
+    """Patches the model to plan at its first training call, which serves as the sample.
 
-    Where a profiler of the program's own is running, measuring would spoil what that finds: such a call runs by what is
-    estimated, and the next one without is measured.
+    If the user's profiler is running, measuring would distort its results. Such a call runs by an estimated plan, and
+    the first call without a profiler is measured.
     """
     check_model(model)
     _refuse_wrapped(model)
@@ -184,7 +184,7 @@ def _by_estimate(model: nn.Module, call: Arguments, wish: Wish) -> Runs | None:
     try:
         planned.estimate(call)
     except UnsupportedModel as error:
-        warn(f"this step, beside a profiler, runs without a memory limit: {error}", OverBudgetWarning)
+        warn(f"a profiler is running, so this step has no memory limit: {error}", OverBudgetWarning)
         return None
     try:
         planned.plan_with("fastest", wish.limit_for(planned))
@@ -196,7 +196,7 @@ def _by_estimate(model: nn.Module, call: Arguments, wish: Wish) -> Runs | None:
 
 
 def _fit(model: nn.Module, sample: Any, wish: Wish, patch: PatchedForward | None = None) -> None:
-    """Measures, plans, and has the model train so; `patch`: by that which stands in for its forward already."""
+    """Measures, plans, and makes the model follow the plan; `patch`: reuse this patch of its forward."""
     kind, quiet, setup = type(model).__name__, wish.quiet, wish.setup
     planned = Planned(model, setup)
     if wish.longest is not None:
@@ -255,9 +255,9 @@ def _longest(model: nn.Module, sample: Any, length: int) -> Arguments:
 
 
 def _refuse_hopeless(limit: int | str | float, chain: Chain) -> None:
-    """Refuses a limit that nothing can meet as soon as sizes are known, before all the rest is measured.
+    """Raises an error for an infeasible limit as soon as the sizes are known, before times are measured.
 
-    What numba has yet to compile is compiled here too: later, time is measured.
+    It also compiles the planners with numba, so that compilation does not disturb the measured times.
     """
     compile_planners()
     budget = resolve_budget(limit, store_all_peak(chain))

@@ -47,12 +47,13 @@ def trains(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 
 
 class Request(NamedTuple):
-    """How the present schedule was asked for, so that it can be asked for again for another input.
+    """The solver and limit of the present schedule, kept to plan for another input in the same way.
 
     Attributes:
         limit: None: the model's own, or 0.9 of the free memory.
-        least: bytes that a share has stood for: no less for what stores less, as where parameters are frozen.
-        bounded: False: the solver's schedule of least memory, whatever that needs.
+        least: bytes that a fractional limit stood for at first. The fraction never means less later, even if the model
+            stores less, as after freezing parameters.
+        bounded: False: the solver's schedule of least memory, whatever its peak.
     """
 
     solver: Solver
@@ -65,8 +66,8 @@ class RunningPlan(NamedTuple):
     """A schedule and what runs it.
 
     Attributes:
-        chain: that it was made for; None where it was given.
-        estimated: of a chain that was not measured, for one call.
+        chain: the chain that it was planned for; None for a schedule that the user assigned without measuring.
+        estimated: whether the chain was estimated instead of measured; the plan is then for one call only.
     """
 
     chain: Chain | None
@@ -76,18 +77,18 @@ class RunningPlan(NamedTuple):
 
 
 class Planned:
-    """A model with a chain, once it is measured, and a plan, once one was asked for.
+    """A model with its chain after measuring, and its plan after planning.
 
     Args:
-        limit: where a request has none; None: 0.9 of the free memory.
+        limit: the limit of requests without one; None: 0.9 of the free memory.
 
     Attributes:
-        chain: of what was measured last.
-        plan: for that; None as long as there is none.
-        request: how it was asked for; None where a schedule was given, which then serves every input.
-        patch: by which the model itself trains by the plan; None where it does not.
+        chain: the chain that was measured last.
+        plan: the plan for that chain; None before planning.
+        request: the solver and limit of the plan; None for an assigned schedule, which is used for every input.
+        patch: the patch with which the model itself follows the plan; None if it is not patched.
         slots: memory units of the dynamic programs.
-        on_measured, on_planned: called when that is done.
+        on_measured, on_planned: called after measuring and after planning.
     """
 
     def __init__(self, model: nn.Module, setup: Setup, limit: Limit | None = None) -> None:
@@ -125,7 +126,7 @@ class Planned:
         self.on_measured()
 
     def estimate(self, sample: Any) -> None:
-        """Takes for measured what a sample is estimated to need, without running anything; as `measure` else."""
+        """Like `measure`, but estimates the chain for the sample without running the model."""
         with training(self.model):
             self.chain = self.profile(sample, self.setup.loss, estimate=True)
             self._was_measured(sample)
@@ -160,7 +161,7 @@ class Planned:
     # Planning --------------------------------------------------------------------------------------------------------
 
     def solver(self, name: str | Solver) -> Solver:
-        """The planner of that name, or, where something may go to the host, the one that knows of that."""
+        """The planner of that name; with a `host_limit`, the planner that offloads."""
         host_limit = self.setup.host_limit
         if host_limit is None or name not in WITH_HOST:
             return planner(name, self.slots)
@@ -180,7 +181,7 @@ class Planned:
         self.inputs.drop()
 
     def plan_as(self, request: Request | None) -> None:
-        """Plans for what was measured; None: as is usual."""
+        """Plans for the measured chain by this request; None: with `persistent` and the default limit."""
         chain, setup = self.measured, self.setup
         request = request or Request(self.solver("persistent"))
         if request.bounded:

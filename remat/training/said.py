@@ -62,7 +62,7 @@ def choices(kind: str, chain: Chain, solver: Solver) -> str:
 
 
 def what_is_outside(chain: Chain, least: int) -> str:
-    """Where the least limit is mostly memory that no plan can free, what that is and what helps."""
+    """Advice for a minimum that is mostly memory outside the stages, which no plan can free; else an empty string."""
     outside = sum(size for size, fixed in zip(chain.saved_bytes, chain.fixed, strict=True) if fixed)
     if 2 * outside < least:
         return ""

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Setup:
-    """How a model is to be measured and planned for; `rotor.Checkpointable` says what each of these means.
+    """The options for measuring and planning; `rotor.Checkpointable` documents each of them.
 
     Raises:
-        RematError: they make no sense, or not together.
+        RematError: an invalid option, or options that exclude each other.
     """
 
     loss: Loss | None = None

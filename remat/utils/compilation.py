@@ -1,7 +1,7 @@
-"""What numba has to compile before it is first used: once for an installation, as its results are kept on disk.
+"""Compilation of numba functions at their first use, once per installation, because numba caches on disk.
 
-The policy core of DTR takes half a minute to compile. Meanwhile it runs as the Python that it is written in, and
-another process compiles it. Planners take some seconds, which are said and waited for.
+The policy core of DTR takes half a minute to compile. Another process compiles it, and until then it runs as plain
+Python. The planners take some seconds; a message says so, and the caller waits.
 """
 
 from __future__ import annotations

@@ -145,3 +145,15 @@ def test_every_page_is_on_the_site() -> None:
     written = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
     listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
     assert written == listed
+
+
+def test_the_drawing_of_the_house_is_the_contract_of_imports() -> None:
+    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    contracts = settings["tool"]["importlinter"]["contracts"]
+    (layers,) = [each["layers"] for each in contracts if each["name"] == "imports point one way"]
+    allowed = [{room.strip().removeprefix("remat.") for room in layer.split("|")} - {"__main__"} for layer in layers]
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    drawn = [line[4:28] for line in page.splitlines() if line.startswith("    ")]
+    rooms = drawn[drawn.index(f"{'room':24}") + 1 : drawn.index("formatting".ljust(24)) + 1]
+    assert [{room.strip() for room in line.split(",")} for line in rooms] == allowed
