@@ -17,6 +17,8 @@ from typing import NamedTuple
 from remat.finding.recording import BEFORE, JAGGED, Key, ModuleCall, RecordedStorage, Recording
 
 WHOLE = 2 / 3  # share of the model's memory from which on a call is too much for one stage
+LARGE = 0.4  # share of the model's memory from which on it is tried to cut a unit where tensors bypass its parts
+WELL = 0.7  # times the memory of the whole, that the parts may take at most for the cut to be worth it
 WORTH = 0.01  # share of the model's memory that recomputing a run of units must be able to free
 
 
@@ -92,8 +94,9 @@ class Selector:
         unit = Candidate((call,))
         whole = self.replayable(unit)
         if whole and call.saved_bytes <= WHOLE * self.record.saved_bytes:
-            inner = self._joined(call, self._units_of(call))
-            return inner if inner is not None and len(inner) > 1 else [unit]
+            units = self._units_of(call)
+            inner = self._joined(call, units)
+            return self._cut_or_not(call, units, inner if inner is not None and len(inner) > 1 else [unit])
         inside = self._inside(call)
         return inside or ([unit] if whole else [])
 
@@ -101,7 +104,18 @@ class Selector:
         """Units in a call that is too large for one, or cannot be one: also where a tensor bypasses them."""
         units = self._units_of(call)
         clean = self._joined(call, units)
-        return units if clean is None else clean
+        return units if clean is None else self._cut_or_not(call, units, clean)
+
+    def _cut_or_not(self, call: ModuleCall, units: list[Candidate], clean: list[Candidate]) -> list[Candidate]:
+        """The units of a call, where cutting it there saves much memory although tensors bypass them; else `clean`."""
+        if len(units) <= len(clean) or max(unit.saved_bytes for unit in clean) <= LARGE * self.record.saved_bytes:
+            return clean
+        return units if self._least_bytes(call, units) < WELL * self._least_bytes(call, clean) else clean
+
+    def _least_bytes(self, call: ModuleCall, units: Sequence[Candidate]) -> int:
+        """About the least memory of a call: what recomputing its units cannot free, and the largest of them."""
+        freed = sum(map(self.freed_bytes, self.runs(units)))
+        return call.saved_bytes - freed + max(unit.saved_bytes for unit in units)
 
     def _units_of(self, call: ModuleCall) -> list[Candidate]:
         """Units of the children, with inseparable ones joined, and without runs that would free too little memory."""
