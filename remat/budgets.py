@@ -17,7 +17,7 @@ _FACTORS = {
     "gib": 2**30,
     "tib": 2**40,
 }
-_TOO_MUCH = 2**63  # bytes; planners count in numbers of 64 bits
+_TOO_MUCH = 2**63  # bytes; planners compute with 64-bit integers
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*")
 
 

@@ -28,25 +28,25 @@ class Chain:
 
     Attributes:
         act_bytes: L+2 sizes of the activations a_0 (the input) .. a_{L+1} (the loss).
-        saved_bytes: L+1 sizes of all that a stage keeps for its backward, its output included, its input not.
+        saved_bytes: L+1 sizes of the tensors that a stage saves for its backward, with its output, without its input.
         fwd_overhead_bytes: L+1 sizes of the scratch memory of a stage's forward beyond its input and what it leaves.
-        bwd_overhead_bytes: the same for its backward, beyond saved_l, a_{l-1}, grad_l and grad_{l-1}; negative where
-            the stage has freed some of these by the time it needs most.
+        bwd_overhead_bytes: the same for its backward, beyond saved_l, a_{l-1}, grad_l and grad_{l-1}; negative if the
+            backward has freed some of these when it reaches its peak.
         fwd_seconds, bwd_seconds: L+1 durations.
         grad_bytes: L+2 sizes of the gradients of the activations, by default `act_bytes`; 0 where none flows.
         save_overhead_bytes: L+1 sizes of the scratch memory of F_all, by default `fwd_overhead_bytes`. It is often
             smaller, because F_all saves tensors that F_ck and F_none only hold temporarily.
         replay_seconds: L+1 durations of a recomputation by F_all right before the stage's backward: it ends with the
             last tensor that it saves. By default `fwd_seconds`.
-        options: L+1 tuples of the `Option`s of each stage; number 0, to keep everything, is not among them. Those that
-            send something to the host come last. By default no stage has any.
+        options: L+1 tuples of the `Option`s of each stage, without number 0, which keeps everything. Options that
+            offload come last. By default no stage has options.
         reserve_bytes: what the executor may hold on top of the activations: buffer snapshots and RNG states.
         unneeded_bytes: the part of `reserve_bytes` that a step without recomputation does not use.
         names: L+1 names of stages.
         draws_random: L+1 flags: the stage draws random numbers, so a recomputation restores their generator.
         changes_buffers: L+1 flags: the stage changes buffers of its own (BatchNorm), which happens only once.
-        fixed: L+1 flags: the stage cannot be recomputed, being code of the model between the stages that can; its one
-            operation forward is F_all.
+        fixed: L+1 flags: the stage is code between the found stages. It is never recomputed; its only forward
+            operation is F_all.
         layout: how the stages lie on the model they were measured on; None for chains made by hand.
 
     Raises:

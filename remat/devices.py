@@ -18,8 +18,8 @@ from remat.errors import InvalidFile, RematError
 GIB = 2**30
 VERSION = 1
 
-# Kinds of operators: those bounded by arithmetic, whose efficiency is a share of the peak rate of their type of
-# numbers, and those bounded by memory, whose efficiency is a share of its bandwidth.
+# Kinds of operators. The efficiency of a compute-bound kind is a fraction of the peak rate for the operator's dtype;
+# the efficiency of a memory-bound kind is a fraction of the bandwidth.
 BY_ARITHMETIC = ("product", "convolution", "attention")
 BY_MEMORY = ("copy", "pointwise", "transcendental", "normalisation", "softmax", "reduction", "indexing", "random")
 
@@ -73,7 +73,7 @@ class Device:
 
     @property
     def granule(self) -> int:
-        """Bytes of which its allocator gives whole multiples."""
+        """The bytes to whose multiples its allocator rounds sizes."""
         return 512 if self.kind == "cuda" else 1
 
     def save(self, path: str | Path) -> None:
@@ -129,7 +129,7 @@ DEVICES = {
 
 
 def device_called(name: str) -> Device | None:
-    """The device that its driver calls so ("NVIDIA H100 80GB HBM3"), where it is one of the table."""
+    """The device for a driver's device name ("NVIDIA H100 80GB HBM3"); None if it is not in `DEVICES`."""
     words = name.lower().replace("-", " ").split()
     found = {*words, *map("".join, itertools.pairwise(words))}  # "RTX 4090" is one name
     return next((device for device in DEVICES.values() if device.kind == "cuda" and device.name in found), None)

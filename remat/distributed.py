@@ -20,7 +20,7 @@ _TRIED = 48  # budgets for one forward, between the least and the limit
 
 
 def agree(chain: Chain, group: ProcessGroup) -> Chain:
-    """The chain that all processes of `group` plan for: of each number the largest that any of them measured.
+    """The chain that all processes of `group` plan for: each size and time is the largest that any process measured.
 
     Raises:
         PlanMismatch: they found different stages.
@@ -33,7 +33,7 @@ def agree(chain: Chain, group: ProcessGroup) -> Chain:
 
 
 def largest(chains: Sequence[Chain]) -> Chain:
-    """A chain that takes as long and as much as the largest of `chains`, stage by stage.
+    """The chain whose stages have the largest sizes and times of `chains`.
 
     Raises:
         PlanMismatch: their stages differ.
@@ -46,7 +46,7 @@ def largest(chains: Sequence[Chain]) -> Chain:
         if _calls(other) != _calls(first) or any(getattr(other, name) != getattr(first, name) for name in same):
             raise PlanMismatch(
                 f"the processes found different stages: {first.length - 1} on rank 0, {other.length - 1} on rank "
-                f"{rank}. Measure the same model with samples of the same kind in all of them, or name the stages"
+                f"{rank}. Measure the same model with samples of the same kind in all processes, or pass stages="
             )
     numbers = [name for name, rule in rules.items() if rule == "largest"]
     merged = {name: _largest([getattr(chain, name) for chain in chains]) for name in numbers}
@@ -63,7 +63,7 @@ def _largest(values: Sequence[Any]) -> Any:
 
 
 def from_first(plan: Callable[[], Schedule], group: ProcessGroup) -> Schedule:
-    """What the first process of `group` plans, in all of them; an error it meets is raised in all."""
+    """The schedule that the first process of `group` plans, in all processes. If it fails, all raise its error."""
     import torch.distributed as dist
 
     box: list[Any] = [None]
@@ -113,10 +113,10 @@ def held_after_forward(chain: Chain, schedule: Schedule) -> int:
 
 
 def plan_in_flight(chain: Chain, solver: Solver, limit: int, count: int) -> Schedule:
-    """The fastest schedule with which `count` forwards, of which one is run back, stay within `limit` bytes together.
+    """The fastest schedule with which `count` forwards in flight and one backward stay within `limit` bytes.
 
     Raises:
-        InfeasibleBudget: none is found; `minimum` is the least limit that works for those that were tried.
+        InfeasibleBudget: none of the tried schedules fits; `minimum` is the least limit that one of them needs.
     """
     least = solver.minimum_budget(chain)
     sizes = sorted({least + max(limit - least, 0) * step // _TRIED for step in range(_TRIED + 1)})

@@ -46,7 +46,7 @@ class InvalidSchedule(RematError, ValueError):
         super().__init__(f"invalid schedule: {where}{missing}")
 
 
-_FEW_BYTES = 4096  # a budget below is a number that was meant in another way
+_FEW_BYTES = 4096  # a smaller int was probably not meant as bytes
 
 
 class InfeasibleBudget(RematError, ValueError):
@@ -110,7 +110,7 @@ class Thrashing(RematError, RuntimeError):
 
     Attributes:
         budget: bytes.
-        minimum: the least budget, in bytes, found under which it would not; None where none was found.
+        minimum: the least budget found, in bytes, with which the run does not thrash; None if none was found.
     """
 
     def __init__(self, operator: str, budget: int, times: float, minimum: int | None) -> None:
@@ -118,8 +118,8 @@ class Thrashing(RematError, RuntimeError):
         least = "" if minimum is None else f" to {format_bytes(minimum)} ({minimum} bytes)"
         super().__init__(
             f"stopped at {operator}: within {format_bytes(budget)}, recomputation has taken more than {times:g} x the "
-            f"time of the program itself. Raise the budget{least}, enter the block again, which then knows the "
-            "program and may take another heuristic (or pass one, 'h_dtr'), or set thrash_limit=None to go on"
+            f"time of the program itself. Raise the budget{least}; or enter the block again: DTR then knows the "
+            "program and may choose another heuristic (or pass one, 'h_dtr'); or set thrash_limit=None to continue"
         )
 
     def __reduce__(self) -> tuple[type, tuple[str, int, float, int | None]]:
@@ -135,7 +135,7 @@ class OverBudgetWarning(UserWarning):
 
 
 class SolverStopped(RematError, TimeoutError):
-    """A solver reached its time limit without a schedule, and without a proof that none exists."""
+    """A solver that reached its time limit with neither a schedule nor a proof that none exists."""
 
 
 class UnsupportedModel(RematError, TypeError):

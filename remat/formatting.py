@@ -1,4 +1,4 @@
-"""What people read: bytes and seconds as text, and pieces of HTML with which objects show themselves in Jupyter."""
+"""Formatting for display: bytes and seconds as text, tables, and HTML for Jupyter."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def count(number: int, what: str) -> str:
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of plain text: the first column is text, and so is one without a title at the end; the others are
+    """Lines of a plain-text table. The first column is text, and the last one if it has no title; the others are
     numbers. A row of one cell is a heading."""
     lines = [list(columns), *map(list, rows)]
     widths = [max(len(line[column]) for line in lines if len(line) > 1) for column in range(len(columns))]

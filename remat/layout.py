@@ -64,18 +64,19 @@ class Layout:
 class Option:
     """A way for F_all to keep a part of a stage's saved tensors; the rest is recomputed right before its backward.
 
-    Some of what is kept may go to the host's memory: it is copied out while the next operation runs forward, is gone
-    from the device when that ends, and is copied back while the next stage runs backward (`remat.simulation`).
+    An option may also offload tensors to the host's memory. They are copied out during the next forward operation,
+    their device memory is freed when it ends, and they are copied back during the next stage's backward
+    (`remat.simulation`).
 
     Attributes:
-        saved_bytes: of what is kept on the device, the stage's output included, its input not.
+        saved_bytes: size of the tensors kept on the device, with the stage's output, without its input.
         save_overhead_bytes: scratch memory of this F_all beyond its input and what it keeps, here and on the host.
         bwd_overhead_bytes: what the replay and the backward need beyond what is kept, here and on the host, a_{l-1},
             grad_l and grad_{l-1}.
         replay_seconds: how long the replay takes.
-        without: what is not kept, for readers: "native_layer_norm, gelu".
-        host_bytes: of what goes to the host's memory.
-        link_seconds: how long the link to it is busy with that, one way.
+        without: names of the operators whose results are not kept, for display: "native_layer_norm, gelu".
+        host_bytes: size of the offloaded tensors.
+        link_seconds: time to copy them over the link, one way.
     """
 
     saved_bytes: int

@@ -55,7 +55,7 @@ class Report:
             of modules or operators. None if unknown.
         planning_seconds: how long making the plan took.
         evictions: of DTR: storages evicted for room.
-        accesses: of DTR: storages looked at to score and to keep track of evicted neighbourhoods (Kirisame et al.,
+        accesses: of DTR: storage accesses for scoring and for updating evicted neighbourhoods (Kirisame et al.,
             Appendix D.3).
         bound_seconds: a makespan that no schedule within the budget can beat, where one is known.
         host_bytes: host memory that offloaded tensors take.
@@ -94,7 +94,7 @@ class Report:
     def first_difference(self, measured: Report, share: float = 0.02) -> Difference | None:
         """The first operation at which a measured peak parts from this predicted one.
 
-        What is predicted too much from the first operation on, such as a reserve, is no difference.
+        A constant excess of the prediction from the first operation on, such as the reserve, does not count.
 
         Args:
             measured: of the same schedule, by `remat.run(..., timeline=True)`.

@@ -64,13 +64,13 @@ class Checkpointable(Wrapper):
         preserve_rng_state: recompute with the random numbers of the first run. Without it dropout draws anew.
         loss: a function of the output that returns a scalar, measured as the last stage.
         stages: names or modules to take for the stages, as in `remat.find_chain`; None: they are found.
-        other_path: what to do where a forward takes another path than the chain that was found: "warn", once, and run
-            as plain PyTorch from there on; or "error".
+        other_path: what to do if a forward calls modules in another order than the sample's: "warn" once and run the
+            rest of that forward as plain PyTorch; or "error".
         group: processes that train this model together (`torch.distributed.group.WORLD` under
-            DistributedDataParallel or FSDP2): the first plans for the largest and slowest that any of them measured,
-            and all follow its plan. All have to measure and plan at the same time.
-        in_flight: how many forwards come before the first of their backwards, as in a pipeline; the limit is for what
-            all of them hold, each with a backward of its own.
+            DistributedDataParallel or FSDP2). The first process plans for the largest sizes and times that any process
+            measured, and all use its plan. Measuring and planning are collective calls.
+        in_flight: how many forwards run before the first backward, as in a pipeline. The limit covers all of them; each
+            has its own backward.
         output_held: count the output as held by the caller until the backward is over, as by
             `out = model(x); loss = criterion(out, y); loss.backward()`; False where the loop never names it.
         options: also measure ways to keep a part of what a stage saves, and plan with them; False: stages keep all or

@@ -27,8 +27,8 @@ class Operation(NamedTuple):
     F_none l  run stage l forward; keep its output and drop its input
     B l       run stage l backward; free what it needed, leave the gradient of its input
 
-    With an option, F_all l/o keeps only a part of what the backward needs, and B l makes the rest again first; or some
-    of it is on the host in between.
+    With an option, F_all l/o keeps only a part of the saved tensors, and B l recomputes the rest first. An option may
+    also offload tensors to the host in between.
 
     Attributes:
         option: which of the stage's ways to keep a part (`Chain.options`), counted from 1; 0: it keeps everything.
@@ -51,7 +51,7 @@ class Operation(NamedTuple):
 class Schedule:
     """A sequence of operations on the stages 1..L+1, where L+1 is the loss.
 
-    A schedule is plain data. Whether it is valid, and what it costs on a chain, `remat.simulate` says.
+    A schedule is plain data. `remat.simulate` checks whether it is valid for a chain, and predicts its memory and time.
 
     Attributes:
         operations: the steps, in order.
@@ -59,7 +59,7 @@ class Schedule:
         budget_bytes: the budget it was made for, if any.
         planning_seconds: how long making it took.
         bound_seconds: a makespan that no schedule within the budget can beat, where its maker knows one.
-        note: what its maker has to say about it, such as a time limit that was reached.
+        note: the solver's remark on it, such as a time limit that was reached.
         layout: how its stages lie on the model they were measured on; None if it was made by hand.
 
     Raises:

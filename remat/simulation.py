@@ -90,8 +90,8 @@ def store_all_peak(chain: Chain) -> int:
 def _durations(chain: Chain, operations: Sequence[Operation]) -> Iterator[float]:
     """Seconds of each operation of a valid sequence.
 
-    A recomputation right before the backward of its stage is there for what it saves, and ends with the last of that.
-    What an option has not kept is made again as the backward begins.
+    A recomputation right before the backward of its stage ends with the last saved tensor, since its output is unused.
+    The tensors that an option did not keep are recomputed at the start of the backward.
     """
     run: set[int] = set()
     partly: dict[int, Option] = {}

@@ -1,4 +1,4 @@
-"""The registry of strategies: what `compare`, the command line, documents and figures know by name."""
+"""The registry of strategies: their names in `compare`, the command line, the documents and the figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from remat.solvers.floating import Floating, is_quick
 PARTS = "+parts"  # behind the name of a planner: a stage may keep a part of what it saves, which is not in the papers
 FIT = "fit"  # the plan that `remat.fit` takes: the fastest of all planners
 DTR, OPERATORS = "dtr", "dtr-operators"  # by calls, as it chooses itself; operator by operator
-THRASH_LIMIT = 5.0  # times the program's own time: what DTR takes above that is thrashing, whose extent is no news
+THRASH_LIMIT = 5.0  # x the program's own time; a DTR run that takes longer is thrashing, and is stopped
 DTR_HEURISTIC = DEFAULT  # of DTR operator by operator, where none is named
 
 
@@ -32,7 +32,7 @@ class Static:
 
 @dataclass(frozen=True)
 class ByCalls:
-    """DTR by calls, which is known by running it only."""
+    """DTR at module granularity, whose cost cannot be predicted, only measured."""
 
     name: str = DTR
 
@@ -47,7 +47,7 @@ class Dynamic:
 
 @dataclass(frozen=True)
 class Native:
-    """A way of the model's library, of PyTorch or of the user, which takes no budget in bytes."""
+    """A method of the model's library, of PyTorch or of the user, which takes no budget in bytes."""
 
     name: str
     execution: Execution
@@ -206,11 +206,11 @@ def _is_share(text: str) -> bool:
 
 
 def family(name: str) -> str:
-    """What several strategies of one kind have in common: what comes before `@`."""
+    """The name of a strategy's family: the part before `@`."""
     return name.partition("@")[0]
 
 
 def takes_long(strategy: Strategy, chain: Chain) -> bool:
-    """Whether planning takes so long on this chain that only those who ask should wait: floating, for long ones."""
+    """Whether planning is too slow on this chain to run by default: `floating` on long chains."""
     solver = strategy.solver if isinstance(strategy, Static) else None
     return isinstance(solver, Floating) and not is_quick(chain, solver.slots)

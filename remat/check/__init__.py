@@ -1,5 +1,5 @@
-"""Whether remat keeps its promises on this machine's device, and what it costs there: `python -m remat.check`.
+"""`python -m remat.check`: checks remat's guarantees on this machine's device, and measures its overhead there.
 
-It needs torch, numpy and numba alone. What was found is written after each check, so a second call goes on where the
-first was stopped.
+It needs only torch, numpy and numba. Each result is written at once, so a second call continues where the first
+stopped.
 """

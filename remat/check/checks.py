@@ -32,7 +32,7 @@ class Skipped(Exception):  # nothing is wrong
 
 
 def plans(name: str, device: torch.device, small: bool) -> Found:
-    """Ten limits from the least to storing everything: bits, and measured peaks."""
+    """Ten limits from the minimum to no recomputation: gradients bit-identical, and measured peaks within the limit."""
     work = make(name, device, small=small)
     chain = remat.profile(work.model, work.sample, loss=work.loss, repeats=1)
     least, most = remat.minimum_budget(chain), store_all_peak(chain)
@@ -55,7 +55,7 @@ def plans(name: str, device: torch.device, small: bool) -> Found:
 
 
 def offload(name: str, device: torch.device, small: bool) -> Found:
-    """Some limits, and half of what would be sent: bits, measured peaks, and what the host holds."""
+    """Offloading at some limits, and with half of the host memory: gradients, measured peaks, and host memory."""
     work = make(name, device, small=small)
     chain = remat.profile(work.model, work.sample, loss=work.loss, repeats=1, offload=True)
     planner = remat.solvers.Offload()

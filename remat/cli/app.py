@@ -52,7 +52,7 @@ MODELS = (  # the names of remat.cli.models.EXAMPLES, which imports PyTorch
 )
 _MODELS = f"One of {', '.join(MODELS)}; or your own as package.module:function or file.py:function"
 BUDGETS = "Comma-separated fractions of plain PyTorch's peak, bytes, or sizes with a unit."
-SLOTS = "Resolution of the planners: memory is divided into so many units."
+SLOTS = "Resolution of the planners: the number of memory units."
 
 
 def _model(name: str) -> str:

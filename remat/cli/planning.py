@@ -1,4 +1,4 @@
-"""`remat profile`, `plan` and `calibrate`: what a model costs, here or on a device that need not be there."""
+"""`remat profile`, `plan` and `calibrate`: a model's costs on this machine, or estimated for another device."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def simulate_dtr(
     ] = "h_dtr,h_dtr_eq,h_dtr_local,h_lru",
     deallocation: Annotated[str, typer.Option(help="eager, banish or ignore.", metavar="NAME")] = "eager",
     thrash_limit: Annotated[
-        float, typer.Option(help="A run stops at so many times its own time.", metavar="TIMES")
+        float, typer.Option(help="Stop a run at this multiple of the program's own time.", metavar="TIMES")
     ] = 2.0,
     out: Annotated[Path | None, typer.Option(help="Folder for the table as JSON and CSV.", metavar="FOLDER")] = None,
 ) -> None:

@@ -62,7 +62,7 @@ class Bench:
         self.device = check_device([whole], self._call) if values else next(model.parameters()).device
         storages = {id(storage): storage for storage in (storage_of(tensor) for tensor in values)}
         self.sample_bytes = sum(rounded(storage.nbytes(), self.device) for storage in storages.values())
-        self._gradients: list[torch.Tensor] | None = None  # that outputs are backpropagated with; None: not known yet
+        self._gradients: list[torch.Tensor] | None = None  # of the output, for steps without a loss; None: not made yet
         self._devices = accelerators(whole, self._call)
         self._parts = [model, loss] if isinstance(loss, nn.Module) else [model]
         self._inside = ExitStack()
@@ -88,7 +88,7 @@ class Bench:
         self._inside.close()
 
     def step(self, how: How) -> TrainingStep:
-        """A step run in a way, as `executing` takes it, warmed up; the budget of a DTR then holds the sample too."""
+        """A warmed-up step under `how` (see `executing`); a DTR budget then covers the sample too."""
         running = executing(self._model, how, held_bytes=self.sample_bytes)
         if self._gradients is None:
             self._gradients = [] if self._loss is not None else _output_gradients(running, self._call)
@@ -252,7 +252,7 @@ class TrainingStep:
 
 
 def _output_gradients(running: Running, call: Arguments) -> list[torch.Tensor]:
-    """Fixed random gradients that the output can be backpropagated with, in its form; none where it has a loss."""
+    """Fixed random gradients of the output, in its memory layout; empty if the output has a loss."""
     with running.around(), running.step():
         output = running(*call.args, **call.kwargs)
         found = [] if loss_in(output) is not None else _differentiable(output)

@@ -88,9 +88,8 @@ def compare(
         measure: False stops after the predictions, of DTR too: nothing larger than single stages is run.
         repeats: rounds of timed steps.
         slots: memory units of the dynamic programs.
-        file: the comparison is written there as JSON as it grows. If the file is there, it is taken up: its profile
-            of the model is used, what was measured for the same strategies and budgets is not measured again, and what
-            it holds of others stays in it.
+        file: a JSON file, updated after each measurement. If it exists, the comparison continues: it uses the stored
+            profile, does not repeat measurements of the same strategies and budgets, and keeps all other entries.
         output_held: hold the output until the backward is over, as most training loops do; as for `remat.profile`.
         host_limit: also compare the planner `offload`, which may use so much of the host's memory (an int, or "32GiB").
         progress: whether to show progress on stderr; or a function of what is done, how much of it, and of how much.
@@ -198,7 +197,7 @@ class _Comparing:
             self.trace, self.extra = before.trace, before.trace_extra_bytes
 
     def plan(self, chosen: list[Strategy], budgets: Sequence[int | str | float] | None, *, everything: bool) -> None:
-        """Profiles, plans and predicts. `everything`: also plans what takes long, since it was asked for."""
+        """Profiles, plans and predicts. `everything`: also runs slow planners, because the user named them."""
         chosen = self._profile(chosen)
         self.keep()
         if not everything and self.chain is not None:
@@ -374,7 +373,7 @@ def _batch(sample: Any) -> int:
 
 
 def _fingerprint(model: nn.Module, sample: Any, loss: Loss | None, output_held: bool, offload: bool) -> str:
-    """What a measurement holds for: the model's modules and their flags, its tensors, the sample's form, autocast."""
+    """A hash of all that makes measurements comparable: modules, flags, tensors, form of the sample, autocast."""
     parts = [model, loss] if isinstance(loss, nn.Module) else [model]
     found: list[object] = [describe_call(sample), loss is None, output_held]
     found.append(type(loss).__name__)

@@ -1,4 +1,4 @@
-"""`explore`: a plan, its memory over time and what planners take, with a slider for the budget, in Jupyter."""
+"""`explore`: a Jupyter widget with a budget slider, which shows a plan, its memory and all planners' overheads."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Predictions(ABC):
 
 
 class ByChain(Predictions):
-    """Planners: the simulator's word on their schedules."""
+    """Predictions for planners, by simulating their schedules."""
 
     def __init__(self, chain: Chain) -> None:
         super().__init__()

@@ -43,10 +43,9 @@ class Entry:
         measured: on this machine; None where it was not run. In both, `outcome` is "pass", "over" (the peak exceeds
             the budget), "infeasible", "oom", "thrash", "timeout" or "error", and `note` has the reason.
         schedule: of static strategies.
-        gradients: "equal" if gradients and buffers were those of plain PyTorch to the bit, else by how much they
-            differed, beginning with `OWN` where plain PyTorch differs from itself too (kernels on a GPU may); empty
-            where they were not compared.
-        times: seconds of the timed steps; ratios: each over that of the plain PyTorch step beside it.
+        gradients: "equal" if gradients and buffers are bit-identical to plain PyTorch's, else how much they differ. The
+            text begins with `OWN` if plain PyTorch's own steps differ too, as GPU kernels may; empty: not compared.
+        times: seconds of the timed steps; ratios: each divided by the seconds of the adjacent plain PyTorch step.
     """
 
     strategy: str

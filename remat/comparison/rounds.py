@@ -1,4 +1,4 @@
-"""The protocol of a comparison: memory and gradients of every way to train, then rounds of timed steps."""
+"""The protocol of a comparison: memory and gradients of each strategy, then rounds of timed steps."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class OpenEntry:
     def runs(self) -> bool:
         """Whether there is anything to run."""
         if isinstance(self.strategy, Dynamic):
-            return self.entry.outcome != "thrash"  # an oom may only be the simulation's, which a run tells quickly
+            return self.entry.outcome != "thrash"  # an oom may be predicted only, and a real one shows quickly
         return isinstance(self.strategy, ByCalls | Native | None) or self.entry.schedule is not None
 
     def rounds(self, repeats: int) -> int:
@@ -75,12 +75,12 @@ class OpenEntry:
 
 
 def measure(bench: Bench, rows: Sequence[OpenEntry], repeats: int, tell: Progress, keep: Callable[[], None]) -> None:
-    """Measures what is missing of the rows, of which the first is plain PyTorch.
+    """Measures the rows that are not complete; the first row is plain PyTorch.
 
-    Rows of the same schedule are run once, as the first of them.
+    Rows with the same schedule are run once, and share the measurements.
 
     Args:
-        keep: called when there is more to keep than before.
+        keep: called after each new result.
     """
     firsts = _firsts(rows)
     plain = firsts[0]
@@ -93,7 +93,7 @@ def measure(bench: Bench, rows: Sequence[OpenEntry], repeats: int, tell: Progres
         timed = [row for row in others if row.step is not None and len(row.times) < row.rounds(repeats)]
         if not timed and plain.step is not None and len(plain.times) < repeats:
             timed = [plain]
-        first = turn * len(timed) // repeats  # nobody always comes after the same one, or first
+        first = turn * len(timed) // repeats  # rotate the order: no row always runs first, or after the same one
         found: list[tuple[OpenEntry, float | None, float | None]] = []
         for row in [*timed[first:], *timed[:first]]:
             tell(row.what("time"), (1 + len(others)) * (1 + turn) + len(found), total)
@@ -173,7 +173,8 @@ def _time(bench: Bench, row: OpenEntry) -> float | None:
 
 @contextmanager
 def _failures(row: OpenEntry) -> Iterator[None]:
-    """What a row raises becomes its outcome; of plain PyTorch only that memory ran out. Thrashing needs no warning."""
+    """Converts an exception into the row's outcome; for plain PyTorch only out-of-memory errors. Ignores warnings of
+    thrashing."""
     entry = row.entry
     try:
         with warnings.catch_warnings():
@@ -286,7 +287,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _words(distance: float, own: float) -> str:
     if distance == 0:
         return EQUAL
-    how = "differ in a NaN, an int or their number" if distance == math.inf else f"differ by {distance:.1e}"
+    how = "differ in NaNs, integers or their number" if distance == math.inf else f"differ by {distance:.1e}"
     if distance <= _REPEATABLE * own:
         return f"{OWN}: they {how} of the largest value, plain PyTorch's own by {own:.1e}"
     return how

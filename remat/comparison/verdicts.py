@@ -1,4 +1,4 @@
-"""Which way to train is best within a budget: the fastest by ratios within rounds, or by plans if these are noise."""
+"""The best strategy within a budget: the fastest by time ratios, or by predicted times if the ratios are noise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Interval(NamedTuple):
 
 
 def interval_of(ratios: Sequence[float]) -> Interval | None:
-    """Where a ratio to plain PyTorch lies: between its quartiles, of few rounds its extremes; None of fewer than 2."""
+    """The interval of some ratios: their quartiles, or the extremes of few ratios; None for fewer than 2."""
     if len(ratios) < 2:  # noqa: PLR2004  # one says nothing of how far others would lie from it
         return None
     if len(ratios) < _MANY:
@@ -36,8 +36,8 @@ class Candidate(NamedTuple):
     """A way to train that works within a budget.
 
     Attributes:
-        cost: seconds over those of plain PyTorch beside it, or seconds where no such ratio is known.
-        planned: the same as predicted; None where it was not.
+        cost: time ratio to plain PyTorch, or seconds if no ratio is known.
+        planned: the predicted value of the same; None if there is no prediction.
     """
 
     cost: float
@@ -61,10 +61,10 @@ class Candidate(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The entry to take, and the others from which the measurement does not tell it apart.
+    """The best entry, and the entries tied with it.
 
     Attributes:
-        noise: why the measurement tells nothing, and planned times decide; empty where it does.
+        noise: why the measured times are noise, so that predicted times decide; empty if they are not.
     """
 
     best: Entry

@@ -1,1 +1,1 @@
-"""What a model would cost on a device that need not be there: shapes without data, and a table of devices."""
+"""Estimates of a model's memory and time on a device that is not needed: fake tensors, and a table of devices."""

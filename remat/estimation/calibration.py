@@ -1,4 +1,4 @@
-"""`calibrate`: what operators get of the machine that it runs on, in place of what is assumed of it."""
+"""`calibrate`: measures the rates and efficiencies of this machine, which otherwise are assumed."""
 
 from __future__ import annotations
 

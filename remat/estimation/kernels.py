@@ -74,7 +74,7 @@ _SHARED = Kernels()
 
 
 def shared() -> Kernels:
-    """Of this process: what was asked once holds for all models."""
+    """The cache of this process, which all models share."""
     return _SHARED
 
 

@@ -33,7 +33,7 @@ class Values:
         """`real` is what `fake` stands in for."""
         if not real.dtype.is_floating_point and _is_small(real) and real.device.type == "cpu":
             with in_earnest():
-                self._of[fake] = real.detach().clone()  # whose memory it shares, nobody asks of whole numbers
+                self._of[fake] = real.detach().clone()  # a clone: nothing depends on whether integers share memory
 
     def known(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> KnownArguments | None:
         """The arguments with values, where all are known."""

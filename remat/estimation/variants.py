@@ -1,7 +1,7 @@
-"""Functions that are other operators on CUDA than on the CPU, as PyTorch chooses there, and save other tensors.
+"""Functions for which PyTorch chooses other operators on CUDA than on the CPU, which save other tensors.
 
-A fake tensor of a device that PyTorch was not built for cannot be part of a graph, so fake tensors lie on the CPU. What
-CUDA would run is called by name: dropout keeps a mask of one byte an element, attention its statistics of softmax.
+A fake tensor of a device that PyTorch was not built for cannot be part of a graph, so fake tensors are on the CPU. The
+CUDA operators are called by name: dropout saves a mask of one byte per element, attention its softmax statistics.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from remat.runtime.pytree import map_tensors, storage_of, tensors
 from remat.solvers.persistent import Persistent
 
 LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # that nobody knows
-# What making a stage again takes of Python's time, and each operator that a replay in part looks at.
+# Python overhead of each recomputation of a stage, and of each operator in a partial replay.
 _AGAIN_SECONDS, _PASSED_SECONDS = 2e-4, 8e-6
 _MARGIN = 0.01  # of the minimum budget, because the memory for summing gradients is not known to the byte
 _SCALARS = 64  # bytes per stage for scalar tensors that PyTorch allocates and fake tensors do not show
@@ -114,7 +114,7 @@ class World(Instruments):
         return fake
 
     def finished(self, chain: Chain) -> Chain:
-        """A chain that was found here, as one of the device, with some room for what is not seen here."""
+        """The estimated chain, for the device, with a reserve for memory that the estimate cannot see."""
         besides = _SCALARS * chain.length + int(_MARGIN * Persistent(options=False).minimum_budget(chain))
         layout = chain.layout
         if layout is not None and self.device.kind != "cpu":
@@ -187,7 +187,7 @@ class World(Instruments):
         return operator(args[0], indices, *args[2:], **kwargs)
 
     def without_meta(self, operator: Any, args: Any, kwargs: Any) -> Any:
-        """What an operator returns that fake tensors do not know, but this machine's CPU; None where that does not."""
+        """The output of an operator that fake tensors do not support, by this machine's CPU; None if it fails too."""
         output = None if self._kernels is None else self._kernels.output(operator, args, kwargs)
         return None if output is None else self.like(output)
 

@@ -95,7 +95,7 @@ def locate(
 
 
 def _takes_by_data(call: ModuleCall, units: Sequence[Candidate]) -> bool:
-    """Whether its memory may be another with other data; outside of stages only where sizes depend on data."""
+    """Whether the call's memory may depend on data; outside the stages only data-dependent shapes count."""
     if call.looks is None:
         return False
     return torch.Tag.dynamic_output_shape in call.looks.tags or any(unit.has(call) for unit in units)
@@ -146,9 +146,10 @@ def _trimmed(selector: Selector, units: Sequence[Candidate], small: float) -> li
 
 
 def _fused(selector: Selector, units: Sequence[Candidate], small: float) -> list[Candidate]:
-    """Units with little to do joined with the one before them in their run; the first with the next.
+    """The units, with small ones fused with the previous unit of their run, or the first with the next.
 
-    So are minor ones where nothing is kept for a backward in between: a place to cut there would cost an activation.
+    Units up to `_MINOR` are fused too if autograd saves nothing between the two, because a stage boundary there would
+    add a saved activation.
     """
     threshold, most = _threshold(units, small), _threshold(units, _MINOR)
     fused: list[Candidate] = []
@@ -246,7 +247,7 @@ def _group(model: nn.Module, selector: Selector, item: str | nn.Module) -> list[
 
 
 def _aside(written: Recording, units: Sequence[Candidate]) -> tuple[str, ...]:
-    """Calls of modules of the units that lie outside of them."""
+    """Calls outside the units whose modules also have calls in units."""
     modules = {call.module for unit in units for call in unit.calls}
     stages = {call for unit in units for call in unit.calls}
     return tuple(call.name for call in written.calls() if call.module in modules and call not in stages)

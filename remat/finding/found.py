@@ -41,10 +41,10 @@ class FoundChain:
     Attributes:
         model: name of its class.
         stages: in the order in which they run.
-        outside: names of the outermost module calls that lie in no stage, and what autograd keeps of each, in bytes.
-        memory_share: of all that autograd keeps for the backward, how much is kept for stages, 0 to 1.
-        time_share: of the forward's time.
-        aside: calls of modules of stages that are no part of any.
+        outside: names of the outermost module calls outside the stages, and the bytes that autograd saves for each.
+        memory_share: the stages' share of all bytes that autograd saves for the backward, 0 to 1.
+        time_share: the stages' share of the forward's time.
+        aside: calls that belong to no stage, although another call of the same module does.
         uncalled: modules that this forward does not call.
     """
 

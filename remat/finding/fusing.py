@@ -27,8 +27,8 @@ def in_a_row(model: nn.Module, call: Arguments, small: float, tell: Progress) ->
     """How the stages lie on an `nn.Sequential`, whose modules follow one another.
 
     Modules that work in place on their input, return views of it, or have less to do than the share `small` of the
-    upper quartile, are fused with their neighbour; so are two where no backward keeps what passes between them, unless
-    both keep more than that inside.
+    upper quartile, are fused with their neighbour; so are two if autograd does not save the activation between them,
+    unless both save more than its size inside.
 
     Raises:
         UnsupportedModel: it is empty, works in place on the sample, or a module of it returns no dense tensor.
@@ -99,8 +99,8 @@ def _fused(flat: Sequence[tuple[str, nn.Module]], traits: Sequence[_Probed], sma
     for index, trait in enumerate(traits):
         if only_views and trait.in_place:
             raise UnsupportedModel(
-                f"module {flat[index][0]!r} works in place on the model's input, so a recomputation would read it "
-                "changed; construct it with inplace=False"
+                f"module {flat[index][0]!r} works in place on the model's input, so a recomputation would read "
+                "modified input; construct it with inplace=False"
             )
         # Autograd does not save an activation that no backward needs, but a stage boundary there would keep it. Between
         # blocks that save more inside, the boundary is worth its cost, because each block can be freed separately.
@@ -118,7 +118,7 @@ def _fused(flat: Sequence[tuple[str, nn.Module]], traits: Sequence[_Probed], sma
     joined: list[int] = []
     joined_work: list[float] = []
     for members, own in zip(groups, work, strict=True):
-        # The neighbour is the stage before, so that its output stays a place to cut; the first has only the next.
+        # Fuse with the previous stage, so that the output stays a boundary. The first stage fuses with the next.
         if joined and (own < threshold or joined_work[-1] < threshold):
             joined[-1] += len(members)
             joined_work[-1] += own
@@ -131,5 +131,5 @@ def _fused(flat: Sequence[tuple[str, nn.Module]], traits: Sequence[_Probed], sma
 def cannot_unpack(_: None) -> torch.Tensor:
     """The unpack hook of a stage's forward that keeps nothing."""
     raise UnsupportedModel(
-        "a stage returns a tensor with its graph in an object that is no tuple, list or dict; return its tensors"
+        "a stage returns a tensor with a graph in an object other than a tuple, list or dict; return its tensors"
     )

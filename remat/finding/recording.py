@@ -1,4 +1,4 @@
-"""One forward of a model, written down: which module was called by which, with what, and which operators it ran.
+"""A recording of one forward: the module calls with their callers and arguments, and the operators of each.
 
 Nothing is saved for a backward, so the forward takes as much memory as inference.
 """
@@ -162,7 +162,7 @@ class _ForwardRecorder:
         self.counts: dict[nn.Module, int] = {}
         self.storages: dict[int, RecordedStorage] = {}
         self.alive: list[StorageWeakRef] = []
-        self._sparse: dict[int, torch.Tensor] = {}  # alive, so that no other one gets an identity that is known
+        self._sparse: dict[int, torch.Tensor] = {}  # kept alive, so that no id is reused
         self.clock = 0
         self.root: ModuleCall | None = None
         self.present: ModuleCall | None = None

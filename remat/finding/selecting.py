@@ -24,7 +24,7 @@ WORTH = 0.01  # share of the model's memory that recomputing a run of units must
 
 @dataclass(frozen=True)
 class Candidate:
-    """Calls that run as one, each handing on to the next."""
+    """A unit: one module call, or adjacent ones in which each passes its activation to the next."""
 
     calls: tuple[ModuleCall, ...]
 
@@ -101,7 +101,7 @@ class Selector:
         return inside or ([unit] if whole else [])
 
     def _inside(self, call: ModuleCall) -> list[Candidate]:
-        """Units in a call that is too large for one, or cannot be one: also where a tensor bypasses them."""
+        """Units inside a call that is too large for a unit or cannot be one, even if a tensor bypasses them."""
         units = self._units_of(call)
         clean = self._joined(call, units)
         return units if clean is None else self._cut_or_not(call, units, clean)
@@ -149,7 +149,7 @@ class Selector:
         return self.freed_bytes(run) > WORTH * self.record.saved_bytes
 
     def freed_bytes(self, run: Sequence[Candidate]) -> int:
-        """What recomputing a run can free: what is computed in it and kept for a backward, but its output."""
+        """Bytes that recomputing a run can free: saved tensors that it computes, without its output."""
         last = run[-1].goes_on
         made = self._made_between(run[0].begin, run[-1].end)
         kept = (address for address in made if self.storages[address].saved_by is not None)
@@ -194,7 +194,7 @@ class Selector:
                 continue
             users = {places.get(id(call), -1) for _, call in self.storages[key.storage].uses}
             reach = max([reach, *(later for later in users if later > after)])
-        # A tensor that skips a unit on its way from this one makes all from the next one on belong together.
+        # If a tensor skips a unit on its way from this one, the units up to its last user belong together.
         return reach
 
     def _passed_by(self, call: ModuleCall, units: Sequence[Candidate]) -> bool:
@@ -242,11 +242,11 @@ class Selector:
         if key is None or key not in other.calls[0].given or other.begin < one.end:
             return False
         if key != other.takes and other.takes is not None and self.storages[other.takes.storage].born >= one.end:
-            return False  # a side input: what it works on was computed in between, as by a decoder's embedding
+            return False  # a side input: the activation was computed in between, as by a decoder's embedding
         return not any(one.end <= time < other.begin for time, _ in self.storages[key.storage].writes)
 
     def obstacle(self, one: Candidate, other: Candidate) -> str:
-        """Why there is no place to cut between two units, for the error message; empty where there is one."""
+        """Why there cannot be a stage boundary between two units, for the error message; empty if there can."""
         key = one.goes_on
         if key is None:
             return f"{one.name!r} returns no tensor"
@@ -285,8 +285,8 @@ class Selector:
     def why_not_again(self, unit: Candidate) -> str:
         """Why the unit cannot run a second time, for the error message; empty where it can.
 
-        What it reads must stay as it is from its beginning on, and it must write to nothing but what it made itself and
-        buffers of its own modules.
+        No tensor that it reads may change after it begins, and it may write only to tensors that it computed itself and
+        to buffers of its own modules.
         """
         if unit.takes is None:
             return f"{unit.name!r} gets no tensor"

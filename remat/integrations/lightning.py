@@ -17,7 +17,7 @@ else:
     require("lightning", "RematCallback")
     from lightning import Callback, LightningModule, Trainer
 
-_MOST = 0.9  # of the parameters, that the one module holds which is meant
+_MOST = 0.9  # the network is the module that holds at least this share of the parameters
 
 
 class RematCallback(Callback):
@@ -25,10 +25,9 @@ class RematCallback(Callback):
 
         trainer = lightning.Trainer(..., callbacks=[RematCallback(memory="20GiB")])
 
-    The first training call of the network inside the LightningModule is measured and planned for, and its step runs by
-    the plan already. Checkpointing of the network's own is off meanwhile. When the training has ended, or has failed,
-    it is as it was. With each step `remat/limit`, `remat/peak` (bytes, the latter as planned) and
-    `remat/recomputations` are logged.
+    remat measures and plans at the first training call of the network inside the LightningModule, and its step already
+    follows the plan. The network's own checkpointing is off during training. When training ends or fails, the network
+    is restored. Each step logs `remat/limit`, `remat/peak` (bytes, as planned) and `remat/recomputations`.
 
     Args:
         memory: as for `remat.fit`: int (bytes), string ("20GiB"), float in (0, 1] of what plain PyTorch needs for the
@@ -78,9 +77,9 @@ def network_of(module: nn.Module, name: str | None) -> nn.Module:
     largest = max(sizes, key=lambda key: sizes[key], default=None)
     if largest is None or sizes[largest] < _MOST * sum(sizes.values()):
         raise RematError(
-            f"{count(len(sizes), 'module')} of the LightningModule hold its parameters ({', '.join(sizes)}): say which "
-            "one is to train within the limit, as RematCallback(..., network='encoder'), or network='' for all of it, "
-            "where training_step calls self(...)"
+            f"{count(len(sizes), 'module')} of the LightningModule hold its parameters ({', '.join(sizes)}): name the "
+            "one to train within the limit: RematCallback(..., network='encoder'), or network='' for all of it, if "
+            "training_step calls self(...)"
         )
     found = module.get_submodule(largest)
     return module if isinstance(found, nn.ModuleList | nn.ModuleDict) else found

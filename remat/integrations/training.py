@@ -1,4 +1,4 @@
-"""What the callbacks of all trainers do: a model trains within a limit from its first call on, until training ends."""
+"""The common part of all trainers' callbacks: a model trains within a limit from its first call until the end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Training:
     """A model in training within a limit.
 
     Args:
-        memory, fit: as for `remat.fit`, but that a share is one of the first call.
+        memory, fit: as for `remat.fit`; a fractional `memory` refers to the first call.
 
     Raises:
         RematError: `fit` takes no such argument.

@@ -1,1 +1,1 @@
-"""How bytes and seconds of one piece of a model are measured, and the model is left as it was."""
+"""Measuring the memory and time of one stage of a model, and restoring the model afterwards."""

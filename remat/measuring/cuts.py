@@ -1,4 +1,4 @@
-"""Where the graph of a model is cut, so that a stage is measured apart from what is around it."""
+"""Cuts in the autograd graph of a model, which isolate a stage for measuring."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from remat.runtime.pytree import map_tensors, tensors
 
 
 def is_cut(tensor: torch.Tensor) -> bool:
-    """Whether the tensor came out of a stage, and is cut off from it."""
+    """Whether the tensor is a stage's output whose graph was cut."""
     return tensor.grad_fn is not None and drops_gradients(tensor.grad_fn)
 
 

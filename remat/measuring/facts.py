@@ -1,4 +1,4 @@
-"""What a pass over the stages of a model finds out besides its measurements: sizes at the cuts, and who shares what."""
+"""The results of a pass other than its measurements: sizes of activations and gradients, and shared tensors."""
 
 from __future__ import annotations
 

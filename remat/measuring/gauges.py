@@ -1,4 +1,4 @@
-"""What a pass over a model measures of it, stretch by stretch: bytes or seconds."""
+"""Gauges, which measure the bytes or the seconds of each span of a pass over a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Span(NamedTuple):
 
 
 class Gauge(ABC):
-    """Measures stretches of a pass, one after the other.
+    """Measures the spans of a pass, which do not overlap.
 
     Attributes:
         of_memory: it measures bytes, not seconds.

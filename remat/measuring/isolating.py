@@ -1,4 +1,4 @@
-"""A stage apart from what is around it: its inputs are leaves, its outputs get fixed gradients of the same form."""
+"""Isolating a stage for measuring: stand-ins for the stages before it and for everything after it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def cut_off(
     on_gradient: Callable[[torch.Tensor], None] | None = None,
     label: Any = None,
 ) -> torch.Tensor:
-    """The same data as if an earlier stage had computed it: in a graph that ends here, at `anchor`.
+    """The same data as the output of a new graph, whose only leaf is `anchor`.
 
     Args:
         on_gradient: called with the gradient that comes back.
@@ -74,10 +74,10 @@ def drops_gradients(node: Any) -> bool:
 
 
 class Sink(torch.autograd.Function):
-    """A stand-in for what follows: a scalar whose backward hands `make_gradients()` to the given tensors.
+    """A stand-in for everything after a stage: a scalar whose backward passes `make_gradients()` to the given tensors.
 
-    Gradients made there are allocated when the backward begins and belong to autograd alone, as in a real backward.
-    Nothing is saved, so the tensors can be freed before.
+    The gradients are allocated when the backward begins, and only autograd holds them, as in a real backward. The node
+    saves nothing, so the tensors can be freed earlier.
     """
 
     @staticmethod
@@ -105,11 +105,11 @@ def _random_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Form(NamedTuple):
-    """How a gradient lies in memory: backwards return transposed ones, and parts of larger ones.
+    """The memory layout of a gradient, which may be transposed, or a view of a larger storage.
 
     Attributes:
-        elements: of its whole memory.
-        bytes: of its whole memory, as the allocator counts.
+        elements: number of elements in its storage.
+        bytes: size of its storage, rounded as by the allocator.
     """
 
     shape: torch.Size
@@ -154,8 +154,8 @@ def _empty(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, devic
 class RandomGradients:
     """Makes random gradients for given tensors when called; holds no memory until then.
 
-    Random, not zeros: some kernels take another way for zeros. They lie in memory as the tensor does, or in the form
-    that is known of its gradient: some kernels copy what lies in another way.
+    They are random because some kernels treat zeros differently. Their memory layout is that of the known gradient, or
+    else of the tensor, because some kernels copy gradients of another layout.
 
     Args:
         forms: for each tensor the form of its gradient, None where that is not known.

@@ -31,7 +31,7 @@ def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> 
     attributes = [(part, dict(vars(part))) for part in parts]
     contents = [(each, each.copy()) for part in parts for each in (*containers(part), *hooks_of(part))]
     buffers = [(part, name, buffer) for part in parts for name, buffer in part._buffers.items()]
-    # Copies are worked on, so that not even the versions of the originals move: a pending backward may need them.
+    # Forwards use copies of the buffers, because a pending backward may check the version counters of the originals.
     copies = {id(buffer): buffer.clone() for _, _, buffer in buffers if buffer is not None}
     own = [each for part in parts for each in part._parameters.values() if each is not None]
     weights = [(weight, weight.detach().clone()) for part in parts for weight in rescaled(part).values()]
@@ -83,10 +83,10 @@ class Replaced:
 def aliased_parameters(modules: Iterable[nn.Module]) -> Iterator[ForeignGradients]:
     """Replaces every parameter by an alias of the same memory, with memory for a gradient allocated beforehand.
 
-    A backward inside then accumulates into the aliases: it touches no `.grad` and calls no hook of a parameter, be it
-    a user's, an optimiser's or DDP's. Leaves that are no parameters of `modules` (a loss's own, a parameter that a
-    module keeps in a list) cannot be replaced; what is yielded keeps their gradients. Nor can those that FSDP keeps in
-    shards, which it would lose track of: their gradients are set aside.
+    A backward inside accumulates into the aliases. It changes no `.grad` and calls no hook of a parameter, whether of
+    the user, an optimiser or DDP. Leaves that are not parameters of `modules` (a loss's own, a parameter in a module's
+    list) cannot be replaced; the yielded `ForeignGradients` restores their gradients. FSDP's sharded parameters cannot
+    be replaced either, because FSDP keeps references to them; their gradients are restored afterwards.
     """
     parts = parts_of(modules)
     if any(map(is_sharded, parts)):
@@ -122,9 +122,9 @@ def aliased_parameters(modules: Iterable[nn.Module]) -> Iterator[ForeignGradient
 
 
 def _gradients(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Parameters that require gradients, each with memory to add it to: all share that of the largest.
+    """Parameters that require gradients, each with a view of one shared buffer as its gradient.
 
-    Nobody reads what is added there; so measuring takes no more memory than one parameter.
+    The gradients are never read, so a buffer of the largest parameter's size is enough for all.
     """
     wanted = []
     for parameter in parameters:
@@ -172,7 +172,7 @@ def _set_aside(parts: Iterable[nn.Module]) -> Iterator[ForeignGradients]:
 
 @contextmanager
 def set_apart(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Inside, these leaves have no gradient yet, as where several stages add to it and this is the first."""
+    """Inside, these leaves have no gradient, as for the first of several stages that accumulate into it."""
     before = [(leaf, leaf.grad) for leaf in leaves]
     for leaf, _ in before:
         leaf.grad = None

@@ -1,4 +1,4 @@
-"""What a stage costs in bytes, from what was measured while it ran: the terms of the model of memory (Section 3.1)."""
+"""The memory terms of a stage (Section 3.1), computed from its measurements."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ NOTHING = Sizes(0, 0, 0, 0, 0, 0, undeferred=0, saves_output=False)  # of a loss
 
 
 class SavedStorages:
-    """A pack hook (`note`) that keeps nothing but notes whose memory would have been kept.
+    """A pack hook (`note`) that saves no tensor, but records the storages that autograd would have saved.
 
-    Storages are distinguished by weak references: what is not kept is freed, and its address given to the next.
+    It identifies storages by weak references, because the address of a freed storage may be reused.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class SavedStorages:
         return sum(size for ref, size in there if ref.cdata not in others)
 
     def bytes_besides(self, value: Any) -> int:
-        """Of all that would have been kept, but for storages of this value."""
+        """Bytes of the recorded storages, without those of `value`."""
         dense = [tensor for tensor in tensors(value) if tensor.layout == torch.strided and tensor.numel()]
         others = {StorageWeakRef(storage_of(tensor)).cdata for tensor in dense}
         return sum(size for key, (_, size) in self._storages.items() if key not in others)
@@ -158,9 +158,8 @@ def _size(found: Iterable[torch.Tensor]) -> int:
 
 
 def executor_reserve(marks: Sequence[Marks], sizes: Sequence[Sizes]) -> int:
-    """What the executor keeps besides the activations: per recomputed stage the old values of the buffers and
-    attributes it changes and the state of the generators it draws from; and what a stage holds although nothing was to
-    be saved."""
+    """Bytes that the executor holds besides activations: for each recomputed stage, the old values of the buffers and
+    attributes that it changes, the states of the generators that it draws from, and memory that hooks cannot defer."""
     kept = sum(mark.changed_bytes + mark.random_bytes + mark.attribute_bytes for mark in marks)
     return kept + sum(size.undeferred + size.lasting for size in sizes)
 
@@ -169,17 +168,17 @@ def unneeded(marks: Sequence[Marks], sizes: Sequence[Sizes]) -> int:
     """The part of `executor_reserve` that a step without recomputation does not use, or counts as saved tensors."""
     kept = sum(mark.changed_bytes + mark.random_bytes for mark in marks)
     pairs = list(zip(marks, sizes, strict=True))
-    # What attributes hold anew may be what the stage holds although nothing was to be saved.
+    # A new tensor in an attribute may be memory that hooks cannot defer, which is counted already.
     kept += sum(max(mark.attribute_bytes - size.undeferred, 0) for mark, size in pairs)
     return kept + sum(min(mark.held_twice, size.undeferred) for mark, size in pairs)
 
 
 def as_executed(size: Sizes, stage: Stage, mark: Marks) -> Sizes:
-    """The terms of a stage that the executor runs, from those of the stage alone.
+    """The terms of a stage under the executor, from the terms of the stage alone.
 
-    Running it forward takes `working_bytes`; a backward keeps those copies of buffers that it saved (a batch norm's
-    does) in place of the buffers. Memory that hooks cannot defer is charged to `reserve_bytes`, not to `saved_bytes`;
-    during a recomputation it exists twice.
+    Each forward also takes `working_bytes`. If autograd saved copies of buffers (for a batch norm), the backward keeps
+    the copies instead of the buffers. Memory that hooks cannot defer is charged to `reserve_bytes`, not to
+    `saved_bytes`; during a recomputation it exists twice.
     """
     deferred = size.saved - size.undeferred + min(mark.held_twice, size.undeferred)
     working = working_bytes(stage) + mark.set_up_bytes + written_bytes(stage.parameters())
@@ -194,8 +193,8 @@ def as_executed(size: Sizes, stage: Stage, mark: Marks) -> Sizes:
 def cast_bytes(device: torch.device, forward: Callable[[], object]) -> int:
     """Bytes of the copies of parameters that autocast keeps in its cache until the autocast block ends.
 
-    Runs `forward` once, without keeping anything for a backward. The cache is full afterwards, so that no stage that is
-    measured seems to pay for a copy that another has made, or will find there.
+    Runs `forward` once without saving tensors, which fills the cache. Otherwise the first stage that uses a parameter
+    would be measured with the copy, and later ones without it.
     """
     if not (torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled()):
         return 0
@@ -220,9 +219,9 @@ class _Casts(Watching):
 
 
 def casts_made_again(model: nn.Module, stages: Sequence[Stage], forward: Callable[[], object]) -> int:
-    """Bytes of casts of shared parameters that recomputations of `stages` may hold beyond those of the forward.
+    """Bytes of additional cast copies of shared parameters that recomputations of `stages` may hold.
 
-    In the forward all share the copy in autocast's cache; each stage that runs again makes one of its own.
+    In the forward all stages share the copy in autocast's cache, but each recomputation makes its own copy.
     """
     users = Counter(id(parameter) for stage in stages for parameter in set(stage.parameters()))
     inside = {id(part) for stage in stages for part in stage.parts}
@@ -246,7 +245,7 @@ def own_autocast_cache() -> Iterator[None]:
 
 
 def storage_bytes(value: Any) -> int:
-    """What keeping a value keeps: whole storages, each once."""
+    """Bytes of the storages that a reference to `value` keeps alive, each once."""
     storages = {storage_of(tensor)._cdata: tensor for tensor in tensors(value) if tensor.numel()}
     return sum(rounded(storage_of(tensor).nbytes(), tensor.device) for tensor in storages.values())
 

@@ -1,4 +1,4 @@
-"""How much code has to do, told from its operators: the same each time, whatever else the machine does meanwhile."""
+"""The amount of work of a piece of code, computed from its operators, and so independent of the machine's load."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Watching(TorchDispatchMode, ABC):
 
 @contextmanager
 def parameters_kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Afterwards parameters that forwards write to for themselves, as `ParameterWrites` has seen, are as before."""
+    """Afterwards, restores parameters that forwards wrote to directly, as recorded by `ParameterWrites`."""
     own = {identity_of(parameter): parameter for parameter in parameters}
     try:
         yield

@@ -1,1 +1,1 @@
-"""What can be kept of a stage, or sent to the host: the options that planners choose from."""
+"""The options of stages: which saved tensors to keep, recompute or offload. Planners choose from these."""

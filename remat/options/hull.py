@@ -20,7 +20,7 @@ _LONGEST = 2000  # operators of a stage, beyond which a cut takes seconds
 _CUTS = 3  # that are looked for, for each option that is wanted
 MOST = 7  # options of a stage besides keeping everything
 _LEAST_GAIN = 0.01  # of what a stage saves, by which an option must keep less than the one before
-_KEPT = ("topk", "sort", "argsort", "router")  # what chooses experts: small, and never to be chosen anew
+_KEPT = ("topk", "sort", "argsort", "router")  # expert choices are small, and must not change in a recomputation
 
 
 class Part(NamedTuple):
@@ -47,13 +47,12 @@ def choices(
     recompute: Collection[str] = (),
     most: int = MOST,
 ) -> list[Part]:
-    """The best ways to keep a part, from the one that keeps most; none where the stage is all or nothing.
+    """The best partial options, from the one that keeps most; empty for a stage that can only be recomputed as a whole.
 
     Args:
-        seconds: of each operator of the tape.
-        keep: names of operators, or of classes of modules, or parts of such, that are not to run again where that can
-            be helped.
-        recompute: names of those that may, although they are among the ones that are kept by themselves.
+        seconds: time of each operator of the tape.
+        keep: names, or parts of names, of operators or module classes that are recomputed only if unavoidable.
+        recompute: names of operators that may be recomputed although they are kept by default.
     """
     if tape.whole or not tape.saved or len(tape.operators) > _LONGEST:
         return []
@@ -82,7 +81,7 @@ def choices(
 
 
 def _area(more: Part, less: Part) -> float:
-    """How much there may be to find between two choices."""
+    """An upper bound on the gain from options between two known ones."""
     return (more.kept_bytes - less.kept_bytes) * (less.seconds - more.seconds)
 
 

@@ -20,7 +20,7 @@ from remat.simulation import everything
 from remat.solvers.offload import beside
 
 COPY_SECONDS = 2e-5  # that each storage takes, however small
-_HIDDEN = 0.8  # of the time beside a copy that it may take: copies slow each other and what computes
+_HIDDEN = 0.8  # of the overlapping operation's time; copies slow down each other and the computation
 _LEAST_GAIN = 0.01  # of what a stage saves, below which sending is not worth an option
 
 
@@ -69,7 +69,7 @@ def with_offload(chain: Chain, offers: Mapping[int, Sequence[Parcel]], bytes_per
         ways = [(everything(chain, stage), frozenset[int]())]
         ways += zip(options[stage - 1], dropped[stage - 1], strict=True)
         least = chain.saved_bytes[stage - 1]
-        for way, without in ways:  # of which each makes more again than the one before
+        for way, without in ways:  # in order of increasing recomputation
             kept = [parcel for parcel in offers.get(stage, ()) if not parcel.numbers <= without]
             chosen = _chosen(kept, limit, bytes_per_second)
             option = _sending(chain, stage, way, chosen, bytes_per_second)

@@ -27,14 +27,14 @@ from remat.runtime.calls.tapes import Tapes
 from remat.runtime.meter import Region
 from remat.runtime.pytree import tensors
 
-_ROOT = 8  # bytes of the gradient with which a backward begins, which is there while its first stage is replayed
+_ROOT = 8  # bytes of the loss's gradient, which is allocated during the replay before the first backward
 
 Run = Callable[[Any], Any]
 Ends = Callable[[int, Sequence[torch.Tensor]], torch.Tensor]
 
 
 class Visitor(Protocol):
-    """Looks at stages in a pass of its own, in which nothing else is measured."""
+    """Visits each stage in a separate pass without other measurements."""
 
     def visit(self, index: int, run: Run, given: Sequence[Any], end_of: Ends) -> Any:
         """Runs stage `index`, `run(given)`, and returns its output without its graph.
@@ -62,7 +62,7 @@ class RecordingVisitor:
     def __init__(self, wanted: Mapping[int, Stage]) -> None:
         self._wanted = wanted
         self._tapes: dict[int, Tape] = {}
-        self._held: dict[int, frozenset[int]] = {}  # storages that others than autograd hold until the backward
+        self._held: dict[int, frozenset[int]] = {}  # storages with holders other than autograd until the backward
         self._seconds: dict[int, list[float]] = {}
 
     def visit(self, index: int, run: Run, given: Sequence[Any], end_of: Ends) -> Any:

@@ -108,7 +108,7 @@ def plot_overhead(comparison: Comparison, ax: Axes) -> None:
         if points:
             ax.plot(*zip(*points, strict=True), label=name, **style)
         lines.append((points, failed, style))
-    top = min(1 + 1.1 * (highest - 1) + 0.05, _MOST)  # how far beyond that it thrashes is no news
+    top = min(1 + 1.1 * (highest - 1) + 0.05, _MOST)  # larger overheads are cut off; the runs thrash anyway
     for points, failed, style in lines:
         if points and failed:  # upwards from the last budget that works: dashed, it thrashed; dotted, it did not fit
             dash = "--" if any(entry.outcome == "thrash" for entry in failed) else ":"

@@ -43,7 +43,7 @@ def styles(names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def nested_styles(names: Sequence[str]) -> list[dict[str, Any]]:
-    """`styles` for lines that may lie upon each other: from wide to narrow, so that each can be seen."""
+    """`styles` for lines that may overlap: from wide to narrow, so that each stays visible."""
     found = []
     for place, style in enumerate(styles(names)):
         width = 1 - place / max(len(names) - 1, 1)

@@ -14,7 +14,7 @@ from remat.runtime.pytree import storage_of, tensors
 
 
 class _Held(NamedTuple):
-    """Memory of a run of stages that follow each other; the run is known by its first stage."""
+    """A storage that belongs to a run of consecutive stages; `run` is the run's first stage."""
 
     storage: StorageWeakRef
     size: int
@@ -26,14 +26,14 @@ def _held_by(tensor: torch.Tensor, run: int = 0) -> _Held:
 
 
 def _gone_of(held: Sequence[_Held]) -> int:
-    """Bytes of what is no longer in memory, each storage once."""
+    """Bytes of the storages that have been freed, each once."""
     return sum({entry.storage.cdata: entry.size for entry in held if entry.storage.expired()}.values())
 
 
 class Alive:
-    """Follows that memory through one forward and its backward, and notes what the chain's terms need in `facts`.
+    """Tracks these storages through one forward and its backward, and records their lifetimes in `facts`.
 
-    Variables of a caller, hooks and outputs may hold what stages returned for longer than the next stage needs it.
+    A caller's variables, hooks and outputs may keep a stage's output alive longer than the next stage needs it.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -93,7 +93,7 @@ class Alive:
         return [each for held in self._besides.values() for each in held if not each.storage.expired()]
 
     def backward_ended(self, lasting: Sequence[_Held], in_output: set[int]) -> None:
-        """All backwards are over, and the output is gone, which held the storages `in_output`."""
+        """All backwards have ended, and the output, which held the storages `in_output`, has been freed."""
         facts = self._facts
         facts.in_output = _gone_of(lasting)
         for each in self._given.values():
@@ -107,7 +107,7 @@ class Alive:
                 counted.add(each.storage.cdata)
 
     def _still_returned(self, but: torch.Tensor | None) -> list[_Held]:
-        """What stages returned and is still in memory, except the activation passed to the next stage."""
+        """The live outputs of stages, except the activation `but`, which the next stage takes."""
         self._returned = [held for held in self._returned if not held.storage.expired()]
         now = None if but is None else _held_by(but).storage.cdata
         return [held for held in self._returned if held.storage.cdata != now]

@@ -53,12 +53,12 @@ class Measurement(NamedTuple):
         return self.regions[Span(what, stage)]
 
     def left(self, index: int) -> int:
-        """Bytes that are there when the backward of a stage is over, and were not before, as after `retain_grad`."""
+        """Bytes that remain allocated after the backward of a stage, as with `retain_grad`."""
         after = self.regions.get(Span("left", index))
         return max(after.start_bytes - self.of("full", index).start_bytes, 0) if after is not None else 0
 
     def sizes(self, index: int, held: bool) -> Sizes:
-        """The terms of one stage; `held`: something else than its own backward keeps its input alive until then."""
+        """The terms of one stage; `held`: its input stays alive until its backward for another reason."""
         boundary = self.facts[index].boundary
         assert boundary is not None
         backward = self.regions.get(Span("backward", index))
@@ -182,7 +182,7 @@ class _Times:
 
 
 def _replay(times: _Times, facts: Facts, index: int, forward: float) -> float:
-    """Of a recomputation that ends with the last tensor saved; where nothing is saved, it does not even begin."""
+    """Seconds of a recomputation that ends with the last saved tensor; 0 if the stage saves none."""
     saves_nothing = facts[index].ends_early and not facts[index].saves
     return 0.0 if saves_nothing else min(times.median("replay", index, forward), forward)
 
@@ -200,7 +200,7 @@ def _in_a_row(stages: Sequence[Stage], memory: Measurement, *, has_loss: bool, o
         size = memory.sizes(index, held)
         held = size.saves_output
         if output_held and index == last and not held:  # it is counted for the whole step
-            again = size.save_overhead + size.act  # a recomputation makes it once more, while the first is held
+            again = size.save_overhead + size.act  # a recomputation allocates it again while the first one is alive
             size = replace(size, saved=size.saved - size.act, save_overhead=again, bwd_extra=size.bwd_extra + size.act)
         sizes.append(as_executed(size, stage, facts[index].marks))
     if has_loss:
@@ -325,9 +325,9 @@ def _besides(
         for index in range(run.start + 1, run.stop + 1):  # to the code behind it
             now, before = (_level(memory, stage) for stage in (index, index - 1))
             handed_on = facts[index - 2].act
-            if index - 1 == run.start:  # what the run was handed counts as held until the backward of what made it
+            if index - 1 == run.start:  # the run's input counts as held until the backward of the code that computed it
                 handed_on *= facts[index - 1].drops_input
-            gone = 0  # which does not count here anyway; code outside lets go of it after it began
+            gone = 0  # for code outside, which frees such memory only after it has begun
             if not places.fixed[index - 1]:
                 gone = sum(held.size_bytes for held in let_go if held.gone_by == index)
             excess += now - before - facts[index - 1].act + handed_on + gone - sizes[index - 2].lasting

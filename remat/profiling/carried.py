@@ -89,7 +89,7 @@ def carried_by_leaves(leaves: Mapping[int, set[torch.Tensor]]) -> list[Carried]:
 
 
 def carried_by_activations(facts: Facts) -> list[Carried]:
-    """The gradients of what several stages are passed, or work on besides the next one."""
+    """The carried gradients of side inputs, and of activations that code other than the next stage also uses."""
     found = []
     for side in facts.sides.values():
         first, *others = sorted(side.users, reverse=True)
@@ -135,20 +135,20 @@ def _waiting(facts: Facts) -> list[_Waiting]:
             found.append(_Waiting(beyond[0], end, summed_in, [pieces[piece] for piece in beyond]))
     for bypass in facts.bypasses:
         first, *others = sorted(bypass.by_piece, reverse=True)
-        # Memory that is counted as the gradient of the stage before that piece counts from that one's backward on.
+        # A storage that is also the gradient of the stage before the piece counts only from that stage's backward on.
         begin, summed_in = first - bypass.shared, [*others[:1], bypass.end]
         found.append(_Waiting(begin, bypass.end, summed_in, [bypass.by_piece[piece] for piece in (first, *others)]))
     return found
 
 
 def carried_by_caller(grads: Sequence[int], stage: int, size_bytes: int, *, measured: bool) -> list[Carried]:
-    """What the caller holds while backward runs, and is part of what `stage` saves: the output, or the loss.
+    """The output or the loss, which `stage` saves and the caller holds during the whole backward.
 
-    Some losses of PyTorch are scalars in a memory as large as what they were computed from.
+    Some PyTorch losses are scalars in a storage as large as their input.
 
     Args:
-        grads: sizes of the gradients of the stages' activations; the first that is above zero ends the backward.
-        measured: it was held when the backward of `stage` was measured.
+        grads: sizes of the gradients of the stages' activations; the backward ends at the first one above zero.
+        measured: it was already held when the backward of `stage` was measured.
     """
     end = next((index for index, size in enumerate(grads) if index and size), stage)
     return [Carried(stage, end, size_bytes, (), measured=measured)] if size_bytes and end < stage else []

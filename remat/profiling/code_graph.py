@@ -19,7 +19,7 @@ from remat.runtime.pytree import storage_of
 
 
 class _Reached(NamedTuple):
-    """Nodes and leaves that a backward goes to, and whether it would go on into the graph of a stage."""
+    """The nodes and leaves that a backward reaches; `of_stages`: it would also reach the graph of a stage."""
 
     nodes: set[Any]
     leaves: set[torch.Tensor]
@@ -37,8 +37,8 @@ class CodeGraph:
         self._facts = facts
         self.piece = 0
         self._ends: dict[int, list[torch.Tensor]] = {}  # where the backward of each piece begins
-        self._made_in: dict[int, int] = {}  # by identity, which piece or stage made a tensor that stages are passed
-        self._bypasses: dict[tuple[Any, int], Bypass] = {}  # by the node that gradients go to, and their number there
+        self._made_in: dict[int, int] = {}  # the piece or stage that computed an input of stages, by the input's id
+        self._bypasses: dict[tuple[Any, int], Bypass] = {}  # by the node that receives the gradients, and input number
         self._to_stage: StorageWeakRef | None = None  # the gradient of the activation of the stage before the piece
         self._of_stages: list[range] = []  # sequence numbers of the graphs of stages, which are not run again
 
@@ -87,9 +87,9 @@ class CodeGraph:
         """Runs the backward of all code outside, from the last piece to the first.
 
         Args:
-            last: the piece that ends with the model's output, whose end is a scalar already.
-            follows: makes the scalar that stands for all that follows a piece.
-            measuring: entered around the backward of a piece.
+            last: the piece that ends with the model's output; its end is a scalar already.
+            follows: returns a scalar that stands in for everything after a piece.
+            measuring: a context for the backward of each piece.
         """
         known: dict[Any, int] = {}  # nodes, and their pieces
         shared: set[int] = set()  # pieces whose backward goes through an earlier one's graph, which must stay
@@ -150,7 +150,7 @@ class CodeGraph:
         self._to_stage = None
 
     def note_leaves(self, index: int, end: torch.Tensor, apart: Container[Any]) -> _Reached:
-        """Notes which leaves a backward of a stage or piece reaches; its nodes are without those `apart`."""
+        """Records the leaves that the backward of a stage or piece reaches; excludes the nodes `apart`."""
         nodes: set[Any] = set()
         leaves: set[torch.Tensor] = set()
         outside = index in self._ends
@@ -182,5 +182,5 @@ class CodeGraph:
 
 
 def _into(known: Container[Any], nodes: Iterable[Any]) -> set[tuple[Any, int]]:
-    """Where gradients of these nodes go, among the nodes that are known: a node, and the number of its gradient."""
+    """The edges from `nodes` to known nodes: each a known node and the number of its input."""
     return {edge for node in nodes for edge in node.next_functions if edge[0] in known}

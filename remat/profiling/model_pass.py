@@ -1,7 +1,7 @@
 """A pass over any model: each stage of its chains, and the code between them, while the model's own forward runs.
 
-What code outside of the stages saves stays; its backward is measured piece by piece at the end, from the last to the
-first.
+Tensors that code outside the stages saves stay in memory until the end. Then its backward is measured piece by piece,
+from the last piece to the first.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ModelPass(Pass):
         self._generators = held_by(model.modules())
         self._open_outside(1)
         with intercepted(self.places.names, self.arrive), warnings.catch_warnings():
-            # What is cut off from a stage is a view, of which FSDP warns in case it is changed in place.
+            # The cut outputs of a stage are views, and FSDP warns that views must not be modified in place.
             warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
             output = model(*call.args, **call.kwargs)
         if self._route.place is not None:
@@ -143,7 +143,7 @@ class ModelPass(Pass):
         return [tensor for tensor, _ in ends], tuple(form for _, form in ends)
 
     def _followed_by_a_loss(self, ends: Sequence[torch.Tensor], forms: Forms) -> list[torch.Tensor]:
-        """What stands for a loss of these tensors, whose gradients have these forms, where they are known."""
+        """A stand-in for a loss of these tensors, which gives gradients of the known memory layouts."""
         ends = [tensor for tensor in ends if tensor.grad_fn is not None]
         if not ends:
             return []

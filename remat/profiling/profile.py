@@ -73,7 +73,7 @@ def profile(
         output_held: count the output as held by the caller until the backward is over, as by
             `out = model(x); loss = criterion(out, y); loss.backward()`. False where the loop drops it before, or never
             names it: `criterion(model(x), y).backward()`.
-        options: also measure ways to keep a part of what a stage saves, and to make the rest again before its backward
+        options: also measure ways to keep a part of a stage's saved tensors, and recompute the rest before its backward
             (`Chain.options`), which planners then choose from. One step of a stage for each of them, once for stages
             that do the same.
         offload: also measure which saved tensors can be offloaded to the host's memory, and the bandwidth; the planner
@@ -157,7 +157,7 @@ def _profiled(
         own_autocast_cache(),
     ):
         if in_sequence:
-            # What is small may differ from process to process, where their samples do.
+            # Which stages are too small may differ between processes, because their samples do.
             layout = in_a_row(model, call, small if agreed is None else 0.0, tell)
         else:
             tell("finding chains", 0, 1)
@@ -187,7 +187,7 @@ def _profiled(
 
 
 def estimate_in(world: World, model: nn.Module, sample: Any, loss: Loss | None, options: dict[str, Any]) -> Chain:
-    """`profile` of a model that stands in for this one, in a world where nothing is computed; `options`: of that."""
+    """`profile` of a copy of the model with fake tensors, in `world`; `options`: arguments of `profile`."""
     names = {module: name for name, module in model.named_modules()}
     if options.get("stages") is not None:  # modules of the copy have the same names
         found = options["stages"]

@@ -42,7 +42,7 @@ _MANY_STEPS = 1500  # operations, each of which runs a stage without computing i
 
 
 class Wanted(NamedTuple):
-    """Which options of stages are looked for: any at all, never or always recomputed operators, sending to the host."""
+    """The options to measure: any at all, operators to keep or to recompute, and offloading."""
 
     any: bool
     keep: Collection[str]
@@ -59,9 +59,9 @@ class Profiler:
         device: where it is.
         loss: a function of its output; None: a fixed gradient is sent back.
         output_held: whether the caller holds the output until the backward is over.
-        foreign: gradients of parameters that the model only borrows, put back after each pass.
-        replaced: what forwards put into attributes.
-        passes: what is told of progress.
+        foreign: gradients of leaves that are not parameters of the model, restored afterwards.
+        replaced: the buffers that forwards replace.
+        passes: receives the progress.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Profiler:
         Raises:
             UnsupportedModel: the model takes another path than when its chain was found.
         """
-        variables = Variables()  # followed in a first pass, in which what is set up once is set up
+        variables = Variables()  # tracked in a first pass, which also triggers one-time set-up
         with warning_of_threads(self.device):
             first = self._looked_at(variables=variables).facts
         memory = self._memory(first)
@@ -154,7 +154,7 @@ class Profiler:
     def _ways(
         self, facts: Facts, wanted: Wanted, repeats: int
     ) -> tuple[MeasuredOptions | None, dict[int, list[Parcel]]]:
-        """What can be kept of the stages that may run again, None where all or nothing; and what may be sent."""
+        """The measured options of the recomputable stages (None: no options); and the storages they can offload."""
         if not wanted.any:
             return None, {}
         places, stages = self.places, self.stages
@@ -186,7 +186,7 @@ class Profiler:
     def excess(self, chain: Chain) -> int:
         """By how many bytes a step by the schedule of least memory exceeds what the chain predicts of it.
 
-        Stages are measured one by one; what they share with code outside may cost more when they come together.
+        Stages are measured one by one; memory shared with code outside the stages may cost more in a whole step.
         """
         schedule = _tight(chain)
         way = BySchedule(schedule)

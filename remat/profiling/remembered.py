@@ -88,8 +88,8 @@ def _of_module(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _plain_in(value: Any) -> tuple[Any, ...]:
-    """What can be compared of an attribute: a number or a name, those that an object or a container holds, as a
-    configuration does, and which function it is."""
+    """The comparable parts of an attribute: numbers and strings, also inside an object or a container such as a
+    configuration, and the identity of functions."""
     if type(value) in _PLAIN:
         return (value,)
     if isinstance(value, (nn.Module, torch.Tensor)):

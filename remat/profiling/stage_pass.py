@@ -49,7 +49,7 @@ class Pass(ABC):
         known: what an earlier pass found out.
         contiguous: gradients of the model's output are contiguous, also where the output is not.
         output_held: the output lives until all backwards are over.
-        replaced: knows the buffers that were set up since the profile began.
+        replaced: the buffers that were replaced since the profile began.
         each_stage: called with the number of each stage before it is measured.
         visitor: visits each stage instead of the usual measurements.
 
@@ -146,7 +146,7 @@ class Pass(ABC):
             if self.gauge.of_memory:
                 with self.gauge.span("left", index):
                     pass
-        del copies  # of buffers: what is measured above is compared, so that they must be there all the time
+        del copies  # of buffers, kept until here so that all measurements above include them
         return following
 
     def _forward_without_saving(

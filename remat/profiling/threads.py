@@ -17,7 +17,7 @@ from remat.utils.warn import warn
 
 @contextmanager
 def warning_of_threads(device: torch.device) -> Iterator[None]:
-    """Afterwards it is said if operators ran in threads that were started inside."""
+    """Afterwards, warns if operators ran in threads that were started inside."""
     watch = _Threads()
     if device.type != "cpu":
         yield

@@ -1,4 +1,4 @@
-"""What variables of a running forward hold: memory that is freed when functions return, not by a backward."""
+"""Memory held by local variables of a running forward, which is freed when functions return, not by a backward."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class LetGo(NamedTuple):
 
 
 class Variables:
-    """Follows what is made outside of the stages and held by variables of the functions that are running.
+    """Tracks storages that code outside the stages allocates and local variables of the running functions hold.
 
-    To be used in a forward of its own, in which no memory is measured: looking at variables makes them live longer.
+    Use it in a separate forward without memory measurements, because reading variables extends their lifetime.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Variables:
         self._held: list[tuple[int, StorageWeakRef, int]] = []
 
     def counts_elsewhere(self, value: Any) -> None:
-        """What a stage computed, or is handed: the stage accounts for it."""
+        """Excludes the inputs and outputs of a stage, which the stage's terms count."""
         for tensor in tensors(value):
             self._see(tensor)
 
@@ -54,7 +54,7 @@ class Variables:
         self._held = held
 
     def piece_ended(self, index: int, root: CodeType) -> None:
-        """Notes what variables hold that a piece of code outside made, which ends now.
+        """Records the storages that variables hold at the end of piece `index`, which allocated them.
 
         Args:
             root: the function that called the model.

@@ -64,7 +64,7 @@ SOLVERS: dict[str, type[Solver]] = {
 
 
 _COMMON = ("slots", "options")
-WITH_HOST = (Persistent.name, Fastest.name, Offload.name)  # for which a limit of the host's memory has a meaning
+WITH_HOST = (Persistent.name, Fastest.name, Offload.name)  # planners that accept a `host_limit`
 
 
 def make_solver(solver: str | Solver, **options: object) -> Solver:

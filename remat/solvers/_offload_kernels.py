@@ -41,7 +41,7 @@ def _border(s, j, moves):
 
 @njit(cache=True, nogil=True, inline="always")
 def _left_border(j, moves):
-    """The border of the part of a split that comes second."""
+    """The border of the second part of a split, which has only the copy back."""
     most = moves[0].shape[1]
     return 0 if j == 0 else most + (j - 1) % most + 1
 

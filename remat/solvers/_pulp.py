@@ -1,4 +1,4 @@
-"""Linear programs through PuLP: which backend, and what it truly said."""
+"""Linear programs through PuLP: the choice of a backend, and the reliable status of its result."""
 
 from __future__ import annotations
 

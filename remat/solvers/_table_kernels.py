@@ -63,8 +63,8 @@ def _relax(flat, out, left, right, cost, count):
     """out = min(out, left + right + cost) on `count` entries of the flat table from these positions on.
 
     Positions in one flat array, not slices of it: making a slice counts references, which two threads contend for.
-    Unsigned ones, and a select in place of a branch, are what lets LLVM use vector instructions. Adding zero keeps it
-    from taking the select for a conditional store, for which AVX2 has only a slow masked one: four times as fast.
+    Unsigned positions, and a select instead of a branch, let LLVM vectorise the loop. Adding zero prevents LLVM from
+    compiling the select as a conditional store, which is slow (masked) in AVX2: the loop is four times as fast.
     """
     o, a, b = np.uint64(out), np.uint64(left), np.uint64(right)
     for i in range(np.uint64(count)):
@@ -105,7 +105,7 @@ def _two_splits(flat, ranges, columns, out, lefts, rights, needs, shifts, costs)
     start_b = max(needs[1], first[lefts[1]], shifts[1] + first[rights[1]])
     first[out] = min(first[out], start_a, start_b)
     end = full[out]
-    # Where neither part gets any faster, a split costs the same at all slots: mostly more than what is there.
+    # Beyond the slots at which both parts are fastest, a split's cost is constant, and mostly above the present entry.
     flat_a = max(full[lefts[0]], full[rights[0]] + shifts[0], start_a)
     flat_b = max(full[lefts[1]], full[rights[1]] + shifts[1], start_b)
     level = max(flat_a, flat_b)

@@ -35,13 +35,13 @@ _TABLE_LIMIT = 2**29  # bytes of a table; long chains get fewer slots, and beyon
 class Offload(Solver):
     """The fastest memory-persistent schedule in which what stages save may also wait in the host's memory.
 
-    It weighs what `Fastest` plans without the host too, so no plan is slower than by recomputation alone. Which options
-    of a chain send something to the host a profile says that was asked for it (`remat.profile(..., offload=True)`).
+    It also considers the plans of `Fastest` without offloading, so no plan is slower than with recomputation alone. The
+    options that offload come from `remat.profile(..., offload=True)`.
 
     Attributes:
         slots: into how many units the budget is divided; more are finer, slower and larger.
-        host_limit: of the host's memory (an int, or "32GiB"); None: as much as there is. Where all that pays would take
-            more, only the first stages of the chain send something, as many as fit: theirs has the longest to wait.
+        host_limit: how much of the host's memory to use (an int, or "32GiB"); None: no limit. If the best plan exceeds
+            it, only the first stages of the chain offload, as many as fit, because their activations wait longest.
     """
 
     slots: int = 500
@@ -161,8 +161,8 @@ def _least_operations(chain: Chain, first: int) -> Operations:
 def beside(chain: Chain, stage: int) -> float:
     """Seconds for which a copy of what `stage` saves can hide, either way.
 
-    Beside a copy out the next stage runs forward, as far as a recomputation of it may end early, and beside a copy back
-    its backward.
+    A copy out overlaps with the next stage's forward, which may be a recomputation that ends early, and a copy back
+    with the next stage's backward.
     """
     return min(chain.replay_seconds[stage], chain.fwd_seconds[stage], chain.bwd_seconds[stage])
 

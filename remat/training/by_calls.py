@@ -1,4 +1,4 @@
-"""`fit` where no plan is possible: training under DTR at module granularity, after steps in which it is learned."""
+"""`fit` without a plan: training under DTR at module granularity, after trial steps that measure the modules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from remat.training.said import conclude, say
 from remat.training.setup import Setup
 from remat.utils.progress import Progress, shown
 
-_REHEARSALS = 3  # one may fail operator by operator, and tell what the units are; one may find that others fit
+_REHEARSALS = 3  # one may fail at operator granularity and show the units; another may find that other units fit
 _ATTEMPTS = 8  # to find the least memory of DTR
 
 
@@ -111,7 +111,7 @@ def _rehearsed(dtr: DTR, bench: Bench) -> tuple[Report | None, int]:
 
 
 def _least_by_calls(model: nn.Module, bench: Bench, first: int, below: int | None, tell: Progress) -> int | None:
-    """A budget that is enough, about the least from `first` on; None where none was found."""
+    """About the least budget, from `first` on, with which a step succeeds; None if none was found."""
     fails, works, budget = 0, None, first
     for attempt in range(_ATTEMPTS):
         if attempt:
@@ -132,7 +132,10 @@ def _least_by_calls(model: nn.Module, bench: Bench, first: int, below: int | Non
 
 
 def fits_by_operators(model: nn.Module, sample: Any, budget: int, setup: Setup) -> str:
-    """Says so where the model trains within the budget operator by operator, as recurrent layers may."""
+    """A hint for the error message if a step under DTR at operator granularity fits the budget; else an empty string.
+
+    Recurrent layers are an example.
+    """
     with Bench(model, sample, setup.loss, output_held=setup.output_held) as bench:
         way = UnderDTR(DTR(budget, granularity="operator"), bench.sample_bytes)
         for _ in range(_REHEARSALS):

@@ -1,4 +1,4 @@
-"""Which plan serves a call of a model: the one of before, one that covers it, or one that is made for it."""
+"""The choice of a plan for each call of a model: the last one, one for a larger input, or a new one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LENGTHS_TRIED = 4  # to find the longest sequence that fits
 
 
 class _Enough(Exception):
-    """Ends a profile of which the bytes are wanted alone."""
+    """Raised to end a profile once the sizes are known."""
 
 
 class _Latest(NamedTuple):
@@ -70,7 +70,7 @@ class PlansByInput:
         self._plans.clear()
 
     def forget(self) -> None:
-        """The model is another than the one that was measured."""
+        """Drops all plans, because the model has changed since it was measured."""
         self._state = None
         self._plans.clear()
 
@@ -78,7 +78,7 @@ class PlansByInput:
         return Validity.of(self._planned.model, call)
 
     def repeated(self, call: Arguments) -> RunningPlan | None:
-        """The plan of the call before, where nothing has changed since; None where something has."""
+        """The plan of the last call if the call, the present plan and the model are unchanged; else None."""
         latest = self._latest
         if latest is None or latest.present is not self._planned.plan or latest.look != look_of(call):
             return None
@@ -134,7 +134,7 @@ class PlansByInput:
         return self._plans[state]
 
     def _known(self) -> dict[Validity, RunningPlan]:
-        """All plans that there are, by what they hold for."""
+        """All present plans, by the inputs and model state for which they are valid."""
         if self._planned.plan is None or self._state is None:
             return {}
         return {self._state: self._planned.plan, **self._plans}
@@ -150,7 +150,7 @@ class PlansByInput:
             longer = with_shapes(call, shapes)
             try:
                 plan, note = self._made_for(longer)
-            except Exception:  # a model may have no positions for it, and the limit no room
+            except Exception:  # the longer input may exceed the model's positions, or its plan the limit
                 self._lengths.failed(shapes)
             else:
                 self._lengths.planned(shapes)
@@ -158,7 +158,7 @@ class PlansByInput:
                 if larger:
                     self._say_once(
                         f"a batch is longer than all before, or has more rows ({', '.join(state.inputs)}): measured "
-                        f"and planned again{note}, for longer ones, too. longest= names the most tokens there will be"
+                        f"and planned again{note}, for longer batches too. Set longest= to the most tokens of any batch"
                     )
                 else:
                     warn(f"{self._change(state)}; measured and planned again{note}")
@@ -168,7 +168,7 @@ class PlansByInput:
         return plan
 
     def _change(self, state: Validity) -> str:
-        """What is another than when the model was measured."""
+        """What differs from the measured call or model state, as a phrase for a warning."""
         assert self._state is not None
         if state.inputs != self._state.inputs:
             return f"the input is {', '.join(state.inputs)}, but was measured as {', '.join(self._state.inputs)}"
@@ -180,10 +180,10 @@ class PlansByInput:
         return "train flags, frozen parameters or autocast have changed since it was measured"
 
     def _for_itself(self, call: Arguments, state: Validity, *, larger: bool = False) -> RunningPlan:
-        """Measures and plans for an input; `larger`: than those before, and else like them.
+        """A new plan for exactly this input; `larger`: it is like earlier inputs, but larger.
 
         Raises:
-            InfeasibleBudget: it does not fit, and is not to train all the same.
+            InfeasibleBudget: it does not fit, and `when_short` is "error".
         """
         try:
             plan, note = self._made_for(call)
@@ -208,7 +208,7 @@ class PlansByInput:
     def _made_for(
         self, call: Arguments, request: Request | None = None, *, estimate: bool = False
     ) -> tuple[RunningPlan, str]:
-        """A plan for this input, by the present request where none is given; with a remark on it."""
+        """A plan for this input, for `request` or else the present one; and a remark for the warning."""
         planned, note = self._planned, ""
         before = planned.chain, planned.plan, planned.request
         loss = planned.setup.loss
@@ -219,7 +219,7 @@ class PlansByInput:
             except Exception as error:
                 if loss is None:
                     raise
-                # A loss often holds the targets of the batch it was given with, which another shape does not fit.
+                # A loss often captures the targets of one batch, whose shape does not match another input.
                 note = f"; the loss fails on it ({error}) and is assumed to take no memory or time"
                 planned.chain = planned.profile(call, None, **more)
             planned.plan_as(request or planned.request)
@@ -246,7 +246,7 @@ class PlansByInput:
         plan, _ = self._made_for(call, self._planned.request._replace(bounded=False))
         self._say_once(
             f"the input is {', '.join(state.inputs)}, which needs {format_bytes(error.minimum)} and does not fit "
-            f"{format_bytes(error.budget)}: it trains by the schedule of least memory, as all will that do not fit",
+            f"{format_bytes(error.budget)}: this and any other such input trains by the schedule of least memory",
             OverBudgetWarning,
         )
         return plan
@@ -274,7 +274,7 @@ class PlansByInput:
         return fits or None
 
     def _say_once(self, text: str, kind: type[Warning] = UserWarning) -> None:
-        """Of batches that are longer than those before, once for each kind."""
+        """Warns once for each category."""
         if kind not in self._said:
             self._said.add(kind)
             warn(text, kind)

@@ -24,12 +24,12 @@ from remat.simulation import peak_and_makespan, store_all_peak
 from remat.solvers import planner
 from remat.solvers.base import Solver
 
-# Bytes of state for each byte of parameters, and besides for each of their elements: mixed precision keeps parameters
-# and both moments in float32.
+# Bytes of optimiser state per byte of parameters, and, in addition, per element: mixed precision keeps parameters and
+# both moments in float32.
 OPTIMISERS: Mapping[str, tuple[int, int]] = {
     **{"none": (0, 0), "sgd": (0, 0), "momentum": (1, 0), "adam": (2, 0), "adam-mixed": (0, 12)},
 }
-_USABLE = 0.95  # of a device's memory: its context and what its allocator leaves between blocks take the rest
+_USABLE = 0.95  # of a device's memory: its context and the fragmentation of its allocator take the rest
 _TRIES = 6  # of batches that are looked at for the largest
 
 
@@ -59,10 +59,10 @@ class Estimate:
     """The estimated memory and time of training a model on a device.
 
     Attributes:
-        chain: what its stages cost there, for `solve`, `compare` and the rest.
-        static: what is there besides.
+        chain: the estimated costs of its stages on the device, for `solve`, `compare` and other functions.
+        static: memory of parameters, gradients, optimiser state and buffers.
         batch: rows of the sample.
-        host_limit: of the host's memory, for what leaves the device meanwhile; None: nothing does.
+        host_limit: how much of the host's memory offloaded activations may take; None: nothing is offloaded.
     """
 
     device: Device
@@ -186,14 +186,13 @@ def estimate(
 
     Args:
         model: any module; its parameters may be on the meta device: `with torch.device("meta"): model = ...`.
-        sample: its input, as for `profile`. Values of whole numbers (masks, positions) are looked at.
+        sample: its input, as for `profile`. The estimate reads the values of integer tensors (masks, positions).
         device: as for `profile`.
-        optimiser: whose state counts: "none", "sgd", "momentum", "adam" (both moments in the parameters' own type) or
-            "adam-mixed" (parameters and both moments in float32 besides).
-        shards: devices over which parameters, gradients and optimiser state are spread, block by block (FSDP).
-        host_limit: how much of the host's memory may hold what leaves the device between forward and backward (an int,
-            or "64GiB").
-        options: of `profile`.
+        optimiser: whose state is counted: "none", "sgd", "momentum", "adam" (both moments in the parameters' dtype) or
+            "adam-mixed" (also parameters and both moments in float32).
+        shards: devices over which parameters, gradients and optimiser state are sharded, block by block (FSDP).
+        host_limit: how much of the host's memory offloaded activations may take (an int, or "64GiB").
+        options: keyword arguments of `profile`.
 
     Raises:
         RematError: no such device or optimiser.

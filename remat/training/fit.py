@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 AUTO = "auto"
-_HOPELESS = 4  # times what there is, that plans need: nothing else will do with so little either
+_HOPELESS = 4  # if the minimum of all plans exceeds the limit by this factor, DTR is not tried either
 
 
 def fit(
@@ -60,12 +60,12 @@ def fit(
 
         remat.fit(model, sample, memory="8GiB")
 
-    It can be called again, on the same model, for another limit or sample: the plan of before is replaced. Where
-    anything fails, the model stays as it was, with the plan that it had.
+    Call it again on the same model for another limit or sample: the new plan replaces the old one. If a call fails, the
+    model and its plan stay as they were.
 
-    Where no chain is found in the model, or too little of the memory lies in it for any plan to fit, it trains under
-    DTR by calls (`remat.DTR`) from the forward to the end of the backward, which is said on stderr. Some steps are run
-    before, to learn what calls of its modules take.
+    If no chain is found in the model, or no plan of its chains fits, each training step runs under DTR at module
+    granularity (`remat.DTR`), from the forward to the end of the backward; a message on stderr says so. Before that,
+    some trial steps measure the module calls.
 
     Args:
         model: any module.
@@ -89,8 +89,8 @@ def fit(
         output_held: count the output as held by the caller until the backward is over, as by
             `out = model(x); loss = criterion(out, y); loss.backward()`; False where the loop never names it.
         options, keep, recompute: plan with ways to keep a part of what a stage saves, as for `rotor.Checkpointable`.
-        host_limit: how much of the host's memory may hold what leaves the device meanwhile, as for
-            `rotor.Checkpointable`; DTR sends nothing there.
+        host_limit: how much of the host's memory offloaded activations may take, as for `rotor.Checkpointable`; DTR
+            does not offload.
 
     Returns:
         The model itself, the same object of the same class, trained within the limit until `remat.remove(model)`.
@@ -99,8 +99,8 @@ def fit(
         InfeasibleBudget: nothing fits; `minimum` is the least memory that works.
         InvalidBudget: `memory` in another form.
         RematError: `model` is not a module, or is wrapped by remat already.
-        UnsupportedModel: neither is possible, as where the model is compiled as a whole or checkpoints itself; of
-            several processes or with `stages`: no chain was found.
+        UnsupportedModel: neither a plan nor DTR is possible, as for a model that is compiled as a whole or uses its
+            own checkpointing; with `group` or `stages`: no chain was found.
     """
     setup = Setup(
         loss=loss,
@@ -179,7 +179,7 @@ def fit_at_first_call(model: nn.Module, wish: Wish) -> PatchedForward:
 
 
 def _by_estimate(model: nn.Module, call: Arguments, wish: Wish) -> Runs | None:
-    """What runs a single call by an estimate of what it takes; None, which is plain PyTorch, where there is none."""
+    """What runs a single call by an estimated plan; None (plain PyTorch) if the model cannot be estimated."""
     planned = Planned(model, wish.setup)
     try:
         planned.estimate(call)
@@ -189,7 +189,7 @@ def _by_estimate(model: nn.Module, call: Arguments, wish: Wish) -> Runs | None:
     try:
         planned.plan_with("fastest", wish.limit_for(planned))
     except InfeasibleBudget as error:  # which an estimate is not sure of
-        warn(f"this step, beside a profiler, runs by the schedule of least memory: {error}", OverBudgetWarning)
+        warn(f"a profiler is running, so this step runs by the schedule of least memory: {error}", OverBudgetWarning)
         planned.plan_with("persistent", bounded=False)
     assert planned.plan is not None
     return planned.plan.executor

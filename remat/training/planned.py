@@ -1,4 +1,4 @@
-"""A model that is measured, planned for, and trains by the plan."""
+"""`Planned`: a model with its measured chain and its plan, which its training steps follow."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class Planned:
         return planner(name, self.slots, max(resolve_budget(host_limit) // self.setup.in_flight, 1))
 
     def plan_with(self, solver: str | Solver, limit: Limit | None = None, *, bounded: bool = True) -> None:
-        """Plans for what was measured; plans for other inputs were made as asked for before, and are dropped.
+        """Plans for the measured chain, and drops the plans for other inputs, which followed the old request.
 
         Args:
             bounded: False: the schedule of least memory, whatever that needs.
@@ -243,7 +243,7 @@ class Planned:
     # Training --------------------------------------------------------------------------------------------------------
 
     def take_place(self, patch: PatchedForward | None = None) -> PatchedForward:
-        """Makes the model itself train by the present plan, in place of any earlier one; by this patch, if given."""
+        """Patches the model to follow the present plan, replacing an earlier patch; `patch`: reuse this one."""
         if patch is None:
             before = patched_forward_of(self.model)
             if before is not None:
@@ -272,7 +272,7 @@ class Planned:
         return plan.executor
 
     def figures(self) -> dict[str, int]:
-        """Of the last call: predicted bytes of the peak, and how often something is recomputed."""
+        """The predicted peak in bytes and the number of recomputations of the last call's plan."""
         plan = self.inputs.latest or self.plan
         if plan is None or plan.chain is None:
             return {}

@@ -1,4 +1,4 @@
-"""What `fit` says: which limits there are, how a model trains now, and what no plan can free."""
+"""The messages of `fit`: the possible limits, the chosen plan, and the memory that no plan can free."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TRIED = 64  # limits between the least and storing everything
 
 
 def conclude(patch: PatchedForward, text: str, quiet: bool, figures: Callable[[], dict[str, int]]) -> None:
-    """Says how the model trains now: on stderr, unless it is to be quiet, and where a notebook shows the model."""
+    """Reports how the model trains now: on stderr unless `quiet`, and in the model's HTML in Jupyter."""
     if not patch.model.training:
         text += ". It is in eval mode, where it runs as before: call model.train() to train within the limit"
     patch.summary, patch.figures = text, figures
@@ -44,7 +44,7 @@ def in_a_line(name: str, chain: Chain, schedule: Schedule, limit: int, least: in
 
 
 def choices(kind: str, chain: Chain, solver: Solver) -> str:
-    """What limits there are to choose from: a line each for the least and for the overheads that people ask for."""
+    """The table of possible limits: the minimum, and the limits for the overheads in `_OVERHEADS`."""
     least, most = solver.minimum_budget(chain), store_all_peak(chain)
     if least >= most:
         return f"remat.fit: plans free nothing of the {format_bytes(most)} that {kind} needs"

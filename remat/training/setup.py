@@ -1,4 +1,4 @@
-"""What is asked of a model's training within a memory limit, besides the limit."""
+"""`Setup`: the options of training within a memory limit, without the limit itself."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _said: set[str] = set()
 
 
 def in_another_process(program: str) -> subprocess.Popen[bytes]:
-    """Begins to run Python code that compiles by using what it compiles; this process finds the result on disk."""
+    """Starts a process that compiles numba functions by calling them; this one then finds them in the disk cache."""
     paths = f"import sys; sys.path[:0] = {[path for path in sys.path if path]!r}; "
     return subprocess.Popen(
         [sys.executable, "-c", paths + program],

@@ -1,4 +1,4 @@
-"""Showing what long work is at: a bar in a terminal, a line now and then where there is none."""
+"""Progress of long work: a bar in a terminal, or occasional lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeping the allocator's warnings of blocks that are older than a profile, which are no news, from the terminal."""
+"""Suppresses the allocator's warnings about blocks that were allocated before a profile began."""
 
 from __future__ import annotations
 
