@@ -79,6 +79,7 @@ class StageFacts:
         forms: memory layouts of the gradients of its activation.
         leaves: the leaves that its backward reaches.
         marks, boundary: of a stage whose memory has been measured.
+        keeps: positions of the returned tensors that autograd saves.
         saves: number of tensors that autograd saves for a stage; None before that is known.
         ends_early: whether its recomputations may end with the last saved tensor.
         kept_input: whether code outside the stages still holds its input when it ends.
@@ -96,6 +97,7 @@ class StageFacts:
     leaves: set[torch.Tensor] = field(default_factory=set)
     marks: Marks = NO_MARKS
     boundary: Boundary | None = None
+    keeps: frozenset[int] = frozenset()
     saves: int | None = None
     ends_early: bool = False
     kept_input: bool = True

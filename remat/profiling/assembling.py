@@ -218,6 +218,7 @@ def _in_a_row(stages: Sequence[Stage], memory: Measurement, *, has_loss: bool, o
 
 def _with_code_outside(places: Places, memory: Measurement, let_go: Sequence[LetGo], *, has_loss: bool) -> _Terms:
     facts, last = memory.facts, len(places.stages)
+    let_go = [gone for gone in let_go if gone.position is None or gone.position not in facts[gone.made_in].keeps]
     output_bytes = 0
     if Span("held", last) in memory.regions:
         held_output = memory.of("held", last)
@@ -267,7 +268,9 @@ def _outside_sizes(index: int, memory: Measurement, let_go: Sequence[LetGo], *, 
     input_gone = not (facts.kept_input or memory.saves_output(index - 1))
     forward, backward = memory.of("outside", index), memory.regions.get(Span("backward", index))
     # Freed during this piece, but made earlier: it counts where it was made.
-    start = forward.start_bytes - facts.rebound - sum(gone.size_bytes for gone in let_go if gone.gone_by == index)
+    # What stages returned is in `rebound`.
+    of_code = [gone for gone in let_go if gone.position is None]
+    start = forward.start_bytes - facts.rebound - sum(gone.size_bytes for gone in of_code if gone.gone_by == index)
     saved = max(forward.end_bytes - start + (0 if facts.kept_input or input_gone else before.act), 0)
     around = facts.grad + before.grad
     if backward is None:
@@ -292,7 +295,7 @@ def _outside_sizes(index: int, memory: Measurement, let_go: Sequence[LetGo], *, 
 def _held_by_variables(sizes: Sequence[Sizes], let_go: Sequence[LetGo]) -> list[Sizes]:
     """The sizes, with memory that only variables hold counted in the forward overheads until it is freed."""
     found = list(sizes)
-    for made_in, gone_by, size in let_go:
+    for made_in, gone_by, size, _ in let_go:
         maker = found[made_in - 1]
         held = max(min(size, maker.saved - maker.act), 0)  # its activation stays
         found[made_in - 1] = replace(maker, saved=maker.saved - held, save_overhead=maker.save_overhead + held)
@@ -329,7 +332,7 @@ def _besides(
                 handed_on *= facts[index - 1].drops_input
             gone = 0  # for code outside, which frees such memory only after it has begun
             if not places.fixed[index - 1]:
-                gone = sum(held.size_bytes for held in let_go if held.gone_by == index)
+                gone = sum(held.size_bytes for held in let_go if held.gone_by == index and held.position is None)
             excess += now - before - facts[index - 1].act + handed_on + gone - sizes[index - 2].lasting
             passing[index] = max(min(excess, facts[index].passing), 0)
             most = max(most, excess - passing[index])

@@ -245,9 +245,9 @@ class ModelPass(Pass):
         self.facts[index].marks = replace(marks, changed_bytes=marks.changed_bytes + calls.state_bytes)
         output, _ = output  # what else the calls return, others have been given already
         following = cut(output, partial(self._came_back, index), OUTSIDE, made_by=index)
-        if self.variables is not None:
-            self.variables.counts_elsewhere(following)
         handed = first_tensor(following)
+        if self.variables is not None:
+            self.variables.returned(index, following, handed)
         self._alive.returned(following)
         if index + 1 in self.places.follows:
             self._route.hand_on(index, handed)

@@ -185,6 +185,9 @@ class Pass(ABC):
         if not tensors(activation):
             raise UnsupportedModel(f"stage {stage.name!r} returned no tensor")
         facts.act, facts.grad = storage_bytes(activation), self._gradient_bytes(index, activation)
+        returned = tensors(output)
+        facts.keeps = frozenset(place for place, tensor in enumerate(returned) if saved.among(tensor))
+        del returned
         facts.boundary = Boundary(
             act=facts.act,
             grad=facts.grad,

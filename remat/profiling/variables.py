@@ -15,20 +15,24 @@ from remat.runtime.pytree import storage_of, tensors
 
 
 class LetGo(NamedTuple):
-    """A storage that code outside the stages allocated, that only variables held, and that the forward freed later.
+    """A storage that only variables held, and that the forward freed later.
 
     Attributes:
-        made_in: the piece of code outside that allocated it.
+        made_in: the piece of code outside that allocated it, or the stage that returned it.
         gone_by: the stage before whose start, or the piece of code outside before whose end, it was freed.
+        position: among the tensors that the stage returned; None for one of a piece of code outside.
     """
 
     made_in: int
     gone_by: int
     size_bytes: int
+    position: int | None = None
 
 
 class Variables:
-    """Tracks storages that code outside the stages allocates and local variables of the running functions hold.
+    """Tracks storages that local variables of the running functions hold.
+
+    Code outside the stages allocates them, or a stage returns them beside its activation.
 
     Use it in a separate forward without memory measurements, because reading variables extends their lifetime.
     """
@@ -36,7 +40,7 @@ class Variables:
     def __init__(self) -> None:
         self.let_go: list[LetGo] = []
         self._seen: dict[int, StorageWeakRef] = {}
-        self._held: list[tuple[int, StorageWeakRef, int]] = []
+        self._held: list[tuple[StorageWeakRef, LetGo]] = []
 
     def counts_elsewhere(self, value: Any) -> None:
         """Excludes the inputs and outputs of a stage, which the stage's terms count."""
@@ -46,12 +50,18 @@ class Variables:
     def look(self, index: int) -> None:
         """Records what was freed before stage `index` begins, or code outside ends, or the model returns."""
         held = []
-        for made_in, memory, size in self._held:
+        for memory, entry in self._held:
             if memory.expired():
-                self.let_go.append(LetGo(made_in, index, size))
+                self.let_go.append(entry._replace(gone_by=index))
             else:
-                held.append((made_in, memory, size))
+                held.append((memory, entry))
         self._held = held
+
+    def returned(self, index: int, output: Any, activation: Any) -> None:
+        """Stage `index` has returned this: what is not its activation may be freed before the backward."""
+        self.counts_elsewhere(activation)
+        for position, tensor in enumerate(tensors(output)):
+            self._hold(index, tensor, position)
 
     def piece_ended(self, index: int, root: CodeType) -> None:
         """Records the storages that variables hold at the end of piece `index`, which allocated them.
@@ -61,10 +71,13 @@ class Variables:
         """
         for value in _values_of_frames(root):
             for tensor in tensors(value):
-                storage = self._see(tensor)
-                if storage is not None:
-                    size = rounded(storage_of(tensor).nbytes(), tensor.device)
-                    self._held.append((index, storage, size))
+                self._hold(index, tensor)
+
+    def _hold(self, index: int, tensor: torch.Tensor, position: int | None = None) -> None:
+        storage = self._see(tensor)
+        if storage is not None:
+            size = rounded(storage_of(tensor).nbytes(), tensor.device)
+            self._held.append((storage, LetGo(index, index, size, position)))
 
     def _see(self, tensor: torch.Tensor) -> StorageWeakRef | None:
         """A weak reference to the memory of a tensor, if it was not seen before; None where it has no single one."""

@@ -136,6 +136,36 @@ class Dense(nn.Module):
         return torch.cat(found, 1)
 
 
+class Attention(nn.Module):
+    """Also returns its scores, which autograd does not save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = self.wide(x)
+        scores = wide @ wide.T
+        return self.narrow(scores.softmax(-1) @ wide), scores
+
+
+class Collecting(nn.Module):
+    """Variables hold what blocks return besides, until the forward ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.last = nn.ModuleList(Attention() for _ in range(6)), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        collected = []
+        for block in self.blocks:
+            x, scores = block(x)
+            collected.append(scores)
+        x = x * len(collected)
+        del collected
+        return self.last(x)
+
+
 def _mlp(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(width, 256), nn.GELU(), nn.Linear(256, 64))
 
@@ -146,8 +176,9 @@ def _mlp(width: int) -> nn.Module:
         (lambda: models.UNet(width=8, levels=3), (4, 3, 64, 64), 1.005),
         (Residual, (256, 64), 1.08),
         (Dense, (256, 64), 1.3),
+        (Collecting, (256, 64), 1.15),
     ],
-    ids=["UNet", "Residual", "Dense"],
+    ids=["UNet", "Residual", "Dense", "Collecting"],
 )
 def test_code_between_stages_counts_for_what_it_keeps(make, shape: tuple[int, ...], at_most: float) -> None:
     """A concatenation keeps none of its inputs, gradients that pass stages by wait, and views share their memory."""
