@@ -334,10 +334,17 @@ def _besides(
             if not places.fixed[index - 1]:
                 gone = sum(held.size_bytes for held in let_go if held.gone_by == index and held.position is None)
             excess += now - before - facts[index - 1].act + handed_on + gone - sizes[index - 2].lasting
-            passing[index] = max(min(excess, facts[index].passing), 0)
-            most = max(most, excess - passing[index])
+            apart = sum(gone.size_bytes for gone in let_go if _is_held(gone, run, index, places))  # in their own terms
+            passing[index] = max(min(excess, facts[index].passing) - apart, 0)
+            most = max(most, excess - apart - passing[index])
         lasting += most
     return lasting, passing
+
+
+def _is_held(gone: LetGo, run: range, index: int, places: Places) -> bool:
+    """Whether a variable still holds this, which a stage of the run returned, when `index` begins."""
+    returned = gone.position is not None and run.start <= gone.made_in < index
+    return returned and (index < gone.gone_by or (index == gone.gone_by and places.fixed[index - 1]))
 
 
 def _level(memory: Measurement, index: int) -> int:
