@@ -110,7 +110,7 @@ class Bench:
     def peak(self, step: TrainingStep) -> Peak:
         """`peak_bytes`, and what the allocator has reserved."""
         meter = MemoryMeter(self.device)
-        torch.clear_autocast_cache()  # a training step is an autocast block of its own, which casts parameters anew
+        torch.clear_autocast_cache()  # else it would be freed in the step
         with step.around(), meter.session(), meter.region():
             step()
         (region,) = meter.regions
@@ -149,7 +149,6 @@ class Bench:
 
     def seconds(self, step: TrainingStep) -> float:
         """How long a step takes."""
-        torch.clear_autocast_cache()
         with step.around():
             return elapsed(self.device, step)
 
@@ -225,6 +224,7 @@ class TrainingStep:
         return self._running.execution.host_bytes()
 
     def __call__(self, foreign: ForeignGradients | None = None) -> None:
+        torch.clear_autocast_cache()  # a training step is an autocast block of its own, which casts parameters anew
         with self._running.step():
             self._train(foreign)
 

@@ -362,3 +362,24 @@ def test_what_only_operators_can_train_is_named() -> None:
     with pytest.raises(InfeasibleBudget) as told:
         remat.fit(model, x, memory=0.05, loss=lambda y: y.square().mean(), quiet=True)
     assert "granularity" not in str(told.value)
+
+
+@pytest.mark.usefixtures("no_chain")
+def test_copies_that_autocast_makes_of_weights_count_in_each_step() -> None:
+    """Trial steps run in one block of autocast, whose cache has them; steps of the program run in a block each."""
+    torch.manual_seed(0)
+    model, x = Dense(), torch.randn(64, 32)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def step() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(x)
+        loss.backward()
+
+    limit = int(0.9 * _peak(step))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        remat.fit(model, x, limit, quiet=True)
+    assert isinstance(_steps_of(model), Steps)
+    for _ in range(3):
+        assert _peak(step) <= limit

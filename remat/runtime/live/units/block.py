@@ -323,7 +323,9 @@ class UnitsBlock:
             self._note_nodes()
         found = call.returned(output)
         if not known:
-            unit.leaves_others = any(
+            # Autocast may have cast the weights before, and cast them in another call.
+            casts = torch._C._is_any_autocast_enabled() and any(True for _ in code.stage.parameters())
+            unit.leaves_others = casts or any(
                 counted() is not None and counted.piece is None for seen in self._trail for counted in seen.made
             )
             self._trail = []

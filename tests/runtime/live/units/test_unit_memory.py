@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -78,3 +79,28 @@ def _block(budget: int, step: Callable[[], None]) -> remat.DTR:
     with remat.DTR(budget, thrash_limit=None) as dtr:
         step()
     return dtr
+
+
+@pytest.mark.usefixtures("nothing_known")
+@pytest.mark.parametrize("granularity", ["calls", "operator"])
+def test_blocks_that_cast_weights_and_blocks_that_find_them_cast(granularity: str) -> None:
+    """Autocast keeps copies of weights until its block ends, which may be one for many steps or one for each."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.SiLU(), nn.Linear(256, 64)) for _ in range(6)))
+    x = torch.randn(64, 64)
+    allocate_gradients(model)
+
+    def train(block: AbstractContextManager[object]) -> None:
+        with block:
+            model(x).float().square().mean().backward()
+
+    def step(block: AbstractContextManager[object]) -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            train(block)
+
+    budget = int(0.8 * metered(lambda: step(nullcontext()))[0])
+    dtr = remat.DTR(budget, granularity=granularity)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(5):
+            train(dtr)
+    for _ in range(4):
+        assert metered(lambda: step(dtr))[0] <= budget
