@@ -61,7 +61,7 @@ class InfeasibleBudget(RematError, ValueError):
     def __init__(self, budget: int, minimum: int, solver: str = "", *, exact: bool = True) -> None:
         self.budget, self.minimum, self.solver, self.exact = budget, minimum, solver, exact
         by = f" with solver {solver!r}" if solver and solver not in ("fastest", "dtr") else ""
-        by = " for DTR by calls" if solver == "dtr" else by
+        by = " for DTR at module granularity" if solver == "dtr" else by
         forms = " (An int counts bytes; write '5GiB', or a share of what plain PyTorch needs, 0.5.)"
         hint = forms if budget < _FEW_BYTES else ""
         least = f"{format_bytes(minimum)} ({minimum} bytes)" if exact else f"about {format_bytes(minimum)}"

@@ -17,7 +17,7 @@ from remat.solvers.floating import Floating, is_quick
 
 PARTS = "+parts"  # behind the name of a planner: a stage may keep a part of what it saves, which is not in the papers
 FIT = "fit"  # the plan that `remat.fit` takes: the fastest of all planners
-DTR, OPERATORS = "dtr", "dtr-operators"  # by calls, as it chooses itself; operator by operator
+DTR, OPERATORS = "dtr", "dtr-operators"  # at module granularity, as it chooses itself; at operator granularity
 THRASH_LIMIT = 5.0  # x the program's own time; a DTR run that takes longer is thrashing, and is stopped
 DTR_HEURISTIC = DEFAULT  # of DTR operator by operator, where none is named
 
@@ -39,7 +39,7 @@ class ByCalls:
 
 @dataclass(frozen=True)
 class Dynamic:
-    """DTR operator by operator, with a heuristic."""
+    """DTR at operator granularity, with a heuristic."""
 
     name: str
     heuristic: str | Heuristic
@@ -98,7 +98,7 @@ def _native(execution: Execution, purpose: str, needs: str = "") -> StrategyFami
 
 
 def _heuristic(name: str) -> StrategyFamily:
-    purpose = f"DTR operator by operator, score: {HEURISTICS[name].formula}"
+    purpose = f"DTR at operator granularity, score: {HEURISTICS[name].formula}"
     return StrategyFamily(name, purpose, lambda slots: [Dynamic(f"dtr {name}", name)])
 
 
@@ -118,11 +118,11 @@ STRATEGIES: dict[str, StrategyFamily] = {
             plans=True,
         ),
         StrategyFamily(
-            DTR, "DTR by module calls: no plan, so nothing is predicted", lambda slots: [ByCalls()], compared=True
+            DTR, "DTR at module granularity: no plan, so nothing is predicted", lambda slots: [ByCalls()], compared=True
         ),
         StrategyFamily(
             OPERATORS,
-            f"DTR operator by operator, with {DTR_HEURISTIC}",
+            f"DTR at operator granularity, with {DTR_HEURISTIC}",
             lambda slots: [Dynamic(OPERATORS, DTR_HEURISTIC)],
             compared=True,
         ),

@@ -93,7 +93,7 @@ def _offloaded(
 
 
 def dtr(name: str, device: torch.device, small: bool) -> Found:
-    """DTR at shares of the peak, by calls and by operators: bits, and the allocator's peak."""
+    """DTR at shares of the peak, at module and at operator granularity: bits, and the allocator's peak."""
     work = make(name, device, small=small)
     plain = _left_by(work)
     with remat.DTR(2**50, granularity="operator") as block:
@@ -101,7 +101,7 @@ def dtr(name: str, device: torch.device, small: bool) -> Found:
     _left(work.model)
     most = block.report().peak_bytes
     found: Found = {"peak_bytes": most}
-    for granularity in ("calls", "operator"):
+    for granularity in ("module", "operator"):
         for share in _DTR_SHARES:
             budget = int(share * most)
             rows: list[Found] = []
@@ -238,7 +238,7 @@ def two_devices(device: torch.device, small: bool) -> Found:
 
     work = Workload(Split(), torch.randn(1024, 512, device=first), _mean)
     plain = _left_by(work)
-    for granularity in ("calls", "operator"):
+    for granularity in ("module", "operator"):
         for _ in range(_STEPS):
             with remat.DTR("12MiB", granularity=granularity, thrash_limit=20):
                 _backward(work, work.model)
@@ -363,7 +363,7 @@ def _under_everything(
         left = _left_by(work, remat.solve(chain, limit), around, scaler)
         _same_bits(plain, left, f"{what}, within {format_bytes(limit)}")
     shares = []
-    for granularity in ("calls", "operator"):
+    for granularity in ("module", "operator"):
         for _ in range(_STEPS):
             with _buffers_as_before(work.model), warnings.catch_warnings():
                 warnings.simplefilter("ignore")

@@ -122,7 +122,7 @@ class UnderDTR(Execution):
         self.dtr.reserved_bytes = held_bytes
         self.name = f"dtr {dtr.name}"
         # The scratch memory of operators is known from the second step on, what calls of modules do from the third.
-        self.warm_up = 3 if dtr.granularity == "calls" else 2
+        self.warm_up = 3 if dtr.granularity == "module" else 2
 
     @contextmanager
     def step(self) -> Iterator[None]:

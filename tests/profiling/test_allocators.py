@@ -43,7 +43,7 @@ def granules(monkeypatch: pytest.MonkeyPatch, nothing_known: None) -> None:
 
 
 @pytest.mark.usefixtures("granules")
-@pytest.mark.parametrize("granularity", ["operator", "calls"])
+@pytest.mark.parametrize("granularity", ["operator", "module"])
 def test_dtr_counts_what_the_allocator_gives(granularity: str) -> None:
     """Of many small tensors that is several times their size, and the budget holds for it."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)) for _ in range(12)))
@@ -57,7 +57,7 @@ def test_dtr_counts_what_the_allocator_gives(granularity: str) -> None:
     for _ in range(3):
         with remat.DTR("1GiB", granularity=granularity) as dtr:
             step()
-    assert by_calls(dtr) == (granularity == "calls")
+    assert by_calls(dtr) == (granularity == "module")
     sizes = [size for size in dtr._block.ledger.graph.sizes if size]
     assert sizes and all(size % _GRANULE == 0 for size in sizes)
     assert dtr.report().peak_bytes > 12 * 2 * _GRANULE  # what two layers of each block keep is smaller than a granule

@@ -62,7 +62,7 @@ class DTR:
         sampling: look at sqrt(n) random storages when evicting; skip_small: at none under 1 % of the mean size
             (Appendix E.2).
         seed: of random choices.
-        granularity: "calls": from the second block on at a place of the program, calls of modules are replayed as far
+        granularity: "module": from the second block on at a place of the program, calls of modules are replayed as far
             as they are needed, which costs a hook for each tensor that autograd saves, and nothing but a look at each
             call where twice of what blocks there take fits the budget. "operator": every operator
             passes a dispatcher and is repeated by itself, as in the paper.
@@ -85,16 +85,16 @@ class DTR:
         sampling: bool = False,
         skip_small: bool = False,
         seed: int = 0,
-        granularity: str = "calls",
+        granularity: str = "module",
     ) -> None:
         if deallocation != "eager":
             raise RematError(
                 f"deallocation={deallocation!r}: remat.DTR supports 'eager' only, because PyTorch frees tensors as "
                 "the program drops them; try the others in remat.simulate_dtr"
             )
-        if granularity not in ("calls", "operator"):
-            raise RematError(f"unknown granularity {granularity!r}; choose 'calls' or 'operator'")
-        self.granularity = granularity
+        if granularity not in ("module", "calls", "operator"):
+            raise RematError(f"unknown granularity {granularity!r}; choose 'module' or 'operator'")
+        self.granularity = "module" if granularity == "calls" else granularity  # its name until 0.2
         if costs not in ("measured", "model"):
             raise RematError(f"unknown costs {costs!r}; choose 'measured' or 'model'")
         if thrash_limit is not None and not thrash_limit > 1:
@@ -134,7 +134,7 @@ class DTR:
             self._block = self._by_calls(ways)
             self._block.enter()
         else:
-            self._block = self._by_operators(observes=self.granularity == "calls")
+            self._block = self._by_operators(observes=self.granularity == "module")
         return self
 
     def _begin_at(self, here: Hashable) -> Sequence[Ways]:
@@ -143,7 +143,7 @@ class DTR:
         if self.chooses:
             self._heuristic = self.name = heuristic_at((here, self.budget))
             self.heuristic = make_heuristic(self.name)
-        ways = ways_at((here, self.budget)) if self.granularity == "calls" else []
+        ways = ways_at((here, self.budget)) if self.granularity == "module" else []
         return ways if any(each.modules for each in ways) else []
 
     def block_for(self, root: nn.Module, reserved_bytes: int) -> UnitsBlock | None:
@@ -169,7 +169,7 @@ class DTR:
         if isinstance(self._block, UnitsBlock | RoomyBlock):
             return self._block.is_routine
         known = ways_at((self._place, self.budget))
-        return self.granularity != "calls" or (bool(known) and not any(each.modules for each in known))
+        return self.granularity != "module" or (bool(known) and not any(each.modules for each in known))
 
     def _by_operators(self, *, observes: bool, root: nn.Module | None = None, held: int = 0) -> Block:
         block = Block(

@@ -229,7 +229,7 @@ def test_plans(does: str) -> None:
         assert_same(plain, found, f"{does} at {limit}")
 
 
-@pytest.mark.parametrize("granularity", ["calls", "operator"])
+@pytest.mark.parametrize("granularity", ["module", "operator"])
 @pytest.mark.parametrize("does", DOES)
 def test_dtr(does: str, granularity: str) -> None:
     plain = trained(model_of(does))
@@ -258,7 +258,7 @@ def test_a_generator_that_nobody_holds() -> None:
     model, x = nn.Sequential(*(Foreign() for _ in range(4))), torch.randn(ROWS, WIDTH)
     with pytest.raises(UnsupportedModel, match=r"torch\.Generator that is neither.*attribute"):
         remat.fit(model, x, memory=0.7, quiet=True)
-    for granularity in ("calls", "operator"):
+    for granularity in ("module", "operator"):
         GLOBAL.manual_seed(3)
         plain = trained(copy.deepcopy(model))
         GLOBAL.manual_seed(3)
@@ -393,7 +393,7 @@ def test_known_calls_at_other_places(kind: type[nn.Module]) -> None:
     assert seen
 
 
-@pytest.mark.parametrize("granularity", ["calls", "operator"])
+@pytest.mark.parametrize("granularity", ["module", "operator"])
 def test_what_is_enlarged_counts(granularity: str) -> None:
     model, x = model_of("enlarges"), torch.randn(ROWS, WIDTH)
     for parameter in model.parameters():
@@ -451,7 +451,7 @@ def test_two_threads_with_models_of_their_own() -> None:
     assert not failed
 
 
-@pytest.mark.parametrize("granularity", ["calls", "operator"])
+@pytest.mark.parametrize("granularity", ["module", "operator"])
 def test_jagged_tensors(granularity: str) -> None:
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
     rows = [torch.randn(5, 16), torch.randn(9, 16)]

@@ -191,7 +191,7 @@ def test_parts_of_blocks(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::remat.OverBudgetWarning", "ignore::remat.ThrashingWarning")
-@pytest.mark.parametrize("granularity", ["calls", "operator"])
+@pytest.mark.parametrize("granularity", ["module", "operator"])
 @pytest.mark.parametrize("name", READS)
 def test_dtr(name: str, granularity: str) -> None:
     plain = trained(model_of(name))

@@ -90,7 +90,7 @@ def test_sizes_that_depend_on_data_are_counted(compute: Callable[[Tensor, Tensor
     assert made < 200 * 300 * 4  # far from the whole, which once was charged
 
 
-@pytest.mark.parametrize("granularity", ["operator", "calls"])
+@pytest.mark.parametrize("granularity", ["operator", "module"])
 def test_what_is_known_of_operators_holds_no_memory(granularity: str) -> None:
     """Arguments are named in what is remembered, and some of them are memory."""
     model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3)))
@@ -160,7 +160,7 @@ def test_numbers_that_autograd_keeps_are_counted() -> None:
         assert dtr.report().peak_bytes >= peak
 
 
-@pytest.mark.parametrize("granularity", ["operator", "calls"])
+@pytest.mark.parametrize("granularity", ["operator", "module"])
 def test_scratch_memory_that_another_profiler_hides_is_told(
     granularity: str, monkeypatch: pytest.MonkeyPatch, nothing_known: None
 ) -> None:

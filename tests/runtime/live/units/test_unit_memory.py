@@ -82,7 +82,7 @@ def _block(budget: int, step: Callable[[], None]) -> remat.DTR:
 
 
 @pytest.mark.usefixtures("nothing_known")
-@pytest.mark.parametrize("granularity", ["calls", "operator"])
+@pytest.mark.parametrize("granularity", ["module", "operator"])
 def test_blocks_that_cast_weights_and_blocks_that_find_them_cast(granularity: str) -> None:
     """Autocast keeps copies of weights until its block ends, which may be one for many steps or one for each."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.SiLU(), nn.Linear(256, 64)) for _ in range(6)))

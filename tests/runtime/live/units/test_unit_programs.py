@@ -219,7 +219,8 @@ def test_what_others_do_in_a_block(kind: str) -> None:
 
 
 def test_a_wrong_granularity_is_refused() -> None:
-    with pytest.raises(RematError, match="choose 'calls' or 'operator'"):
+    assert remat.DTR("1GiB", granularity="calls").granularity == remat.DTR("1GiB", granularity="module").granularity
+    with pytest.raises(RematError, match="choose 'module' or 'operator'"):
         remat.DTR("1GiB", granularity="modules")
 
 
