@@ -31,7 +31,7 @@ class Handed(NamedTuple):
     Attributes:
         own_bytes: size of its values.
         memory_bytes: size of its storage, which is larger for a view, such as one of a concatenation's gradient.
-        memory: that storage.
+        memory: that storage; None if it has no single one.
     """
 
     own_bytes: int
@@ -41,6 +41,8 @@ class Handed(NamedTuple):
     @classmethod
     def of(cls, gradient: torch.Tensor) -> Handed:
         own = rounded(gradient.numel() * gradient.element_size(), gradient.device)
+        if gradient.layout != torch.strided:  # it has no single storage
+            return cls(own, own, None)
         size = storage_bytes(gradient)
         return cls(min(own, size), size, StorageWeakRef(storage_of(gradient)))
 

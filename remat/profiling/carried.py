@@ -109,7 +109,7 @@ def carried_by_activations(facts: Facts) -> list[Carried]:
         sums = max(handed.own_bytes for handed in each.handed)
         alone = sums if len(each.handed) > 1 else 0
         size = max(
-            handed.memory_bytes if handed.memory is not None and longest[handed.memory.cdata] == place else alone
+            handed.memory_bytes if handed.memory is None or longest[handed.memory.cdata] == place else alone
             for handed in each.handed
         )
         found.append(Carried(each.begin, each.end, size, each.summed_in, measured=False, sum_bytes=sums))

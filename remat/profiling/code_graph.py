@@ -15,7 +15,6 @@ from remat.measuring.cuts import made_of
 from remat.measuring.facts import NOTHING_HANDED, Bypass, Facts, Handed
 from remat.measuring.isolating import OUTSIDE, drops_gradients
 from remat.measuring.preserving import ForeignGradients
-from remat.runtime.pytree import storage_of
 
 
 class _Reached(NamedTuple):
@@ -140,7 +139,7 @@ class CodeGraph:
     def came_back(self, stage: int, gradient: torch.Tensor) -> None:
         """A gradient of the activation of a stage has come back from the piece whose backward runs."""
         if stage == self.piece - 1:
-            self._to_stage = StorageWeakRef(storage_of(gradient))
+            self._to_stage = Handed.of(gradient).memory
 
     def _piece_ended(self) -> None:
         for bypass in self._facts.bypasses:

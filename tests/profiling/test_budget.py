@@ -176,7 +176,7 @@ def _mlp(width: int) -> nn.Module:
         (lambda: models.UNet(width=8, levels=3), (4, 3, 64, 64), 1.005),
         (Residual, (256, 64), 1.08),
         (Dense, (256, 64), 1.3),
-        (Collecting, (256, 64), 1.01),
+        (Collecting, (256, 64), 1.1),
     ],
     ids=["UNet", "Residual", "Dense", "Collecting"],
 )
