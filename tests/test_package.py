@@ -53,6 +53,25 @@ def test_every_public_name_is_there() -> None:
         assert callable(getattr(remat, name)) and getattr(remat, name).__doc__
 
 
+NAMES_OF_0_2 = """
+    Chain Comparison DTR Entry Estimate Execution FoundChain FoundStage InfeasibleBudget InvalidBudget
+    InvalidChain InvalidFile InvalidLoss InvalidSample InvalidSchedule InvalidTrace Layout LeftChain
+    MeasurementError Moment NoChain Operation Option OutOfBudget OverBudgetWarning Plan PlanMismatch RematError
+    ReplayError Report Schedule Solver SolverStopped Thrashing ThrashingWarning Trace UnsupportedModel apply
+    compare estimate experiments explore find_chain fit freeze lower_bound minimum_budget models plot_evictions
+    profile remove rotor run simulate simulate_dtr solve solvers
+""".split()
+
+
+@pytest.mark.filterwarnings("ignore:.*has moved:DeprecationWarning")
+def test_names_of_the_last_release_are_there() -> None:
+    """`experiments` has moved to the repository's benchmarks, and is found there for one release."""
+    for name in NAMES_OF_0_2:
+        assert getattr(remat, name) is not None
+    assert set(NAMES_OF_0_2) - set(remat.__all__) == {"experiments"}
+    assert set(remat.__all__) - set(NAMES_OF_0_2) == {"plot_chain", "plot_memory"}
+
+
 def test_a_second_process_compiles_nothing() -> None:
     """Kernels come from the cache on disk: numba counts a hit for each and no miss."""
     code = (
