@@ -75,6 +75,13 @@ plain = median(False, known, lambda turn: 32)
 print(plain, median(True, known, lambda turn: 32), median(True, fresh, lambda turn: 32), median(True, known, fresh))
 """
 
+_IMPORT = """
+import time
+start = time.perf_counter()
+import remat
+print(time.perf_counter() - start)
+"""
+
 
 def _run(program: str, **environment: str) -> list[float]:
     given = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
@@ -97,6 +104,7 @@ def first_use(times: int = 3) -> None:
     # Blocks last: they leave a process behind that compiles the core.
     cores = {"OMP_NUM_THREADS": str(os.cpu_count())}
     for what, program, environment in (
+        ("import remat", _IMPORT, {}),
         ("the first plan", _FIRST_PLAN, {}),
         ("the first fit: README's example", _FIRST_FIT, cores),
         ("the first DTR block", _FIRST_BLOCK, {}),

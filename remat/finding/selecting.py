@@ -4,6 +4,7 @@ A unit is a module call, or several adjacent ones that cannot be separated. Two 
 second works on the unmodified output of the first, and nothing else computed in the first is used once the second has
 begun. Units are refined from the root down: a call is replaced by the units inside it if no tensor bypasses them except
 their activations and tensors only they use. A residual connection bypasses them, so a block that has one stays whole.
+A call with a large part of the memory is cut all the same, if its units then need much less.
 """
 
 from __future__ import annotations

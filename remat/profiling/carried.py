@@ -99,12 +99,10 @@ def carried_by_activations(facts: Facts) -> list[Carried]:
     # A storage that several gradients view lives until the last of them is summed, and counts there; the others count
     # only their sums.
     longest: dict[int, int] = {}
-    for place, each in enumerate(waiting):
-        for handed in each.handed:
+    for place in sorted(range(len(waiting)), key=lambda place: (waiting[place].end, -waiting[place].begin)):
+        for handed in waiting[place].handed:
             if handed.memory is not None:
                 longest.setdefault(handed.memory.cdata, place)
-                if each.end < waiting[longest[handed.memory.cdata]].end:
-                    longest[handed.memory.cdata] = place
     for place, each in enumerate(waiting):
         sums = max(handed.own_bytes for handed in each.handed)
         alone = sums if len(each.handed) > 1 else 0

@@ -166,6 +166,38 @@ class Collecting(nn.Module):
         return self.last(x)
 
 
+class Adding(nn.Module):
+    """Takes what the block before has returned besides, and saves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow, self.scale = nn.Linear(64, 256), nn.Linear(256, 64), nn.Parameter(torch.ones(256))
+
+    def forward(self, x: torch.Tensor, before: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = self.wide(x) if before is None else self.wide(x) + before * self.scale
+        return self.narrow(wide.tanh()), wide + 1
+
+
+class Passing(nn.Module):
+    """What a block returns besides goes to the next one, with its gradient or without."""
+
+    def __init__(self, detached: bool) -> None:
+        super().__init__()
+        self.first, self.blocks, self.last = (
+            nn.Linear(64, 64),
+            nn.ModuleList(Adding() for _ in range(6)),
+            nn.Linear(64, 8),
+        )
+        self.detached = detached
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, beside = self.first(x), None
+        for block in self.blocks:
+            x, beside = block(x, beside)
+            beside = beside.detach() if self.detached else beside
+        return self.last(x)
+
+
 def _mlp(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(width, 256), nn.GELU(), nn.Linear(256, 64))
 
@@ -177,8 +209,10 @@ def _mlp(width: int) -> nn.Module:
         (Residual, (256, 64), 1.08),
         (Dense, (256, 64), 1.3),
         (Collecting, (256, 64), 1.1),
+        (lambda: Passing(detached=False), (256, 64), 1.5),
+        (lambda: Passing(detached=True), (256, 64), 1.5),
     ],
-    ids=["UNet", "Residual", "Dense", "Collecting"],
+    ids=["UNet", "Residual", "Dense", "Collecting", "Passing", "Passing, detached"],
 )
 def test_code_between_stages_counts_for_what_it_keeps(make, shape: tuple[int, ...], at_most: float) -> None:
     """A concatenation keeps none of its inputs, gradients that pass stages by wait, and views share their memory."""

@@ -7,8 +7,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import proxy
 
-import torch
-
 from remat.budgets import resolve_budget
 from remat.errors import InvalidBudget, RematError
 from remat.formatting import card, format_bytes
@@ -123,8 +121,6 @@ class DTR:
     def __enter__(self) -> DTR:
         refuse_inside()
         say_if_newer()
-        if torch._C._is_any_autocast_enabled():
-            torch.clear_autocast_cache()  # in each block weights are cast anew, as in those that are remembered
         ways = self._begin_at(self.where or place())
         if ways:
             roomy = self._roomy(ways)
