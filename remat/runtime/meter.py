@@ -211,7 +211,7 @@ def _regions(roots: list, may_be_idle: bool) -> list[Region]:
 def _cut_in_pieces(marks: list[tuple[int, int]], cuts: list[int]) -> Iterator[tuple[int, int]]:
     """Beginnings and ends of regions, in order; a piece ends where the next one begins."""
     for start, end in sorted(marks):
-        edges = [start, *sorted(cut for cut in cuts if start < cut < end), end]
+        edges = [start, *sorted(cut for cut in cuts if start <= cut <= end), end]
         yield from itertools.pairwise(edges)
 
 
