@@ -10,6 +10,7 @@ A call with a large part of the memory is cut all the same, if its units then ne
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ from typing import NamedTuple
 
 from remat.finding.recording import BEFORE, JAGGED, Key, ModuleCall, RecordedStorage, Recording
 
-WHOLE = 2 / 3  # share of the model's memory from which on a call is too much for one stage
-LARGE = 0.4  # share of the model's memory from which on it is tried to cut a unit where tensors bypass its parts
-WELL = 0.7  # times the memory of the whole, that the parts may take at most for the cut to be worth it
+WELL = 0.85  # share of a cut's least memory that the best of all cuts needs, from which on it is good enough
+LOST = 0.05  # share of a call's memory that may belong to code between its units
+SMALL = 0.02  # share of the model's memory up to which it makes no difference whether a call is cut
+STEP = 0.05  # by which sizes that are tried differ at least
 WORTH = 0.01  # share of the model's memory that recomputing a run of units must be able to free
 
 
@@ -87,44 +89,59 @@ class Selector:
     # Choosing units --------------------------------------------------------------------------------------------------
 
     def choose(self) -> list[Candidate]:
-        """The units of the whole model, in the order in which they run."""
-        return self._inside(self.record.root)
+        """The units of the whole model, in the order in which they run: the coarsest that need little memory."""
+        cuts = [self._inside(self.record.root, largest) for largest in self._sizes()]
+        needs = [self._least_bytes(units) for units in cuts]
+        enough = min(needs) / WELL
+        return next(units for units, least in zip(cuts, needs, strict=True) if least <= enough)
 
-    def _refined(self, call: ModuleCall) -> list[Candidate]:
-        """The units that replace the call: the call itself, or units inside it."""
-        unit = Candidate((call,))
-        whole = self.replayable(unit)
-        if whole and call.saved_bytes <= WHOLE * self.record.saved_bytes:
-            units = self._units_of(call)
-            inner = self._joined(call, units)
-            return self._cut_or_not(call, units, inner if inner is not None and len(inner) > 1 else [unit])
-        inside = self._inside(call)
-        return inside or ([unit] if whole else [])
-
-    def _inside(self, call: ModuleCall) -> list[Candidate]:
-        """Units inside a call that is too large for a unit or cannot be one, even if a tensor bypasses them."""
-        units = self._units_of(call)
-        clean = self._joined(call, units)
-        return units if clean is None else self._cut_or_not(call, units, clean)
-
-    def _cut_or_not(self, call: ModuleCall, units: list[Candidate], clean: list[Candidate]) -> list[Candidate]:
-        """The units of a call, where cutting it there saves much memory although tensors bypass them; else `clean`."""
-        if len(units) <= len(clean) or max(unit.saved_bytes for unit in clean) <= LARGE * self.record.saved_bytes:
-            return clean
-        return units if self._least_bytes(call, units) < WELL * self._least_bytes(call, clean) else clean
-
-    def _least_bytes(self, call: ModuleCall, units: Sequence[Candidate]) -> int:
-        """About the least memory of a call: what recomputing its units cannot free, and the largest of them."""
+    def _least_bytes(self, units: Sequence[Candidate]) -> int:
+        """About the least memory of a step: what recomputing the units cannot free, and the largest of them."""
         freed = sum(map(self.freed_bytes, self.runs(units)))
-        return call.saved_bytes - freed + max(unit.saved_bytes for unit in units)
+        return self.record.saved_bytes - freed + max((unit.saved_bytes for unit in units), default=0)
 
-    def _units_of(self, call: ModuleCall) -> list[Candidate]:
+    def _sizes(self) -> list[float]:
+        """Sizes from which on units are cut where tensors bypass their parts, in falling order."""
+        found = {call.saved_bytes for call in self.record.calls() if call.children}
+        worth = sorted((size for size in found if size > SMALL * self.record.saved_bytes), reverse=True)
+        sizes: list[float] = [math.inf]
+        for size in worth:  # a unit of exactly this size is cut
+            if size - 1 < (1 - STEP) * sizes[-1]:
+                sizes.append(size - 1)
+        return sizes
+
+    def _refined(self, call: ModuleCall, largest: float) -> list[Candidate]:
+        """The units that replace the call: the call itself, or units inside it.
+
+        It is cut where that frees as much as recomputing the call would; above `largest`, wherever it can be.
+        """
+        unit = Candidate((call,))
+        inside = self._inside(call, largest)
+        if not self.replayable(unit) or (inside and call.saved_bytes > largest):
+            return inside
+        nothing_bypasses = inside and inside == self._joined(call, inside)
+        if nothing_bypasses and len(inside) > 1 and self._loses(call, inside) <= LOST * call.saved_bytes:
+            return inside
+        return [unit]
+
+    def _inside(self, call: ModuleCall, largest: float) -> list[Candidate]:
+        """The units inside a call; those that a tensor skips are joined, as far as none gets too large."""
+        units = self._units_of(call, largest)
+        joined = self._joined(call, units)
+        too_large = joined is None or any(unit.saved_bytes > largest for unit in joined)
+        return units if joined is None or too_large else joined
+
+    def _loses(self, call: ModuleCall, units: Sequence[Candidate]) -> int:
+        """Bytes that recomputing the call frees, and recomputing these units of it does not."""
+        return self.freed_bytes([Candidate((call,))]) - sum(map(self.freed_bytes, self.runs(units)))
+
+    def _units_of(self, call: ModuleCall, largest: float) -> list[Candidate]:
         """Units of the children, with inseparable ones joined, and without runs that would free too little memory."""
         found: list[Candidate] = []
         for child in call.children:
             if not child.returned or child.goes_on is None:
                 continue
-            found += self._refined(child) if child.children else [Candidate((child,))]
+            found += self._refined(child, largest) if child.children else [Candidate((child,))]
         usable = [unit for unit in self.joined_where_needed(found) if self.replayable(unit)]
         return [unit for run in self.runs(usable) if self._is_worth_it(run) for unit in run]
 
@@ -150,11 +167,11 @@ class Selector:
         return self.freed_bytes(run) > WORTH * self.record.saved_bytes
 
     def freed_bytes(self, run: Sequence[Candidate]) -> int:
-        """Bytes that recomputing a run can free: saved tensors that it computes, without its output."""
-        last = run[-1].goes_on
+        """Bytes that recomputing a run can free: saved tensors that it computes, without its outputs."""
+        outputs = {key.storage for key in run[-1].calls[-1].returned}
         made = self._made_between(run[0].begin, run[-1].end)
         kept = (address for address in made if self.storages[address].saved_by is not None)
-        return sum(self.storages[address].size for address in kept if last is None or address != last.storage)
+        return sum(self.storages[address].size for address in kept if address not in outputs)
 
     def _made_between(self, begin: int, end: int) -> Sequence[int]:
         """The storages that operators `begin` to `end` computed."""
