@@ -16,17 +16,8 @@ from remat.runtime.pytree import storage_of
 Forms = tuple[Form | None, ...]
 
 
-@dataclass
-class Side:
-    """A side input: a tensor passed to stages besides their activation, and the largest size of its gradient."""
-
-    users: list[int]
-    producer: int
-    gradient_bytes: int
-
-
 class Handed(NamedTuple):
-    """A gradient that the backward of code outside the stages returns.
+    """A gradient that the backward of a stage, or of code outside, returns.
 
     Attributes:
         own_bytes: size of its values.
@@ -37,6 +28,11 @@ class Handed(NamedTuple):
     own_bytes: int
     memory_bytes: int
     memory: StorageWeakRef | None
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is a view of larger memory."""
+        return self.own_bytes < self.memory_bytes
 
     @classmethod
     def of(cls, gradient: torch.Tensor) -> Handed:
@@ -51,18 +47,21 @@ NOTHING_HANDED = Handed(0, 0, None)
 
 
 @dataclass
-class Bypass:
-    """Gradients that bypass stages: from one piece of code outside the stages to an earlier one, as of a residual.
+class Receiver:
+    """A tensor that gets gradients of several stages and pieces of code, or of another than the one behind it.
 
     Attributes:
-        end: the earlier piece, which receives them.
-        by_piece: the gradient that each later piece contributes.
-        shared: the gradient of the last of these pieces is also the gradient of the stage before that piece.
+        end: the stage or piece whose backward needs the sum.
+        handed: the gradient that each later stage or piece contributes.
     """
 
     end: int
-    by_piece: dict[int, Handed] = field(default_factory=dict)
-    shared: bool = False
+    handed: dict[int, Handed] = field(default_factory=dict)
+
+    def takes(self, source: int, gradient: torch.Tensor) -> None:
+        """`source` has computed this gradient, of which the largest counts: a view's memory is that of the whole."""
+        found = Handed.of(gradient)
+        self.handed[source] = max(self.handed.get(source, found), found, key=lambda each: each.memory_bytes)
 
 
 class StageOutput(NamedTuple):
@@ -113,9 +112,8 @@ class Facts:
 
     Attributes:
         stages: 0 is the model's input, L+1 the loss.
-        sides: side inputs, by identity.
-        used: for each stage output, the pieces of code outside the stages that use it, with the gradient of each.
-        bypasses: gradients that go from one piece of code outside the stages to another.
+        receivers: the tensors that gradients come back to, other than from each stage to the one before it.
+        backs: for each stage or piece, the gradient of its activation as the one behind it computes it.
         in_output: bytes of stage outputs that were alive when a later stage of the same run began, and that are freed
             only with the model's output.
         given_and_in_output: bytes of tensors that code outside passed to stages or got from them, and that the model's
@@ -124,14 +122,25 @@ class Facts:
 
     def __init__(self, last: int) -> None:
         self.stages = [StageFacts() for _ in range(last + 2)]
-        self.sides: dict[int, Side] = {}
-        self.used: dict[StageOutput, dict[int, Handed]] = {}
-        self.bypasses: list[Bypass] = []
+        self.receivers: list[Receiver] = []
+        self._of_stages: dict[StageOutput, Receiver] = {}
+        self.backs: dict[int, Handed] = {}
         self.in_output = 0
         self.given_and_in_output: dict[int, int] = {}
 
     def __getitem__(self, index: int) -> StageFacts:
         return self.stages[index]
+
+    def receiver(self, made: StageOutput) -> Receiver:
+        """The one of something that a stage returned."""
+        if made not in self._of_stages:
+            # The gradient of an activation is summed up in the backward of the next stage, whose own share comes last.
+            self._of_stages[made] = self.new_receiver(made.stage if made.position else made.stage + 1)
+        return self._of_stages[made]
+
+    def new_receiver(self, end: int) -> Receiver:
+        self.receivers.append(Receiver(end))
+        return self.receivers[-1]
 
     @property
     def forms(self) -> list[Forms]:

@@ -81,6 +81,7 @@ class _Terms(NamedTuple):
     """The terms of the stages and of the loss; what is carried through several of them, and what lasts for the step."""
 
     sizes: list[Sizes]
+    grads: list[int]  # of each stage's activation, and of the input and the loss
     held: list[bool]  # whether something else than a stage's own backward keeps its input
     carried: list[Carried]
     lasting: int
@@ -115,8 +116,7 @@ def chain_of(
         fixed = places.fixed
     sizes = terms.sizes
     measured = _Times(times, [unit.stages for unit in ways.units] if ways is not None else [])
-    grads = [stage.grad for stage in facts.stages]
-    held_loss = carried_by_caller(grads, last + 1, facts[last + 1].act, measured=False)
+    held_loss = carried_by_caller(terms.grads, last + 1, facts[last + 1].act, measured=False)
     carrying = Carrying([*terms.carried, *carried_by_leaves(facts.leaves), *held_loss])
     forward = [measured.median("outside" if each else "full", stage) for stage, each in enumerate(fixed, start=1)]
     marks = [stage.marks for stage in facts.stages[1:]]
@@ -136,7 +136,7 @@ def chain_of(
         fwd_seconds=tuple(forward),
         replay_seconds=tuple(_replay(measured, facts, stage, whole) for stage, whole in enumerate(forward, start=1)),
         bwd_seconds=tuple(measured.median("backward", stage) for stage in range(1, last + 2)),
-        grad_bytes=carrying.gradients(grads),
+        grad_bytes=carrying.gradients(terms.grads),
         names=(*(stage.name for stage in stages), "loss"),
         draws_random=tuple(mark.draws_random for mark in marks),
         changes_buffers=tuple(mark.changes_buffers for mark in marks),
@@ -210,7 +210,7 @@ def _in_a_row(stages: Sequence[Stage], memory: Measurement, *, has_loss: bool, o
     else:  # a loss that costs nothing: by its backward the output is gone
         sizes.append(replace(NOTHING, bwd_extra=-sizes[-1].act))
     left = sum(memory.left(index) for index in range(1, last + 1))
-    return _Terms(sizes, helds, [], left + (sizes[last - 1].act if output_held else 0))
+    return _Terms(sizes, [stage.grad for stage in facts.stages], helds, [], left + (sizes[last - 1].act if output_held else 0))
 
 
 # Any other model -------------------------------------------------------------------------------------------------
@@ -224,9 +224,9 @@ def _with_code_outside(places: Places, memory: Measurement, let_go: Sequence[Let
         held_output = memory.of("held", last)
         output_bytes = max(held_output.start_bytes - held_output.end_bytes, 0)
     output_bytes = max(output_bytes - facts.in_output, 0)  # those are in what lasts besides activations
-    grads = [stage.grad for stage in facts.stages]
+    grads, waiting = carried_by_activations(facts)
     carried = [
-        *carried_by_activations(facts),
+        *waiting,
         *carried_by_caller(grads, last, output_bytes, measured=True),
         *(
             each
@@ -254,7 +254,7 @@ def _with_code_outside(places: Places, memory: Measurement, let_go: Sequence[Let
     ]
     sizes = _held_by_variables(sizes, let_go)
     sizes.append(memory.sizes(last + 1, True) if has_loss else NOTHING)
-    return _Terms(sizes, helds, carried, lasting)
+    return _Terms(sizes, grads, helds, carried, lasting)
 
 
 def _outside_sizes(index: int, memory: Measurement, let_go: Sequence[LetGo], *, is_last: bool) -> Sizes:

@@ -88,55 +88,59 @@ def carried_by_leaves(leaves: Mapping[int, set[torch.Tensor]]) -> list[Carried]:
     return found
 
 
-def carried_by_activations(facts: Facts) -> list[Carried]:
-    """The carried gradients of side inputs, and of activations that code other than the next stage also uses."""
-    found = []
-    for side in facts.sides.values():
-        first, *others = sorted(side.users, reverse=True)
-        if first > side.producer:
-            found.append(Carried(first, side.producer, side.gradient_bytes, others[:1], measured=False))
-    waiting = _waiting(facts)
-    # A storage that several gradients view lives until the last of them is summed, and counts there; the others count
-    # only their sums.
-    longest: dict[int, int] = {}
-    for place in sorted(range(len(waiting)), key=lambda place: (waiting[place].end, -waiting[place].begin)):
-        for handed in waiting[place].handed:
-            if handed.memory is not None:
-                longest.setdefault(handed.memory.cdata, place)
-    for place, each in enumerate(waiting):
-        sums = max(handed.own_bytes for handed in each.handed)
-        alone = sums if len(each.handed) > 1 else 0
-        size = max(
-            handed.memory_bytes if handed.memory is None or longest[handed.memory.cdata] == place else alone
-            for handed in each.handed
-        )
-        found.append(Carried(each.begin, each.end, size, each.summed_in, measured=False, sum_bytes=sums))
-    return found
+def carried_by_activations(facts: Facts) -> tuple[list[int], list[Carried]]:
+    """The gradients of activations, and what waits for several: a side input, or an activation that is used again.
+
+    A first gradient may be a view, as of a concatenation's: its memory lives as long as any view of it. A second one is
+    added in place if either owns its memory alone, else in new memory.
+
+    Returns:
+        The bytes of each activation's gradient as the chain knows it, and what is carried besides.
+    """
+    grads = [stage.grad for stage in facts.stages]
+    carried: list[Carried] = []
+    views: dict[int, list[_View]] = {}  # by the memory that they share
+    for stage, handed in facts.backs.items():
+        if handed.memory is not None:
+            views.setdefault(handed.memory.cdata, []).append(_View(stage + 1, stage, handed, of_stage=stage))
+    for receiver in facts.receivers:
+        sources = sorted((source for source in receiver.handed if source > receiver.end), reverse=True)
+        if not sources:
+            continue
+        first = receiver.handed[sources[0]]
+        summed = sources[1] if len(sources) > 1 else receiver.end
+        if first.memory is None:
+            carried.append(Carried(sources[0], receiver.end, first.memory_bytes, (summed,), measured=False))
+            continue
+        views.setdefault(first.memory.cdata, []).append(_View(sources[0], summed, first))
+        if len(sources) > 1:
+            most = max(receiver.handed[source].own_bytes for source in sources)
+            carried.append(Carried(summed, receiver.end, most, (receiver.end,), measured=False))
+    for sharing in views.values():
+        longest = min(sharing, key=lambda view: (view.end, view.of_stage is None))
+        own = next((view for view in sharing if view.of_stage is not None), None)
+        if longest is own:
+            continue
+        if own is not None:  # it is a part of what is carried further
+            assert own.of_stage is not None
+            grads[own.of_stage] = max(grads[own.of_stage] - own.handed.memory_bytes, 0)
+        sums = (longest.end,) if longest.handed.is_part or len(sharing) > 1 else ()
+        size, own_bytes = longest.handed.memory_bytes, longest.handed.own_bytes
+        carried.append(Carried(longest.begin, longest.end, size, sums, measured=own is None, sum_bytes=own_bytes))
+    return grads, carried
 
 
-class _Waiting(NamedTuple):
-    """Gradients that code outside hands to one tensor, and that wait there until its own backward, at `end`."""
+class _View(NamedTuple):
+    """A gradient from when it is computed, in the backward of `begin`, until `end`, where it is added up or needed.
+
+    Attributes:
+        of_stage: the activation whose gradient it is, if it is the one that the chain hands on.
+    """
 
     begin: int
     end: int
-    summed_in: Sequence[int]
-    handed: Sequence[Handed]
-
-
-def _waiting(facts: Facts) -> list[_Waiting]:
-    found = []
-    for (stage, position), pieces in facts.used.items():
-        end = stage if position else stage + 1  # whose gradient is the chain's own, and comes last
-        beyond = sorted((piece for piece in pieces if piece > end), reverse=True)
-        if beyond:
-            summed_in = beyond[1:2] if position else [*beyond[1:2], end]
-            found.append(_Waiting(beyond[0], end, summed_in, [pieces[piece] for piece in beyond]))
-    for bypass in facts.bypasses:
-        first, *others = sorted(bypass.by_piece, reverse=True)
-        # A storage that is also the gradient of the stage before the piece counts only from that stage's backward on.
-        begin, summed_in = first - bypass.shared, [*others[:1], bypass.end]
-        found.append(_Waiting(begin, bypass.end, summed_in, [bypass.by_piece[piece] for piece in (first, *others)]))
-    return found
+    handed: Handed
+    of_stage: int | None = None
 
 
 def carried_by_caller(grads: Sequence[int], stage: int, size_bytes: int, *, measured: bool) -> list[Carried]:

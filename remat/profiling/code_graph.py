@@ -9,10 +9,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat.measuring.cuts import made_of
-from remat.measuring.facts import NOTHING_HANDED, Bypass, Facts, Handed
+from remat.measuring.facts import NOTHING_HANDED, Facts, Receiver
 from remat.measuring.isolating import OUTSIDE, drops_gradients
 from remat.measuring.preserving import ForeignGradients
 
@@ -37,8 +36,7 @@ class CodeGraph:
         self.piece = 0
         self._ends: dict[int, list[torch.Tensor]] = {}  # where the backward of each piece begins
         self._made_in: dict[int, int] = {}  # the piece or stage that computed an input of stages, by the input's id
-        self._bypasses: dict[tuple[Any, int], Bypass] = {}  # by the node that receives the gradients, and input number
-        self._to_stage: StorageWeakRef | None = None  # the gradient of the activation of the stage before the piece
+        self._bypassed: dict[tuple[Any, int], Receiver] = {}  # by the node that receives gradients, and input number
         self._of_stages: list[range] = []  # sequence numbers of the graphs of stages, which are not run again
 
     @contextmanager
@@ -112,41 +110,27 @@ class CodeGraph:
             known.update(dict.fromkeys(nodes, index))
             foreign.keep(scalar)
         self._ends.pop(last, None)
-        self._bypasses.clear()
+        self._bypassed.clear()
         ends, nodes, known, before = [], set(), {}, None  # so that a backward frees what it is done with
         for index in sorted(scalars, reverse=True):
             scalar = scalars.pop(index)
             self.piece = index
             with measuring(index):
                 scalar.backward(retain_graph=index in shared, inputs=inputs.get(index))
-            self._piece_ended()
 
     def _goes_past(self, index: int, node: Any, number: int, end: int) -> None:
         """Records that a gradient of piece `index` goes to a node of an earlier piece, as its input `number`."""
-        found = self._bypasses.get((node, number))
-        if found is None:
-            found = self._bypasses[node, number] = Bypass(end)
-            self._facts.bypasses.append(found)
-            node.register_prehook(partial(self._passed, found, number))
-        found.by_piece[index] = NOTHING_HANDED
+        receiver = self._bypassed.get((node, number))
+        if receiver is None:
+            receiver = self._bypassed[node, number] = self._facts.new_receiver(end)
+            node.register_prehook(partial(self._passed, receiver, number))
+        receiver.handed[index] = NOTHING_HANDED
 
-    def _passed(self, bypass: Bypass, number: int, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _passed(self, receiver: Receiver, number: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """The hook on a node that a gradient goes to."""
         gradient = gradients[number]
-        if gradient is not None and self.piece in bypass.by_piece:
-            bypass.by_piece[self.piece] = Handed.of(gradient)
-
-    def came_back(self, stage: int, gradient: torch.Tensor) -> None:
-        """A gradient of the activation of a stage has come back from the piece whose backward runs."""
-        if stage == self.piece - 1:
-            self._to_stage = Handed.of(gradient).memory
-
-    def _piece_ended(self) -> None:
-        for bypass in self._facts.bypasses:
-            handed = bypass.by_piece.get(self.piece, NOTHING_HANDED)
-            if self.piece == max(bypass.by_piece) and handed.memory is not None and self._to_stage is not None:
-                bypass.shared = handed.memory.cdata == self._to_stage.cdata
-        self._to_stage = None
+        if gradient is not None and self.piece in receiver.handed:
+            receiver.takes(self.piece, gradient)
 
     def note_leaves(self, index: int, end: torch.Tensor, apart: Container[Any]) -> _Reached:
         """Records the leaves that the backward of a stage or piece reaches; excludes the nodes `apart`."""
@@ -159,7 +143,7 @@ class CodeGraph:
             node = todo.pop()
             made = made_of(node)
             if made is not None:
-                self._facts.used.setdefault(made, {}).setdefault(index, NOTHING_HANDED)
+                self._facts.receiver(made).handed.setdefault(index, NOTHING_HANDED)
             if node is None or node in nodes or node in apart:
                 continue
             leaf = getattr(node, "variable", None)

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from remat.errors import UnsupportedModel
-from remat.measuring.cuts import cut, is_cut
-from remat.measuring.facts import Forms, Handed, Side, StageOutput
+from remat.measuring.cuts import cut, is_cut, made_of
+from remat.measuring.facts import NOTHING_HANDED, Forms, Handed, Receiver, StageOutput
 from remat.measuring.gauges import Gauge
 from remat.measuring.isolating import OUTSIDE, Form, RandomGradients, Sink, contiguous_forms, saving_nothing
 from remat.measuring.preserving import ForeignGradients, set_apart
@@ -65,6 +65,7 @@ class ModelPass(Pass):
         self._value: torch.Tensor | None = None
         self._generators: list[Any] = []  # that the model holds
         self._outside: Any = None  # the open span of code outside
+        self._sides: dict[int, Receiver] = {}  # of side inputs that code outside made, by identity
         self._kept: list[Any] = []  # what the executor would hold, and what must keep its identity
 
     def run(self, model: nn.Module, call: Arguments, loss: Loss | None) -> None:
@@ -219,17 +220,16 @@ class ModelPass(Pass):
         else:
             self._code.late(index, [tensor for tensor in sides if self._is_new(tensor)])
         for tensor in sides:
-            producer = self._code.producer(index, tensor)
-            side = self.facts.sides.setdefault(id(tensor), Side([], producer, gradient_bytes(tensor)))
-            side.users.append(index)
+            self._receiver_of(tensor, index).handed.setdefault(index, NOTHING_HANDED)
         self._kept += [calls, sides]
 
         def on_gradient(position: int, gradient: torch.Tensor) -> None:
+            self._handed.append(gradient)
             if not position:
                 self.facts[index - 1].forms = (Form.of(gradient),)
+                self.facts.backs[index - 1] = Handed.of(gradient)
             else:
-                side = self.facts.sides[id(sides[position - 1])]
-                side.gradient_bytes = max(side.gradient_bytes, storage_bytes(gradient))
+                self._receiver_of(sides[position - 1], index).takes(index, gradient)
 
         def again(passed: Any) -> Any:
             first, *others = passed
@@ -259,13 +259,24 @@ class ModelPass(Pass):
 
     def _came_back(self, stage: int, position: int, gradient: torch.Tensor) -> None:
         """A gradient of what a stage returned, from the piece of code outside whose backward runs."""
+        self._handed.append(gradient)
+        piece = self._code.piece
         if not position:
             self.facts[stage].forms = (Form.of(gradient),)
-            self._code.came_back(stage, gradient)
-        pieces = self.facts.used.get(StageOutput(stage, position), {})
-        piece = self._code.piece
-        if piece in pieces:  # with the memory that it is a view of, the gradient of a concatenation, say
-            pieces[piece] = max(pieces[piece], Handed.of(gradient), key=lambda handed: handed.memory_bytes)
+            if piece == stage + 1:
+                self.facts.backs[stage] = Handed.of(gradient)
+        receiver = self.facts.receiver(StageOutput(stage, position))
+        if piece in receiver.handed:
+            receiver.takes(piece, gradient)
+
+    def _receiver_of(self, side: torch.Tensor, index: int) -> Receiver:
+        """What collects the gradients of a side input of stage `index`."""
+        made = made_of(side.grad_fn)
+        if made is not None:
+            return self.facts.receiver(made)
+        if id(side) not in self._sides:
+            self._sides[id(side)] = self.facts.new_receiver(self._code.producer(index, side))
+        return self._sides[id(side)]
 
     def _is_new(self, tensor: torch.Tensor) -> bool:
         """Whether code outside has made the tensor since the last stage."""
@@ -310,3 +321,4 @@ class ModelPass(Pass):
     def _backward_of_piece(self, index: int) -> Iterator[None]:
         with set_apart(self._begun_by.get(index, ())), self.gauge.span("backward", index):
             yield
+        self._handed.clear()
