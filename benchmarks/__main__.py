@@ -27,6 +27,7 @@ from benchmarks.rivals import rivals
 from benchmarks.rotor import rotor
 from benchmarks.rotor_growing import rotor_growing
 from benchmarks.rotor_planned import rotor_planned
+from benchmarks.skips import skips
 from benchmarks.speed import sequential, store_all
 from benchmarks.step_cost import step_cost
 from benchmarks.table1 import table1
@@ -59,6 +60,7 @@ BENCHMARKS = {
     "rotor_planned": rotor_planned,
     "rotor_growing": rotor_growing,
     "protocol": protocol,
+    "skips": skips,
     "step_cost": step_cost,
     "table1": table1,
     "trainers": trainers,

@@ -44,8 +44,8 @@ def find_chain(
     The model runs forward twice, once recorded and once timed, and saves nothing for a backward. It is left as found.
     A call is replaced by the units inside it if no tensor bypasses them except their activations and tensors only they
     use: so a transformer gives its blocks, while a residual connection inside a block keeps the block whole. A call
-    with a large part of the memory is cut all the same, if its units then need much less. What lies outside the stages
-    is stored, as in plain PyTorch, when the model trains by a plan.
+    with a large part of the memory is cut all the same, if its units then need less. What lies outside the stages is
+    stored, as in plain PyTorch, when the model trains by a plan.
 
     Args:
         model: any module, in the mode (train or eval) it will be used in.

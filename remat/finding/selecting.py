@@ -3,8 +3,9 @@
 A unit is a module call, or several adjacent ones that cannot be separated. Two adjacent units can be cut apart if the
 second works on the unmodified output of the first, and nothing else computed in the first is used once the second has
 begun. Units are refined from the root down: a call is replaced by the units inside it if no tensor bypasses them except
-their activations and tensors only they use. A residual connection bypasses them, so a block that has one stays whole.
-A call with a large part of the memory is cut all the same, if its units then need much less.
+their activations and tensors only they use, and if code between them saves next to nothing. A residual connection
+bypasses them, so a block that has one stays whole. Calls above some size are cut wherever they can be; the size is the
+one that leaves the least memory (`Selector._cost`).
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from typing import NamedTuple
 
 from remat.finding.recording import BEFORE, JAGGED, Key, ModuleCall, RecordedStorage, Recording
 
-WELL = 0.85  # share of a cut's least memory that the best of all cuts needs, from which on it is good enough
+ROOM = 0.3  # share of the model's memory up to which the size of a unit makes no difference
 LOST = 0.05  # share of a call's memory that may belong to code between its units
 SMALL = 0.02  # share of the model's memory up to which it makes no difference whether a call is cut
-STEP = 0.05  # by which sizes that are tried differ at least
+STEP = 0.05  # share by which the sizes that are tried differ at least
 WORTH = 0.01  # share of the model's memory that recomputing a run of units must be able to free
 
 
@@ -74,6 +75,9 @@ class Selector:
         self._saved = [
             (id(storage.saved_by), storage.size) for storage in self.storages.values() if storage.saved_by is not None
         ]
+        self._savers = {
+            address: id(storage.saved_by) for address, storage in self.storages.items() if storage.saved_by is not None
+        }
         self._jagged_in = [
             storage.saved_by
             for storage in self.storages.values()
@@ -89,16 +93,33 @@ class Selector:
     # Choosing units --------------------------------------------------------------------------------------------------
 
     def choose(self) -> list[Candidate]:
-        """The units of the whole model, in the order in which they run: the coarsest that need little memory."""
+        """The units of the whole model, in the order in which they run: of several cuts the coarsest that will do."""
         cuts = [self._inside(self.record.root, largest) for largest in self._sizes()]
-        needs = [self._least_bytes(units) for units in cuts]
-        enough = min(needs) / WELL
-        return next(units for units, least in zip(cuts, needs, strict=True) if least <= enough)
+        return min(cuts, key=self._cost)  # the first one, if several cost the same
 
-    def _least_bytes(self, units: Sequence[Candidate]) -> int:
-        """About the least memory of a step: what recomputing the units cannot free, and the largest of them."""
-        freed = sum(map(self.freed_bytes, self.runs(units)))
-        return self.record.saved_bytes - freed + max((unit.saved_bytes for unit in units), default=0)
+    def _cost(self, units: Sequence[Candidate]) -> float:
+        """About the least memory of a step: what recomputing the units cannot free, and room for the largest of them.
+
+        Units of up to `ROOM` are all alike in this, since finer ones would only leave more to keep.
+        """
+        largest = max((unit.saved_bytes for unit in units), default=0)
+        return self._kept_bytes(self.record.root, units) + max(largest, ROOM * self.record.saved_bytes)
+
+    def _kept_bytes(self, call: ModuleCall, units: Sequence[Candidate]) -> int:
+        """Bytes that are there until the backward of a call if its units are recomputed.
+
+        What its other code saves, what it returns, the inputs of runs of units, and side inputs.
+        """
+        saved = _calls_in([call]).keys() - _calls_in([own for unit in units for own in unit.calls]).keys()
+        kept = {address for address, saver in self._savers.items() if saver in saved}
+        kept.update(key.storage for key in call.returned)
+        for run in self.runs(units):
+            for unit in run:
+                passed = {key.storage for own in unit.calls for key in own.given}
+                if unit is not run[0] and unit.takes is not None:
+                    passed.discard(unit.takes.storage)
+                kept |= {address for address in passed if not unit.begin <= self.storages[address].born < unit.end}
+        return sum(self.storages[address].size for address in kept if self.storages[address].born != BEFORE)
 
     def _sizes(self) -> list[float]:
         """Sizes from which on units are cut where tensors bypass their parts, in falling order."""
@@ -132,8 +153,8 @@ class Selector:
         return units if joined is None or too_large else joined
 
     def _loses(self, call: ModuleCall, units: Sequence[Candidate]) -> int:
-        """Bytes that recomputing the call frees, and recomputing these units of it does not."""
-        return self.freed_bytes([Candidate((call,))]) - sum(map(self.freed_bytes, self.runs(units)))
+        """Bytes that recomputing these units of a call leaves there, and recomputing the call does not."""
+        return self._kept_bytes(call, units) - self._kept_bytes(call, [Candidate((call,))])
 
     def _units_of(self, call: ModuleCall, largest: float) -> list[Candidate]:
         """Units of the children, with inseparable ones joined, and without runs that would free too little memory."""
@@ -167,11 +188,11 @@ class Selector:
         return self.freed_bytes(run) > WORTH * self.record.saved_bytes
 
     def freed_bytes(self, run: Sequence[Candidate]) -> int:
-        """Bytes that recomputing a run can free: saved tensors that it computes, without its outputs."""
-        outputs = {key.storage for key in run[-1].calls[-1].returned}
+        """Bytes that recomputing a run can free: saved tensors that it computes, without its output."""
+        last = run[-1].goes_on
         made = self._made_between(run[0].begin, run[-1].end)
         kept = (address for address in made if self.storages[address].saved_by is not None)
-        return sum(self.storages[address].size for address in kept if address not in outputs)
+        return sum(self.storages[address].size for address in kept if last is None or address != last.storage)
 
     def _made_between(self, begin: int, end: int) -> Sequence[int]:
         """The storages that operators `begin` to `end` computed."""
@@ -346,11 +367,15 @@ class _Written(NamedTuple):
 
 def _places(units: Sequence[Candidate]) -> dict[int, int]:
     """By identity, each call that is one of a unit's or lies in it, and the number of the unit."""
-    places = {}
-    for number, unit in enumerate(units):
-        todo = [*unit.calls]
-        while todo:
-            call = todo.pop()
-            places[id(call)] = number
-            todo += call.children
-    return places
+    return {place: number for number, unit in enumerate(units) for place in _calls_in(unit.calls)}
+
+
+def _calls_in(calls: Sequence[ModuleCall]) -> dict[int, ModuleCall]:
+    """The calls, and those that lie in them, by identity."""
+    found = {}
+    todo = [*calls]
+    while todo:
+        call = todo.pop()
+        found[id(call)] = call
+        todo += call.children
+    return found

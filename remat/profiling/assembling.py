@@ -20,7 +20,7 @@ from remat.profiling.carried import (
     carried_by_caller,
     carried_by_leaves,
 )
-from remat.profiling.variables import LetGo
+from remat.profiling.variables import LetGo, Passed, Variables
 from remat.runtime.calls.places import Places
 from remat.runtime.calls.stages import Stage
 from remat.runtime.meter import Region
@@ -92,7 +92,7 @@ def chain_of(
     places: Places | None,
     stages: Sequence[Stage],
     memory: Measurement,
-    let_go: Sequence[LetGo],
+    variables: Variables,
     times: Sequence[Seconds],
     ways: MeasuredOptions | None,
     *,
@@ -103,7 +103,7 @@ def chain_of(
 
     Args:
         places: the stages' calls in the model's forward; None for an `nn.Sequential`, which has no code between them.
-        let_go: memory that only variables of that forward held.
+        variables: memory that only variables of that forward held.
         times: the seconds of each sweep; without sweeps all times are 0.
         ways: the measured options for keeping a part of a stage; None: stages have no options.
     """
@@ -112,7 +112,7 @@ def chain_of(
         terms = _in_a_row(stages, memory, has_loss=has_loss, output_held=output_held)
         fixed = (False,) * (last + 1)
     else:
-        terms = _with_code_outside(places, memory, let_go, has_loss=has_loss)
+        terms = _with_code_outside(places, memory, variables, has_loss=has_loss)
         fixed = places.fixed
     sizes = terms.sizes
     measured = _Times(times, [unit.stages for unit in ways.units] if ways is not None else [])
@@ -124,6 +124,7 @@ def chain_of(
     of_recomputed = [marks[index] for index in recomputed], [sizes[index] for index in recomputed]
     extras = carrying.extras([size.bwd_extra for size in sizes])
     options, dropped = _options(ways, terms, extras, facts, last)
+    sizes = _without_passed(sizes, extras, variables.passed)
     return Chain(
         act_bytes=tuple(stage.act for stage in facts.stages),
         saved_bytes=tuple(size.saved for size in sizes),
@@ -210,15 +211,19 @@ def _in_a_row(stages: Sequence[Stage], memory: Measurement, *, has_loss: bool, o
     else:  # a loss that costs nothing: by its backward the output is gone
         sizes.append(replace(NOTHING, bwd_extra=-sizes[-1].act))
     left = sum(memory.left(index) for index in range(1, last + 1))
-    return _Terms(sizes, [stage.grad for stage in facts.stages], helds, [], left + (sizes[last - 1].act if output_held else 0))
+    return _Terms(
+        sizes, [stage.grad for stage in facts.stages], helds, [], left + (sizes[last - 1].act if output_held else 0)
+    )
 
 
 # Any other model -------------------------------------------------------------------------------------------------
 
 
-def _with_code_outside(places: Places, memory: Measurement, let_go: Sequence[LetGo], *, has_loss: bool) -> _Terms:
+def _with_code_outside(places: Places, memory: Measurement, variables: Variables, *, has_loss: bool) -> _Terms:
     facts, last = memory.facts, len(places.stages)
-    let_go = [gone for gone in let_go if gone.position is None or gone.position not in facts[gone.made_in].keeps]
+    let_go = [
+        gone for gone in variables.let_go if gone.position is None or gone.position not in facts[gone.made_in].keeps
+    ]
     output_bytes = 0
     if Span("held", last) in memory.regions:
         held_output = memory.of("held", last)
@@ -253,6 +258,11 @@ def _with_code_outside(places: Places, memory: Measurement, let_go: Sequence[Let
         for index, size in enumerate(alone, start=1)
     ]
     sizes = _held_by_variables(sizes, let_go)
+    for run in places.runs():  # what variables hold of it when it is over; before, that is in `passing`
+        for activation in variables.activations:
+            if activation.made_in in run and activation.made_in != run.stop - 1:
+                for index in range(run.stop + 1, activation.gone_by):
+                    sizes[index - 1] = _with_more(sizes[index - 1], activation.size_bytes)
     sizes.append(memory.sizes(last + 1, True) if has_loss else NOTHING)
     return _Terms(sizes, grads, helds, carried, lasting)
 
@@ -301,6 +311,23 @@ def _held_by_variables(sizes: Sequence[Sizes], let_go: Sequence[LetGo]) -> list[
         found[made_in - 1] = replace(maker, saved=maker.saved - held, save_overhead=maker.save_overhead + held)
         for index in range(made_in + 1, gone_by):
             found[index - 1] = _with_more(found[index - 1], held)
+    return found
+
+
+def _without_passed(sizes: Sequence[Sizes], extras: list[int], passed: Sequence[Passed]) -> list[Sizes]:
+    """The sizes and `extras`, without what was allocated for one stage, where that stage has run for good.
+
+    Until then it counts to what the code outside saves that allocated it.
+    """
+    found = list(sizes)
+    for made_in, taken_by, gone_by, size in passed:
+        stage, maker = found[taken_by - 1], found[made_in - 1]
+        less = max(min(size, stage.saved - stage.act, maker.saved), 0)
+        found[taken_by - 1] = replace(stage, saved=stage.saved - less, save_overhead=stage.save_overhead + less)
+        for index in range(made_in, taken_by):
+            extras[index - 1] -= less
+        for index in range(taken_by + 1, gone_by):
+            found[index - 1] = _with_more(found[index - 1], less)
     return found
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from remat.errors import UnsupportedModel
 from remat.measuring.cuts import cut, is_cut, made_of
@@ -80,7 +81,8 @@ class ModelPass(Pass):
         last = len(self.places.stages)
         self._generators = held_by(model.modules())
         self._open_outside(1)
-        with intercepted(self.places.names, self.arrive), warnings.catch_warnings():
+        noted = nullcontext() if self.variables is None else saved_tensors_hooks(self.variables.saves, _as_it_is)
+        with intercepted(self.places.names, self.arrive), warnings.catch_warnings(), noted:
             # The cut outputs of a stage are views, and FSDP warns that views must not be modified in place.
             warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
             output = model(*call.args, **call.kwargs)
@@ -113,7 +115,7 @@ class ModelPass(Pass):
         self._alive.forward_ended()
         lasting, in_output = self._alive.lasting(), storages_of(held)
         if self.variables is not None:
-            self.variables.look(last)
+            self.variables.forward_ended(last, held)
         self._code.backward(last, self.foreign, self._end_of_piece, self._backward_of_piece)
         with self.gauge.span("held", last):
             del held
@@ -214,6 +216,8 @@ class ModelPass(Pass):
         """Measures a stage; returns what it returned, cut off from it."""
         self._calls = self._value = None
         self._alive.given([*([] if index in self.places.follows else [value]), *calls.side_inputs()])
+        if self.variables is not None:
+            self.variables.given(index, [value, *calls.side_inputs()])
         sides = [tensor for tensor in calls.side_inputs() if tensor.requires_grad and tensor.grad_fn is not None]
         if index not in self.places.follows:
             self._code.ends(index - 1, [tensor for tensor in (value, *sides) if self._is_new(tensor)])
@@ -310,8 +314,7 @@ class ModelPass(Pass):
         self._alive.code_ended(index)
         if self.variables is not None and value is not None:
             self.variables.look(index)
-            self.variables.counts_elsewhere(value)
-            self.variables.piece_ended(index, ModelPass.run.__code__)
+            self.variables.piece_ended(index, value)
 
     def _end_of_piece(self, index: int, ends: Sequence[torch.Tensor]) -> torch.Tensor:
         """What stands for all that follows a piece of code outside."""
@@ -322,3 +325,7 @@ class ModelPass(Pass):
         with set_apart(self._begun_by.get(index, ())), self.gauge.span("backward", index):
             yield
         self._handed.clear()
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

@@ -92,7 +92,7 @@ class Profiler:
         Raises:
             UnsupportedModel: the model takes another path than when its chain was found.
         """
-        variables = Variables()  # tracked in a first pass, which also triggers one-time set-up
+        variables = Variables(ModelPass.run.__code__)  # tracked in a first pass, which also triggers one-time set-up
         with warning_of_threads(self.device):
             first = self._looked_at(variables=variables).facts
         memory = self._memory(first)
@@ -103,7 +103,7 @@ class Profiler:
         ends: Any = {"has_loss": self.loss is not None, "output_held": self.output_held}
 
         def assembled(ways: MeasuredOptions | None) -> Chain:
-            return chain_of(self.layout, self.places, self.stages, memory, variables.let_go, times, ways, **ends)
+            return chain_of(self.layout, self.places, self.stages, memory, variables, times, ways, **ends)
 
         enough(assembled(None))
         for _ in range(repeats):

@@ -108,8 +108,8 @@ def test_no_stage_has_most_of_the_memory(name: str) -> None:
     model, x = CASES[name]()
     found = remat.find_chain(model, x)
     total = sum(stage.saved_bytes for stage in found.stages)
-    assert len(found.stages) > 5
-    assert max(stage.saved_bytes for stage in found.stages) < 0.4 * total
+    assert len(found.stages) > 3
+    assert max(stage.saved_bytes for stage in found.stages) < 0.45 * total
     assert found.memory_share > 0.8
 
 
