@@ -16,7 +16,7 @@ from remat.measuring.facts import StageFacts
 from remat.measuring.gauges import Gauge, Span
 from remat.measuring.isolating import no_backward, saving_nothing
 from remat.measuring.stage_costs import Sizes
-from remat.options.hull import Part, choices
+from remat.options.hull import MOST, Part, choices
 from remat.options.sending import Parcel, parcels
 from remat.runtime.calls.ending import Ending
 from remat.runtime.calls.environment import BufferWatch, FirstRun
@@ -27,6 +27,7 @@ from remat.runtime.calls.tapes import Tapes
 from remat.runtime.meter import Region
 from remat.runtime.pytree import tensors
 
+_FEW = 4  # options of stages that hardly any other is like, which have others to choose between in other stages
 _ROOT = 8  # bytes of the loss's gradient, which is allocated during the replay before the first backward
 
 Run = Callable[[Any], Any]
@@ -99,8 +100,13 @@ class RecordingVisitor:
         self._tapes[index], self._seconds[index] = tape, found
         return following
 
-    def units(self, keep: Collection[str] = (), recompute: Collection[str] = ()) -> list[AlikeStages]:
-        """The units that have options; the times of each operator are medians over their stages."""
+    def units(
+        self, keep: Collection[str] = (), recompute: Collection[str] = (), worth: Callable[[list[int]], bool] = bool
+    ) -> list[AlikeStages]:
+        """The units that have options; the times of each operator are medians over their stages.
+
+        `worth`: whether parts of these stages matter.
+        """
         groups: list[list[int]] = []
         for index, tape in self._tapes.items():
             for group in groups:
@@ -110,10 +116,10 @@ class RecordingVisitor:
             else:
                 groups.append([index])
         found = []
-        for group in groups:
+        for group in filter(worth, groups):
             tape = self._tapes[group[0]]
             seconds = [statistics.median(each) for each in zip(*(self._seconds[index] for index in group), strict=True)]
-            chosen = choices(tape, seconds, keep=keep, recompute=recompute)
+            chosen = choices(tape, seconds, keep=keep, recompute=recompute, most=MOST if len(group) > _FEW else _FEW)
             if chosen:
                 found.append(AlikeStages(group, tape, chosen))
         return found
@@ -186,12 +192,11 @@ class MeasuringVisitor:
         end = _end(index, output, end_of) if self.gauge.of_memory else None
         with self.gauge.span(f"rest {number}", index):
             record.complete(given[0])
-        if not self.gauge.of_memory:  # `output` holds the graph, and with it what waits for the replay
-            return
-        del output
-        with self.gauge.span(f"backward {number}", index):
-            if end is not None:
-                end.backward()
+        if self.gauge.of_memory:
+            del output
+            with self.gauge.span(f"filled {number}", index):
+                pass  # all is there that the backward begins with
+            del end  # and with it the graph
 
     def failed(self, index: int) -> bool:
         """Whether a unit could not be replayed in part."""
@@ -241,17 +246,16 @@ def measured_option(
     def of(what: str, number: int = number) -> Region:
         return regions[Span(f"{what} {number}", measured)]
 
-    def backward(number: int) -> int:
-        return of("backward", number).peak_bytes - gone
-
+    # From when all is there again, the backward is the same one as where all was kept.
+    backward = of("backward", 0).peak_bytes - of("backward", 0).start_bytes + of("filled").start_bytes - gone
     all_kept, kept = of("kept", 0), of("kept")
     start, all_start = kept.start_bytes, all_kept.start_bytes
     less = max(all_kept.end_bytes - all_start, boundary.act) - max(kept.end_bytes - start, boundary.act)
     saved = max(size.saved - less, 0)
     peak = size.saved + size.save_overhead + (kept.peak_bytes - start) - (all_kept.peak_bytes - all_start)
     level = of("level").start_bytes - (kept.end_bytes - start)
-    most = max(of("rest").peak_bytes + boundary.grad + _ROOT, backward(number)) - level
-    again = size.saved + size.bwd_extra + most - (backward(0) - all_start)
+    most = max(of("rest").peak_bytes + boundary.grad + _ROOT, backward) - level
+    again = size.saved + size.bwd_extra + most - (of("backward", 0).peak_bytes - gone - all_start)
     return Option(
         saved_bytes=saved,
         save_overhead_bytes=max(peak - saved, 0),

@@ -20,7 +20,7 @@ from remat.layout import Layout
 from remat.measuring.isolating import saving_nothing, with_graph_of_its_own
 from remat.measuring.preserving import aliased_parameters, preserved
 from remat.measuring.stage_costs import cast_bytes, casts_made_again, own_autocast_cache, storage_bytes
-from remat.profiling.profiler import RECORDINGS, Profiler, Wanted
+from remat.profiling.profiler import RECORDINGS, SWEEPS, Profiler, Wanted
 from remat.profiling.remembered import remembered
 from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.calls.environment import accelerators
@@ -37,7 +37,7 @@ def profile(
     model: nn.Module,
     sample: Any,
     *,
-    repeats: int = 3,
+    repeats: int | None = None,
     loss: Loss | None = None,
     small: float = SMALL,
     stages: Sequence[str | nn.Module] | None = None,
@@ -64,7 +64,7 @@ def profile(
     Args:
         model: any module.
         sample: its input: a tensor, a tuple of positional or a dict of keyword arguments; on the model's device.
-        repeats: sweeps over the model whose median is each stage's time.
+        repeats: sweeps over the model whose median is each stage's time; None: 3, or fewer if they take over a second.
         loss: a function of the output that returns a scalar. Without one, the loss is the output's own where a model
             computes it (`output.loss`), else it is taken as free.
         small: modules whose forward has less to do than this share of the upper quartile (in bytes moved and
@@ -114,7 +114,8 @@ def profile(
         raise RematError("device= is for estimates; a model is measured where it is. Pass estimate=True too")
     refuse_flat_shards(model)
     check_sample(sample)
-    check_count("repeats", repeats)
+    if repeats is not None:
+        check_count("repeats", repeats)
     given |= {"repeats": repeats, "loss": loss}
     measure = partial(_profiled, model, sample, enough=enough, **given)
     return measure() if agreed is not None else remembered(model, sample, given, measure, again=again)
@@ -124,7 +125,7 @@ def _profiled(
     model: nn.Module,
     sample: Any,
     *,
-    repeats: int,
+    repeats: int | None,
     loss: Loss | None,
     small: float,
     stages: Sequence[str | nn.Module] | None,
@@ -166,7 +167,8 @@ def _profiled(
         forward = partial(_forward_only, model, call, end)
         casts = casts_made_again(model, _recomputed(model, layout), forward) + cast_bytes(place, forward)
         own = options and agreed is None  # several processes would each find others
-        passes = Passes(tell, 2 + repeats + own * (RECORDINGS + 1 + repeats) + 2 * (layout.calls is not None))
+        sweeps = SWEEPS if repeats is None else repeats
+        passes = Passes(tell, 2 + sweeps + own * (RECORDINGS + 1 + sweeps) + 2 * (layout.calls is not None))
         profiler = Profiler(model, call, layout, place, end, output_held, foreign, replaced, passes)
         chain = profiler.chain(repeats, Wanted(own, keep, recompute, offload), enough)
         set_up = storage_bytes(replaced.among(everything.parts))

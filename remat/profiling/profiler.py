@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -37,6 +37,9 @@ from remat.simulation import peak_and_makespan, store_all_peak
 from remat.solvers.persistent import Persistent
 from remat.utils.progress import Passes
 
+SWEEPS = 3  # for times, where no number is asked for
+_LONG = 1.0  # seconds of sweeps, from which on there are no more of them
+_SLIGHT = 0.02  # share of the saved bytes up to which it is not worth measuring parts of stages
 RECORDINGS = 2  # of each stage's operators; the second has no first times in it
 _MANY_STEPS = 1500  # operations, each of which runs a stage without computing it
 
@@ -79,6 +82,7 @@ class Profiler:
         self.model, self.call, self.layout, self.device = model, call, layout, device
         self.loss, self.output_held = loss, output_held
         self.foreign, self.replaced, self.passes = foreign, replaced, passes
+        self._sweeps: list[Mapping[Span, float]] = []
         self.places = None if layout.calls is None else Places(model, layout)
         if self.places is None:
             self.stages = group(model, layout, len(layout.modules) + 1)
@@ -86,31 +90,32 @@ class Profiler:
             self.stages = self.places.stages
             refuse_shards_of_others(model, self.stages)
 
-    def chain(self, repeats: int, wanted: Wanted, enough: Callable[[Chain], None]) -> Chain:
-        """The chain of the model, of `repeats` sweeps for times.
+    def chain(self, repeats: int | None, wanted: Wanted, enough: Callable[[Chain], None]) -> Chain:
+        """The chain of the model, of `repeats` sweeps for times; None: `SWEEPS`, or fewer if they take long.
 
         Raises:
             UnsupportedModel: the model takes another path than when its chain was found.
         """
         variables = Variables(ModelPass.run.__code__)  # tracked in a first pass, which also triggers one-time set-up
         with warning_of_threads(self.device):
-            first = self._looked_at(variables=variables).facts
+            first = self._looked_at(Seconds(self.device), variables=variables).facts
         memory = self._memory(first)
         if memory.odd_ends and self.loss is None:
             # An unknown loss may give a gradient of either memory layout, and every backward passes the layout on.
             memory = memory.or_where_larger(self._memory(memory.facts, contiguous=True))
-        times: list[Mapping[Span, float]] = []
+        times = self._sweeps  # of which the search for memory layouts may have made some
         ends: Any = {"has_loss": self.loss is not None, "output_held": self.output_held}
 
         def assembled(ways: MeasuredOptions | None) -> Chain:
             return chain_of(self.layout, self.places, self.stages, memory, variables, times, ways, **ends)
 
-        enough(assembled(None))
-        for _ in range(repeats):
+        sizes = assembled(None)
+        enough(sizes)
+        while not _suffices(times, repeats):
             seconds = Seconds(self.device)
             self._pass(seconds, "measuring time", known=memory.facts)
             times.append(seconds.seconds)
-        ways, offers = self._ways(memory.facts, wanted, repeats)
+        ways, offers = self._ways(memory.facts, wanted, repeats, sizes.saved_bytes)
         chain = assembled(ways)
         chain = replace(chain, reserve_bytes=chain.reserve_bytes + slack_of(max(chain.saved_bytes), self.device))
         return with_offload(chain, offers, instruments().link_bytes_per_second(self.device)) if offers else chain
@@ -126,9 +131,9 @@ class Profiler:
         work.run(self.model, self.call, self.loss)
         return work
 
-    def _looked_at(self, **options: Any) -> Pass:
-        """A pass of which the measurements do not count."""
-        return self._pass(Seconds(self.device), "checking gradients", **options)
+    def _looked_at(self, gauge: Gauge, **options: Any) -> Pass:
+        """A pass for its facts."""
+        return self._pass(gauge, "checking gradients", **options)
 
     def _memory(self, known: Facts, *, contiguous: bool = False) -> Measurement:
         """A memory pass whose gradients have the final memory layouts, each of which depends on the next stage's."""
@@ -137,7 +142,9 @@ class Profiler:
             return found
         known = found.facts
         for _ in self.stages:  # a form may be passed on through all of them, from one to the next in each pass
-            before, known = known, self._looked_at(known=known, contiguous=contiguous).facts
+            seconds = Seconds(self.device)
+            before, known = known, self._looked_at(seconds, known=known, contiguous=contiguous).facts
+            self._sweeps.append(seconds.seconds)
             if known.forms == before.forms:
                 break
         return self._memory_once(known, contiguous)
@@ -152,7 +159,7 @@ class Profiler:
         return Measurement(facts, gauge.regions(), odd_ends)
 
     def _ways(
-        self, facts: Facts, wanted: Wanted, repeats: int
+        self, facts: Facts, wanted: Wanted, repeats: int | None, saved: Sequence[int]
     ) -> tuple[MeasuredOptions | None, dict[int, list[Parcel]]]:
         """The measured options of the recomputable stages (None: no options); and the storages they can offload."""
         if not wanted.any:
@@ -167,15 +174,18 @@ class Profiler:
         recording = RecordingVisitor(in_part)
         for _ in range(RECORDINGS):
             look(Seconds(self.device), recording)
-        units = recording.units(wanted.keep, wanted.recompute)
+        least = _SLIGHT * sum(saved)
+        units = recording.units(
+            wanted.keep, wanted.recompute, lambda alike: sum(saved[index - 1] for index in alike) > least
+        )
         found = None
         if units:
             measuring = MeasuringVisitor(stages, units, {index: facts[index].ends_early for index in recomputed})
             gauge = measuring.gauge = Bytes(self.device)
             with undisturbed(), gauge.meter.session():
                 look(gauge, measuring)
-            sweeps = []
-            for _ in range(repeats):
+            sweeps: list[Mapping[Span, float]] = []
+            while not _suffices(sweeps, repeats):
                 seconds = measuring.gauge = Seconds(self.device)
                 look(seconds, measuring)
                 sweeps.append(seconds.seconds)
@@ -216,6 +226,12 @@ class Profiler:
         (region,) = meter.regions
         measured = region.peak_bytes - region.start_bytes + chain.act_bytes[0]
         return max(measured - peak_and_makespan(chain, schedule.operations)[0], 0)
+
+
+def _suffices(sweeps: Sequence[Mapping[Span, float]], repeats: int | None) -> bool:
+    if repeats is not None:
+        return len(sweeps) >= repeats
+    return len(sweeps) >= SWEEPS or sum(sum(sweep.values()) for sweep in sweeps) >= _LONG
 
 
 def _tight(chain: Chain) -> Schedule:
