@@ -13,7 +13,7 @@ from typing import Any
 from remat import files
 from remat.errors import InvalidChain, InvalidFile
 from remat.formatting import bar, card, count, format_bytes, format_seconds, table, text_table
-from remat.layout import Layout, Option
+from remat.layout import Layout, Option, Skip
 from remat.simulation import store_all_peak
 from remat.utils.moved import deprecated
 
@@ -47,6 +47,7 @@ class Chain:
         changes_buffers: L+1 flags: the stage changes buffers of its own (BatchNorm), which happens only once.
         fixed: L+1 flags: the stage is code between the found stages. It is never recomputed; its only forward
             operation is F_all.
+        skips: the tensors that stages take besides their activation. Their bytes are in the sizes above already.
         layout: how the stages lie on the model they were measured on; None for chains made by hand.
 
     Raises:
@@ -69,9 +70,10 @@ class Chain:
     draws_random: tuple[bool, ...] = field(default=(), kw_only=True, metadata=_LARGEST)
     changes_buffers: tuple[bool, ...] = field(default=(), kw_only=True, metadata=_LARGEST)
     fixed: tuple[bool, ...] = field(default=(), kw_only=True, metadata=_SAME)
+    skips: tuple[Skip, ...] = field(default=(), kw_only=True, metadata=_OWN)
     layout: Layout | None = field(default=None, kw_only=True, metadata=_OWN)
 
-    VERSION = 5
+    VERSION = 6
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # the way a frozen dataclass normalises its own fields
@@ -107,6 +109,8 @@ class Chain:
             set_field(self, name, _of_length(name, flags, stages, "L+1"))
         set_field(self, "options", _of_length("options", _options(self.options) or ((),) * stages, stages, "L+1"))
         self._check_options()
+        set_field(self, "skips", tuple(Skip(*each) for each in self.skips))
+        self._check_skips()
         if self.layout is not None:
             for name in ("dropped", "offloaded"):
                 named = getattr(self.layout, name)
@@ -129,6 +133,11 @@ class Chain:
                 )
             if away != sorted(away):
                 raise InvalidChain(f"options[{index}]: options that offload must come last")
+
+    def _check_skips(self) -> None:
+        for skip in self.skips:
+            if not 0 < skip.maker < skip.user <= self.length or skip.size_bytes < 0:
+                raise InvalidChain(f"skips: {skip} does not lead from one of {self.length} stages to a later one")
 
     @property
     def length(self) -> int:
@@ -192,6 +201,10 @@ class Chain:
             for index, name in enumerate(self.names)
         ]
         lines = [f"{self._title}: plain PyTorch needs {self._plain}", *text_table(columns, rows)]
+        lines += [
+            f"skips {self.names[skip.maker - 1]} -> {self.names[skip.user - 1]}: {format_bytes(skip.size_bytes)}"
+            for skip in self.skips
+        ]
         if min(self.bwd_overhead_bytes) < 0:
             lines.append("(below 0: at its peak, the backward has freed some saved tensors)")
         return "\n".join(lines)
@@ -248,6 +261,11 @@ class Chain:
             + "</details>"
             for options, members in units.items()
         )
+        if self.skips:
+            between = [f"{self.names[maker - 1]} to {self.names[user - 1]}" for maker, user, _ in self.skips]
+            facts.append(
+                ("taken besides", f"{', '.join(between)}: {format_bytes(sum(e.size_bytes for e in self.skips))}")
+            )
         columns = ("stage", "forward", "backward", "output", "saved", "", "")
         return card(self._title, facts, table(columns, rows) + parts)
 
@@ -270,7 +288,8 @@ class Chain:
             InvalidFile: another kind of file, another version, or missing fields.
             InvalidChain: numbers that describe no chain.
         """
-        # Version 2 has no `replay_seconds`, none before 4 has `options`, and in 4 nothing goes to the host.
+        # Version 2 has no `replay_seconds`, none before 4 has `options`, in 4 nothing goes to the host, and only 6 has
+        # `skips`.
         content = files.read(path, "Chain", cls.VERSION, oldest=2)
         try:
             return cls.from_fields(content)

@@ -1,9 +1,9 @@
-"""`Layout`: which modules of a model the stages of a chain are; `Option`: what can be kept of one of them."""
+"""`Layout`: which modules are the stages of a chain; `Option`: what can be kept of one; `Skip`: what joins two."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from remat.formatting import format_bytes
 
@@ -95,3 +95,19 @@ class Option:
             away = f"offloads {format_bytes(self.host_bytes)}: keeps {kept:.0%} of the bytes"
             return away if not self.without else f"{away}, without {self.without}{again}"
         return f"without {self.without or 'a part'}: keeps {kept:.0%} of the bytes{again}"
+
+
+class Skip(NamedTuple):
+    """A tensor that a stage takes besides its activation, such as the skip connection of a U-Net.
+
+    It is kept from the stage that makes it to the backward of the one that takes it, whatever the plan, and its
+    gradient from there on to the maker's backward. Both are in the terms of the stages between.
+
+    Attributes:
+        maker, user: numbers of the stages, from 1 on; code between stages is a stage too.
+        size_bytes: of the tensor, and of its gradient.
+    """
+
+    maker: int
+    user: int
+    size_bytes: int

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from remat.errors import NoChain, UnsupportedModel
-from remat.finding.found import FoundChain, FoundStage
+from remat.finding.found import MOST_OF_IT, FoundChain, FoundStage
 from remat.finding.recording import ModuleCall, Recording, record
 from remat.finding.selecting import Candidate, Selector
 from remat.measuring.isolating import saving_nothing
@@ -92,7 +92,16 @@ def locate(
         time_share=min(sum(seconds) / total, 1.0) if total else 1.0,
         aside=_aside(written, units),
         uncalled=_uncalled(model, written),
+        skips=tuple(selector.skips(units)),
+        crossing=_crossing(selector, units),
     )
+
+
+def _crossing(selector: Selector, units: Sequence[Candidate]) -> str:
+    largest = max(units, key=lambda unit: unit.saved_bytes)
+    if len(largest.calls) > 1 or largest.saved_bytes <= MOST_OF_IT * selector.record.saved_bytes:
+        return ""
+    return selector.crossing(largest.calls[0])
 
 
 def _takes_by_data(call: ModuleCall, units: Sequence[Candidate]) -> bool:
@@ -114,8 +123,8 @@ def _no_chain(model: nn.Module, selector: Selector) -> str:
         reason
         for call in selector.record.root.children
         if call.saved_bytes > 0 and (reason := selector.why_not_again(Candidate((call,))))
-    ]
-    why = f" ({reasons[0]})" if reasons else ""
+    ] or [selector.crossing(selector.record.root)]
+    why = f" ({reasons[0]})" if reasons[0] else ""
     return (
         f"no chain of module calls was found in this {type(model).__name__}{why}: a plan needs modules that pass one "
         "activation to each other and save more than that for their backward. DTR trains any model within a "

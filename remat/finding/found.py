@@ -10,7 +10,7 @@ from remat.layout import Layout
 from remat.runtime.calls.stages import describe_call, stage_name
 
 _SMALL = 0.001  # of all that autograd keeps
-_MOST_OF_IT = 0.9  # in one stage
+MOST_OF_IT = 0.9  # in one stage
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ class FoundChain:
         time_share: the stages' share of the forward's time.
         aside: calls that belong to no stage, although another call of the same module does.
         uncalled: modules that this forward does not call.
+        skips: what stages take besides their activation: the stage that makes it, the one that takes it, and bytes.
+        crossing: which tensor is in the way where one stage holds most of the memory.
     """
 
     model: str
@@ -55,6 +57,8 @@ class FoundChain:
     time_share: float
     aside: tuple[str, ...] = ()
     uncalled: tuple[str, ...] = ()
+    skips: tuple[tuple[str, str, int], ...] = ()
+    crossing: str = ""
 
     @property
     def chains(self) -> tuple[tuple[FoundStage, ...], ...]:
@@ -93,6 +97,7 @@ class FoundChain:
             ends = first if len(chain) == 1 else f"{first} ... {last}"
             saved = sum(stage.saved_bytes for stage in chain)
             lines.append(f"  {ends}: {count(len(chain), 'stage')}, {self._saved(saved)}")
+        lines += [f"  skip: {maker} -> {user}, {format_bytes(size)}" for maker, user, size in self.skips]
         lines += [f"  outside: {name}, {self._saved(size)}" for name, size in self._worth_telling()]
         return "\n".join(lines)
 
@@ -104,23 +109,30 @@ class FoundChain:
             for number, chain in enumerate(self.chains, 1)
             for stage in chain
         ]
+        rows += [
+            (f"{escape(maker)} &rarr; {escape(user)}", "skip", format_bytes(size), "")
+            for maker, user, size in self.skips
+        ]
         rows += [(escape(name), "outside", format_bytes(size), "") for name, size in self._worth_telling()]
         return f"<p>{escape(self._summary())}</p>{table(('stage', '', 'saved', 'forward'), rows)}"
 
     def _summary(self) -> str:
         largest = max((stage.saved_bytes for stage in self.stages), default=0)
-        if largest > _MOST_OF_IT * self.saved_bytes:
+        if largest > MOST_OF_IT * self.saved_bytes:
             return (
                 f"{self.model}: {count(len(self.stages), 'stage')} in {count(len(self.chains), 'chain')}, of which one "
                 f"holds {largest / max(self.saved_bytes, 1):.0%} of the {format_bytes(self.saved_bytes)} that autograd "
                 "saves for the backward. Plans that recompute whole stages free next to nothing; remat.fit trains such "
-                "a model under DTR where no part of that stage can be kept"
+                f"a model under DTR where no part of that stage can be kept{self._crossing()}"
             )
         return (
             f"{self.model}: {count(len(self.stages), 'stage')} in {count(len(self.chains), 'chain')}. Plans can free "
             f"up to {self.memory_share:.0%} of the {format_bytes(self.saved_bytes)} that autograd saves for the "
             f"backward, by recomputing up to {self.time_share:.0%} of the forward"
         )
+
+    def _crossing(self) -> str:
+        return f". It cannot be cut: {self.crossing}" if self.crossing else ""
 
     def _saved(self, size: int) -> str:
         return f"{format_bytes(size)} saved ({size / max(self.saved_bytes, 1):.0%})"

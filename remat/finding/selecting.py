@@ -299,7 +299,7 @@ class Selector:
         made = [self.storages[address] for address in self._made_between(one.end, other.begin)]
         late += [between[new.born] for new in made if new.born in between and (new.requires_grad or new.saved_by)]
         if late or any(time >= one.end for time, _ in storage.writes):
-            where = late[0] if late else other.name
+            where = (late[0] or "the model") if late else other.name
             return f"the output of {one.name!r} ({storage.what}) is used again, or changed, in {where!r}"
         for address in self._made_between(one.begin, one.end):
             storage = self.storages[address]
@@ -310,9 +310,30 @@ class Selector:
             if storage.uses:
                 late = [call.name for time, call in storage.uses if time >= other.begin]
                 if late:
-                    where = f"is used in {late[0]!r}, after {other.name!r} has begun"
+                    where = f"is used in {late[0] or 'the model'!r}, after {other.name!r} has begun"
                     return f"{storage.what}, computed in {one.name!r}, {where}"
         return ""
+
+    def skips(self, units: Sequence[Candidate]) -> list[tuple[str, str, int]]:
+        """Tensors with a gradient that a unit takes besides its activation: what made them, the unit, and bytes."""
+        found: dict[tuple[str, str], int] = {}
+        for place, unit in enumerate(units):
+            passed = {key.storage for call in unit.calls for key in call.given} - {unit.takes and unit.takes.storage}
+            for address in passed:
+                storage = self.storages[address]
+                maker = next((one for one in units[:place] if one.begin <= storage.born < one.end), None)
+                if maker is not None and storage.requires_grad:
+                    ends = maker.name, unit.name
+                    found[ends] = found.get(ends, 0) + storage.size
+        return [(*ends, size) for ends, size in found.items()]
+
+    def crossing(self, call: ModuleCall) -> str:
+        """Why a call cannot be cut: what crosses between the first two calls inside it that cannot be separated."""
+        while len(call.children) == 1:
+            (call,) = call.children
+        parts = [Candidate((child,)) for child in call.children if child.goes_on is not None]
+        reasons = (self.obstacle(one, other) for one, other in itertools.pairwise(parts))
+        return next((reason for reason in reasons if reason), "")
 
     def keeps_between(self, unit: Candidate) -> bool:
         """Whether autograd keeps the unit's activation."""

@@ -51,10 +51,12 @@ class Receiver:
     """A tensor that gets gradients of several stages and pieces of code, or of another than the one behind it.
 
     Attributes:
+        made_by: the stage or piece that computed the tensor.
         end: the stage or piece whose backward needs the sum.
         handed: the gradient that each later stage or piece contributes.
     """
 
+    made_by: int
     end: int
     handed: dict[int, Handed] = field(default_factory=dict)
 
@@ -135,11 +137,11 @@ class Facts:
         """The one of something that a stage returned."""
         if made not in self._of_stages:
             # The gradient of an activation is summed up in the backward of the next stage, whose own share comes last.
-            self._of_stages[made] = self.new_receiver(made.stage if made.position else made.stage + 1)
+            self._of_stages[made] = self.new_receiver(made.stage, made.stage if made.position else made.stage + 1)
         return self._of_stages[made]
 
-    def new_receiver(self, end: int) -> Receiver:
-        self.receivers.append(Receiver(end))
+    def new_receiver(self, made_by: int, end: int) -> Receiver:
+        self.receivers.append(Receiver(made_by, end))
         return self.receivers[-1]
 
     @property

@@ -52,6 +52,7 @@ def plot_chain(
     plot_memory(simulate(chain, schedule), ax=memory)
     memory.set_title(title)
     plot_schedule(schedule, plan)
+    _arcs(plan, chain)
     found = {
         name: cost
         for strategy in make_strategies(strategies, slots)
@@ -79,6 +80,16 @@ def _overhead(chain: Chain, size: int, strategy: Static | Dynamic) -> float | No
             return None
     report, _ = Replay(Trace.from_chain(chain)).run(size, strategy.heuristic, thrash_limit=THRASH_LIMIT)
     return report.overhead if report.outcome == "pass" else None
+
+
+def _arcs(ax: Any, chain: Chain) -> None:
+    """What stages take besides their activation, from its maker to its user, on the right of the plan."""
+    edge = ax.get_xlim()[1]
+    for maker, user, _ in chain.skips:
+        bow = {"arrowstyle": "-|>", "connectionstyle": "arc3,rad=-0.25", "color": "0.45", "lw": 0.8, "clip_on": False}
+        ax.annotate("", (edge, user), (edge, maker), arrowprops=bow, annotation_clip=False)
+    if chain.skips:
+        ax.annotate("skips", (1, 1), (4, 2), "axes fraction", textcoords="offset points", color="0.45", fontsize=8)
 
 
 def _bars(ax: Any, overheads: dict[str, float | None]) -> None:

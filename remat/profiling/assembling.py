@@ -19,6 +19,7 @@ from remat.profiling.carried import (
     carried_by_activations,
     carried_by_caller,
     carried_by_leaves,
+    skips_of,
 )
 from remat.profiling.variables import LetGo, Passed, Variables
 from remat.runtime.calls.places import Places
@@ -142,6 +143,7 @@ def chain_of(
         draws_random=tuple(mark.draws_random for mark in marks),
         changes_buffers=tuple(mark.changes_buffers for mark in marks),
         fixed=fixed,
+        skips=tuple(skips_of(facts, fixed)),
         layout=replace(
             layout, ends_early=tuple(stage.ends_early for stage in facts.stages[1 : last + 1]), dropped=dropped
         ),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from remat.layout import Skip
 from remat.measuring.facts import Facts, Handed
 
 
@@ -128,6 +129,24 @@ def carried_by_activations(facts: Facts) -> tuple[list[int], list[Carried]]:
         size, own_bytes = longest.handed.memory_bytes, longest.handed.own_bytes
         carried.append(Carried(longest.begin, longest.end, size, sums, measured=own is None, sum_bytes=own_bytes))
     return grads, carried
+
+
+def skips_of(facts: Facts, outside: Sequence[bool]) -> list[Skip]:
+    """What stages, and code outside, take besides the activation before them.
+
+    Code right behind the maker, or right before the user, only passes a tensor on.
+
+    Args:
+        outside: of each stage, whether it is code outside.
+    """
+    found: dict[tuple[int, int], int] = {}
+    for receiver in facts.receivers:
+        for user, handed in receiver.handed.items():
+            between = range(receiver.made_by + 1, user)
+            if receiver.made_by and handed.own_bytes and not all(outside[index - 1] for index in between):
+                ends = receiver.made_by, user
+                found[ends] = found.get(ends, 0) + handed.own_bytes
+    return [Skip(*ends, size) for ends, size in sorted(found.items())]
 
 
 class _View(NamedTuple):

@@ -122,7 +122,7 @@ class CodeGraph:
         """Records that a gradient of piece `index` goes to a node of an earlier piece, as its input `number`."""
         receiver = self._bypassed.get((node, number))
         if receiver is None:
-            receiver = self._bypassed[node, number] = self._facts.new_receiver(end)
+            receiver = self._bypassed[node, number] = self._facts.new_receiver(end, end)
             node.register_prehook(partial(self._passed, receiver, number))
         receiver.handed[index] = NOTHING_HANDED
 

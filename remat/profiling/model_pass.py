@@ -279,7 +279,8 @@ class ModelPass(Pass):
         if made is not None:
             return self.facts.receiver(made)
         if id(side) not in self._sides:
-            self._sides[id(side)] = self.facts.new_receiver(self._code.producer(index, side))
+            producer = self._code.producer(index, side)
+            self._sides[id(side)] = self.facts.new_receiver(producer, producer)
         return self._sides[id(side)]
 
     def _is_new(self, tensor: torch.Tensor) -> bool:
