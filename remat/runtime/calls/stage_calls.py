@@ -10,7 +10,7 @@ import torch
 
 from remat.errors import ReplayError
 from remat.runtime.calls.environment import autocast_states, state_bytes
-from remat.runtime.calls.stages import attached
+from remat.runtime.calls.stages import attached, seen_again
 from remat.runtime.fakes import in_earnest
 from remat.runtime.generators import RandomState
 from remat.runtime.pytree import Key, first_tensor, key_of, map_tensors, tensors
@@ -215,7 +215,7 @@ def _filled(passed: Any, value: torch.Tensor, outputs: Sequence[Any], replaced: 
         key = leaf.hole, leaf.number
         if key not in others:
             with in_earnest():  # a replay in part would take it for an operator of the stage
-                others[key] = tensor.view_as(tensor)
+                others[key] = seen_again(tensor)
         return others[key]
 
     return map_tensors(fill, passed, (torch.Tensor, _Punched))

@@ -132,7 +132,14 @@ def attached(value: Any) -> Any:
 
     Autocast keeps cast copies of leaves until its block ends, and with them the leaves. To be called with gradients on.
     """
-    return map_tensors(lambda tensor: tensor.view_as(tensor) if tensor.requires_grad else tensor, value)
+    return map_tensors(lambda tensor: seen_again(tensor) if tensor.requires_grad else tensor, value)
+
+
+def seen_again(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a tensor that looks the same. `view_as` sets the strides of dimensions of size 1 anew."""
+    if tensor.layout == torch.strided and 1 in tensor.shape:
+        return torch.ops.aten.alias.default(tensor)
+    return tensor.view_as(tensor)
 
 
 def describe(value: Any) -> tuple[str, ...]:

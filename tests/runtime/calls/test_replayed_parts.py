@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -123,6 +124,42 @@ class Coupling(nn.Module):
 def test_blocks_that_save_slices_of_their_input_can_be_kept_in_part() -> None:
     model = nn.Sequential(*(Coupling() for _ in range(4)), nn.Linear(64, 3))
     assert all(remat.profile(model, torch.randn(128, 64), repeats=1).options[:4])
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(16), nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(x))
+
+
+class OfOneImage(nn.Module):
+    """Hands its blocks a permuted batch of one, whose first stride says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Normed() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x * 1.5).permute(0, 2, 3, 1)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_blocks_of_a_permuted_batch_of_one_can_be_kept_in_part() -> None:
+    model, x = OfOneImage(), torch.randn(1, 16, 12, 12)
+    chain = remat.profile(model, x, repeats=1)
+    assert sum(map(bool, chain.options)) >= 3
+    plain = copy.deepcopy(model)
+    remat.fit(model, x, 0.6, quiet=True)
+    for _ in range(2):
+        for each in (plain, model):
+            each(x).square().sum().backward()
+    pairs = zip(plain.parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs if a.grad is not None and b.grad is not None)
 
 
 @pytest.mark.parametrize("name", BODIES)
