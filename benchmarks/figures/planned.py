@@ -425,6 +425,25 @@ def estimates__llama_took() -> str:
 
 
 @figure
+def skips__table() -> str:
+    lines = []
+    for model, (first, *others) in by("skips", "model").items():
+        if "missing" in first:
+            continue
+        by_hand = f"{first['by hand over plain']:.2f} at {first['by hand'][1]:.2f}"
+        cells = [_skips_cell(row) for row in others]
+        lines.append([model, f"{first['least over plain']:.2f} ({by_hand})", *cells, f"{first['fit, steps']:.0f}"])
+    return table(["model", "least plan (by hand)", "0.7", "0.5", "0.35", "`fit`, plain steps"], lines)
+
+
+def _skips_cell(row: dict[str, Any]) -> str:
+    if "over plain" not in row:
+        return "-"
+    wrong = "" if row["same bits"] and row["measured over limit"] <= 1 else " (wrong)"
+    return f"{row['over plain'][1]:.2f}{' DTR' if 'DTR' in row['how'] else ''}{wrong}"
+
+
+@figure
 def step_cost__table() -> str:
     lines = []
     for model, found in by("step_cost", "model").items():

@@ -260,11 +260,7 @@ def _with_code_outside(places: Places, memory: Measurement, variables: Variables
         for index, size in enumerate(alone, start=1)
     ]
     sizes = _held_by_variables(sizes, let_go)
-    for run in places.runs():  # what variables hold of it when it is over; before, that is in `passing`
-        for activation in variables.activations:
-            if activation.made_in in run and activation.made_in != run.stop - 1:
-                for index in range(run.stop + 1, activation.gone_by):
-                    sizes[index - 1] = _with_more(sizes[index - 1], activation.size_bytes)
+    sizes = _held_activations(sizes, places, variables)
     sizes.append(memory.sizes(last + 1, True) if has_loss else NOTHING)
     return _Terms(sizes, grads, helds, carried, lasting)
 
@@ -313,6 +309,20 @@ def _held_by_variables(sizes: Sequence[Sizes], let_go: Sequence[LetGo]) -> list[
         found[made_in - 1] = replace(maker, saved=maker.saved - held, save_overhead=maker.save_overhead + held)
         for index in range(made_in + 1, gone_by):
             found[index - 1] = _with_more(found[index - 1], held)
+    return found
+
+
+def _held_activations(sizes: Sequence[Sizes], places: Places, variables: Variables) -> list[Sizes]:
+    """The sizes, with activations that only variables hold when their run is over counted until they are freed.
+
+    During the run they are in what passes; the last one counts as the input of the code behind it.
+    """
+    found = list(sizes)
+    behind = {index: run.stop for run in places.runs() for index in run}
+    for made_in, gone_by, size, _ in variables.activations:
+        if made_in != behind[made_in] - 1:
+            for index in range(behind[made_in] + 1, gone_by):
+                found[index - 1] = _with_more(found[index - 1], size)
     return found
 
 

@@ -118,6 +118,10 @@ class CodeGraph:
             with measuring(index):
                 scalar.backward(retain_graph=index in shared, inputs=inputs.get(index))
 
+    def let_go(self) -> None:
+        """Drops the tensors that the pieces end with: hooks on nodes of their graph hold on to this."""
+        self._ends.clear()
+
     def _goes_past(self, index: int, node: Any, number: int, end: int) -> None:
         """Records that a gradient of piece `index` goes to a node of an earlier piece, as its input `number`."""
         receiver = self._bypassed.get((node, number))

@@ -74,7 +74,7 @@ class ModelPass(Pass):
             self._run(model, call, loss)
         finally:  # graphs that are cut off refer back to this, in a way that no garbage collector sees
             self._kept.clear()
-            self._code = CodeGraph(self.facts)
+            self._code.let_go()
 
     def _run(self, model: nn.Module, call: Arguments, loss: Loss | None) -> None:
         self.facts[0].act, self.facts[0].grad = storage_bytes(call), gradient_bytes(call)

@@ -99,6 +99,7 @@ class Profiler:
         variables = Variables(ModelPass.run.__code__)  # tracked in a first pass, which also triggers one-time set-up
         with warning_of_threads(self.device):
             first = self._looked_at(Seconds(self.device), variables=variables).facts
+        variables.pass_ended()
         memory = self._memory(first)
         if memory.odd_ends and self.loss is None:
             # An unknown loss may give a gradient of either memory layout, and every backward passes the layout on.

@@ -115,7 +115,12 @@ class Variables:
         for tensor in tensors(output):
             self.saves(tensor)
         self.look(index)
-        self.passed = [each for storage, each in self._gone if storage not in self._saved]
+
+    def pass_ended(self) -> None:
+        """The pass is over and holds nothing any more: what is still there is held by an attribute, say."""
+        self.passed = [
+            each for storage, each in self._gone if storage not in self._saved and self._seen[storage].expired()
+        ]
 
     def returned(self, index: int, output: Any, activation: Any) -> None:
         """Stage `index` has returned this: what is not its activation may be freed before the backward."""

@@ -287,3 +287,47 @@ def test_overhead_is_measured_against_plain_pytorch_on_request() -> None:
     assert remat.run(model, sample, schedule, repeats=1).overhead is None
     overhead = remat.run(model, sample, schedule, repeats=1, baseline=True).overhead
     assert overhead is not None and overhead > 0
+
+
+class Mixing(nn.Module):
+    """Saves something else than what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(128, 64)
+
+    def forward(self, both: torch.Tensor) -> torch.Tensor:
+        return self.linear(torch.tanh(both + 1))
+
+
+class Concatenating(nn.Module):
+    """Code makes the input of each block for it alone; an attribute holds that longer where it `remembers`."""
+
+    def __init__(self, *, remembers: bool) -> None:
+        super().__init__()
+        self.remembers = remembers
+        self.first = nn.Linear(16, 64)
+        self.blocks = nn.ModuleList(Mixing() for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            both = torch.cat([first, x], -1)
+            if self.remembers:
+                self.__dict__[f"seen{number}"] = both.detach()
+            x = block(both)
+        return x
+
+
+@pytest.mark.parametrize("remembers", [False, True])
+def test_what_code_makes_for_one_stage_counts_until_it_is_stored(*, remembers: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Concatenating(remembers=remembers), torch.randn(512, 16)
+    chain = remat.profile(model, x, repeats=1)
+    least, most = remat.minimum_budget(chain, "fastest"), chain.store_all_bytes
+    peaks = []
+    for limit in (least, (least + most) // 2, (least + 4 * most) // 5, most):
+        report = remat.run(model, x, remat.solve(chain, limit, "fastest"), repeats=1)
+        assert report.peak_bytes <= limit
+        peaks.append(report.peak_bytes)
+    assert remembers or peaks[-1] > 0.8 * most  # inputs of all blocks would make it twice as much
