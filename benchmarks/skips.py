@@ -127,7 +127,7 @@ def _open_clip() -> Made:
 
 def _t5() -> Made:
     sizes = {"num_layers": 4, "d_model": 256, "d_kv": 64, "num_heads": 4, "d_ff": 1024}
-    return _language("T5", 4, 256, 500, decoder_start_token_id=0, **sizes)
+    return _language("T5", 4, 256, 500, decoder_start_token_id=0, use_cache=False, **sizes)
 
 
 def _whisper() -> Made:
@@ -137,7 +137,7 @@ def _whisper() -> Made:
     sizes = {"encoder_layers": 4, "decoder_layers": 4, "encoder_ffn_dim": 1024, "decoder_ffn_dim": 1024}
     config = WhisperConfig(
         vocab_size=500, d_model=256, num_mel_bins=16, max_source_positions=256, pad_token_id=0, bos_token_id=1,
-        eos_token_id=2, decoder_start_token_id=1, **heads, **sizes,
+        eos_token_id=2, decoder_start_token_id=1, use_cache=False, **heads, **sizes,
     )  # fmt: skip
     labels = torch.randint(3, 500, (4, 256))
     return WhisperForConditionalGeneration(config), {"input_features": torch.randn(4, 16, 512), "labels": labels}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 
 import pytest
@@ -146,3 +147,45 @@ def test_blocks_of_a_small_model_stay_whole() -> None:
 
     found = remat.find_chain(nn.Sequential(nn.Linear(64, 64), Block(), Block(), Block()), torch.randn(256, 64))
     assert [stage.name for stage in found.stages][-2:] == ["2", "3"]
+
+
+def test_what_skips_stages_is_told() -> None:
+    model, x = CASES["segmentation"]()
+    found = remat.find_chain(model, x)
+    makers = {maker for maker, _, _ in found.skips}
+    assert makers <= {stage.name for stage in found.stages}
+    assert found.skips
+    assert f"skip: {found.skips[0][0]} -> {found.skips[0][1]}" in str(found)
+    assert "&rarr;" in found._repr_html_()
+    chain = remat.profile(model, x, repeats=1, options=False)
+    assert chain.skips
+    assert all(skip.maker < skip.user for skip in chain.skips)
+
+
+class Crossing(nn.Module):
+    """Uses its first result behind all others."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.a(x)
+        return self.c(torch.relu(self.b(first)) * first + torch.relu(first))
+
+
+class Within(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = Crossing(), nn.Linear(64, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(x).sum(0))
+
+
+def test_a_model_that_cannot_be_cut_says_what_is_in_the_way() -> None:
+    x = torch.randn(8, 64)
+    reason = r"the output of '{}a' \(float32\[8, 64\]\) is used again, or changed, in '{}'"
+    with pytest.raises(remat.NoChain, match=reason.format("", "the model")):
+        remat.find_chain(Crossing(), x)
+    assert re.search("It cannot be cut: " + reason.format("inner.", "inner"), str(remat.find_chain(Within(), x)))
