@@ -184,7 +184,7 @@ class _Step:
         """After one step."""
         self.model.zero_grad(set_to_none=False)
         self()
-        return [parameter.grad.clone() for parameter in self.model.parameters() if parameter.grad is not None]
+        return [parameter.grad.clone() for parameter in self.model.parameters() if parameter.requires_grad]
 
     def peak_bytes(self) -> int:
         """Above what was there, with the sample."""

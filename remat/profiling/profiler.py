@@ -195,11 +195,18 @@ class Profiler:
         return found, recording.parcels() if wanted.offload else {}
 
     def excess(self, chain: Chain) -> int:
-        """By how many bytes a step by the schedule of least memory exceeds what the chain predicts of it.
+        """By how many bytes steps exceed what the chain predicts: by the schedule of least memory, and by one of more.
 
         Stages are measured one by one; memory shared with code outside the stages may cost more in a whole step.
         """
-        schedule = _tight(chain)
+        schedules = [_tight(chain)]
+        if instruments().computes:
+            planner = Persistent()
+            least, most = planner.minimum_budget(chain), store_all_peak(chain)
+            schedules.append(planner.solve(chain, least + (most - least) // 5))
+        return max(self._excess_of(chain, schedule) for schedule in schedules)
+
+    def _excess_of(self, chain: Chain, schedule: Schedule) -> int:
         way = BySchedule(schedule)
         running = executing(self.model, way)
         assert way.executor is not None
