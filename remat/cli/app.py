@@ -48,15 +48,7 @@ app = typer.Typer(
 console = Console()
 
 MODELS = (  # the names of remat.cli.models.EXAMPLES, which imports PyTorch
-    "gpt",
-    "gpt96",
-    "resnet18",
-    "resnet34",
-    "resnet50",
-    "resnet101",
-    "resnet152",
-    "resnet200",
-    "resnet1001",
+    *("gpt", "gpt96", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnet200", "resnet1001"),
 )
 _MODELS = f"One of {', '.join(MODELS)}; or your own as package.module:function or file.py:function"
 BUDGETS = "Comma-separated fractions of plain PyTorch's peak, bytes, or sizes with a unit."

@@ -72,9 +72,6 @@ class Selector:
         self.record = record
         self.storages = record.storages
         self._written = [_Written.of(address, storage) for address, storage in self.storages.items() if storage.writes]
-        self._saved = [
-            (id(storage.saved_by), storage.size) for storage in self.storages.values() if storage.saved_by is not None
-        ]
         self._savers = {
             address: id(storage.saved_by) for address, storage in self.storages.items() if storage.saved_by is not None
         }
@@ -370,7 +367,7 @@ class Selector:
     def covered_bytes(self, units: Sequence[Candidate]) -> int:
         """What autograd would keep of what is saved in the units."""
         places = _places(units)
-        return sum(size for saved_by, size in self._saved if saved_by in places)
+        return sum(self.storages[address].size for address, saver in self._savers.items() if saver in places)
 
 
 class _Written(NamedTuple):
