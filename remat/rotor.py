@@ -16,7 +16,7 @@ from remat.profiling.profile import Loss
 from remat.runtime.calls.stages import flatten, is_sequential
 from remat.runtime.checks import check_model
 from remat.runtime.patching import beyond_compiler
-from remat.runtime.planned.patched_forward import refuse_other_path, refuse_patched
+from remat.runtime.planned.patched_forward import refuse_patched
 from remat.runtime.planned.wrapper import Wrapper
 from remat.runtime.pytree import Arguments
 from remat.schedule import Schedule
@@ -275,7 +275,7 @@ class Checkpointable(Wrapper):
     def _by_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self.planned.lock:
             executor = self.planned.inputs.plan_for(Arguments(args, kwargs)).executor
-        return executor.run(self.wrapped, args, kwargs, refuse_other_path)
+        return self._by(executor, args, kwargs)
 
 
 def _write(text: str) -> None:

@@ -22,10 +22,9 @@ from remat.measuring.work import warn_of_data
 from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.calls.environment import accelerators
 from remat.runtime.calls.stages import Stage
-from remat.runtime.checks import check_model, check_sample
+from remat.runtime.checks import check_model, check_sample, refuse_checkpointing, refuse_compiled, switches_of
 from remat.runtime.meter import instruments
 from remat.runtime.patching import Forward, blocks_as_written, intercepted, outside_of_compiled
-from remat.runtime.planned.call_executor import refuse_checkpointing, refuse_compiled, switches_of
 from remat.runtime.planned.patched_forward import unpatched
 from remat.runtime.pytree import Arguments, arguments
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,9 +19,11 @@ from remat.measuring.isolating import no_backward, saving_nothing
 from remat.measuring.stage_costs import Sizes
 from remat.options.hull import MOST, Part, choices
 from remat.options.sending import Parcel, parcels
-from remat.runtime.calls.ending import Ending
+from remat.runtime.calls.early_stop import Ending
 from remat.runtime.calls.environment import BufferWatch, FirstRun
-from remat.runtime.calls.record import Record, Slot
+from remat.runtime.calls.passed import Held, Passed
+from remat.runtime.calls.saved import Saved
+from remat.runtime.calls.stage_call import StageCall
 from remat.runtime.calls.stages import Stage, detached
 from remat.runtime.calls.tape import Recorder, Tape
 from remat.runtime.calls.tapes import Tapes
@@ -182,16 +185,19 @@ class MeasuringVisitor:
         tapes = self._tapes[index]
         if not tapes.knows(environment.situation):  # learning it again would discard results derived from it
             tapes.learn(environment.situation, self._units[index].tape)
-        record = Record(stage, index, environment, ending, tapes, lambda value: run([value, *others]))
-        with self.gauge.span(f"kept {number}", index), record.deferring(_Filled(), choice.dropped):
+        passed = Passed(first, hold=partial(Held, with_graph=True))
+        passed.add(run, ([first, *others],), {})
+        passed.complete()
+        call = StageCall(stage, index, passed, environment, ending, tapes)
+        with self.gauge.span(f"kept {number}", index), call.saving(_Filled(), choice.dropped):
             output = run([first, *others])
         del first
-        record.ended(output)
+        call.ended(output)
         with self.gauge.span(f"level {number}", index):
             pass  # what the environment no longer holds is gone
         end = _end(index, output, end_of) if self.gauge.of_memory else None
         with self.gauge.span(f"rest {number}", index):
-            record.complete(given[0])
+            call.complete(given[0])
         if self.gauge.of_memory:
             del output
             with self.gauge.span(f"filled {number}", index):
@@ -204,11 +210,10 @@ class MeasuringVisitor:
 
 
 class _Filled:
-    """The owner of slots that are filled before the backward."""
+    """The owner of calls that are made again before the backward."""
 
-    def value_of(self, slot: Slot) -> torch.Tensor:
-        assert slot.tensor is not None
-        return slot.tensor
+    def have(self, saved: Saved) -> None:
+        """It is there."""
 
 
 def _end(index: int, output: Any, end_of: Ends) -> torch.Tensor | None:

@@ -29,9 +29,9 @@ from remat.profiling.code_graph import CodeGraph
 from remat.profiling.stage_pass import Pass, within_one_stage
 from remat.profiling.variables import Variables
 from remat.runtime.calls.environment import accelerators
+from remat.runtime.calls.passed import Held, Passed
 from remat.runtime.calls.places import Place, Places
 from remat.runtime.calls.route import Route
-from remat.runtime.calls.stage_calls import StageCalls
 from remat.runtime.calls.stages import detached
 from remat.runtime.checks import Loss
 from remat.runtime.generators import RandomState, held_by
@@ -62,7 +62,7 @@ class ModelPass(Pass):
         self._route = Route(places)
         self._alive, self._code = Alive(self.facts), CodeGraph(self.facts)
         self._measuring = False
-        self._calls: StageCalls | None = None
+        self._passed: Passed | None = None
         self._value: torch.Tensor | None = None
         self._generators: list[Any] = []  # that the model holds
         self._outside: Any = None  # the open span of code outside
@@ -169,21 +169,21 @@ class ModelPass(Pass):
         self._route.passed()
         if place.first:
             self._begin(place, args, kwargs)
-        calls, value = self._calls, self._value
-        assert calls is not None
+        passed, value = self._passed, self._value
+        assert passed is not None
         assert value is not None
-        calls.add(forward, args, kwargs)
+        passed.add(forward, args, kwargs)
         if not place.last:
             with self._graph_of_a_stage(), saving_nothing():
                 given, named = cut((args, kwargs))  # what is computed here may be used outside; no backward enters
                 output = forward(*given, **named)
-            calls.returned(output)
+            passed.returned(output)
             self._alive.returned(output)
             if self.variables is not None:
                 self.variables.counts_elsewhere(output)
             return output
-        calls.complete()
-        return self._stage(place.stage, calls, value)
+        passed.complete()
+        return self._stage(place.stage, passed, value)
 
     def _begin(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         index = place.stage
@@ -208,24 +208,26 @@ class ModelPass(Pass):
                 self._alive.follows(index, value)
         devices = accelerators(self.places.stages[index - 1], value)
         generators = partial(RandomState, devices, self._generators)
-        calls = StageCalls(value, place.name, with_graphs=True, several=not place.last, generators=generators)
-        self._calls, self._value = calls, value
+        with_graphs = partial(Held, with_graph=True)
+        passed = Passed(value, hold=with_graphs, several=not place.last, generators=generators)
+        self._passed, self._value = passed, value
         self._counted = self._route.counter.now()
 
-    def _stage(self, index: int, calls: StageCalls, value: torch.Tensor) -> Any:
+    def _stage(self, index: int, passed: Passed, value: torch.Tensor) -> Any:
         """Measures a stage; returns what it returned, cut off from it."""
-        self._calls = self._value = None
-        self._alive.given([*([] if index in self.places.follows else [value]), *calls.side_inputs()])
+        self._passed = self._value = None
+        inputs = passed.held()
+        self._alive.given([*([] if index in self.places.follows else [value]), *inputs])
         if self.variables is not None:
-            self.variables.given(index, [value, *calls.side_inputs()])
-        sides = [tensor for tensor in calls.side_inputs() if tensor.requires_grad and tensor.grad_fn is not None]
+            self.variables.given(index, [value, *inputs])
+        sides = [tensor for tensor in inputs if tensor.requires_grad and tensor.grad_fn is not None]
         if index not in self.places.follows:
             self._code.ends(index - 1, [tensor for tensor in (value, *sides) if self._is_new(tensor)])
         else:
             self._code.late(index, [tensor for tensor in sides if self._is_new(tensor)])
         for tensor in sides:
             self._receiver_of(tensor, index).handed.setdefault(index, NOTHING_HANDED)
-        self._kept += [calls, sides]
+        self._kept += [passed, sides]
 
         def on_gradient(position: int, gradient: torch.Tensor) -> None:
             self._handed.append(gradient)
@@ -235,18 +237,18 @@ class ModelPass(Pass):
             else:
                 self._receiver_of(sides[position - 1], index).takes(index, gradient)
 
-        def again(passed: Any) -> Any:
-            first, *others = passed
+        def again(given: Any) -> Any:
+            first, *others = given
             replaced = {id(side): other for side, other in zip(sides, others, strict=True)}
             self._route.counter.back_to(self._counted)  # it runs several times, and counts once
-            outputs = calls.again(first, replaced)[1]
-            return outputs[-1], calls.not_handed_on(outputs)
+            outputs = passed.again([replaced.get(id(each), each) for each in inputs], first, all_of_them=True)
+            return outputs[-1], passed.not_handed_on(outputs)
 
         counted = self._route.counter.now()
         output = self._measure(index, again, [value, *sides], on_gradient)
         self._route.counter.add(counted)
         marks = self.facts[index].marks
-        self.facts[index].marks = replace(marks, changed_bytes=marks.changed_bytes + calls.state_bytes)
+        self.facts[index].marks = replace(marks, changed_bytes=marks.changed_bytes + passed.state_bytes)
         output, _ = output  # what else the calls return, others have been given already
         following = cut(output, partial(self._came_back, index), OUTSIDE, made_by=index)
         handed = first_tensor(following)

@@ -22,7 +22,7 @@ from remat.measuring.stage_costs import Boundary, Marks, OldAttributes, SavedSto
 from remat.options.units import Visitor
 from remat.profiling.carried import begun_by, leaves_of
 from remat.runtime.calls.attributes import graph_handed_on
-from remat.runtime.calls.ending import Ending, Saving
+from remat.runtime.calls.early_stop import CountingHooks, Ending
 from remat.runtime.calls.environment import BufferWatch, accelerators, state_bytes
 from remat.runtime.calls.stages import Stage, detached
 from remat.runtime.checks import Loss
@@ -208,13 +208,13 @@ class Pass(ABC):
         facts = self.facts[index]
         source = cut(given)
         if facts.saves is None:
-            saving = Saving()
+            saving = CountingHooks()
             with self._graph_of_a_stage(), saving:
                 run(source)
             facts.saves = saving.count
             facts.ends_early = saving.saved.is_as_it_was
         elif facts.saves and facts.ends_early:
-            with self._graph_of_a_stage(), self.gauge.span("replay", index), Saving(last=facts.saves):
+            with self._graph_of_a_stage(), self.gauge.span("replay", index), CountingHooks(last=facts.saves):
                 run(source)
 
     def _end_of_stage(self, index: int, ends: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -14,8 +14,7 @@ from remat.errors import OverBudgetWarning, RematError
 from remat.report import Report
 from remat.runtime.execution import Execution
 from remat.runtime.live.context import DTR
-from remat.runtime.planned.binding import bound
-from remat.runtime.planned.forward_run import Executor
+from remat.runtime.planned.executor import Executor
 from remat.runtime.planned.patched_forward import trained_by
 from remat.schedule import Schedule
 
@@ -83,7 +82,7 @@ class BySchedule(Execution):
         self.executor: Executor | None = None  # once it is prepared
 
     def prepared(self, model: nn.Module) -> Callable[..., Any]:
-        executor = self.executor = bound(model, self.schedule)
+        executor = self.executor = Executor(model, self.schedule)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             with trained_by(model, executor):
@@ -99,7 +98,7 @@ class BySchedule(Execution):
         """
         executor = self.executor
         assert executor is not None
-        fixed = executor.fixed
+        fixed = executor.places.fixed
         executor.observer = lambda operation: None if fixed[operation.stage - 1] else observer(str(operation))
         try:
             yield

@@ -28,6 +28,9 @@ class Slot(Protocol):
 
     tensor: torch.Tensor | None
 
+    def put(self, tensor: torch.Tensor) -> None:
+        """It is there again."""
+
 
 class Buffer(NamedTuple):
     """Bytes of the host's memory.
@@ -214,7 +217,7 @@ class Sent:
                 slot = look.slot()
                 if slot is not None and slot.tensor is None and piece.whole is not None:
                     empty = torch.empty(0, dtype=look.dtype, device=self._device)
-                    slot.tensor = empty.set_(storage_of(piece.whole), look.offset, look.size, look.stride)
+                    slot.put(empty.set_(storage_of(piece.whole), look.offset, look.size, look.stride))
         self._end()
 
     def _wait(self) -> None:

@@ -19,8 +19,7 @@ from remat.report import Report
 from remat.runtime.calls.stages import call_of
 from remat.runtime.meter import free_bytes
 from remat.runtime.offload import HostMemory
-from remat.runtime.planned.binding import bound
-from remat.runtime.planned.forward_run import Executor, Lock
+from remat.runtime.planned.executor import Executor, Lock
 from remat.runtime.planned.patched_forward import PatchedForward, patched_forward_of
 from remat.runtime.planned.validity import training
 from remat.runtime.pytree import Arguments, tensors
@@ -208,7 +207,7 @@ class Planned:
     def _bind(self, chain: Chain | None, schedule: Schedule, in_flight: int = 0) -> None:
         layout = schedule.layout or (chain.layout if chain is not None else None)
         schedule_here = replace(schedule, layout=layout)
-        executor = bound(self.model, schedule_here, preserve_random=self.setup.preserve_random)
+        executor = Executor(self.model, schedule_here, preserve_random=self.setup.preserve_random)
         executor.lock, executor.host, executor.in_flight = self.lock, self.host, in_flight
         self.plan = RunningPlan(chain, schedule, executor)
 

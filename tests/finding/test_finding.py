@@ -15,7 +15,7 @@ import remat
 from remat import rotor
 from remat.errors import UnsupportedModel
 from remat.formatting import format_bytes
-from remat.runtime.calls.stage_calls import StageCalls
+from remat.runtime.calls.passed import Passed
 from support.library_models import LENGTH, gpt2, shared, t5
 from support.training import made
 
@@ -259,13 +259,13 @@ def test_tensors_that_show_the_same_stay_apart_when_a_stage_runs_again() -> None
         return query
 
     for given in ((x, x, x), (x, x[:], x[:]), (x, *[x[:]] * 2), (x[:], x, x)):
-        calls = StageCalls(x, "attention")
-        calls.add(forward, given, {})
+        passed = Passed(x)
+        passed.add(forward, given, {})
         seen.clear()
         forward(*given)
-        calls.returned(x)
+        passed.returned(x)
         with Operators() as operators:
-            calls(x)
+            passed.again([], x)
         assert seen[0] == seen[1]
         assert operators.seen == ["aten::equal"]  # nothing that a replay in part would take for the stage's own
 

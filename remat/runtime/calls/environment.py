@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from remat.errors import ReplayError
 from remat.runtime.allocator import refuse_untried, rounded
 from remat.runtime.calls.attributes import Attributes
-from remat.runtime.calls.ending import sum_of
+from remat.runtime.calls.early_stop import sum_of
 from remat.runtime.calls.hooks import Hooks
 from remat.runtime.calls.stages import Stage
 from remat.runtime.calls.steady import is_steady

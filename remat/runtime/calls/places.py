@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import Counter
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from remat.errors import PlanMismatch
 from remat.layout import Layout
-from remat.runtime.calls.stages import Stage, stage_name
-from remat.runtime.pytree import key_of, tensors
+from remat.runtime.calls.stages import Stage, flatten, stage_name
+from remat.runtime.pytree import first_tensor, key_of, tensors
 
 
 class Place(NamedTuple):
@@ -25,44 +27,49 @@ class Place(NamedTuple):
 class Places:
     """The calls of a layout, bound to a model.
 
+    Of an `nn.Sequential` whose layout names no calls they are those of its modules, as many of them in a stage as the
+    layout says, else one. Each is passed all that the one before has returned.
+
+    Args:
+        length: of the schedule: the stages and the loss; None: as many as the layout has.
+
     Attributes:
         stages: 1..L, of which those without modules stand for the code between the others.
         fixed: L+1 flags: the stages that are such code.
         follows: stages that take the activation of the stage before them.
+        in_a_row: the model is an `nn.Sequential`, whose activations are whole values.
         calls: in the order in which they come.
         aside: calls of the same modules that are no part of a stage.
         names: of the modules of stages, and of those that are not called on the chain's path.
 
     Raises:
         PlanMismatch: the layout is that of another model.
+        UnsupportedModel: it names no calls, and the model is not an `nn.Sequential`.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout | None) -> None:
-        if layout is None or layout.calls is None:
-            raise PlanMismatch(
-                f"the schedule names no module calls, so it is for an nn.Sequential, but this is a "
-                f"{type(model).__name__}; profile this model and solve for its chain"
-            )
+    def __init__(self, model: nn.Module, layout: Layout | None, length: int | None = None) -> None:
+        self.in_a_row = layout is None or layout.calls is None
+        calls = _in_a_row(model, layout, length) if layout is None or layout.calls is None else layout.calls
         modules = dict(model.named_modules(remove_duplicate=False))
         self.stages: list[Stage] = []
         self.calls: list[Place] = []
-        for index, names in enumerate(layout.calls, start=1):
+        for index, names in enumerate(calls, start=1):
             missing = [name for name in names if module_of(name) not in modules]
             if missing:
                 raise PlanMismatch(f"the schedule was made for another model: this one has no module {missing[0]!r}")
-            parts = list(dict.fromkeys(modules[module_of(name)] for name in names))
-            self.stages.append(Stage(parts, stage_name(names) if names else "(outside)"))
+            found = [modules[module_of(name)] for name in names]
+            if not self.in_a_row:
+                found = list(dict.fromkeys(found))
+            self.stages.append(Stage(found, stage_name(names) if names else "(outside)"))
             last = len(names) - 1
             self.calls += [Place(name, index, part == 0, part == last) for part, name in enumerate(names)]
-        self.fixed = (*(not names for names in layout.calls), False)
+        self.fixed = (*(not names for names in calls), False)
         self.follows = frozenset(
-            index
-            for index in range(2, len(layout.calls) + 1)
-            if not self.fixed[index - 1] and not self.fixed[index - 2]
+            index for index in range(2, len(calls) + 1) if not self.fixed[index - 1] and not self.fixed[index - 2]
         )
-        self.aside = frozenset(layout.aside)
+        self.aside = frozenset(() if layout is None else layout.aside)
         self._stage_names = {modules[module_of(place.name)]: module_of(place.name) for place in self.calls}
-        uncalled = {modules[name]: name for name in layout.uncalled if name in modules}
+        uncalled = {modules[name]: name for name in (() if layout is None else layout.uncalled) if name in modules}
         self.names = {**uncalled, **self._stage_names}
 
     def runs(self) -> list[range]:
@@ -75,8 +82,39 @@ class Places:
                 found.append(range(index, index + 1))
         return found
 
+    def activation_of(self, output: Any) -> Any:
+        """The part of what a stage returned that the next one works on; None where there is no tensor."""
+        return (output if tensors(output) else None) if self.in_a_row else first_tensor(output)
 
-class Counter:
+
+def _in_a_row(model: nn.Module, layout: Layout | None, length: int | None) -> list[tuple[str, ...]]:
+    """The calls of the modules of an `nn.Sequential`, by stages."""
+    flat = flatten(model)
+    counts = (1,) * len(flat) if layout is None else layout.modules
+    stages = len(counts) if length is None else length - 1
+    if sum(counts) != len(flat) or len(counts) != stages:
+        planned = stages if layout is None else sum(counts)
+        raise PlanMismatch(
+            f"the schedule was made for a model of {planned} modules in {stages} stages (and the loss), this one "
+            f"flattens to {len(flat)} modules; profile this model and solve for its chain, or write a schedule of "
+            f"{len(flat) + 1} stages by hand"
+        )
+    names: dict[nn.Module, str] = {}
+    seen: Counter[nn.Module] = Counter()
+    calls = []
+    for name, module in flat:
+        seen[module] += 1
+        calls.append(call_name(names.setdefault(module, name), seen[module]))
+    ends = list(accumulate(counts))
+    return [tuple(calls[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+
+
+def call_name(module: str, count: int) -> str:
+    """The name of the call of a module that comes as this one, counted from 1."""
+    return module + (f"#{count}" if count > 1 else "")
+
+
+class CallCounter:
     """Names the calls of one forward."""
 
     def __init__(self, places: Places) -> None:
@@ -86,7 +124,7 @@ class Counter:
     def name(self, module: nn.Module) -> str:
         """The name of a call that has begun."""
         count = self._counts[module] = self._counts.get(module, 0) + 1
-        return self._names[module] + (f"#{count}" if count > 1 else "")
+        return call_name(self._names[module], count)
 
     def now(self) -> dict[nn.Module, int]:
         """How often each module was called so far."""

@@ -55,36 +55,22 @@ class Instructions(NamedTuple):
         return core if passed else None
 
 
-class Ledger:
-    """Writes down operators and references, and consults the policy core where memory runs out.
-
-    The core lags behind: as long as all fits and all is there it has nothing to decide, and gets its instructions
-    later. `memory` is always what it will say.
+class Notes:
+    """Operators and references, written down for the policy core.
 
     Attributes:
         graph: all operators so far.
         arguments: for each operator the tensors of the policy core that it uses, and -1 - i for constant i.
         changed: for operators that change storages those of their arguments whose new versions are the last of what
             they make.
-        constants: how many were seen.
-        memory, peak: bytes in use, and the most so far.
-        ceiling: up to here it need not be asked: the budget less what was given out besides, as far as nobody has
-            looked how much that is.
+        instructions: what is done with them and what they make.
     """
 
-    def __init__(self, budget: int, heuristic: Heuristic, *, sampling: bool, skip_small: bool, seed: int) -> None:
+    def __init__(self) -> None:
         self.graph = Graph()
         self.arguments: list[list[int]] = []
         self.changed: dict[int, tuple[int, ...]] = {}
-        self.constants = 0
-        self.budget = self.ceiling = budget
-        self._options: dict[str, Any] = {"sampling": sampling, "skip_small": skip_small, "seed": seed}
-        self._heuristic = heuristic
-        self.core = Core(self.graph, budget, heuristic, held=True, log=True, **self._options)
         self.instructions: list[tuple[int, int]] = []
-        self._asked = self._reported = 0  # instructions that were told before the last consultation, and with it
-        self._followed = 0
-        self.memory = self.peak = 0
 
     def add(
         self,
@@ -111,6 +97,35 @@ class Ledger:
         outputs = [(size, -1) for size in sizes] or [(0, -1)]
         return self.graph.add(label, nanoseconds, inputs, outputs, scratch_bytes, overwritten_bytes, first_nanoseconds)
 
+    def note(self, instruction: int, tensor: int) -> None:
+        """Writes down what is none of an operator."""
+        self.instructions.append((instruction, tensor))
+
+
+class Ledger(Notes):
+    """Consults the policy core where memory runs out.
+
+    The core lags behind: as long as all fits and all is there it has nothing to decide, and gets its instructions
+    later. `memory` is always what it will say.
+
+    Attributes:
+        constants: how many were seen.
+        memory, peak: bytes in use, and the most so far.
+        ceiling: up to here it need not be asked: the budget less what was given out besides, as far as nobody has
+            looked how much that is.
+    """
+
+    def __init__(self, budget: int, heuristic: Heuristic, *, sampling: bool, skip_small: bool, seed: int) -> None:
+        super().__init__()
+        self.constants = 0
+        self.budget = self.ceiling = budget
+        self._options: dict[str, Any] = {"sampling": sampling, "skip_small": skip_small, "seed": seed}
+        self._heuristic = heuristic
+        self.core = Core(self.graph, budget, heuristic, held=True, log=True, **self._options)
+        self._asked = self._reported = 0  # instructions that were told before the last consultation, and with it
+        self._followed = 0
+        self.memory = self.peak = 0
+
     def add_one(
         self, label: str, nanoseconds: int, arguments: list[int], inputs: list[int], size: int, scratch_bytes: int
     ) -> int:
@@ -124,10 +139,6 @@ class Ledger:
         memory = self.memory = self.memory + size
         self.peak = max(self.peak, memory + scratch_bytes)
         return self.graph.add_one(label, nanoseconds, inputs, size, scratch_bytes)
-
-    def note(self, instruction: int, tensor: int) -> None:
-        """Writes down what is none of an operator."""
-        self.instructions.append((instruction, tensor))
 
     def consult(self) -> int:
         """Tells the core all that was written down; returns DONE, OUT_OF_MEMORY or THRASHING of the kernels."""

@@ -5,8 +5,8 @@ Rules, to which the code points back:
 1. The graph is PyTorch's own. A stage's first run builds it once, and the backward of every stage is done by the very
    nodes that plain PyTorch would run: hooks, DDP, tied weights and accumulation see nothing new.
 2. A stage that the schedule stores on its first run (F_all) runs with nothing in between.
-3. Any other first run stores slots in place of the tensors that autograd saves (`saved_tensors_hooks`); a slot lives
-   as long as autograd would hold the tensor. Its F_all, later, is the same forward once more, which fills the slots.
+3. In any other first run a `Saved` takes the place of each tensor that autograd saves (`saved_tensors_hooks`); it lives
+   as long as autograd would hold the tensor. Its F_all, later, is the same forward once more, which fills them.
 4. The backward of a stage begins when its output's node is about to run. Just before, the schedule is advanced: all
    that it places between the backward of the stage above and this one is run.
 5. A recomputation repeats the first run: same random numbers, autocast, flags, parameters, and buffers from before it
@@ -20,197 +20,26 @@ Rules, to which the code points back:
 
 from __future__ import annotations
 
-import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from threading import RLock
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
 
-from remat.errors import OverBudgetWarning, ReplayError, UnsupportedModel
-from remat.layout import Layout
-from remat.runtime.calls.ending import Ending
-from remat.runtime.calls.environment import BufferWatch, FirstRun
-from remat.runtime.calls.record import Record, Slot
-from remat.runtime.calls.stages import Stage, detached
-from remat.runtime.calls.structure import Structure
-from remat.runtime.calls.tapes import Tapes
+from remat.errors import ReplayError, UnsupportedModel
+from remat.runtime.calls.environment import FirstRun
+from remat.runtime.calls.passed import Passed
+from remat.runtime.calls.saved import Saved
+from remat.runtime.calls.stage_call import StageCall
+from remat.runtime.calls.stages import detached
 from remat.runtime.generators import held_by
-from remat.runtime.offload import HostMemory, Sent
-from remat.runtime.patching import Forward
-from remat.runtime.planned.program import Program, Step
+from remat.runtime.offload import Sent
+from remat.runtime.planned.program import Step
 from remat.runtime.pytree import tensors
 from remat.runtime.surroundings import hearing_subclasses, subclasses_heard
 from remat.schedule import F_ALL, B, Operation
-from remat.utils.warn import warn
 
-Observer = Callable[[Operation], None]
-
-
-class Lock:
-    """A lock that one thread may take several times; a copy of it, as of a model that holds one, is another lock."""
-
-    def __init__(self) -> None:
-        self._lock = RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-    def __reduce__(self) -> tuple[type[Lock], tuple[()]]:
-        return Lock, ()
-
-
-class _Waiting:
-    """A forward whose backward has not begun; its graph holds on to it."""
-
-
-class _AllWaiting(weakref.WeakSet[_Waiting]):
-    """Those of a model; of a copy of it none."""
-
-    def __reduce__(self) -> tuple[type[_AllWaiting], tuple[()]]:
-        return _AllWaiting, ()
-
-
-class Executor(ABC):
-    """A program bound to the stages of a model.
-
-    Attributes:
-        in_place: it needs the model's own forward, so that the model itself trains by it, and not a wrapper around it.
-        observer: called with every operation when it begins, except the loss's; for tests and timelines.
-        lock: held while the model runs forward and while stages are recomputed, which changes flags and buffers of its
-            modules for a while; executors of one model share it.
-        holders: modules that hold random number generators of the program's own.
-        watches: which buffers each stage was seen to change, in all runs so far.
-        endings: where recomputations of each stage may end.
-        tapes: what runs of each stage consist of, where they are made again in part.
-        in_flight: how many forwards a memory limit counts before the first of their backwards; 0: there is no limit.
-        host: where what leaves the device waits; executors of one model share it.
-    """
-
-    in_place: bool
-
-    def __init__(
-        self,
-        model: nn.Module,
-        program: Program,
-        stages: Sequence[Stage],
-        layout: Layout | None,
-        *,
-        preserve_random: bool = True,
-    ) -> None:
-        self.model = model
-        self.program = program
-        self.stages = tuple(stages)
-        self._structure = Structure(model)
-        self.preserve_random = preserve_random
-        self.holders = [module for module in model.modules() if held_by([module])]
-        self.observer: Observer | None = None
-        self.in_flight = 0
-        self._waiting = _AllWaiting()
-        self._task: int | None = None  # autograd's, of the backward that began last
-        self._warned = False
-        self.lock = Lock()
-        self.watches = tuple(BufferWatch() for _ in stages)
-        right = layout.ends_early if layout is not None and layout.ends_early else (False,) * len(stages)
-        self.tapes = tuple(Tapes(stage.name) for stage in stages)
-        self._dropped = layout.dropped if layout is not None else ()
-        self._sent = layout.offloaded if layout is not None else ()
-        self.host = HostMemory()
-        self.endings = tuple(Ending(stage, found_right=found) for stage, found in zip(stages, right, strict=True))
-
-    def dropped(self, operation: Operation) -> frozenset[int]:
-        """The numbers of what a stage saves and this operation does not keep."""
-        if not operation.option:
-            return frozenset()
-        return self._dropped[operation.stage - 1][operation.option - 1]
-
-    def sent(self, operation: Operation) -> frozenset[int]:
-        """The numbers of what a stage saves and this operation sends to the host."""
-        if not operation.option or not self._sent:
-            return frozenset()
-        return self._sent[operation.stage - 1][operation.option - 1]
-
-    def run_to_the_end(self) -> None:
-        """From now on recomputations of all stages run to their end, as they do in a first step."""
-        for ending in self.endings:
-            ending.allowed = False
-
-    def run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]) -> Any:
-        """What the model returns, with the graph for its backward.
-
-        Args:
-            forward: the model's own.
-            left: called with the reason where the forward takes another path than the chain's.
-        """
-        if not self.in_flight:
-            return self._run(forward, args, kwargs, left)
-        if len(self._waiting) >= self.in_flight:
-            self._warn(
-                f"{len(self._waiting) + 1} forwards wait for their backward at once, but the plan allows "
-                f"{self.in_flight}; call backward() sooner, or pass in_flight= to rotor.Checkpointable"
-            )
-        output = self._run(forward, args, kwargs, left)
-        waiting = _Waiting()
-        for tensor in tensors(output):
-            if tensor.requires_grad:
-                self._waiting.add(waiting)
-                tensor.register_hook(partial(self._goes_back, waiting))
-        return output
-
-    @abstractmethod
-    def _run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]) -> Any:
-        """As `run`, which makes sure of the backward."""
-
-    def _goes_back(self, run: _Waiting, _: torch.Tensor) -> None:
-        """The backward of a run begins.
-
-        Autograd adds up gradients of a parameter from two runs before it hands them on, which keeps those of the whole
-        model until the last run's backward.
-        """
-        if run not in self._waiting:
-            return
-        self._waiting.discard(run)
-        before, self._task = self._task, torch._C._current_graph_task_id()
-        if before == self._task:
-            self._warn(
-                "one backward() runs through several forwards: autograd then holds a gradient of each parameter until "
-                "the last of them; call backward() for each forward's loss"
-            )
-
-    def _warn(self, why: str) -> None:
-        """Once."""
-        if not self._warned:
-            self._warned = True
-            warn(f"training may take more than its memory limit: {why}", OverBudgetWarning)
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the model consists of the modules that it did, of which the stages know what is inside."""
-        return self._structure.is_current()
-
-    @property
-    def fixed(self) -> Sequence[bool]:
-        """Of each stage, from 1 on, whether it is code of the model between calls, which runs when it comes."""
-        return (False,) * len(self.stages)
-
-    @property
-    def begins_something(self) -> Sequence[bool]:
-        """Of each stage, from 0 on, whether there is something to do when its backward begins."""
-        if self.observer is not None or self.program.sends:
-            return (True,) * (self.program.stages + 1)
-        return self.program.begins_something
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the model runs as it is: nothing is recomputed or sent away, and nobody looks on."""
-        return self.program.is_plain and self.observer is None
+if TYPE_CHECKING:
+    from remat.runtime.planned.executor import Executor
 
 
 class _Stored(NamedTuple):
@@ -222,13 +51,13 @@ class Open(NamedTuple):
     """A stage whose first run is under way.
 
     Attributes:
-        record: None where the stage is stored, and not to be run again.
+        call: None where the stage is stored, and not to be run again.
     """
 
     step: Step
     value: Any
     versions: tuple[int, ...]
-    record: Record | None
+    call: StageCall | None
 
 
 class Run:
@@ -240,13 +69,13 @@ class Run:
     """
 
     def __init__(self, executor: Executor) -> None:
-        self.executor, self.program = executor, executor.program
+        self.executor, self.program, self.places = executor, executor.program, executor.places
         self.left = ""
         self.repeating = False
         self.in_forward = True
         self._subclasses = subclasses_heard()
         self._stored: dict[int, _Stored] = {}  # activations that recomputations start from
-        self._records: dict[int, Record] = {}
+        self._calls: dict[int, StageCall] = {}
         executor.host.forward_begins()
         self._leaving: Sent | None = None  # what the last operation has sent to the host
         self._pending = executor.program.stages  # the stage whose backward comes next
@@ -256,41 +85,41 @@ class Run:
 
     # Forward -----------------------------------------------------------------------------------------------------
 
-    def begins(self, step: Step, value: Any, again: Callable[[Any], Any], beside: Any = ()) -> Open:
-        """A stage is about to run for the first time, on `value` and what is `beside` it; `again` will repeat it."""
+    def begins(self, step: Step, value: Any, passed: Passed, beside: Any = ()) -> Open:
+        """A stage is about to run for the first time, on `value` and what is `beside` it; its calls go to `passed`."""
         index = step.operation.stage
-        stage = self.executor.stages[index - 1]
+        executor, known = self.executor, self.executor.known[index - 1]
         self.observe(step.operation)
         versions = versions_of(value)
-        environment = None
+        context = None
         if not step.last:
-            watch, preserve_random = self.executor.watches[index - 1], self.executor.preserve_random
-            own = held_by(self.executor.holders, beside) if self.executor.holders or beside else ()
-            environment = FirstRun(stage, value, watch, preserve_random=preserve_random, beside=beside, own=own)
-        record = None
-        if environment is not None or step.operation.kind != F_ALL or self.executor.sent(step.operation):
-            record = self._records[index] = Record(
-                stage, index, environment, self.executor.endings[index - 1], self.executor.tapes[index - 1], again
+            own = held_by(executor.holders, beside) if executor.holders or beside else ()
+            context = FirstRun(
+                *(known.stage, value, known.watch), preserve_random=executor.preserve_random, beside=beside, own=own
             )
-        return Open(step, value, versions, record)
+        call = None
+        if context is not None or step.operation.kind != F_ALL or executor.sent(step.operation):
+            call = StageCall(known.stage, index, passed, context, known.ending, known.tapes)
+            self._calls[index] = call
+        return Open(step, value, versions, call)
 
     def saving(self, opened: Open) -> AbstractContextManager[Any]:
-        """What a first run, or a part of it, runs in: nothing where all is stored (rule 2), else slots (rule 3)."""
-        operation, record = opened.step.operation, opened.record
-        if record is None or (operation.kind == F_ALL and not operation.option):
+        """What a first run, or a part of it, runs in: nothing where all is stored (rule 2), else hooks (rule 3)."""
+        operation, call = opened.step.operation, opened.call
+        if call is None or (operation.kind == F_ALL and not operation.option):
             return nullcontext()
-        return record.deferring(self, self.executor.dropped(operation) if operation.kind == F_ALL else None)
+        return call.saving(self, self.executor.dropped(operation) if operation.kind == F_ALL else None)
 
     def ended(self, opened: Open, output: Any, returned: Any) -> None:
         """A first run is over: checks it, stores what is to be stored, and waits for the backward.
 
         `output` is the activation; `returned` holds all tensors that the backward of the stage may begin from.
         """
-        step, value, versions, record = opened
-        if record is not None:
-            record.ended(returned)
+        step, value, versions, call = opened
+        if call is not None:
+            call.ended(returned)
         index = step.operation.stage
-        stage = self.executor.stages[index - 1]
+        stage = self.places.stages[index - 1]
         if not tensors(output):
             raise UnsupportedModel(
                 f"stage {stage.name!r} returned {type(returned).__name__} without a tensor; its forward must return "
@@ -330,8 +159,8 @@ class Run:
     def leaves(self, opened: Open) -> None:
         """The forward leaves the program in the middle of a stage, whose calls so far are what can be recomputed."""
         index = opened.step.operation.stage
-        if opened.record is not None and opened.record.environment is not None:
-            opened.record.ended(None)
+        if opened.call is not None and opened.call.context is not None:
+            opened.call.ended(None)
             if index - 1 not in self._stored:
                 self.store(index - 1, opened.value)
 
@@ -369,7 +198,7 @@ class Run:
         if step.store_output:
             self.store(index, output)
         if step.last:
-            self._records[index].never_again()
+            self._calls[index].never_again()
         if not step.completes:
             self._send(step.operation)
 
@@ -380,32 +209,33 @@ class Run:
             self._leaving = None
         numbers = self.executor.sent(operation)
         if numbers:
-            self._leaving = self._records[operation.stage].send(numbers, self.executor.host)
+            self._leaving = self._calls[operation.stage].send(numbers, self.executor.host)
 
     def _fetch(self, index: int) -> None:
         """What a stage has sent to the host begins to come back."""
-        record = self._records.get(index)
-        if record is not None and record.sent is not None:
-            record.sent.fetch()
+        call = self._calls.get(index)
+        if call is not None and call.sent is not None:
+            call.sent.fetch()
 
     def _arrive(self, index: int) -> None:
         """What a stage has sent to the host is back."""
-        record = self._records.get(index)
-        if record is not None and record.sent is not None:
-            record.sent.arrive()
-            record.sent = None
+        call = self._calls.get(index)
+        if call is not None and call.sent is not None:
+            call.sent.arrive()
+            call.sent = None
 
     def _replay(self, index: int, value: Any, **how: Any) -> Any:
         self.repeating = True
         try:
-            return self._records[index].replay(value, **how)
+            output = self._calls[index].replay(value, **how)
+            return None if output is None else self.places.activation_of(output)
         finally:
             self.repeating = False
 
     def _complete(self, index: int, value: Any) -> None:
         self.repeating = True
         try:
-            self._records[index].complete(value)
+            self._calls[index].complete(value)
         finally:
             self.repeating = False
 
@@ -413,9 +243,7 @@ class Run:
         value, versions = self._stored[index]
         now = versions_of(value)
         if now != versions:
-            what = (
-                "the model's input" if index == 0 else f"the output of stage {self.executor.stages[index - 1].name!r}"
-            )
+            what = "the model's input" if index == 0 else f"the output of stage {self.places.stages[index - 1].name!r}"
             raise ReplayError(
                 f"{what} was modified in place since the forward (version {', '.join(map(str, versions))} then, "
                 f"{', '.join(map(str, now))} now), so a recomputation would read it changed; modify a copy"
@@ -463,7 +291,7 @@ class Run:
     def _fill(self, index: int) -> None:
         """Where the forward left the program: recomputes stage `index` from the last activation that is stored.
 
-        All slots on the way are filled.
+        All that autograd waits for on the way is filled.
         """
         if not self._waits(index):
             return
@@ -473,9 +301,9 @@ class Run:
             value = self._replay(stage, value, filling=self._waits(stage))
 
     def _waits(self, index: int) -> bool:
-        """Whether the slots of a stage are empty."""
-        record = self._records.get(index)
-        return record is not None and record.deferred and not record.filled
+        """Whether autograd waits for anything of a stage."""
+        call = self._calls.get(index)
+        return call is not None and bool(call.waits_for())
 
     def _check_graph_task(self) -> None:
         """Rule 8: one backward for one forward, of first order."""
@@ -499,22 +327,22 @@ class Run:
             )
         self._graph_task = task
 
-    def value_of(self, slot: Slot) -> torch.Tensor:
-        """The tensor that a slot stands for."""
-        if slot.tensor is None:
-            self.begin_backward(slot.stage)
-        if slot.tensor is None:
-            name = self.executor.stages[slot.stage - 1].name
+    def have(self, saved: Saved) -> None:
+        """Has a tensor there that autograd needs."""
+        if saved.tensor is None:
+            self.begin_backward(saved.call.number)
+        if saved.tensor is None:
             raise ReplayError(
-                f"a tensor that stage {name!r} saved is needed outside of its backward; use the store_all schedule"
+                f"a tensor that {saved.call.name} saved is needed outside of its backward; use the store_all schedule"
             )
-        return slot.tensor
 
     def _release(self) -> None:
         self._stored.clear()
-        for record in self._records.values() if self._broken else ():
-            record.empty()
-        self._records.clear()
+        for call in self._calls.values():
+            call.never_again()
+            if self._broken:
+                call.empty()
+        self._calls.clear()
 
 
 class _Trigger:

@@ -12,7 +12,7 @@ from torch import nn
 
 from remat.errors import LeftChain, RematError
 from remat.runtime.patching import Forward, StandIn, beyond_compiler, intercepted, stand_in
-from remat.runtime.planned.forward_run import Executor, Lock
+from remat.runtime.planned.executor import Executor, Lock
 from remat.utils.warn import warn
 
 

@@ -10,9 +10,8 @@ from torch import nn
 from remat.errors import PlanMismatch, RematError
 from remat.runtime.calls.stages import describe_call
 from remat.runtime.patching import beyond_compiler
-from remat.runtime.planned.binding import bound
-from remat.runtime.planned.forward_run import Executor
-from remat.runtime.planned.patched_forward import PatchedForward, refuse_other_path
+from remat.runtime.planned.executor import Executor
+from remat.runtime.planned.patched_forward import PatchedForward, refuse_other_path, unpatched
 from remat.runtime.pytree import Arguments
 from remat.schedule import Schedule
 
@@ -52,6 +51,10 @@ class Wrapper(nn.Module):
         self.training = mode
         return self
 
+    def _by(self, executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with unpatched(self.wrapped):  # which may train by a plan of its own
+            return executor.run(self.wrapped.forward, args, kwargs, refuse_other_path)
+
     def _plainly(self, *args: Any, **kwargs: Any) -> Any:
         # forward, not __call__: the hooks of the model are the wrapper's own and have run.
         return self.wrapped.forward(*args, **kwargs)
@@ -77,7 +80,7 @@ class ScheduledModule(Wrapper):
             return self._plainly(input)
         _check_current(self.executor)
         _check_inputs(self.schedule, input)
-        return beyond_compiler(self.executor.run)(self.wrapped, (input,), {}, refuse_other_path)
+        return beyond_compiler(self._by)(self.executor, (input,), {})
 
 
 def _check_current(executor: Executor) -> None:
@@ -125,8 +128,8 @@ def apply(
     """
     if not isinstance(model, nn.Module):
         raise RematError(f"the model is a {type(model).__name__}; pass a torch.nn.Module")
-    executor = bound(model, schedule, preserve_random=preserve_rng_state)
-    if not executor.in_place:
+    executor = Executor(model, schedule, preserve_random=preserve_rng_state)
+    if executor.places.in_a_row:
         return ScheduledModule(model, schedule, executor)
 
     def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executor:

@@ -17,7 +17,7 @@ from torch.utils import deterministic
 import remat
 from remat.chain import Chain
 from remat.layout import Layout
-from remat.runtime.calls.ending import Saved
+from remat.runtime.calls.early_stop import Checksums
 from support.steps import assert_same, train_step
 
 CHECKPOINTED = "F_ck1 F_none2 F_all3 B3 F_ck1 F_all2 B2 F_all1 B1"
@@ -166,7 +166,7 @@ def test_files_from_before_are_read(tmp_path: Path) -> None:
 def test_memory_that_cannot_be_looked_at_counts_as_written_to() -> None:
     """As that of sparse tensors, and of subclasses, which may have none of their own."""
     for tensor in (torch.randn(3).as_subclass(type("Kind", (torch.Tensor,), {})), torch.eye(3).to_sparse()):
-        saved = Saved()
+        saved = Checksums()
         saved.note(torch.ones(3))
         assert saved.is_as_it_was
         saved.note(tensor)
@@ -209,7 +209,7 @@ def test_compiled_blocks_are_recomputed_to_the_end() -> None:
 def test_any_change_of_saved_memory_is_seen(dtype: torch.dtype) -> None:
     whole = torch.zeros(13, dtype=dtype)
     for position in (0, 6, 12):  # also in the last bytes, and in elements that the saved view does not show
-        saved = Saved()
+        saved = Checksums()
         saved.note(whole[3:9])
         assert saved.is_as_it_was
         whole.data[position] = 1

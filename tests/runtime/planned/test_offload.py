@@ -377,6 +377,9 @@ class _Slot:
     def __init__(self, tensor: torch.Tensor | None) -> None:
         self.tensor = tensor
 
+    def put(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
 
 def test_tensors_that_share_memory_come_back_sharing_it() -> None:
     whole = torch.arange(24.0).reshape(4, 6)

@@ -28,6 +28,9 @@ class Slot:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor
 
+    def put(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
 
 class Block(nn.Module):
     def __init__(self) -> None:

@@ -34,6 +34,7 @@ from remat.runtime.live.units.choosing import Ways
 from remat.runtime.live.units.counting import Counting, Seen, inner_peak, with_seconds
 from remat.runtime.live.units.course import Course, Kind, Place, Segment, place_at
 from remat.runtime.live.units.dormant import Precedent, nodes_made, precedent_of
+from remat.runtime.live.units.pieces import Reference
 from remat.runtime.live.units.plans import Trial, plans_for
 from remat.runtime.live.units.pool import Planned, Pool
 from remat.runtime.live.units.roomy import Repeats, has_twice, remember_repeats
@@ -299,21 +300,19 @@ class UnitsBlock:
             pool.room(unit.name, more + unit.working_bytes)
             self._course.ready()
         call = UnitCall(pool, code, unit, forward, args, kwargs)
-        call.turn, call.row.index = self._turn, len(pool.rows)
+        call.turn = self._turn
         pool.rows.append(call.row)
         self._ahead[self._turn] = call.row.call
-        for number in unit.writes:
-            given = call.given()[number]
-            call.inputs[number].written()
-            pool.changes(torch._C.TensorBase.untyped_storage(given))
+        if unit.writes:
+            self._writes(call)
         self._in_call, pool.forward_of = True, call
         self._note_nodes()
         try:
             if known:
                 self._watch(unit.leaves_others)
-                output = call.run(args, kwargs)
+                output = call.run(forward, args, kwargs)
             else:
-                output = self._recorded(call, args, kwargs)
+                output = self._recorded(call, forward, args, kwargs)
         except BaseException:
             pool.wake()
             self._watch(True)  # who catches it goes on with something else
@@ -342,6 +341,15 @@ class UnitsBlock:
         self._course.ready()
         return output
 
+    def _writes(self, call: UnitCall) -> None:
+        """A call is about to change inputs of its own."""
+        given = call.given()
+        for number in call.unit.writes:
+            passed = call.passed.inputs[number]
+            if isinstance(passed, Reference):
+                passed.written()
+            self._pool.changes(storage_of(given[number]))
+
     def _has_nodes_of_precedent(self) -> bool:
         """Whether code outside, which is not watched, has made as many nodes of autograd as in the block before."""
         precedent, events = self._course.precedent, len(self._nodes)
@@ -354,7 +362,9 @@ class UnitsBlock:
         most = max(unit.forward_bytes, unit.backward_bytes)
         return self._pool.account.memory + _VARYING * most > self._pool.budget
 
-    def _recorded(self, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _recorded(
+        self, call: UnitCall, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """A call that is seen for the first time."""
         unit, account = call.unit, self._pool.account
         self._watch(True)
@@ -365,7 +375,7 @@ class UnitsBlock:
         start, state = account.others, State([call.code.stage.modules, args, kwargs])
         self._mode.trail = []
         try:
-            output = call.run(args, kwargs, recorder)
+            output = call.run(forward, args, kwargs, recorder)
         finally:
             trail, self._mode.trail = self._mode.trail, None
             account.others -= working
@@ -472,7 +482,7 @@ class UnitsBlock:
         course, pool = self._course, self._pool
         if not course.was_followed or pool.has_evicted or self._remembered.forward or self._remembered.backward:
             return None
-        return course.precedent or precedent_of(pool.story, course.segments, self._peak, self._nodes)
+        return course.precedent or precedent_of(pool.story, pool.rows, course.segments, self._peak, self._nodes)
 
     def _trial_for_the_next(self) -> Trial | None:
         course, trial = self._course, self._course.trial
@@ -481,7 +491,8 @@ class UnitsBlock:
             trial.took(self._pool.spent_nanoseconds, passed=self.outcome == "pass")
         elif trial is None and self._chooses and self._pool.has_evicted and (first or course.was_followed):
             budget, by_model = self._ledger.budget, self._pool.by_model
-            trial = plans_for(self._pool.story, course.segments, budget, self._heuristic, by_model=by_model)
+            pool = self._pool
+            trial = plans_for(pool.story, pool.rows, course.segments, budget, self._heuristic, by_model=by_model)
         else:
             return None
         return trial
@@ -514,5 +525,5 @@ class _Begins:
 
     def __call__(self, _: Any) -> None:
         call = self._call()
-        if call is not None and call.pool.backward_of is not call:
-            call.pool.begin_backward(call)
+        if call is not None and call.owner.backward_of is not call:
+            call.owner.begin_backward(call)

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from remat.runtime.dtr import _kernels as k
-from remat.runtime.live.units.pieces import Piece, Row
+from remat.runtime.live.units.pieces import Piece
+from remat.runtime.live.units.story import Writer
 
 if TYPE_CHECKING:
     from remat.runtime.live.units.call import UnitCall
@@ -17,15 +18,15 @@ class Orders:
     """Decisions that were made at once, in order.
 
     Args:
-        by_tensor: of the core's tensors, the row and the number of the piece.
+        writer: knows which tensors of the core are which pieces.
 
     Attributes:
         kept: whether something could not be evicted, since somebody else holds it. There is no room for what was to be
             made again after that.
     """
 
-    def __init__(self, pool: Pool, by_tensor: dict[int, tuple[Row, int]]) -> None:
-        self._pool, self._ledger, self._by_tensor = pool, pool.ledger, by_tensor
+    def __init__(self, pool: Pool, writer: Writer) -> None:
+        self._pool, self._ledger, self._writer = pool, pool.ledger, writer
         self._pending: UnitCall | None = None  # to be made again, for pieces of these numbers
         self._wanted: set[int] = set()
         self._passing: set[int] = set()  # that nobody waits for, needed on the way to others
@@ -55,14 +56,13 @@ class Orders:
         to_be_made = piece.call is self._pending and piece.number in self._wanted
         if piece.content() is None and not to_be_made:
             return
-        if self._pending is not None and (piece.call is self._pending or self._pending.is_passed(piece)):
+        pending = self._pending
+        if pending is not None and (piece.call is pending or any(each is piece for each in pending.read_pieces())):
             self._make()  # else it comes after: one run makes all that has to come back of a call
         self._pool.has_evicted = True
         if not piece.evict():
-            self._ledger.note(k.RETAIN, tensor)
-            if not piece.pinned:
-                self._ledger.note(k.LOCK, tensor)
-            piece.pinned = self.kept = True
+            self._writer.cannot_go(tensor)
+            self.kept = True
 
     def _put_off(self, tensor: int) -> None:
         piece = self._piece(tensor)
@@ -94,16 +94,17 @@ class Orders:
             self._pool.make(call, wanted)
 
     def _piece(self, tensor: int) -> Piece | None:
-        if tensor not in self._by_tensor:
+        if tensor not in self._writer.pieces:
             return None
-        row, number = self._by_tensor[tensor]
-        call = row.call()
-        return None if call is None else call.piece(number)
+        number, piece = self._writer.pieces[tensor]
+        call = self._pool.rows[number].call()
+        return None if call is None else call.piece(piece)
 
     def _again(self, tensor: int) -> Piece | None:
         """A piece that nobody waited for any more."""
-        if tensor not in self._by_tensor:
+        if tensor not in self._writer.pieces:
             return None
-        row, number = self._by_tensor[tensor]
+        number, piece = self._writer.pieces[tensor]
+        row = self._pool.rows[number]
         call = row.call()
-        return None if call is None else call.new_piece(number, row.sizes[number])
+        return None if call is None else call.new_piece(piece, row.sizes[piece])

@@ -12,13 +12,12 @@ import numpy as np
 
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.core import is_ready
-from remat.runtime.dtr.graph import Graph
 from remat.runtime.dtr.learning import PLANNED, learn
 from remat.runtime.live.choosing import CANDIDATES, MOST
+from remat.runtime.live.ledger import Notes
 from remat.runtime.live.units.course import Segment
 from remat.runtime.live.units.pieces import Row
-from remat.runtime.live.units.story import Died, Event, Gone, Made, Ran
-from remat.runtime.live.units.unit import Price
+from remat.runtime.live.units.story import Died, Event, Gone, Made, Ran, Writer
 
 _SECONDS = 2.0  # that a plan may take
 _BLOCKS = 2  # that each of several is tried in; the first one of each sets up what its replays need
@@ -82,7 +81,13 @@ class Trial:
 
 
 def plans_for(
-    story: Sequence[Event], segments: Sequence[Segment], budget: int, heuristic: str, *, by_model: bool
+    story: Sequence[Event],
+    rows: Sequence[Row],
+    segments: Sequence[Segment],
+    budget: int,
+    heuristic: str,
+    *,
+    by_model: bool,
 ) -> Trial | None:
     """The best plans for blocks that do again what one did; None where there is none, or the core is not ready.
 
@@ -93,11 +98,11 @@ def plans_for(
     """
     if not is_ready():
         return None
-    program = _Program(story, segments, by_model=by_model)
+    program = _Program(story, rows, segments, by_model=by_model)
     own = max(program.own_nanoseconds, 1)
     learned = learn(
-        program.graph,
-        np.array(program.instructions, np.int64).reshape(-1, 2),
+        program.notes.graph,
+        np.array(program.notes.instructions, np.int64).reshape(-1, 2),
         budget,
         tuple(dict.fromkeys((heuristic, *CANDIDATES))),
         held=True,
@@ -110,8 +115,7 @@ def plans_for(
     for position, tensor in learned.evictions:
         at = bisect_left(program.begins, position)
         if tensor in program.pieces and at < len(program.numbers):
-            row, number = program.pieces[tensor]
-            evictions.setdefault(program.numbers[at], []).append((row.index, number))
+            evictions.setdefault(program.numbers[at], []).append(program.pieces[tensor])
     found = {name: nanoseconds for name, nanoseconds in learned.tried.items() if nanoseconds is not None}
     plans = [Plan(learned.name, learned.heuristic, evictions)]
     online = min((name for name in found if name != PLANNED), key=found.__getitem__, default=None)
@@ -126,72 +130,27 @@ class _Program:
     """The operators and references of a block in which nothing is evicted.
 
     Attributes:
-        graph, instructions: for the policy core.
-        pieces: of tensors of the core, the row and the number.
+        notes: for the policy core.
+        pieces: of tensors of the core, the call and the number.
         begins, numbers: positions of the instructions with which segments begin, and which segments these are.
         own_nanoseconds: of all operators.
     """
 
-    def __init__(self, story: Sequence[Event], segments: Sequence[Segment], *, by_model: bool) -> None:
-        self.graph = Graph()
-        self.instructions: list[tuple[int, int]] = []
-        self.pieces: dict[int, tuple[Row, int]] = {}
+    def __init__(
+        self, story: Sequence[Event], rows: Sequence[Row], segments: Sequence[Segment], *, by_model: bool
+    ) -> None:
+        self.notes = Notes()
         self.begins: list[int] = []
         self.numbers: list[int] = []
-        self.own_nanoseconds = 0
-        self._segments, self._by_model = segments, by_model
-        self._tensors: dict[tuple[int, int], int] = {}  # by index of the call and number
-        self._outside, self._others = -1, 0
+        writer = Writer(self.notes, rows, by_model=by_model)
         for event in story:
-            if isinstance(event, Made):
-                self._write_down(event.row)
-            elif isinstance(event, Ran) and event.segment >= 0:
-                self._begin(event)
-            elif isinstance(event, Died):
-                self._note(k.RELEASE, event.row, event.number)
-            elif isinstance(event, Gone):
-                for number in event.row.sizes:
-                    self._note(k.FORGET, event.row, number)
-
-    def _add(self, label: str, price: Price, inputs: list[int], size: int, scratch: int, over: int = 0) -> int:
-        self.instructions.append((k.COMPUTE, len(self.graph.operators)))
-        self.own_nanoseconds += price.first
-        return self.graph.add(label, price.again, inputs, [(size, -1)], scratch, over, price.first)[0]
-
-    def _note(self, kind: int, row: Row, number: int) -> None:
-        tensor = self._tensors.get((row.index, number))
-        if tensor is not None:
-            self.instructions.append((kind, tensor))
-            if kind == k.FORGET:
-                del self._tensors[row.index, number]
-
-    def _write_down(self, row: Row) -> None:
-        unit = row.unit
-        for making, size, read in row.makings():
-            places = [(maker.index, number) for maker, number in read]
-            inputs = [self._tensors[place] for place in places if place in self._tensors]
-            inner = unit.replay_bytes(making)
-            price = making.model_price if self._by_model else making.price
-            price = price._replace(first=unit.first_nanoseconds(making, by_model=self._by_model))
-            tensor = self._add(unit.name, price, inputs, size, inner, inner)
-            self._tensors[row.index, making.storage] = tensor
-            self.pieces[tensor] = row, making.storage
-            if unit.kept:
-                self.instructions.append((k.LOCK, tensor))
-
-    def _begin(self, event: Ran) -> None:
-        others = self._segments[event.segment - 1].others
-        if others != self._others:
-            if self._outside >= 0:
-                self.instructions += [(k.UNLOCK, self._outside), (k.RELEASE, self._outside)]
-            self._outside = self._add("code between modules", Price(0, 0), [], others, 0)
-            self.instructions.append((k.LOCK, self._outside))
-            self._others = others
-        inputs = [
-            self._tensors[row.index, number] for row, number in event.reads if (row.index, number) in self._tensors
-        ]
-        segment = self._segments[event.segment]
-        self.begins.append(len(self.instructions))
-        self.numbers.append(event.segment)
-        tensor = self._add(segment.kind.value, Price(event.nanoseconds, event.nanoseconds), inputs, 0, segment.rise)
-        self.instructions.append((k.RELEASE, tensor))
+            if isinstance(event, Ran) and event.segment >= 0:
+                segment = segments[event.segment]
+                writer.others(segments[event.segment - 1].others)
+                self.begins.append(len(self.notes.instructions))
+                self.numbers.append(event.segment)
+                writer.write(event._replace(label=segment.kind.value, more=segment.rise))
+            elif isinstance(event, Made | Died | Gone):
+                writer.write(event)
+        self.pieces = writer.pieces
+        self.own_nanoseconds = sum(row[k.FIRST_PRICE] for row in self.notes.graph.operators)

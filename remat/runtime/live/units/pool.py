@@ -6,11 +6,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from remat.errors import ReplayError
+from remat.runtime.calls.saved import Saved
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
@@ -18,8 +19,8 @@ from remat.runtime.live.units.account import Account
 from remat.runtime.live.units.call import UnitCall
 from remat.runtime.live.units.dormant import Precedent, corrected, peak_of, retold
 from remat.runtime.live.units.orders import Orders
-from remat.runtime.live.units.pieces import Piece, Row, Slot
-from remat.runtime.live.units.story import Died, Event, Evicted, Gone, Made, Others, Ran
+from remat.runtime.live.units.pieces import Piece, Row
+from remat.runtime.live.units.story import Died, Event, Evicted, Gone, Made, Others, Ran, Writer
 from remat.runtime.live.units.unit import INPUT_CHANGED
 
 
@@ -74,9 +75,8 @@ class Pool:
         self.precedent: Precedent | None = None
         self.rows: list[Row] = []
         self._ended = 0  # calls
-        self._by_tensor: dict[int, tuple[Row, int]] = {}
-        self._others = self._noted = 0  # bytes of code outside as the core knows them, and as was noted for it
-        self._outside = -1  # the core's number for them
+        self._writer = Writer(ledger, self.rows, by_model=by_model)
+        self._noted = 0  # bytes of code outside, of which there is an event
 
     # What happens ----------------------------------------------------------------------------------------------------
 
@@ -84,7 +84,7 @@ class Pool:
         """A call has ended; its pieces are there."""
         self._ended += 1
         if self.precedent is None:
-            self._events.append(Made(call.row))
+            self._events.append(Made(call.number))
 
     def died(self, piece: Piece) -> None:
         """The memory of a piece is gone."""
@@ -93,13 +93,12 @@ class Pool:
         elif not piece.released:
             piece.released = True
             if self.precedent is None:
-                self._events.append(Died(piece.call.row, piece.number, piece.pinned))
-                piece.pinned = False
+                self._events.append(Died(piece.call.number, piece.number))
 
     def gone(self, call: UnitCall) -> None:
         """Nobody waits for anything of a call any more."""
         if not self.closed and self.precedent is None:
-            self._events.append(Gone(call.row))
+            self._events.append(Gone(call.number))
 
     @property
     def story(self) -> list[Event]:
@@ -130,7 +129,7 @@ class Pool:
         self._events = events
         if self.closed:
             return
-        self.account.peak = max(self.account.peak, peak_of(events))
+        self.account.peak = max(self.account.peak, peak_of(events, self.rows))
         for row in self.rows:
             call = row.call()
             if call is not None:
@@ -144,11 +143,11 @@ class Pool:
         for planned in evictions:
             call = planned.call()
             piece = None if call is None else call.piece(planned.number)
-            if call is None or piece is None or call.unit.kept or piece.content() is None or piece.pinned:
+            if call is None or piece is None or call.unit.kept or piece.content() is None:
                 continue
             if piece.evict():
                 self.has_evicted = True
-                self._events.append(Evicted(call.row, planned.number))
+                self._events.append(Evicted(call.number, planned.number))
             else:
                 held.append(planned)
         return held
@@ -161,20 +160,20 @@ class Pool:
             self.backward_of = call
             self.on_backward(call)
 
-    def fill(self, slot: Slot) -> torch.Tensor:
-        """What a slot waits for, made now."""
-        piece = slot.piece
-        if slot.tensor is None and piece is not None:
+    def have(self, saved: Saved) -> None:
+        """Has a tensor there that autograd needs; if its backward has not begun, it has now."""
+        call: Any = saved.call  # a call of a unit
+        if self.forward_of is saved.call:
+            call.unit.never_again("it runs a backward in its forward")
+        elif self.backward_of is not call:
+            self.begin_backward(call)
+        piece = saved.storage
+        if saved.tensor is None and piece is not None:
             with self.lock:
                 if self.limited:
                     self.room("backward", 0, [piece])
-                if slot.tensor is None:
+                if saved.tensor is None:
                     self.revive(piece)
-        if slot.tensor is None:
-            raise ReplayError(
-                "a tensor that autograd saved cannot be recomputed; this is a bug of remat, please report it"
-            )
-        return slot.tensor
 
     def changes(self, storage: torch.UntypedStorage) -> None:
         """A storage is about to be changed: what was made of it could not be made again."""
@@ -259,13 +258,13 @@ class Pool:
             self._tell()
             if account.memory > self.budget:
                 self.ledger.accept()
-            inputs = [piece.tensor for piece in wanted]
+            inputs = [self._tensor(piece) for piece in wanted]
             locked = self._in_use(inputs)
             for tensor in locked:
                 self.ledger.note(k.LOCK, tensor)
             (number,) = self.ledger.add(label, nanoseconds, inputs, [], more)
             if segment >= 0:  # the core is told in its own way
-                reads = tuple([(piece.call.row, piece.number) for piece in wanted])
+                reads = tuple([(piece.call.number, piece.number) for piece in wanted])
                 self._told.append(Ran(label, nanoseconds, more, reads, segment))
             nanoseconds, segment = 0, -1
             answer = self.limits.ask(self.ledger)
@@ -296,67 +295,25 @@ class Pool:
         """
         pieces = [] if self.backward_of is None else self.backward_of.waiting()
         if self.forward_of is not None:
-            pieces += [each.piece for each in self.forward_of.inputs if each.piece is not None]
-        found = {piece.tensor for piece in pieces if piece.content() is not None}
+            pieces += self.forward_of.read_pieces()
+        found = {self._tensor(piece) for piece in pieces if piece.content() is not None}
         return [tensor for tensor in found if tensor >= 0 and tensor not in besides]
+
+    def _tensor(self, piece: Piece) -> int:
+        return self._writer.tensor(piece.call.number, piece.number)
 
     def _tell(self) -> None:
         """Tells the core what has happened since."""
-        ledger, others = self.ledger, self.account.others + self.account.unseen
         events, self._events = self._events, []
         self._told += events
         for event in events:
-            if isinstance(event, Made):
-                self._write_down(event.row)
-            elif isinstance(event, Died):
-                tensor = event.row.tensors.get(event.number, -1)
-                if tensor >= 0:
-                    if event.pinned:
-                        ledger.note(k.UNLOCK, tensor)
-                    ledger.note(k.RELEASE, tensor)
-            elif isinstance(event, Gone):
-                for tensor in event.row.tensors.values():
-                    ledger.note(k.FORGET, tensor)
-                    self._by_tensor.pop(tensor, None)
-            elif isinstance(event, Evicted):
-                ledger.note(k.EVICT, event.row.tensors[event.number])
-            elif isinstance(event, Others):
-                self._write_others(event.bytes)
-            else:
-                inputs = [row.tensors[number] for row, number in event.reads if number in row.tensors]
-                (number,) = ledger.add(event.label, event.nanoseconds, inputs, [], event.more)
-                ledger.note(k.RELEASE, number)
-        self._write_others(others)
-
-    def _write_others(self, others: int) -> None:
-        """Tells the core what code outside holds."""
-        if others == self._others:
-            return
-        if self._outside >= 0:
-            self.ledger.note(k.UNLOCK, self._outside)
-            self.ledger.note(k.RELEASE, self._outside)
-        (self._outside,) = self.ledger.add("code between modules", 0, [], [others])
-        self.ledger.note(k.LOCK, self._outside)
-        self._others = self._noted = others
-
-    def _write_down(self, row: Row) -> None:
-        unit = row.unit
-        for making, size, read in row.makings():
-            arguments = [maker.tensors[number] for maker, number in read if number in maker.tensors]
-            inner = unit.replay_bytes(making)
-            price = making.model_price if self.by_model else making.price
-            first = unit.first_nanoseconds(making, by_model=self.by_model)
-            (tensor,) = self.ledger.add(
-                unit.name, price.again, arguments, [size], inner, inner, first_nanoseconds=first
-            )
-            row.tensors[making.storage] = tensor
-            self._by_tensor[tensor] = (row, making.storage)
-            if unit.kept:
-                self.ledger.note(k.LOCK, tensor)
+            self._writer.write(event)
+        self._noted = self.account.others + self.account.unseen
+        self._writer.others(self._noted)
 
     def _obey(self) -> bool:
         """Does what the core has decided; returns whether something could not be evicted."""
-        orders = Orders(self, self._by_tensor)
+        orders = Orders(self, self._writer)
         try:
             orders.carry_out(self.ledger.decided())
         except BaseException:
@@ -397,9 +354,9 @@ class Pool:
                 todo.pop()
                 continue
             missing = [
-                each.piece
-                for each in last.call.inputs
-                if each.piece is not None and each.there() is None and each.piece not in todo
+                each.storage
+                for each in last.call.passed.inputs
+                if each.storage is not None and last.call.unchanged(each) is None and each.storage not in todo
             ]
             if missing:
                 todo.extend(missing)
@@ -414,9 +371,9 @@ class Pool:
         self.on_backward = lambda call: None
         self.account.close()
 
-    def recall(self, events: Sequence[Event]) -> None:
+    def recall(self, precedent: Precedent) -> None:
         """Has the core know what another block has noted."""
-        self._events = list(events)
+        self.rows[:], self._events = precedent.rows, list(precedent.story)
         self._tell()
         self.ledger.consult()
 

@@ -29,7 +29,7 @@ from remat.runtime.live.limits import Limits
 from remat.runtime.live.nesting import alone_in_its_thread
 from remat.runtime.live.outcomes import outcome_of
 from remat.runtime.live.units.course import Kind, Place
-from remat.runtime.live.units.dormant import Precedent, nodes_made, told_anew
+from remat.runtime.live.units.dormant import Precedent, nodes_made
 from remat.runtime.live.units.pool import Pool
 from remat.runtime.live.units.unit import Odd, Unit, form_of, key_of_call, others_are_at_work
 from remat.runtime.patching import blocks_as_written, intercepted
@@ -295,7 +295,7 @@ class RoomyBlock:
             self._ledger = Ledger(self.budget - self._reserved, self._heuristic, **self._options)
             pool = Pool(self._ledger, Limits(None, self._reserved), by_model=self._by_model)
             if self._left:
-                pool.recall(told_anew(self._left[0].precedent.story))
+                pool.recall(self._left[0].precedent)
                 self._ledger.peak = self._peak
         return self._ledger
 

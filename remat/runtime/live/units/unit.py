@@ -238,6 +238,12 @@ class Unit:
         self._failed += 1
         self._parts.clear()
 
+    def escape(self, storages: frozenset[int]) -> None:
+        """Somebody holds these storages beyond a run: from now on they are made."""
+        if self.tape is not None:
+            self.tape.escaping |= storages
+            self._parts.clear()
+
     def learn(self, tape: Tape, *, draws: bool) -> None:
         """From a call that was recorded; `draws`: it has drawn random numbers that can be drawn again."""
         self.tape = tape

@@ -296,6 +296,6 @@ def _make_evict_and_make(pool: Pool) -> tuple[int, int]:
     assert first.evict()
     assert second.evict()
     before = pool.account.pieces
-    decisions = [(RECOMPUTED, first.tensor), (EVICTED, first.tensor), (RECOMPUTED, second.tensor)]
-    Orders(pool, pool._by_tensor).carry_out(decisions)
+    one, other = pool._tensor(first), pool._tensor(second)
+    Orders(pool, pool._writer).carry_out([(RECOMPUTED, one), (EVICTED, one), (RECOMPUTED, other)])
     return pool.account.pieces - before, second.size

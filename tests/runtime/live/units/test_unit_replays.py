@@ -42,8 +42,8 @@ class Call:
     def piece(self, number: int) -> Piece:
         return self.pieces[number]
 
-    def is_passed(self, piece: Piece) -> bool:
-        return piece in self.passed
+    def read_pieces(self) -> list[Piece]:
+        return self.passed
 
 
 @pytest.mark.parametrize("reads", [False, True])
@@ -54,7 +54,7 @@ def test_one_run_makes_all_that_comes_back_of_a_call(reads: bool) -> None:
     call = Call([kept] if reads else [])
     call.pieces = {number: Piece(call, number, there=False) for number in range(2)}
     rows = [SimpleNamespace(call=lambda each=each: each) for each in (before, call)]
-    by_tensor = {0: (rows[0], 0), 1: (rows[1], 0), 2: (rows[1], 1)}
+    writer: Any = SimpleNamespace(pieces={0: (0, 0), 1: (1, 0), 2: (1, 1)})
     done: list[Any] = []
 
     def make(call: Call, wanted: set[int]) -> None:
@@ -62,9 +62,10 @@ def test_one_run_makes_all_that_comes_back_of_a_call(reads: bool) -> None:
         for number in wanted:
             call.pieces[number].there = True
 
-    pool: Any = SimpleNamespace(ledger=SimpleNamespace(note=lambda *_: None), make=make, has_evicted=False)
+    ledger = SimpleNamespace(note=lambda *_: None)
+    pool: Any = SimpleNamespace(ledger=ledger, make=make, has_evicted=False, rows=rows)
     decisions = [(k.RECOMPUTED, 1), (k.EVICTED, 0), (k.RECOMPUTED, 2)]
-    Orders(pool, by_tensor).carry_out(decisions)
+    Orders(pool, writer).carry_out(decisions)
     assert done == ([([0], True), ([1], False)] if reads else [([0, 1], False)])
     assert not kept.there and all(piece.there for piece in call.pieces.values())
 
@@ -107,8 +108,8 @@ def test_calls_are_made_again_as_a_whole_where_that_is_faster(costs: str, monkey
     loop()
     plain = left_by(loop.cell)
     whole = []
-    run = UnitCall._as_a_whole
-    monkeypatch.setattr(UnitCall, "_as_a_whole", lambda *given: whole.append(1) or run(*given))
+    run = UnitCall.as_a_whole
+    monkeypatch.setattr(UnitCall, "as_a_whole", lambda *given: whole.append(1) or run(*given))
     monkeypatch.setattr(Replays, "whole_is_faster", lambda self, parts: self._knows_parts)
     for _ in range(8):
         with remat.DTR(budget, costs=costs, thrash_limit=None) as dtr:

@@ -1,4 +1,4 @@
-"""Runs a schedule on the module calls of any model while its own forward runs; the executor's rules hold here too.
+"""The module calls of one forward, each run as the program says; the rules of `forward_run` hold here too.
 
 The forward of the model stands for the first line of the program: each call of a stage's module is run as the next
 step says. Code outside of the stages runs as ordinary autograd. A forward that takes another path than the chain's is
@@ -8,94 +8,23 @@ is recomputed from what is stored when its backward comes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from remat.errors import UnsupportedModel
-from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.calls.environment import accelerators
+from remat.runtime.calls.passed import Passed
 from remat.runtime.calls.places import Place, Places
 from remat.runtime.calls.route import Route
-from remat.runtime.calls.stage_calls import StageCalls
 from remat.runtime.generators import RandomState, held_by
-from remat.runtime.patching import Forward, intercepted, is_compiled
-from remat.runtime.planned.forward_run import Executor, Open, Run
-from remat.runtime.planned.program import Step, compile_schedule
-from remat.runtime.pytree import first_tensor
-from remat.schedule import Schedule
-
-SWITCHES = ("gradient_checkpointing", "grad_checkpointing", "activation_checkpointing")
+from remat.runtime.patching import Forward
+from remat.runtime.planned.forward_run import Open, Run
+from remat.runtime.planned.program import Step
 
 
-class CallExecutor(Executor):
-    """A program bound to module calls.
-
-    Raises:
-        PlanMismatch: the schedule was made for another model.
-    """
-
-    in_place = True
-
-    def __init__(self, model: nn.Module, schedule: Schedule, *, preserve_random: bool = True) -> None:
-        self.places = Places(model, schedule.layout)
-        program = compile_schedule(schedule, self.places.fixed)
-        super().__init__(model, program, self.places.stages, schedule.layout, preserve_random=preserve_random)
-        self._configs = configs_with_caches(model.modules())
-        self._switches = switches_of(model)
-
-    @property
-    def fixed(self) -> Sequence[bool]:
-        return self.places.fixed
-
-    def _run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]) -> Any:
-        refuse_checkpointing(self._switches)
-        if self.is_plain:
-            with caches_off(self._configs):
-                return forward(*args, **kwargs)
-        run = Run(self)
-        calls = _Calls(self.places, run)
-        with self.lock:
-            with caches_off(self._configs), intercepted(self.places.names, calls.arrive):
-                output = forward(*args, **kwargs)
-            calls.forward_ended()
-        run.in_forward = False
-        if run.left:
-            left(run.left)
-        return output
-
-
-def switches_of(model: nn.Module) -> list[nn.Module]:
-    """The modules that have a switch for checkpointing of their own, of which transformers and timm have some."""
-    return [module for module in model.modules() if any(hasattr(module, name) for name in SWITCHES)]
-
-
-def refuse_checkpointing(switches: list[nn.Module]) -> None:
-    """Raises UnsupportedModel where one of the switches is on."""
-    for module in switches:
-        if any(getattr(module, name, False) is True for name in SWITCHES):
-            raise UnsupportedModel(
-                f"{type(module).__name__} has its own gradient checkpointing turned on; turn it off "
-                "(gradient_checkpointing_disable(), activation_checkpointing_disable() in newer versions, or "
-                "set_grad_checkpointing(False); of a trainer, gradient_checkpointing=False among its arguments), so "
-                "that the plan decides what to keep"
-            )
-
-
-def refuse_compiled(model: nn.Module) -> None:
-    """Raises UnsupportedModel where the model as a whole was compiled."""
-    forward = model.__dict__.get("forward")
-    if is_compiled(model) or hasattr(model, "_orig_mod") or hasattr(forward, "_torchdynamo_orig_callable"):
-        raise UnsupportedModel(
-            f"this {type(model).__name__} is compiled as a whole, so its stages cannot run one by one. Compile its "
-            "blocks instead: for block in ...: block.compile()"
-        )
-
-
-class _Calls:
+class Calls:
     """The calls of one forward of the model, each run as the program says.
 
     Code outside of the stages, between their calls, runs as ordinary autograd.
@@ -106,42 +35,53 @@ class _Calls:
         self._steps = iter(run.program.forward)
         self._passing: Step | None = None  # a stage under way that is not watched
         self._open: Open | None = None
-        self._calls: StageCalls | None = None  # of the open stage
+        self._passed: Passed | None = None  # to the calls of the open stage
         self._under_way = False  # one of them
+        self._alone = places.in_a_row  # whether a call under way has no others of the chain inside of it
+        self._inside = False
 
     def arrive(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a module that has stages."""
         run = self._run
-        if run.repeating:  # a call inside of a stage that runs again
+        if run.repeating or self._inside:  # a call inside of a stage that runs again, or of another call
             return forward(*args, **kwargs)
+        self._inside = self._alone
+        try:
+            return self._arrive(run, module, forward, args, kwargs)
+        finally:
+            self._inside = False
+
+    def _arrive(
+        self, run: Run, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         name = self._route.name(module)
         if name is None:
             return forward(*args, **kwargs)
         place = self._route.place
         if not run.left:
             self._expect(place, name, args, kwargs)
-        opened, calls = self._open, self._calls
+        opened, passed = self._open, self._passed
         if not run.left and place is not None and self._passing is not None:
             self._route.passed()
             output = forward(*args, **kwargs)
             if place.last and self._passing is not None:  # no call inside of this one has left
                 self._pass(self._passing, output)
             return output
-        if run.left or place is None or opened is None or calls is None:
+        if run.left or place is None or opened is None or passed is None:
             return forward(*args, **kwargs)
         self._route.passed()
         if not opened.step.last:
-            calls.add(forward, args, kwargs)
+            passed.add(forward, args, kwargs)
         self._under_way = True
         with run.saving(opened):
             output = forward(*args, **kwargs)
         self._under_way = False
         if run.left:  # for a call inside of this one
-            self._break_off(opened, calls)
+            self._break_off(opened, passed)
         elif place.last:
-            self._close(opened, calls, output)
+            self._close(opened, passed, output)
         elif not opened.step.last:
-            calls.returned(output)
+            passed.returned(output)
         return output
 
     def _expect(self, place: Place | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -174,26 +114,26 @@ class _Calls:
         if run.passes(step):
             self._passing = step
             return
-        stage = run.executor.stages[index - 1]
-        several = not place.last
+        several = not place.last and not self._alone
         generators = None
         if several and run.executor.preserve_random:
-            generators = partial(RandomState, accelerators(stage, value), held_by(run.executor.holders))
-        self._calls = StageCalls(value, stage.name, several=several, generators=generators)
-        self._open = run.begins(step, value, self._calls, (args, kwargs))
+            devices = accelerators(run.places.stages[index - 1], value)
+            generators = partial(RandomState, devices, held_by(run.executor.holders))
+        self._passed = Passed(value, several=several, generators=generators)
+        self._open = run.begins(step, value, self._passed, (args, kwargs))
 
     def _pass(self, step: Step, output: Any) -> None:
         """The one run of a stage is over that is not watched."""
         self._passing = None
-        activation = first_tensor(output)
+        activation = self._run.places.activation_of(output)
         self._run.passed(step, activation, output)
         self._route.hand_on(step.operation.stage, activation)
 
-    def _close(self, opened: Open, calls: StageCalls, output: Any) -> None:
+    def _close(self, opened: Open, passed: Passed, output: Any) -> None:
         """The first run of a stage is over."""
-        self._open = self._calls = None
-        calls.complete()
-        activation = first_tensor(output)
+        self._open = self._passed = None
+        passed.complete()
+        activation = self._run.places.activation_of(output)
         self._run.ended(opened, activation, output)
         self._route.hand_on(opened.step.operation.stage, activation)
 
@@ -213,12 +153,12 @@ class _Calls:
         """From here on the forward is ordinary autograd."""
         self._run.left = why
         self._route.let_go()
-        opened, calls = self._open, self._calls
-        self._open = self._calls = self._passing = None
-        if opened is not None and calls is not None and not self._under_way:
-            self._break_off(opened, calls)
+        opened, passed = self._open, self._passed
+        self._open = self._passed = self._passing = None
+        if opened is not None and passed is not None and not self._under_way:
+            self._break_off(opened, passed)
 
-    def _break_off(self, opened: Open, calls: StageCalls) -> None:
+    def _break_off(self, opened: Open, passed: Passed) -> None:
         """The calls of the open stage that have run so far are what there is to recompute."""
-        calls.complete()
+        passed.complete()
         self._run.leaves(opened)

@@ -28,7 +28,7 @@ from remat.runtime.sharding import is_sharded
 _WORD = 8  # bytes
 
 
-class Ended(BaseException):
+class EarlyStop(BaseException):
     """Ends a run from within: no `Exception`, so that no code of a model takes it for one of its own."""
 
 
@@ -44,12 +44,12 @@ class Ending:
         whole = any(is_sharded(part) or is_compiled(part) or hasattr(part, "_orig_mod") for part in stage.parts)
         self.allowed = None if found_right and not whole else False
 
-    def learn(self, saved: Saved) -> None:
+    def learn(self, saved: Checksums) -> None:
         """From a run to the end, which has saved these tensors."""
         self.allowed = saved.is_as_it_was
 
 
-class Saved:
+class Checksums:
     """The memory that a run saves, and what it held when it did."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ def sum_of(tensor: torch.Tensor) -> int:
         return int(words.sum()) + int(tail.sum())
 
 
-class Saving:
+class CountingHooks:
     """A context for a run whose backward does not come: counts what autograd saves.
 
     Args:
@@ -93,10 +93,10 @@ class Saving:
 
     def __init__(self, last: int | None = None) -> None:
         self.count, self._last = 0, last
-        self.saved = Saved()
+        self.saved = Checksums()
         self._inside = ExitStack()
 
-    def __enter__(self) -> Saving:
+    def __enter__(self) -> CountingHooks:
         if self._last is None:
             self._inside.enter_context(_new_memory_filled())
         self._hooks: Any = saved_tensors_hooks(uncompiled(self._pack), _refuse)
@@ -107,14 +107,14 @@ class Saving:
         hooks, self._hooks = self._hooks, None  # which refer to this object, which holds what was saved
         hooks.__exit__(kind, error, at)
         self._inside.close()
-        return kind is Ended
+        return kind is EarlyStop
 
     def _pack(self, tensor: torch.Tensor) -> None:
         self.count += 1
         if self._last is None:
             self.saved.note(tensor.detach())
         elif self.count == self._last:
-            raise Ended
+            raise EarlyStop
 
 
 @contextmanager

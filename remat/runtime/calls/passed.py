@@ -1,0 +1,286 @@
+"""What the module calls of a stage were passed, so that they can be made again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from remat.errors import ReplayError
+from remat.runtime.calls.environment import autocast_states, state_bytes
+from remat.runtime.calls.stages import attached, seen_again
+from remat.runtime.fakes import in_earnest
+from remat.runtime.generators import RandomState
+from remat.runtime.pytree import Key, key_of, map_tensors, tensors
+from remat.runtime.surroundings import Surroundings, present
+
+
+class Input(Protocol):
+    """A tensor that calls are passed, other than what they hand to each other: held, or known to be made again.
+
+    Attributes:
+        needs_gradient: whether it did.
+        device: where it is.
+        storage: under DTR, whose memory it is; None where it is held.
+    """
+
+    needs_gradient: bool
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def storage(self) -> Any: ...
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it was modified in place since."""
+
+    def passed(self) -> torch.Tensor | None:
+        """It itself, right after it was passed."""
+
+    def there(self) -> torch.Tensor | None:
+        """It, apart from its graph, where it is in memory."""
+
+
+class Held:
+    """An input that is held until then, apart from its graph, which may hang on this very call.
+
+    Attributes:
+        tensor: it.
+    """
+
+    __slots__ = ("needs_gradient", "tensor", "version")
+    storage = None
+
+    def __init__(self, tensor: torch.Tensor, *, with_graph: bool = False) -> None:
+        self.tensor = tensor if with_graph or tensor.grad_fn is None else tensor.detach()
+        self.needs_gradient = tensor.requires_grad
+        self.version = -1 if tensor.is_inference() else tensor._version
+
+    @property
+    def is_changed(self) -> bool:
+        return self.version >= 0 and self.tensor._version != self.version
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
+    def passed(self) -> torch.Tensor:
+        return self.tensor
+
+    def there(self) -> torch.Tensor:
+        return self.tensor
+
+
+def given_again(tensor: torch.Tensor, *, needs_gradient: bool) -> torch.Tensor:
+    """An input as it is passed to a recomputation. To be called with gradients on."""
+    if not needs_gradient or tensor.grad_fn is not None or (tensor.requires_grad and tensor.is_leaf):
+        return tensor
+    return attached(tensor.detach().requires_grad_())
+
+
+class Hole(NamedTuple):
+    """Where something computed goes: tensor `position` of what call `call` returned; of -1, of the activation."""
+
+    call: int
+    position: int
+
+
+class _Place:
+    """Stands for a tensor in what a call was passed, as a leaf of its own: a tuple would be taken apart.
+
+    Attributes:
+        hole: None where it is an input.
+        number: of the input; else which one of the tensors that show the same as the hole's, and that the call was
+            passed: modules ask whether key is query, so that two of them are not to become one.
+    """
+
+    __slots__ = ("hole", "number")
+
+    def __init__(self, hole: Hole | None, number: int) -> None:
+        self.hole, self.number = hole, number
+
+
+class _Made(NamedTuple):
+    """A module call that was made.
+
+    Attributes:
+        passed: positional and keyword arguments, with places.
+        autocast: its state, and surroundings: flags of backends, where the stage has several calls.
+        random: of generators, where code between this call and the one before has drawn from them.
+    """
+
+    forward: Callable[..., Any]
+    passed: Any
+    autocast: list[dict[str, Any]]
+    surroundings: Surroundings | None
+    random: RandomState | None
+
+    def again(self, args: Any, kwargs: Any) -> Any:
+        if self.random is not None:
+            self.random.restore()
+        if self.surroundings is None:
+            return self.forward(*args, **kwargs)
+        with ExitStack() as stack:
+            now = autocast_states({state["device_type"] for state in self.autocast})
+            for state in self.autocast if now != self.autocast else ():
+                stack.enter_context(torch.autocast(**state))
+            stack.enter_context(self.surroundings.again())
+            return self.forward(*args, **kwargs)
+
+
+class Passed:
+    """What the module calls of one run of a stage are passed, as they are made; afterwards they can be made again.
+
+    Args:
+        activation: what the stage works on, which a recomputation gives anew; its tensors are no inputs.
+        hold: what is to be kept of an input; by default it itself.
+        several: there will be more than one call, with code between them.
+        generators: tells the states of the generators that code may draw from; None: calls that are made again draw
+            other numbers anyway.
+
+    Attributes:
+        inputs: in the order in which they were passed first.
+    """
+
+    __slots__ = (
+        *("_alike", "_alive", "_calls", "_generators", "_hold", "_holes", "_last_use", "_numbers", "_random", "_same"),
+        *("_several", "_used", "inputs"),
+    )
+
+    def __init__(
+        self,
+        activation: Any = None,
+        *,
+        hold: Callable[[torch.Tensor], Input] = Held,
+        several: bool = False,
+        generators: Callable[[], RandomState] | None = None,
+    ) -> None:
+        self._hold, self._several, self._generators = hold, several, generators
+        self.inputs: list[Input] = []
+        self._calls: list[_Made] = []
+        self._random: RandomState | None = None  # when the last call had returned
+        self._numbers: dict[int, int] = {}  # of inputs, by identity
+        self._holes: dict[int, Hole] = {}
+        self._alike: dict[Key, Hole] = {}  # hooks of a module (FSDP's) may pass on another tensor of the same data
+        self._used: set[Hole] = set()
+        self._last_use: dict[int, int] = {}  # of what each call returned: the last call that is passed any of it
+        self._same: dict[Hole, dict[int, int]] = {}  # numbers of the tensors of a call that show the same, by identity
+        self._alive: list[Any] = []  # so that no other tensor gets an identity that is known
+        if activation is not None:
+            self._knows(activation, -1)
+
+    def _knows(self, value: Any, call: int) -> None:
+        self._alive.append(value)
+        for position, tensor in enumerate(tensors(value)):
+            hole = Hole(call, position)
+            self._holes.setdefault(id(tensor), hole)
+            self._alike.setdefault(key_of(tensor), hole)
+
+    def add(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A call that is about to be made."""
+        drawn = None
+        if self._random is not None and self._generators is not None:
+            now = self._generators()
+            drawn, self._random = None if now == self._random else now, None
+        self._same.clear()
+        passed: Any
+        if not kwargs and all([isinstance(each, torch.Tensor) or each is None for each in args]):
+            passed = tuple([None if each is None else self._place(each) for each in args]), {}
+        else:
+            passed = map_tensors(self._place, (args, kwargs))
+        autocast: list[dict[str, Any]] = []
+        if self._several:
+            autocast = autocast_states({tensor.device.type for tensor in tensors((args, kwargs))} | {"cpu"})
+        self._calls.append(_Made(forward, passed, autocast, present() if self._several else None, drawn))
+
+    def _place(self, tensor: torch.Tensor) -> _Place:
+        identity = id(tensor)
+        if self._holes:
+            hole = self._holes.get(identity) or self._alike.get(key_of(tensor))
+            if hole is not None:
+                self._used.add(hole)
+                self._last_use[hole.call] = len(self._calls)
+                known = self._same.setdefault(hole, {})
+                return _Place(hole, known.setdefault(identity, len(known)))
+        number = self._numbers.get(identity)
+        if number is None:
+            number = self._numbers[identity] = len(self.inputs)
+            self.inputs.append(self._hold(tensor))
+            self._alive.append(tensor)
+        return _Place(None, number)
+
+    def returned(self, output: Any) -> None:
+        """What the call returned that was added last, where another one comes behind it."""
+        self._knows(output, len(self._calls) - 1)
+        if self._generators is not None:
+            self._random = self._generators()
+
+    def complete(self) -> None:
+        """All calls have been made: releases what they computed."""
+        self._random, self._hold = None, Held
+        for each in (self._holes, self._alike, self._same, self._numbers, self._alive):
+            each.clear()
+
+    def held(self) -> list[torch.Tensor]:
+        """The inputs that are there."""
+        return [tensor for tensor in (each.there() for each in self.inputs) if tensor is not None]
+
+    def release(self) -> None:
+        """They will not be made again: releases the inputs, too."""
+        self.inputs, self._calls = [], []
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of generators that are held."""
+        found = [call.random for call in self._calls if call.random is not None]
+        return sum(state_bytes(on_accelerator=bool(random.others)) for random in found)
+
+    def again(self, given: Sequence[torch.Tensor], activation: Any = None, *, all_of_them: bool = False) -> list[Any]:
+        """Makes the calls with these inputs and this activation; returns what the last one did, or each of them."""
+        if not self._calls:
+            raise ReplayError("a stage runs again after its last run; this is a bug of remat, please report it")
+        outputs: list[Any] = []
+        computed = {-1: tensors(activation)}
+        for number, call in enumerate(self._calls):
+            args, kwargs = _filled(call.passed, given, computed)
+            for before in [each for each in computed if self._last_use.get(each, each) <= number]:
+                del computed[before]
+            if not all_of_them:
+                outputs.clear()
+            outputs.append(call.again(args, kwargs))
+            del args, kwargs
+            if self._last_use.get(number, number) > number:
+                computed[number] = tensors(outputs[-1])
+        return outputs
+
+    def not_handed_on(self, outputs: Sequence[Any]) -> list[torch.Tensor]:
+        """Tensors in `outputs` of `again`, except the last call's, that no later call takes: code outside uses them."""
+        return [
+            tensor
+            for call, output in enumerate(outputs[:-1])
+            for position, tensor in enumerate(tensors(output))
+            if tensor.requires_grad and Hole(call, position) not in self._used
+        ]
+
+
+def _filled(passed: Any, given: Sequence[torch.Tensor], computed: dict[int, list[torch.Tensor]]) -> Any:
+    others: dict[tuple[Hole, int], torch.Tensor] = {}
+
+    def fill(place: _Place) -> torch.Tensor:
+        if place.hole is None:
+            return given[place.number]
+        call, position = place.hole
+        tensor = computed[call][position]
+        if not place.number:
+            return tensor
+        key = place.hole, place.number
+        if key not in others:
+            with in_earnest():  # a recomputation in part would take it for an operator of the stage
+                others[key] = seen_again(tensor)
+        return others[key]
+
+    return map_tensors(fill, passed, (_Place,))

@@ -1,0 +1,76 @@
+"""What stands in autograd's graph for the tensors that it saved: full, or empty until their call is made again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import torch
+
+from remat.errors import ReplayError
+from remat.runtime.calls.tape import Value
+
+if TYPE_CHECKING:
+    from remat.runtime.calls.call import Call
+
+
+class Owner(Protocol):
+    """Who decides what of a call is in memory: a forward by a plan, or a block of DTR."""
+
+    def have(self, saved: Saved) -> None:
+        """Autograd needs a saved tensor: it is full from here on."""
+
+
+class Saved:
+    """A tensor that autograd saved in a call, as it stands in the graph.
+
+    Attributes:
+        owner: whom it asks where it is empty.
+        call: that saved it.
+        number: among what the call saves; -1 where it lies in memory that another call has made.
+        tensor: it itself; None while it is empty.
+        version: of the tensor when it was saved, or made again.
+        storage: under DTR, whose memory it is; None where that is not known, or cannot be made again.
+        value: how it looks at that.
+    """
+
+    __slots__ = ("__weakref__", "call", "number", "owner", "storage", "tensor", "value", "version")
+    storage: Any
+    value: Value
+
+    def __init__(self, owner: Owner, call: Call, number: int, version: int, tensor: torch.Tensor | None = None) -> None:
+        self.owner, self.call, self.number, self.version, self.tensor = owner, call, number, version, tensor
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """It is full again."""
+        self.tensor, self.version = tensor, tensor._version
+
+
+Packed: TypeAlias = "Saved | tuple[torch.Tensor, int]"  # the latter of what is never empty, with its version
+
+
+def unpack(packed: Packed) -> torch.Tensor:
+    """The tensor that autograd has saved so.
+
+    Raises:
+        RuntimeError: it was changed since, as PyTorch says where no hook stands between.
+    """
+    if type(packed) is tuple:
+        tensor, version = packed
+    else:
+        assert isinstance(packed, Saved)
+        packed.owner.have(packed)
+        found, version = packed.tensor, packed.version
+        if found is None:
+            raise ReplayError("a tensor that autograd saved is missing; this is a bug of remat, please report it")
+        tensor = found
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {list(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
+        )
+    return tensor
+
+
+def never(_: Any) -> torch.Tensor:
+    """The unpack hook of a recomputation."""
+    raise ReplayError("a recomputed graph was run backward; this is a bug of remat, please report it")

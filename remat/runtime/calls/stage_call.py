@@ -1,0 +1,215 @@
+"""A stage's module calls in a step by a plan."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from remat.runtime.calls.call import Call
+from remat.runtime.calls.early_stop import Checksums, Ending
+from remat.runtime.calls.environment import FirstRun
+from remat.runtime.calls.passed import Passed
+from remat.runtime.calls.recompute import Collector
+from remat.runtime.calls.saved import Owner, Saved, unpack
+from remat.runtime.calls.stages import Stage
+from remat.runtime.calls.tape import Recorder, Value, identity_of, value_of
+from remat.runtime.calls.tapes import Tapes
+from remat.runtime.fakes import alias
+from remat.runtime.offload import HostMemory, Sent
+
+_NONE: frozenset[int] = frozenset()
+
+
+class StageCall(Call):
+    """The module calls of a stage, whose activation comes from whoever makes them again.
+
+    Args:
+        ending: where recomputations of this stage may end, in all runs; tapes: what runs of it consist of.
+
+    Attributes:
+        saved: references to what autograd saved, in order; looks: how that lay in memory.
+        sent: what is on the host of it.
+    """
+
+    __slots__ = ("_dropped", "_ending", "_recorder", "_tapes", "looks", "saved", "sent")
+    hint = (
+        "A stage must do the same each time it runs: look for control flow that depends on state outside of "
+        "parameters, buffers and PyTorch's random numbers, or use the store_all schedule"
+    )
+
+    def __init__(
+        self,
+        stage: Stage,
+        number: int,
+        passed: Passed,
+        context: FirstRun | None,
+        ending: Ending,
+        tapes: Tapes,
+    ) -> None:
+        super().__init__(stage, number, passed, context)
+        self._ending, self._tapes = ending, tapes
+        self.saved: list[weakref.ref[Saved]] = []
+        self.looks: list[Value] = []
+        self._dropped: frozenset[int] | None = None
+        self._recorder: Recorder | None = None
+        self.sent: Sent | None = None
+
+    # The first run ---------------------------------------------------------------------------------------------------
+
+    def saving(self, owner: Owner, dropped: frozenset[int] | None = None) -> AbstractContextManager[Any]:
+        """What the first run, or a part of it, runs in: autograd's graph gets a `Saved` for each tensor that it saves.
+
+        `dropped`: the numbers of those that stay empty, where the others are filled at once; None: all do.
+        """
+        self._dropped = dropped
+        if dropped is not None and self._recorder is None and self._is_unknown:
+            self._recorder = Recorder()
+        hooks = saved_tensors_hooks(partial(self._pack, owner), unpack)
+        return hooks if self._recorder is None else _recorded(self._recorder, hooks)
+
+    def _pack(self, owner: Owner, tensor: torch.Tensor) -> Saved:
+        number = len(self.saved)
+        saved = Saved(owner, self, number, tensor._version)
+        if self._dropped is not None and number not in self._dropped:
+            saved.put(alias(tensor))  # a recorder must not see it
+        if self._recorder is not None:
+            self._recorder.saves(tensor)
+        self.saved.append(weakref.ref(saved))
+        self.looks.append(value_of(tensor, identity_of(tensor)))
+        return saved
+
+    def ended(self, returned: Any) -> None:
+        """The first run is over, and returned this."""
+        if self.context is not None:
+            self.context.ended()
+        self._learn(returned)
+
+    @property
+    def _is_unknown(self) -> bool:
+        """Whether a tape of this run is wanted."""
+        return self.context is not None and not self._tapes.knows(self.context.situation)
+
+    def _learn(self, returned: Any) -> None:
+        if self._recorder is not None and self.context is not None:
+            self._recorder.returned(returned)
+            self._recorder.ended()
+            self._tapes.learn(self.context.situation, self._recorder.tape)
+        self._recorder = None
+
+    # What was saved --------------------------------------------------------------------------------------------------
+
+    def living(self, numbers: Iterable[int] | None = None) -> Iterator[Saved]:
+        """What autograd still holds, of these numbers."""
+        count = len(self.saved)
+        for number in range(count) if numbers is None else numbers:
+            saved = self.saved[number]() if number < count else None
+            if saved is not None:
+                yield saved
+
+    def waits_for(self) -> frozenset[int]:
+        """The numbers of what autograd may ask for and is not there."""
+        return frozenset([saved.number for saved in self.living() if saved.tensor is None])
+
+    def kept(self, number: int) -> torch.Tensor | None:
+        saved = self.saved[number]()
+        return None if saved is None else saved.tensor
+
+    def empty(self, numbers: Iterable[int] | None = None) -> None:
+        """Frees the tensors of these numbers."""
+        for saved in self.living(numbers):
+            saved.tensor = None
+
+    def fill(self, number: int, tensor: torch.Tensor) -> None:
+        """A recomputation has saved a tensor again."""
+        saved = self.saved[number]()
+        if saved is not None and saved.tensor is None:
+            saved.put(alias(tensor) if tensor.requires_grad else tensor)  # modes of the run must not see it
+
+    # Making it again -------------------------------------------------------------------------------------------------
+
+    def replay(
+        self, activation: Any, *, filling: bool, ends_early: bool = False, dropped: frozenset[int] = _NONE
+    ) -> Any:
+        """Makes all of the calls again, on `activation`. Returns what the last one does; None where it ends before.
+
+        Args:
+            filling: what autograd waits for gets its tensors.
+            ends_early: the run ends with the last of these.
+            dropped: the numbers of what stays empty all the same, for `complete`.
+
+        Raises:
+            ReplayError: it saves other tensors than the first run, or what it depends on has changed.
+        """
+        wanted = self.waits_for() - dropped if filling else _NONE
+        if not dropped:
+            if ends_early and filling and self._ending.allowed and not wanted:
+                return None
+            return self._fill(activation, wanted, ends_early=ends_early and filling)
+        self._recorder = recorder = Recorder() if self._is_unknown else None
+        outputs = self.as_a_whole(Collector(self.looks, wanted, self.fill, recorder=recorder), activation, recorder)
+        assert outputs is not None
+        self._learn(outputs[-1])
+        return outputs[-1]
+
+    def complete(self, activation: Any) -> None:
+        """Makes what autograd waits for, and nothing else, where it is known what the run consists of.
+
+        Raises:
+            ReplayError: as `replay`.
+        """
+        assert self.context is not None
+        wanted = self.waits_for()
+        if not wanted and self._ending.allowed:
+            return
+        situation = self.context.situation
+        gone = frozenset([number for number, saved in enumerate(self.saved) if saved() is None])
+        parts = self._tapes.parts(situation, self.looks, wanted, gone)
+        if parts is not None:
+            with self._collected(wanted, ends_early=True) as collector:
+                why = self.in_part(collector, parts, activation)
+            if not why:
+                assert collector.replaying is not None
+                escaped = collector.replaying.escaped()
+                if escaped:  # a hook of a module holds what was skipped, and shall hold what is right
+                    self._tapes.escape(situation, escaped)
+                    self.as_a_whole(Collector(self.looks, (), self.fill), activation)
+                return
+            self._tapes.forget(situation, why)
+            self.empty(wanted)  # of what a run has put there that was another one
+        self._fill(activation, wanted, ends_early=True)
+
+    def _fill(self, activation: Any, wanted: frozenset[int], *, ends_early: bool) -> Any:
+        with self._collected(wanted, ends_early=ends_early) as collector:
+            outputs = self.as_a_whole(collector, activation)
+        return None if outputs is None else outputs[-1]
+
+    @contextmanager
+    def _collected(self, wanted: frozenset[int], *, ends_early: bool) -> Iterator[Collector]:
+        """What collects, for a run inside; the first time also whether later ones may end early."""
+        last = max(wanted, default=-1) + 1 if ends_early and self._ending.allowed else None
+        checksums = Checksums() if wanted and self._ending.allowed is None else None
+        collector = Collector(self.looks, wanted, self.fill, last=last, checksums=checksums)
+        yield collector
+        if checksums is not None and collector.was_right:
+            self._ending.learn(checksums)
+
+    def never_again(self) -> None:
+        """The stage will not run once more: frees the inputs. What else it holds is counted for the whole step."""
+        self.passed.release()
+
+    def send(self, numbers: Collection[int], memory: HostMemory) -> Sent:
+        """The tensors of these numbers go to the host, where autograd still holds them."""
+        self.sent = Sent(memory, list(self.living(numbers)), self.stage.name)
+        return self.sent
+
+
+@contextmanager
+def _recorded(recorder: Recorder, hooks: saved_tensors_hooks) -> Iterator[None]:
+    with hooks, recorder:
+        yield

@@ -1,0 +1,220 @@
+"""`Executor`: a schedule bound to a model, for any number of steps."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from threading import RLock
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from remat.errors import OverBudgetWarning
+from remat.layout import Layout
+from remat.runtime.caches import caches_off, configs_with_caches
+from remat.runtime.calls.early_stop import Ending
+from remat.runtime.calls.environment import BufferWatch
+from remat.runtime.calls.places import Places
+from remat.runtime.calls.stages import Stage
+from remat.runtime.calls.structure import Containers, Structure
+from remat.runtime.calls.tapes import Tapes
+from remat.runtime.checks import refuse_checkpointing, switches_of
+from remat.runtime.generators import held_by
+from remat.runtime.offload import HostMemory
+from remat.runtime.patching import Forward, intercepted
+from remat.runtime.planned.forward_run import Run
+from remat.runtime.planned.order import Calls
+from remat.runtime.planned.program import compile_schedule
+from remat.runtime.pytree import tensors
+from remat.schedule import Operation, Schedule
+from remat.utils.warn import warn
+
+Observer = Callable[[Operation], None]
+
+
+class Lock:
+    """A lock that one thread may take several times; a copy of it, as of a model that holds one, is another lock."""
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[Lock], tuple[()]]:
+        return Lock, ()
+
+
+class _Waiting:
+    """A forward whose backward has not begun; its graph holds on to it."""
+
+
+class _AllWaiting(weakref.WeakSet[_Waiting]):
+    """Those of a model; of a copy of it none."""
+
+    def __reduce__(self) -> tuple[type[_AllWaiting], tuple[()]]:
+        return _AllWaiting, ()
+
+
+class Known(NamedTuple):
+    """What runs of one stage have taught.
+
+    Attributes:
+        stage: its modules.
+        watch: which buffers it was seen to change.
+        ending: where recomputations of it may end.
+        tapes: what its runs consist of, where they are made again in part.
+    """
+
+    stage: Stage
+    watch: BufferWatch
+    ending: Ending
+    tapes: Tapes
+
+
+class Executor:
+    """A schedule bound to the calls of a model's modules.
+
+    Attributes:
+        observer: called with every operation when it begins, except the loss's; for tests and timelines.
+        lock: held while the model runs forward and while stages are recomputed, which changes flags and buffers of its
+            modules for a while; executors of one model share it.
+        holders: modules that hold random number generators of the program's own.
+        known: what is known of each stage.
+        in_flight: how many forwards a memory limit counts before the first of their backwards; 0: there is no limit.
+        host: where what leaves the device waits; executors of one model share it.
+
+    Raises:
+        PlanMismatch: the schedule was made for another model.
+        InvalidSchedule: it breaks the rules of its operations.
+        UnsupportedModel: it names no module calls, and the model is not an `nn.Sequential`.
+    """
+
+    def __init__(self, model: nn.Module, schedule: Schedule, *, preserve_random: bool = True) -> None:
+        layout = schedule.layout
+        self.model, self.preserve_random = model, preserve_random
+        self.places = Places(model, layout, schedule.length)
+        self.program = compile_schedule(schedule, self.places.fixed)
+        self.holders = [module for module in model.modules() if held_by([module])]
+        self.observer: Observer | None = None
+        self.in_flight = 0
+        self.lock, self.host = Lock(), HostMemory()
+        self.known = tuple(map(self._known, self.places.stages, _found_right(layout, len(self.places.stages))))
+        self._structure = Structure(model)
+        self._containers = Containers(model) if self.places.in_a_row else None
+        self._dropped = layout.dropped if layout is not None else ()
+        self._sent = layout.offloaded if layout is not None else ()
+        self._configs, self._switches = configs_with_caches(model.modules()), switches_of(model)
+        self._waiting = _AllWaiting()
+        self._task: int | None = None  # autograd's, of the backward that began last
+        self._warned = False
+
+    @staticmethod
+    def _known(stage: Stage, found_right: bool) -> Known:
+        return Known(stage, BufferWatch(), Ending(stage, found_right=found_right), Tapes(stage.name))
+
+    def dropped(self, operation: Operation) -> frozenset[int]:
+        """The numbers of what a stage saves and this operation does not keep."""
+        return _of_option(self._dropped, operation)
+
+    def sent(self, operation: Operation) -> frozenset[int]:
+        """The numbers of what a stage saves and this operation sends to the host."""
+        return _of_option(self._sent, operation)
+
+    def run_to_the_end(self) -> None:
+        """From now on recomputations of all stages run to their end, as they do in a first step."""
+        for known in self.known:
+            known.ending.allowed = False
+
+    def run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]) -> Any:
+        """What the model returns, with the graph for its backward.
+
+        Args:
+            forward: the model's own.
+            left: called with the reason where the forward takes another path than the chain's.
+        """
+        if not self.in_flight:
+            return self._run(forward, args, kwargs, left)
+        if len(self._waiting) >= self.in_flight:
+            self._warn(
+                f"{len(self._waiting) + 1} forwards wait for their backward at once, but the plan allows "
+                f"{self.in_flight}; call backward() sooner, or pass in_flight= to rotor.Checkpointable"
+            )
+        output = self._run(forward, args, kwargs, left)
+        waiting = _Waiting()
+        for tensor in tensors(output):
+            if tensor.requires_grad:
+                self._waiting.add(waiting)
+                tensor.register_hook(partial(self._goes_back, waiting))
+        return output
+
+    def _run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]) -> Any:
+        """As `run`, which makes sure of the backward."""
+        refuse_checkpointing(self._switches)
+        if self.is_plain:
+            with caches_off(self._configs):
+                return forward(*args, **kwargs)
+        run = Run(self)
+        calls = Calls(self.places, run)
+        with self.lock:
+            around = intercepted(self.places.names, calls.arrive, hooks_too=self.places.in_a_row)
+            with caches_off(self._configs), around:
+                output = forward(*args, **kwargs)
+            calls.forward_ended()
+        run.in_forward = False
+        if run.left:
+            left(run.left)
+        return output
+
+    def _goes_back(self, run: _Waiting, _: torch.Tensor) -> None:
+        """The backward of a run begins.
+
+        Autograd adds up gradients of a parameter from two runs before it hands them on, which keeps those of the whole
+        model until the last run's backward.
+        """
+        if run not in self._waiting:
+            return
+        self._waiting.discard(run)
+        before, self._task = self._task, torch._C._current_graph_task_id()
+        if before == self._task:
+            self._warn(
+                "one backward() runs through several forwards: autograd then holds a gradient of each parameter until "
+                "the last of them; call backward() for each forward's loss"
+            )
+
+    def _warn(self, why: str) -> None:
+        """Once."""
+        if not self._warned:
+            self._warned = True
+            warn(f"training may take more than its memory limit: {why}", OverBudgetWarning)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the model consists of the modules that it did, of which the stages know what is inside."""
+        return self._structure.is_current() and (self._containers is None or self._containers.are_current())
+
+    @property
+    def begins_something(self) -> Sequence[bool]:
+        """Of each stage, from 0 on, whether there is something to do when its backward begins."""
+        if self.observer is not None or self.program.sends:
+            return (True,) * (self.program.stages + 1)
+        return self.program.begins_something
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the model runs as it is: nothing is recomputed or sent away, and nobody looks on."""
+        return self.program.is_plain and self.observer is None
+
+
+def _found_right(layout: Layout | None, stages: int) -> Sequence[bool]:
+    """Of each stage, whether ending its recomputations early was seen to be right."""
+    return layout.ends_early if layout is not None and layout.ends_early else (False,) * stages
+
+
+def _of_option(numbers: Sequence[Sequence[frozenset[int]]], operation: Operation) -> frozenset[int]:
+    return numbers[operation.stage - 1][operation.option - 1] if numbers and operation.option else frozenset()
