@@ -69,7 +69,7 @@ TESTS = {
     "remat/runtime/calls/tape.py": "options exactness",
     "remat/runtime/calls/partial.py": f"options {_UNITS}",
     "remat/runtime/calls/tapes.py": "options",
-    "remat/options/hull.py": "options",
+    "remat/runtime/calls/hull.py": "options",
     "remat/options/sending.py": "offload offload_use",
     "remat/measuring/work.py": "profiling finding",
     "remat/options/units.py": "options budget profiling",

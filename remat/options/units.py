@@ -17,10 +17,10 @@ from remat.measuring.facts import StageFacts
 from remat.measuring.gauges import Gauge, Span
 from remat.measuring.isolating import no_backward, saving_nothing
 from remat.measuring.stage_costs import Sizes
-from remat.options.hull import MOST, Part, choices
 from remat.options.sending import Parcel, parcels
 from remat.runtime.calls.early_stop import Ending
 from remat.runtime.calls.environment import BufferWatch, FirstRun
+from remat.runtime.calls.hull import MOST, Part, choices
 from remat.runtime.calls.passed import Held, Passed
 from remat.runtime.calls.saved import Saved
 from remat.runtime.calls.stage_call import StageCall

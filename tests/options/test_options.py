@@ -24,7 +24,7 @@ import remat
 from remat.chain import Chain
 from remat.errors import InvalidChain, InvalidSchedule, PlanMismatch
 from remat.layout import Layout, Option
-from remat.options.hull import choices
+from remat.runtime.calls.hull import choices
 from remat.runtime.calls.partial import needs
 from remat.runtime.calls.tape import OUTSIDE, Operator, Recorder, Storage, Tape, Value
 from remat.runtime.calls.tapes import Tapes

@@ -13,10 +13,10 @@ from torch import nn
 import remat
 from remat.runtime.calls.call import Call
 from remat.runtime.calls.partial import Parts
-from remat.runtime.calls.tape import OUTSIDE
 from remat.runtime.live.units import choosing, course, roomy
 from remat.runtime.live.units.choosing import Ways
 from remat.runtime.live.units.course import Kind, Known, Place
+from remat.runtime.live.units.orders import Decision
 from remat.runtime.live.units.plans import Plan, Trial
 from support.steps import assert_same, chain_of, gradients_of, parted
 
@@ -93,14 +93,16 @@ def test_a_plan_and_dtr_with_the_same_drops_run_the_same_recomputations() -> Non
     forwards = [at for at, segment in enumerate(segments) if segment.kind is Kind.FORWARD]
     assert len(forwards) == BLOCKS
     dropped: list[frozenset[int]] = []
-    evictions: dict[int, list[tuple[int, int]]] = {}
+    decisions: dict[int, list[Decision]] = {}
     for number, begins in enumerate(forwards):
         unit = segments[begins].unit
         assert unit is not None and unit.tape is not None
-        inside = {v.storage for v in unit.tape.saved} - {OUTSIDE, *unit.tape.returned}
-        chosen = set(sorted(inside)[number % 2 :])  # all that is inside, or all but the first
-        dropped.append(frozenset(at for at, value in enumerate(unit.tape.saved) if value.storage in chosen))
-        evictions[begins + 1] = [(number, storage) for storage in sorted(chosen)]
+        inside = [at for at, each in enumerate(unit.makings) if not unit.tape.returned.intersection(each.storages)]
+        assert len(inside) > 1
+        chosen = inside[number % 2 :]  # all that is inside, or all but what is made first
+        storages = {storage for making in chosen for storage in unit.makings[making].storages}
+        dropped.append(frozenset(at for at, value in enumerate(unit.tape.saved) if value.storage in storages))
+        decisions[begins + 1] = [Decision(True, number, making) for making in chosen]
     assert all(dropped)
 
     chain = chain_of(model, x, stages=["blocks"], options=False)
@@ -112,7 +114,7 @@ def test_a_plan_and_dtr_with_the_same_drops_run_the_same_recomputations() -> Non
             assert_same(expected, step(model, x))
     remat.remove(model)
 
-    trial = Trial([Plan("the same", "h_dtr", evictions)], "", decided=True)
+    trial = Trial([Plan("the same", "h_dtr", decisions)], "", decided=True)
     place.ways[0] = Known(segments, trial, None)
     roomy._repeats.clear()
     with noted(model) as by_dtr:

@@ -34,9 +34,10 @@ from remat.runtime.live.units.choosing import Ways
 from remat.runtime.live.units.counting import Counting, Seen, inner_peak, with_seconds
 from remat.runtime.live.units.course import Course, Kind, Place, Segment, place_at
 from remat.runtime.live.units.dormant import Precedent, nodes_made, precedent_of
+from remat.runtime.live.units.orders import Decision
 from remat.runtime.live.units.pieces import Reference
 from remat.runtime.live.units.plans import Trial, plans_for
-from remat.runtime.live.units.pool import Planned, Pool
+from remat.runtime.live.units.pool import Pool
 from remat.runtime.live.units.roomy import Repeats, has_twice, remember_repeats
 from remat.runtime.live.units.state import State
 from remat.runtime.live.units.unit import Code, Odd, Unit, key_of_call, others_are_at_work
@@ -44,7 +45,6 @@ from remat.runtime.patching import blocks_as_written, intercepted
 from remat.runtime.pytree import storage_of
 
 _VARYING = 2  # times what calls have taken that vary: so much others may take
-_TRIES = 2  # to evict what was held when it was to go, as by the variable with which the next module was called
 # By module, by the form of its parameters and buffers, by the look of a call.
 _known: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, dict[Hashable, Unit]]] = weakref.WeakKeyDictionary()
 
@@ -101,7 +101,7 @@ class UnitsBlock:
         self._first_node = 0
         self._nodes: list[int] = []  # when calls of units began and ended: those made since the first module was called
         self._stays = False  # inside is less than the block
-        self._held: list[Planned] = []  # that a plan evicts, and somebody else holds
+        self._held: list[Decision] = []  # that a plan evicts, and somebody else holds
         self._next = ""  # what the next block here does
         self._turn = 0  # how many times a part of the program was run inside
         self._ahead: dict[int, weakref.ref[UnitCall]] = {}  # by turn, of those whose backward has not begun, a call
@@ -247,7 +247,7 @@ class UnitsBlock:
         if error is not None:
             self.outcome = outcome_of(error)
         self._peak = self._pool.peak
-        if self._peak > self._ledger.budget and self.outcome == "pass":
+        if (self._peak > self._ledger.budget or self._pool.too_large) and self.outcome == "pass":
             self.outcome = "over"
         if self._root is not None and self._place is not None:
             self._learn(error)
@@ -322,11 +322,7 @@ class UnitsBlock:
             self._note_nodes()
         found = call.returned(output)
         if not known:
-            # Autocast may have cast the weights before, and cast them in another call.
-            casts = torch._C._is_any_autocast_enabled() and any(True for _ in code.stage.parameters())
-            unit.leaves_others = casts or any(
-                counted() is not None and counted.piece is None for seen in self._trail for counted in seen.made
-            )
+            unit.leaves_others = self._leaves_others(call)
             self._trail = []
         pool.made(call)
         if call.varied:
@@ -340,6 +336,14 @@ class UnitsBlock:
             pool.room("code after a module call", after.rise)
         self._course.ready()
         return output
+
+    def _leaves_others(self, call: UnitCall) -> bool:
+        """Whether a call that was recorded has left memory behind that nobody counts when it is made the next time."""
+        if torch._C._is_any_autocast_enabled() and any(True for _ in call.stage.parameters()):
+            return True  # it may have cast the weights before, and cast them in another call
+        kept = {id(storage_of(tensor)) for tensor in call.context.kept()} if call.context is not None else set()
+        made = [counted for seen in self._trail for counted in seen.made]
+        return any(each() is not None and each.piece is None and each.key not in kept for each in made)
 
     def _writes(self, call: UnitCall) -> None:
         """A call is about to change inputs of its own."""
@@ -431,14 +435,17 @@ class UnitsBlock:
             pool.sleep(course.precedent)
         course.begin(kind, unit, expected, watched=self._sees())
         pool.segment = number
+        if course.plan is None and pool.precedent is None:
+            pool.look_what_is_free()
         if kind is Kind.BACKWARD:  # in which the mode cannot be left
             self._mode.rests = self._watching and course.tells
         plan = course.plan
-        if plan is None or expected is None or not (self._held or number in plan.evictions):
+        # Since the core has decided something else, what a plan foresaw is not so any more.
+        if plan is None or expected is None or pool.has_asked or not (self._held or number in plan.decisions):
             return
-        wanted = [Planned(pool.rows[index].call, piece) for index, piece in plan.evictions.get(number, ())]
-        held = pool.carry_out([*self._held, *wanted])
-        self._held = [each._replace(tries=each.tries + 1) for each in held if each.tries < _TRIES]
+        again, wanted = self._held, plan.decisions.get(number, ())
+        held = pool.carry_out([*again, *wanted])
+        self._held = [each for each in held if each not in again]  # of what was held the second time nobody knows
 
     def _learn(self, error: BaseException | None) -> None:
         """Has later blocks here do better."""

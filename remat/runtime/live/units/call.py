@@ -315,11 +315,19 @@ class UnitCall(Call):
         return None if reference is None else reference()
 
     def reads_there(self) -> tuple[tuple[int, int], ...]:
-        """What is in memory of what its backward reads: calls and numbers of pieces, its own and others'."""
-        found = [(number, reference()) for number, reference in self.pieces.items()]
-        own = [(self.number, number) for number, piece in found if piece is not None and piece.counted is not None]
-        others = [piece for reference in self._others if (piece := reference()) is not None]
-        return tuple([*own, *[(piece.call.number, piece.number) for piece in others if piece.counted is not None]])
+        """What is in memory of what its backward reads: calls and numbers of makings, its own and others'."""
+        found = [reference() for reference in (*self.pieces.values(), *self._others)]
+        return tuple(dict.fromkeys(piece.place for piece in found if piece is not None and piece.counted is not None))
+
+    def made_by(self, making: int) -> list[Piece]:
+        """The pieces of a making that anybody may ask for."""
+        found = [self.piece(storage) for storage in self.unit.makings[making].storages]
+        return [piece for piece in found if piece is not None]
+
+    def made_anew(self, making: int) -> list[Piece]:
+        """The pieces of a making that nobody asks for any more."""
+        sizes = self.row.sizes
+        return [self.new_piece(each, sizes[each]) for each in self.unit.makings[making].storages if each in sizes]
 
     def waiting(self) -> list[Piece]:
         """What autograd holds slots of."""
@@ -401,7 +409,8 @@ class UnitCall(Call):
         if unit.draws:
             return super().as_a_whole(collector, activation, recorder)
         devices = accelerators(self.stage, [each.there() for each in self.passed.inputs])
-        random = RandomState(devices, [*held_by(parts), *of_python()])
+        python = of_python() if unit.watch.draws_from_python is not False else ()
+        random = RandomState(devices, [*held_by(parts), *python])
         outputs = super().as_a_whole(collector, activation, recorder)
         if random != random.now():
             random.restore()

@@ -1,110 +1,111 @@
-"""What the policy core has decided, carried out: pieces are evicted, and calls made again for others."""
+"""Decisions of the policy core, or of a plan, carried out: pieces are evicted, and calls made again for others."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
-from remat.runtime.dtr import _kernels as k
 from remat.runtime.live.units.pieces import Piece
-from remat.runtime.live.units.story import Writer
+from remat.runtime.live.units.story import Evicted, Remade, Writer
 
 if TYPE_CHECKING:
     from remat.runtime.live.units.call import UnitCall
     from remat.runtime.live.units.pool import Pool
 
 
+class Decision(NamedTuple):
+    """What is to be done with what a making of a call makes: it is evicted, or made again."""
+
+    evicts: bool
+    call: int
+    making: int
+
+
 class Orders:
     """Decisions that were made at once, in order.
 
     Args:
-        writer: knows which tensors of the core are which pieces.
+        writer: tells the policy core what it does not know, where that has decided; None: a plan has, and the core
+            hears of it later.
 
     Attributes:
-        kept: whether something could not be evicted, since somebody else holds it. There is no room for what was to be
-            made again after that.
+        held: what could not be evicted, since somebody else holds it. There is no room for what was to be made again
+            after that: the core is asked once more.
     """
 
-    def __init__(self, pool: Pool, writer: Writer) -> None:
-        self._pool, self._ledger, self._writer = pool, pool.ledger, writer
+    def __init__(self, pool: Pool, writer: Writer | None) -> None:
+        self._pool, self._writer = pool, writer
         self._pending: UnitCall | None = None  # to be made again, for pieces of these numbers
         self._wanted: set[int] = set()
-        self._passing: set[int] = set()  # that nobody waits for, needed on the way to others
-        self._later: list[int] = []
-        self.kept = False
+        self._passing: dict[tuple[int, int], list[Piece]] = {}  # that nobody waits for, needed on the way to others
+        self._later: list[tuple[int, int]] = []
+        self.held: list[Decision] = []
 
-    def carry_out(self, decisions: Iterable[tuple[int, Any]]) -> None:
-        for kind, what in decisions:
-            if kind == k.EVICTED:
-                self._evict(what)
-            elif self.kept:
-                self._put_off(what)
+    def carry_out(self, decisions: Iterable[Decision]) -> None:
+        for decision in decisions:
+            place = decision.call, decision.making
+            call = self._pool.rows[decision.call].call() if decision.call < len(self._pool.rows) else None
+            if call is None:
+                self._passing.pop(place, None)
+            elif decision.evicts:
+                self._evict(decision, place, call)
+            elif self.held:
+                self._put_off(place, call)
             else:
-                self._bring_back(what)
+                self._bring_back(place, call)
         self._make()
-        for tensor in self._passing:
-            self._ledger.note(k.KEEP, tensor)
-            self._ledger.note(k.RELEASE, tensor)
-        for tensor in self._later:
-            self._ledger.note(k.EVICT, tensor)
+        if self._writer is not None:
+            self._writer.let_go(self._passing)
+            self._writer.evict(self._later)
 
-    def _evict(self, tensor: int) -> None:
-        self._passing.discard(tensor)
-        piece = self._piece(tensor)
-        if piece is None:
-            return
-        to_be_made = piece.call is self._pending and piece.number in self._wanted
-        if piece.content() is None and not to_be_made:
+    def _evict(self, decision: Decision, place: tuple[int, int], call: UnitCall) -> None:
+        self._passing.pop(place, None)
+        pieces = [
+            piece for piece in call.made_by(decision.making) if piece.content() is not None or self._is_wanted(piece)
+        ]
+        if not pieces:
             return
         pending = self._pending
-        if pending is not None and (piece.call is pending or any(each is piece for each in pending.read_pieces())):
+        read = () if pending is None else {id(piece) for piece in pending.read_pieces()}
+        if pending is not None and (call is pending or any(id(piece) in read for piece in pieces)):
             self._make()  # else it comes after: one run makes all that has to come back of a call
         self._pool.has_evicted = True
-        if not piece.evict():
-            self._writer.cannot_go(tensor)
-            self.kept = True
+        if not all(piece.may_go() for piece in pieces) or not all([piece.evict() for piece in pieces]):
+            self.held.append(decision)
+            if self._writer is not None:
+                self._writer.cannot_go(place)
+        elif self._writer is None:
+            self._pool.note(Evicted(*place))
 
-    def _put_off(self, tensor: int) -> None:
-        piece = self._piece(tensor)
-        if piece is None or piece.released:
-            self._passing.add(tensor)
+    def _is_wanted(self, piece: Piece) -> bool:
+        return piece.call is self._pending and piece.number in self._wanted
+
+    def _put_off(self, place: tuple[int, int], call: UnitCall) -> None:
+        pieces = call.made_by(place[1])
+        if all(piece.released for piece in pieces):
+            self._passing[place] = pieces
         else:
-            self._later.append(tensor)
+            self._later.append(place)
 
-    def _bring_back(self, tensor: int) -> None:
-        piece = self._piece(tensor)
-        if piece is None:
-            piece = self._again(tensor)
-            if piece is None:
-                return
-            self._passing.add(tensor)
-        if self._pending is not piece.call:
+    def _bring_back(self, place: tuple[int, int], call: UnitCall) -> None:
+        pieces = call.made_by(place[1])
+        if not pieces:  # nobody waited for any of it any more
+            pieces = self._passing[place] = call.made_anew(place[1])
+        if self._pending is not call:
             self._make()
-            self._pending = piece.call
-        if piece.content() is None:
-            self._wanted.add(piece.number)
-            if piece.released:
-                piece.released = False
-                self._ledger.note(k.KEEP, tensor)
+            self._pending = call
+        for piece in pieces:
+            if piece.content() is None:
+                self._wanted.add(piece.number)
+                if piece.released:
+                    piece.released = False
+                    if self._writer is not None and place not in self._passing:
+                        self._writer.hold(place, piece.number)
+        if self._writer is None:
+            self._pool.note(Remade(*place))
 
     def _make(self) -> None:
         call, wanted = self._pending, self._wanted
         self._pending, self._wanted = None, set()
         if call is not None and wanted:
             self._pool.make(call, wanted)
-
-    def _piece(self, tensor: int) -> Piece | None:
-        if tensor not in self._writer.pieces:
-            return None
-        number, piece = self._writer.pieces[tensor]
-        call = self._pool.rows[number].call()
-        return None if call is None else call.piece(piece)
-
-    def _again(self, tensor: int) -> Piece | None:
-        """A piece that nobody waited for any more."""
-        if tensor not in self._writer.pieces:
-            return None
-        number, piece = self._writer.pieces[tensor]
-        row = self._pool.rows[number]
-        call = row.call()
-        return None if call is None else call.new_piece(piece, row.sizes[piece])

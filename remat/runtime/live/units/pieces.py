@@ -28,7 +28,7 @@ class Row:
 
     Attributes:
         sizes: bytes of each piece, by number.
-        inputs: the calls and numbers of the pieces that were passed, None for other inputs.
+        inputs: the calls that have made what was passed, and which making of theirs did; None for other inputs.
         call: a reference to the call.
         number: of the call among those of the block.
     """
@@ -40,16 +40,17 @@ class Row:
         self.call = call.reference
         self.number = call.number
         made = [each.storage for each in call.passed.inputs]
-        self.inputs = [None if each is None else (each.call.number, each.number) for each in made]
+        self.inputs = [None if each is None else each.place for each in made]
         self.sizes: dict[int, int] = {}
 
-    def makings(self) -> Iterator[tuple[Making, int, list[tuple[int, int]]]]:
-        """How each of its pieces is made, its size, and the pieces that are read for that."""
-        for making in self.unit.makings:
-            size = self.sizes.get(making.storage)
-            if size is not None:
-                given = [each for number in making.inputs if (each := self.inputs[number]) is not None]
-                yield making, size, [*((self.number, number) for number in making.storages), *given]
+    def makings(self) -> Iterator[tuple[int, Making, int, list[tuple[int, int]]]]:
+        """How its pieces are made, by number: bytes of those that are made together, and what is read for that: calls,
+        and numbers of makings."""
+        for number, making in enumerate(self.unit.makings):
+            sizes = [self.sizes[storage] for storage in making.storages if storage in self.sizes]
+            if sizes:
+                given = [each for which in making.inputs if (each := self.inputs[which]) is not None]
+                yield number, making, sum(sizes), [*((self.number, other) for other in making.makings), *given]
 
 
 class Piece:
@@ -78,6 +79,11 @@ class Piece:
         self.evicted = self.released = False
         self.changes = 0
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which call has made it, and which making of that."""
+        return self.call.number, self.call.unit.making_of.get(self.number, -1)
+
     def _filled(self) -> list[Saved]:
         living = [slot for slot in (reference() for reference in self.slots) if slot is not None]
         return [slot for slot in living if slot.tensor is not None]
@@ -86,20 +92,26 @@ class Piece:
         """Its memory, where that is there, whoever holds it."""
         return None if self.counted is None else self.counted()
 
-    def evict(self) -> bool:
-        """Frees it, unless somebody else holds it, who would be left with it."""
+    def may_go(self) -> bool:
+        """Whether nobody else holds it, who would be left with it."""
         filled = self._filled()
         storage = None if self.counted is None else self.counted()
         if self.changes or self.call.varied or self.call.unit.kept:  # whatever the core believes of it
             return False
-        if storage is not None:
-            ours = Counter([id(slot.tensor) for slot in filled])
-            if _uses(storage._cdata) > len(ours) + 1:
-                return False  # more than our tensors and the storage's Python object
-            if any(_is_shared(slot, ours[id(slot.tensor)]) for slot in filled):
-                return False  # autograd has saved the very tensor that the program holds
+        if storage is None:
+            return True
+        ours = Counter([id(slot.tensor) for slot in filled])
+        if _uses(storage._cdata) > len(ours) + 1:
+            return False  # more than our tensors and the storage's Python object
+        # Or autograd has saved the very tensor that the program holds.
+        return not any(_is_shared(slot, ours[id(slot.tensor)]) for slot in filled)
+
+    def evict(self) -> bool:
+        """Frees it, where it may go."""
+        if not self.may_go():
+            return False
+        filled = self._filled()
         self.evicted = True
-        del storage
         self.held = None
         for slot in filled:
             slot.tensor = None

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import sys
 import time
-from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from remat.runtime.dtr import _kernels as k
-from remat.runtime.dtr.core import is_ready
-from remat.runtime.dtr.learning import PLANNED, learn
-from remat.runtime.live.choosing import CANDIDATES, MOST
+from remat.runtime.dtr.core import Core, is_ready
+from remat.runtime.dtr.heuristics import HEURISTICS
+from remat.runtime.dtr.learning import PLANNED, learn, with_evictions
+from remat.runtime.live.choosing import CANDIDATES
 from remat.runtime.live.ledger import Notes
-from remat.runtime.live.units.course import Segment
+from remat.runtime.live.units.course import Kind, Segment
+from remat.runtime.live.units.orders import Decision
 from remat.runtime.live.units.pieces import Row
-from remat.runtime.live.units.story import Died, Event, Gone, Made, Ran, Writer
+from remat.runtime.live.units.story import Died, Event, Free, Gone, Made, Ran, Writer
 
 _SECONDS = 2.0  # that a plan may take
+_MOST = 20  # times the program's own time, above which a way is given up
 _BLOCKS = 2  # that each of several is tried in; the first one of each sets up what its replays need
 
 
@@ -29,12 +31,12 @@ class Plan(NamedTuple):
     Attributes:
         name: of the plan, or of the heuristic alone.
         heuristic: decides about all that is not planned.
-        evictions: by segment, what to evict when it begins: which call of the block, and which of its pieces.
+        decisions: by segment, what to evict and to make again when it begins.
     """
 
     name: str
     heuristic: str
-    evictions: dict[int, list[tuple[int, int]]]
+    decisions: Mapping[int, Sequence[Decision]]
 
 
 class Trial:
@@ -89,7 +91,7 @@ def plans_for(
     *,
     by_model: bool,
 ) -> Trial | None:
-    """The best plans for blocks that do again what one did; None where there is none, or the core is not ready.
+    """The best plans for blocks that do again what one did; None where the core is not ready.
 
     Args:
         budget: bytes.
@@ -102,25 +104,20 @@ def plans_for(
     own = max(program.own_nanoseconds, 1)
     learned = learn(
         program.notes.graph,
-        np.array(program.notes.instructions, np.int64).reshape(-1, 2),
+        program.instructions,
         budget,
         tuple(dict.fromkeys((heuristic, *CANDIDATES))),
         held=True,
-        most_again=int((MOST - 1) * own),
+        most_again=int((_MOST - 1) * own),
         until=time.monotonic() + _SECONDS,
     )
-    if learned is None:
-        return None
-    evictions: dict[int, list[tuple[int, int]]] = {}
-    for position, tensor in learned.evictions:
-        at = bisect_left(program.begins, position)
-        if tensor in program.pieces and at < len(program.numbers):
-            evictions.setdefault(program.numbers[at], []).append(program.pieces[tensor])
+    if learned is None:  # so it is not looked for again
+        return Trial([Plan(heuristic, heuristic, {})], "no way within the budget was found on paper", decided=True)
     found = {name: nanoseconds for name, nanoseconds in learned.tried.items() if nanoseconds is not None}
-    plans = [Plan(learned.name, learned.heuristic, evictions)]
+    plans = [Plan(learned.name, learned.heuristic, program.decided(budget, learned.heuristic, learned.evictions))]
     online = min((name for name in found if name != PLANNED), key=found.__getitem__, default=None)
-    if evictions and online is not None:
-        plans.append(Plan(online, online, {}))
+    if learned.evictions and online is not None:
+        plans.append(Plan(online, online, program.decided(budget, online)))
     ordered = sorted(found, key=found.__getitem__)
     note = ", ".join(f"{name} {found[name] / own:.2f}" for name in ordered)
     return Trial(plans, f"predicted time over the program's own: {note}", decided=by_model)
@@ -131,8 +128,6 @@ class _Program:
 
     Attributes:
         notes: for the policy core.
-        pieces: of tensors of the core, the call and the number.
-        begins, numbers: positions of the instructions with which segments begin, and which segments these are.
         own_nanoseconds: of all operators.
     """
 
@@ -140,17 +135,38 @@ class _Program:
         self, story: Sequence[Event], rows: Sequence[Row], segments: Sequence[Segment], *, by_model: bool
     ) -> None:
         self.notes = Notes()
-        self.begins: list[int] = []
-        self.numbers: list[int] = []
-        writer = Writer(self.notes, rows, by_model=by_model)
+        self._begins: dict[int, int] = {}  # which segment an operator begins
+        writer = Writer(self.notes, rows, by_model=by_model, holds=True)
         for event in story:
             if isinstance(event, Ran) and event.segment >= 0:
                 segment = segments[event.segment]
+                working = segment.unit.working_bytes if segment.unit is not None and segment.kind is Kind.FORWARD else 0
                 writer.others(segments[event.segment - 1].others)
-                self.begins.append(len(self.notes.instructions))
-                self.numbers.append(event.segment)
-                writer.write(event._replace(label=segment.kind.value, more=segment.rise))
-            elif isinstance(event, Made | Died | Gone):
+                self._begins[len(self.notes.graph.operators)] = event.segment
+                writer.write(event._replace(label=segment.kind.value, more=segment.rise + working))
+            elif isinstance(event, Made | Died | Gone | Free):
                 writer.write(event)
-        self.pieces = writer.pieces
+        self._places = writer.places
         self.own_nanoseconds = sum(row[k.FIRST_PRICE] for row in self.notes.graph.operators)
+
+    @property
+    def instructions(self) -> np.ndarray:
+        return np.array(self.notes.instructions, np.int64).reshape(-1, 2)
+
+    def decided(
+        self, budget: int, heuristic: str, evictions: Sequence[tuple[int, int]] = ()
+    ) -> dict[int, list[Decision]]:
+        """What the core does, segment by segment, with these evictions besides its own."""
+        graph = self.notes.graph
+        core = Core(graph, budget, HEURISTICS[heuristic], held=True, log=True)
+        core.run(with_evictions(self.instructions, evictions))
+        decided: dict[int, list[Decision]] = {}
+        waiting: list[Decision] = []
+        for kind, _, what, *_ in core.logged(0):
+            if kind == k.COMPUTED:
+                segment = self._begins.get(graph.tensors[what][1])
+                if segment is not None and waiting:
+                    decided[segment], waiting = waiting, []
+            elif kind in (k.EVICTED, k.RECOMPUTED) and what in self._places:
+                waiting.append(Decision(kind == k.EVICTED, *self._places[what]))
+        return decided

@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,18 +18,10 @@ from remat.runtime.live.limits import Limits
 from remat.runtime.live.units.account import Account
 from remat.runtime.live.units.call import UnitCall
 from remat.runtime.live.units.dormant import Precedent, corrected, peak_of, retold
-from remat.runtime.live.units.orders import Orders
+from remat.runtime.live.units.orders import Decision, Orders
 from remat.runtime.live.units.pieces import Piece, Row
-from remat.runtime.live.units.story import Died, Event, Evicted, Gone, Made, Others, Ran, Writer
+from remat.runtime.live.units.story import Died, Event, Evicted, Free, Gone, Made, Others, Ran, Remade, Writer
 from remat.runtime.live.units.unit import INPUT_CHANGED
-
-
-class Planned(NamedTuple):
-    """A piece that a plan evicts: of a call, by number; `tries`: how often that was tried."""
-
-    call: weakref.ref[UnitCall]
-    number: int
-    tries: int = 0
 
 
 class Pool:
@@ -42,7 +34,7 @@ class Pool:
     Attributes:
         backward_of: the call whose backward runs; forward_of: whose forward does.
         replaying: whether a call is made again.
-        has_evicted: whether anything was ever evicted.
+        has_evicted: whether anything was ever evicted; has_asked: whether the core was asked what to do.
         replays, spent_nanoseconds: how often calls were made again, and how long that and evicting has taken.
         too_large: whether the budget could not be kept, since calls leave too much behind at once.
         precedent: the block that this one repeats, while it is dormant; else None.
@@ -62,7 +54,7 @@ class Pool:
         self.closed = False
         self.replaying = False
         self.limited = True
-        self.too_large = self.has_evicted = False
+        self.too_large = self.has_evicted = self.has_asked = False
         self.replays = self.spent_nanoseconds = 0
         self.on_backward: Callable[[UnitCall], None] = lambda call: None
         self.readers: list[
@@ -77,6 +69,9 @@ class Pool:
         self._ended = 0  # calls
         self._writer = Writer(ledger, self.rows, by_model=by_model)
         self._noted = 0  # bytes of code outside, of which there is an event
+        self._in_use_by_others: list[
+            tuple[weakref.ref[UnitCall], tuple[int, int]]
+        ] = []  # as of variables, what is returned
 
     # What happens ----------------------------------------------------------------------------------------------------
 
@@ -85,6 +80,20 @@ class Pool:
         self._ended += 1
         if self.precedent is None:
             self._events.append(Made(call.number))
+            places = [(call.number, number) for number, each in enumerate(call.unit.makings) if each.is_returned]
+            self._in_use_by_others += [(call.reference, place) for place in places]
+
+    def look_what_is_free(self) -> None:
+        """Notes what the program does not hold any more of what calls have returned."""
+        held = []
+        for reference, place in self._in_use_by_others:
+            call = reference()
+            pieces = [] if call is None else call.made_by(place[1])
+            if not pieces or all(piece.may_go() for piece in pieces):
+                self._events.append(Free(*place))
+            else:
+                held.append((reference, place))
+        self._in_use_by_others = held
 
     def died(self, piece: Piece) -> None:
         """The memory of a piece is gone."""
@@ -137,20 +146,17 @@ class Pool:
         self._events = corrected(events, self.rows[: self._ended])
         self.account.begin_segment()
 
-    def carry_out(self, evictions: Sequence[Planned]) -> list[Planned]:
-        """Evicts what a plan says; returns what somebody else still holds."""
-        held = []
-        for planned in evictions:
-            call = planned.call()
-            piece = None if call is None else call.piece(planned.number)
-            if call is None or piece is None or call.unit.kept or piece.content() is None:
-                continue
-            if piece.evict():
-                self.has_evicted = True
-                self._events.append(Evicted(call.number, planned.number))
-            else:
-                held.append(planned)
-        return held
+    def note(self, event: Event) -> None:
+        """Something has happened of which the core is to hear."""
+        self._events.append(event)
+
+    def carry_out(self, decisions: Sequence[Decision]) -> list[Decision]:
+        """Does what a plan says; returns what could not be evicted, since somebody else still holds it."""
+        began = time.perf_counter_ns()
+        orders = Orders(self, None)
+        orders.carry_out(decisions)
+        self.spent_nanoseconds += time.perf_counter_ns() - began
+        return orders.held
 
     def begin_backward(self, call: UnitCall) -> None:
         """The backward of a call begins: makes room, and what it waits for."""
@@ -253,22 +259,23 @@ class Pool:
                 self.revive(piece)
             return
         began = time.perf_counter_ns()
-        kept = True
+        kept = self.has_asked = True
         while kept:
             self._tell()
+            self._obey(list({decision[1:]: decision for decision in self._decided()}.values()))  # the last of each
             if account.memory > self.budget:
                 self.ledger.accept()
-            inputs = [self._tensor(piece) for piece in wanted]
+            inputs = self._writer.tensors(piece.place for piece in wanted)
             locked = self._in_use(inputs)
             for tensor in locked:
                 self.ledger.note(k.LOCK, tensor)
             (number,) = self.ledger.add(label, nanoseconds, inputs, [], more)
             if segment >= 0:  # the core is told in its own way
-                reads = tuple([(piece.call.number, piece.number) for piece in wanted])
+                reads = tuple(dict.fromkeys(piece.place for piece in wanted))
                 self._told.append(Ran(label, nanoseconds, more, reads, segment))
             nanoseconds, segment = 0, -1
             answer = self.limits.ask(self.ledger)
-            kept = self._obey()
+            kept = self._obey(self._decided())
             for tensor in locked:
                 self.ledger.note(k.UNLOCK, tensor)
             if answer == k.OUT_OF_MEMORY:
@@ -283,7 +290,7 @@ class Pool:
         """Units are too large for the budget: everything that can go is gone, and it goes on all the same."""
         self.limits.went_over(label, self.ledger.core.scalar(k.NEEDED))
         self.ledger.go_on()
-        self._obey()
+        self._obey(self._decided())
         self.too_large = True
         for piece in wanted:
             self.revive(piece)
@@ -296,11 +303,8 @@ class Pool:
         pieces = [] if self.backward_of is None else self.backward_of.waiting()
         if self.forward_of is not None:
             pieces += self.forward_of.read_pieces()
-        found = {self._tensor(piece) for piece in pieces if piece.content() is not None}
-        return [tensor for tensor in found if tensor >= 0 and tensor not in besides]
-
-    def _tensor(self, piece: Piece) -> int:
-        return self._writer.tensor(piece.call.number, piece.number)
+        found = self._writer.tensors(piece.place for piece in pieces if piece.content() is not None)
+        return [tensor for tensor in found if tensor not in besides]
 
     def _tell(self) -> None:
         """Tells the core what has happened since."""
@@ -310,16 +314,23 @@ class Pool:
             self._writer.write(event)
         self._noted = self.account.others + self.account.unseen
         self._writer.others(self._noted)
+        if any(isinstance(event, Evicted | Remade) for event in events):
+            self.ledger.accept()  # a plan has decided, and it is done
 
-    def _obey(self) -> bool:
+    def _decided(self) -> list[Decision]:
+        """What the core has decided since it was asked last."""
+        places = self._writer.places
+        return [Decision(kind == k.EVICTED, *places[what]) for kind, what in self.ledger.decided() if what in places]
+
+    def _obey(self, decided: Sequence[Decision]) -> bool:
         """Does what the core has decided; returns whether something could not be evicted."""
         orders = Orders(self, self._writer)
         try:
-            orders.carry_out(self.ledger.decided())
+            orders.carry_out(decided)
         except BaseException:
             self.limited = False  # what is in memory is no longer what the core believes
             raise
-        return orders.kept
+        return bool(orders.held)
 
     def make(self, call: UnitCall, wanted: set[int]) -> None:
         """Runs a call again for some of its pieces.
@@ -331,13 +342,14 @@ class Pool:
             raise ReplayError(
                 f"{call.unit.name} cannot be recomputed ({call.unit.once}); this is a bug of remat, please report it"
             )
-        self.replaying, self.replays = True, self.replays + 1
+        outer, self.replaying = self.replaying, True
+        self.replays += 1
         try:
             before = self.account.pieces + self.account.shift
             call.make(wanted)  # which may make its inputs first
             self.account.shift = before - self.account.pieces
         finally:
-            self.replaying = False
+            self.replaying = outer
 
     def passing(self, label: str, more: int) -> None:
         """So many bytes are taken for a moment, whether the core has known of them or not."""

@@ -5,7 +5,7 @@ Events name calls by their numbers in the block, so that what one block did can 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from remat.runtime.dtr import _kernels as k
@@ -34,6 +34,13 @@ class Gone(NamedTuple):
     call: int
 
 
+class Free(NamedTuple):
+    """The program does not hold any more what this making of a call has made and it was returned."""
+
+    call: int
+    making: int
+
+
 class Others(NamedTuple):
     """Code outside holds so much."""
 
@@ -41,10 +48,17 @@ class Others(NamedTuple):
 
 
 class Evicted(NamedTuple):
-    """A plan has evicted a piece."""
+    """A plan has evicted what this making of a call makes."""
 
     call: int
-    number: int
+    making: int
+
+
+class Remade(NamedTuple):
+    """A plan has had it made again."""
+
+    call: int
+    making: int
 
 
 class Ran(NamedTuple):
@@ -53,7 +67,7 @@ class Ran(NamedTuple):
     Attributes:
         nanoseconds: that it takes.
         more: bytes that it needs besides what is there.
-        reads: pieces that it needs: calls and numbers.
+        reads: what it needs: calls, and numbers of makings.
         segment: of the course, with which it begins; -1 for a part of one.
     """
 
@@ -64,7 +78,7 @@ class Ran(NamedTuple):
     segment: int
 
 
-Event = Made | Died | Gone | Others | Evicted | Ran
+Event = Made | Died | Gone | Free | Others | Evicted | Remade | Ran
 
 
 class Writer:
@@ -73,39 +87,43 @@ class Writer:
     Args:
         rows: of the calls, by number.
         by_model: whether times are those of a fixed model.
+        holds: what calls return cannot go until it is free: of a block that is over, and was looked at.
 
     Attributes:
-        pieces: of the core's tensors, the call and the number.
+        places: of the core's tensors, the call and which making of it.
     """
 
-    def __init__(self, notes: Notes, rows: Sequence[Row], *, by_model: bool) -> None:
-        self._notes, self._rows, self._by_model = notes, rows, by_model
-        self.pieces: dict[int, tuple[int, int]] = {}
+    def __init__(self, notes: Notes, rows: Sequence[Row], *, by_model: bool, holds: bool = False) -> None:
+        self._notes, self._rows, self._by_model, self._holds = notes, rows, by_model, holds
+        self.places: dict[int, tuple[int, int]] = {}
         self._tensors: dict[tuple[int, int], int] = {}
+        self._left: dict[tuple[int, int], set[int]] = {}  # storages of each that are still held
         self._pinned: set[int] = set()
         self._outside, self._others = -1, 0
 
-    def tensor(self, call: int, number: int) -> int:
-        """Of a piece; -1 where the core does not know it."""
-        return self._tensors.get((call, number), -1)
-
-    def tensors(self, pieces: Sequence[tuple[int, int]]) -> list[int]:
-        """Of those that the core knows."""
-        return [self._tensors[piece] for piece in pieces if piece in self._tensors]
+    def tensors(self, places: Iterable[tuple[int, int]]) -> list[int]:
+        """Of those that the core knows, each once."""
+        return [self._tensors[place] for place in dict.fromkeys(places) if place in self._tensors]
 
     def write(self, event: Event) -> None:
         notes = self._notes
         if isinstance(event, Made):
             self._made(event.call)
         elif isinstance(event, Died):
-            self._died(self.tensor(event.call, event.number))
+            self._died(event)
         elif isinstance(event, Gone):
-            for making in self._rows[event.call].unit.makings:
-                tensor = self._tensors.pop((event.call, making.storage), -1)
+            for number in range(len(self._rows[event.call].unit.makings)):
+                tensor = self._tensors.pop((event.call, number), -1)
                 if tensor >= 0:
                     notes.note(k.FORGET, tensor)
         elif isinstance(event, Evicted):
-            notes.note(k.EVICT, self._tensors[event])
+            self.evict([event])
+        elif isinstance(event, Free):
+            self._free(event)
+        elif isinstance(event, Remade):
+            for tensor in self.tensors([event]):
+                notes.note(k.LOCK, tensor)
+                notes.note(k.UNLOCK, tensor)
         elif isinstance(event, Others):
             self.others(event.bytes)
         else:
@@ -115,25 +133,45 @@ class Writer:
     def _made(self, call: int) -> None:
         row = self._rows[call]
         unit = row.unit
-        for making, size, read in row.makings():
+        for number, making, size, read in row.makings():
             inner = unit.replay_bytes(making)
             price = making.model_price if self._by_model else making.price
             first = unit.first_nanoseconds(making, by_model=self._by_model)
             (tensor,) = self._notes.add(
                 unit.name, price.again, self.tensors(read), [size], inner, inner, first_nanoseconds=first
             )
-            self._tensors[call, making.storage] = tensor
-            self.pieces[tensor] = call, making.storage
+            self._tensors[call, number] = tensor
+            self._left[call, number] = {*making.storages} & row.sizes.keys()
+            self.places[tensor] = call, number
             if unit.kept:
                 self._notes.note(k.LOCK, tensor)
+            elif self._holds and making.is_returned:
+                self._hold(tensor)
 
-    def _died(self, tensor: int) -> None:
-        if tensor < 0:
+    def _died(self, event: Died) -> None:
+        place = event.call, self._rows[event.call].unit.making_of.get(event.number, -1)
+        tensor = self._tensors.get(place, -1)
+        if tensor < 0 or event.number not in self._left[place]:
             return
+        self._left[place].discard(event.number)
+        if self._left[place]:
+            return  # it counts as a whole until all of it is gone
+        self._unpin(tensor)
+        self._notes.note(k.RELEASE, tensor)
+
+    def _free(self, place: tuple[int, int]) -> None:
+        if self._holds and place in self._tensors:
+            self._unpin(self._tensors[place])
+
+    def _hold(self, tensor: int) -> None:
+        if tensor not in self._pinned:
+            self._pinned.add(tensor)
+            self._notes.note(k.LOCK, tensor)
+
+    def _unpin(self, tensor: int) -> None:
         if tensor in self._pinned:
             self._pinned.discard(tensor)
             self._notes.note(k.UNLOCK, tensor)
-        self._notes.note(k.RELEASE, tensor)
 
     def others(self, size: int) -> None:
         """What code outside holds."""
@@ -146,9 +184,25 @@ class Writer:
         self._notes.note(k.LOCK, self._outside)
         self._others = size
 
-    def cannot_go(self, tensor: int) -> None:
+    def evict(self, places: Iterable[tuple[int, int]]) -> None:
+        for tensor in self.tensors(places):
+            self._notes.note(k.EVICT, tensor)
+
+    def hold(self, place: tuple[int, int], storage: int) -> None:
+        """It is there again, although nobody held it any more."""
+        if place in self._tensors:
+            if not self._left[place]:
+                self._notes.note(k.KEEP, self._tensors[place])
+            self._left[place].add(storage)
+
+    def let_go(self, places: Iterable[tuple[int, int]]) -> None:
+        """They were there again for a moment."""
+        for tensor in self.tensors(places):
+            self._notes.note(k.KEEP, tensor)
+            self._notes.note(k.RELEASE, tensor)
+
+    def cannot_go(self, place: tuple[int, int]) -> None:
         """What was to be evicted is held by somebody else."""
+        tensor = self._tensors[place]
         self._notes.note(k.RETAIN, tensor)
-        if tensor not in self._pinned:
-            self._pinned.add(tensor)
-            self._notes.note(k.LOCK, tensor)
+        self._hold(tensor)

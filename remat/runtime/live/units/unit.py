@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from remat.runtime.calls.environment import BufferWatch, autocast_states, rescaled, working_bytes
+from remat.runtime.calls.hull import choices
 from remat.runtime.calls.partial import Parts, Structure, needs
 from remat.runtime.calls.stages import Stage
 from remat.runtime.calls.tape import OUTSIDE, Operator, Tape, Value
@@ -20,6 +21,7 @@ INPUT_CHANGED = "its input is changed"  # why a unit may be kept
 _HOST = torch.device("cpu")
 _ATTEMPTS = 3  # replays in part that fail before no more are tried
 _BACKWARD = 2  # times what its forward takes: what a backward takes, about
+_OPTIONS = 3  # of a call
 _MOST_PARTS = 256  # ways to make a part that are held
 # Nanoseconds that a replay takes besides its kernels: each, and for each operator up to the last that it needs, whether
 # that runs or is passed by. Measured: 7 to 30 us an operator on GPT-2, T5, Mamba, Mixtral and an MLP. Most replays make
@@ -38,48 +40,71 @@ class Price(NamedTuple):
 
 
 class Making(NamedTuple):
-    """How a storage that outlives a call is made from others that do, and from the call's inputs.
+    """How storages of a call are made that are evicted together: from others that outlive it, and from its inputs.
 
     Attributes:
-        storage: its number on the tape.
+        storages: their numbers on the tape.
         price: with operators as measured; model_price: by a fixed model.
-        storages, inputs: what these read, by numbers.
+        makings, inputs: what these read: which other makings' storages, and which inputs, by numbers.
         siblings: bytes of other storages that outlive a call and that these make, too, as of an LSTM, for a moment.
+        is_returned: whether the program gets them, and may hold them.
     """
 
-    storage: int
+    storages: tuple[int, ...]
     price: Price
     model_price: Price
-    storages: tuple[int, ...]
+    makings: tuple[int, ...]
     inputs: tuple[int, ...]
     siblings: int
+    is_returned: bool
 
 
 def makings(tape: Tape) -> list[Making]:
-    """Of each storage that outlives a call, in the order in which they are made."""
+    """Of all storages that outlive a call, in the order in which they are made.
+
+    What is returned may be in use by others, so each such storage goes by itself; what is inside goes by the options
+    that a plan would have: first what the option drops that keeps most, then what the next one drops besides.
+    """
     structure = Structure(tape)
-    outliving = {*structure.saved, *tape.returned}
+    returned = [(storage,) for storage in sorted(tape.returned)]
+    groups = [*_by_options(tape, structure), *returned]
+    groups.sort(key=lambda storages: max((at for each in storages for at in structure.makers[each]), default=-1))
+    group_of = {storage: number for number, storages in enumerate(groups) for storage in storages}
     found = []
-    for storage in sorted(outliving, key=lambda number: max(structure.makers[number], default=-1)):
-        runs, kept = needs(tape, structure.saved.get(storage, ()), (), structure, (storage,))
+    for number, storages in enumerate(groups):
+        numbers = [saved for storage in storages for saved in structure.saved.get(storage, ())]
+        runs, kept = needs(tape, numbers, (), structure, storages)
         positions = [at for at, run in enumerate(runs) if run and not tape.operators[at].is_view]
         computed = [tape.operators[at] for at in positions]
-        read = {number for operator in computed for number in operator.reads}
+        read = {each for operator in computed for each in operator.reads} & kept.keys()
         made = {value.storage for operator in computed for value in operator.values if value is not None}
-        besides = int((_REPLAY + _PASSED * (max(positions, default=0) + 1)) / len(outliving) ** 0.5)
+        besides = _REPLAY + _PASSED * (max(positions, default=0) + 1)
         measured = sum(int(1e9 * operator.seconds) for operator in computed)
         modelled = sum(_model_nanoseconds(operator, tape) for operator in computed)
         found.append(
             Making(
-                storage,
+                storages,
                 Price(measured, besides + measured),
                 Price(modelled, besides + modelled),
-                tuple(sorted(read & kept.keys())),
-                tuple(sorted({number for operator in computed for number in operator.given})),
-                sum(tape.storages[number].nbytes for number in (made & outliving) - {storage}),
+                tuple(sorted({group_of[storage] for storage in read & group_of.keys()} - {number})),
+                tuple(sorted({each for operator in computed for each in operator.given})),
+                sum(tape.storages[each].nbytes for each in (made & group_of.keys()) - {*storages}),
+                not tape.returned.isdisjoint(storages),
             )
         )
     return found
+
+
+def _by_options(tape: Tape, structure: Structure) -> list[tuple[int, ...]]:
+    """What autograd saves inside of a call, in groups that go together."""
+    inside = structure.saved.keys() - tape.returned
+    groups: list[tuple[int, ...]] = []
+    for part in choices(tape, [operator.seconds for operator in tape.operators], most=_OPTIONS):
+        dropped = {storage for storage in inside if part.dropped.issuperset(structure.saved[storage])}
+        if dropped:
+            groups.append(tuple(sorted(dropped)))
+            inside = inside - dropped
+    return [*groups, tuple(sorted(inside))] if inside else groups
 
 
 def _model_nanoseconds(operator: Operator, tape: Tape) -> int:
@@ -148,7 +173,7 @@ class Unit:
         name: of the module's class.
         flags: of the module and those in it, whether they are in train mode.
         tape: None until a call was recorded.
-        makings: of what outlives a call; replays: what these take.
+        makings: of what outlives a call, and making_of each storage that does; replays: what these take.
         saved: of each tensor that autograd saves how it looks at the storage of which number.
         forward_bytes, backward_bytes: what its forward and its backward take at their peak, above what is in use when
             they begin.
@@ -174,11 +199,12 @@ class Unit:
         self._failed = 0
         self.tape: Tape | None = None
         self.makings: list[Making] = []
+        self.making_of: dict[int, int] = {}
         self.replays = Replays(0, 0)
         self.saved: list[Value] = []
         self.forward_bytes = self.backward_bytes = self.inner_bytes = self.whole_bytes = 0
         self.backward_nanoseconds = self.model_backward_nanoseconds = 1
-        self.pace = 1.0
+        self.pace, self._is_paced = 1.0, False
         self._recorded, self._making = 1, 0  # nanoseconds of all operators, and of those of each making, summed up
         self.kept = self.once = ""
         self.varies = self.sized_by_data = self.leaves_others = False
@@ -206,10 +232,10 @@ class Unit:
 
     def ran(self, nanoseconds: int) -> None:
         """A known call took so long under hooks."""
-        found = (nanoseconds - _SAVED * len(self.saved)) / self._recorded
-        if 0 < found < self.pace:
+        found = max(nanoseconds - _SAVED * len(self.saved), nanoseconds // 2) / self._recorded
+        if found < self.pace or not self._is_paced:
             self.backward_nanoseconds = int(_BACKWARD * self._recorded * found)
-            self.pace = found
+            self.pace, self._is_paced = found, True
 
     def first_nanoseconds(self, making: Making, *, by_model: bool) -> int:
         """What making a storage took in the call itself: of operators that make several, each has a part."""
@@ -249,7 +275,9 @@ class Unit:
         self.tape = tape
         self._parts.clear()
         self.makings = makings(tape)
-        self._recorded, self.pace = int(1e9 * sum(operator.seconds for operator in tape.operators)) + 1, 1.0
+        self.making_of = {storage: number for number, each in enumerate(self.makings) for storage in each.storages}
+        self._recorded = int(1e9 * sum(operator.seconds for operator in tape.operators)) + 1
+        self.pace, self._is_paced = 1.0, False
         self._making = sum(making.price.first for making in self.makings)
         self.replays = Replays(self._recorded, len(tape.saved))
         self.saved = tape.saved

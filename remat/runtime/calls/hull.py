@@ -8,9 +8,8 @@ cutting between two known options, at the price at which both cost the same.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any, NamedTuple
-
-import networkx
 
 from remat.runtime.allocator import rounded
 from remat.runtime.calls.partial import Structure, needs
@@ -115,7 +114,10 @@ class _Network:
     """
 
     def __init__(self, tape: Tape, seconds: Sequence[float], keep: Collection[str]) -> None:
+        import networkx  # takes long, and PyTorch does not need it
+
         self._tape, self._structure = tape, Structure(tape)
+        self._cut = partial(networkx.minimum_cut, flow_func=networkx.algorithms.flow.boykov_kolmogorov)
         self._seconds = [
             0.0 if op.is_view else max(each, 1e-9) for op, each in zip(tape.operators, seconds, strict=True)
         ]
@@ -167,9 +169,7 @@ class _Network:
                 self._graph["made", storage]["saved", storage]["capacity"] = limit * scale
         if "sink" not in self._graph or "source" not in self._graph:
             return self.choice(frozenset())
-        _, (source_side, _) = networkx.minimum_cut(
-            self._graph, "source", "sink", flow_func=networkx.algorithms.flow.boykov_kolmogorov
-        )
+        _, (source_side, _) = self._cut(self._graph, "source", "sink")
         dropped = frozenset(
             number
             for storage, numbers in self._structure.saved.items()
