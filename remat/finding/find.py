@@ -19,12 +19,12 @@ from remat.finding.selecting import Candidate, Selector
 from remat.measuring.isolating import saving_nothing
 from remat.measuring.preserving import preserved
 from remat.measuring.work import warn_of_data
-from remat.runtime.caches import caches_off, configs_with_caches
+from remat.runtime.caches import caches_off, configs_with_caches, refuse_checkpointing, switches_of
 from remat.runtime.calls.environment import accelerators
 from remat.runtime.calls.stages import Stage
-from remat.runtime.checks import check_model, check_sample, refuse_checkpointing, refuse_compiled, switches_of
+from remat.runtime.checks import check_model, check_sample
 from remat.runtime.meter import instruments
-from remat.runtime.patching import Forward, blocks_as_written, intercepted, outside_of_compiled
+from remat.runtime.patching import Forward, blocks_as_written, intercepted, outside_of_compiled, refuse_compiled
 from remat.runtime.planned.patched_forward import unpatched
 from remat.runtime.pytree import Arguments, arguments
 

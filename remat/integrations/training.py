@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from remat.errors import OverBudgetWarning, RematError
-from remat.runtime.checks import SWITCHES
+from remat.runtime.caches import SWITCHES
 from remat.runtime.planned.patched_forward import PatchedForward
 from remat.training.fit import Wish, fit_at_first_call
 from remat.training.setup import Setup

@@ -1,6 +1,7 @@
-"""Keys and values that language models keep for generating: of no use in training, and grown by every run of a block.
+"""What models of libraries turn on by themselves: caches for generating, and checkpointing of their own.
 
-A block that is recomputed would add its keys a second time. So does transformers' own checkpointing turn them off.
+Keys and values that language models keep are of no use in training, and a block that is recomputed would add its keys a
+second time, so transformers' own checkpointing turns them off. Checkpointing besides a plan would recompute twice.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+
+from remat.errors import UnsupportedModel
 
 
 def configs_with_caches(parts: Iterable[nn.Module]) -> list[Any]:
@@ -35,3 +38,23 @@ def caches_off(configs: list[Any]) -> Iterator[None]:
     finally:
         for config in on:
             config.use_cache = True
+
+
+SWITCHES = ("gradient_checkpointing", "grad_checkpointing", "activation_checkpointing")
+
+
+def switches_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that have a switch for checkpointing of their own, of which transformers and timm have some."""
+    return [module for module in model.modules() if any(hasattr(module, name) for name in SWITCHES)]
+
+
+def refuse_checkpointing(switches: list[nn.Module]) -> None:
+    """Raises UnsupportedModel where one of the switches is on."""
+    for module in switches:
+        if any(getattr(module, name, False) is True for name in SWITCHES):
+            raise UnsupportedModel(
+                f"{type(module).__name__} has its own gradient checkpointing turned on; turn it off "
+                "(gradient_checkpointing_disable(), activation_checkpointing_disable() in newer versions, or "
+                "set_grad_checkpointing(False); of a trainer, gradient_checkpointing=False among its arguments), so "
+                "that the plan decides what to keep"
+            )

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from remat.errors import InvalidLoss, InvalidSample, RematError, UnsupportedModel
-from remat.runtime.patching import is_compiled
 from remat.runtime.pytree import tensors
 from remat.utils.tried import say_if_newer
 
@@ -131,33 +130,3 @@ def check_when_short(when_short: str) -> None:
     """Raises RematError for a name that says nothing."""
     if when_short not in ("error", "least"):
         raise RematError(f"when_short={when_short!r}: choose 'error' or 'least'")
-
-
-SWITCHES = ("gradient_checkpointing", "grad_checkpointing", "activation_checkpointing")
-
-
-def switches_of(model: nn.Module) -> list[nn.Module]:
-    """The modules that have a switch for checkpointing of their own, of which transformers and timm have some."""
-    return [module for module in model.modules() if any(hasattr(module, name) for name in SWITCHES)]
-
-
-def refuse_checkpointing(switches: list[nn.Module]) -> None:
-    """Raises UnsupportedModel where one of the switches is on."""
-    for module in switches:
-        if any(getattr(module, name, False) is True for name in SWITCHES):
-            raise UnsupportedModel(
-                f"{type(module).__name__} has its own gradient checkpointing turned on; turn it off "
-                "(gradient_checkpointing_disable(), activation_checkpointing_disable() in newer versions, or "
-                "set_grad_checkpointing(False); of a trainer, gradient_checkpointing=False among its arguments), so "
-                "that the plan decides what to keep"
-            )
-
-
-def refuse_compiled(model: nn.Module) -> None:
-    """Raises UnsupportedModel where the model as a whole was compiled."""
-    forward = model.__dict__.get("forward")
-    if is_compiled(model) or hasattr(model, "_orig_mod") or hasattr(forward, "_torchdynamo_orig_callable"):
-        raise UnsupportedModel(
-            f"this {type(model).__name__} is compiled as a whole, so its stages cannot run one by one. Compile its "
-            "blocks instead: for block in ...: block.compile()"
-        )

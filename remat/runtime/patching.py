@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from remat.errors import UnsupportedModel
+
 Forward = Callable[..., Any]
 Handler = Callable[[nn.Module, Forward, tuple[Any, ...], dict[str, Any]], Any]
 _COMPILED = "_compiled_call_impl"  # where nn.Module keeps what compile() made
@@ -125,6 +127,16 @@ def is_compiled(module: nn.Module) -> bool:
     """Whether the module was compiled in place."""
     found = module.__dict__.get(_COMPILED)
     return found is not None and not (isinstance(found, StandIn) and found._own is None)
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Raises UnsupportedModel where the model as a whole was compiled."""
+    forward = model.__dict__.get("forward")
+    if is_compiled(model) or hasattr(model, "_orig_mod") or hasattr(forward, "_torchdynamo_orig_callable"):
+        raise UnsupportedModel(
+            f"this {type(model).__name__} is compiled as a whole, so its stages cannot run one by one. Compile its "
+            "blocks instead: for block in ...: block.compile()"
+        )
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:

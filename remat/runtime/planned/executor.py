@@ -13,14 +13,13 @@ from torch import nn
 
 from remat.errors import OverBudgetWarning
 from remat.layout import Layout
-from remat.runtime.caches import caches_off, configs_with_caches
+from remat.runtime.caches import caches_off, configs_with_caches, refuse_checkpointing, switches_of
 from remat.runtime.calls.early_stop import Ending
 from remat.runtime.calls.environment import BufferWatch
 from remat.runtime.calls.places import Places
 from remat.runtime.calls.stages import Stage
 from remat.runtime.calls.structure import Containers, Structure
 from remat.runtime.calls.tapes import Tapes
-from remat.runtime.checks import refuse_checkpointing, switches_of
 from remat.runtime.generators import held_by
 from remat.runtime.offload import HostMemory
 from remat.runtime.patching import Forward, intercepted
