@@ -54,16 +54,6 @@ class StandIn:
         return _plain_forward, (self._module, self._own)
 
 
-class _OfCall(StandIn):
-    """Stands in for all that a call does, where nn.Module keeps what compile() made; a copy is not compiled."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return None
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return type(None), ()
-
-
 def has_own_forward(module: nn.Module) -> bool:
     """Whether the forward is that of the module's class, also where something stands in for it."""
     found = vars(module).get("forward")
@@ -103,20 +93,16 @@ def _state_of(module: nn.Module, before: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def intercepted(modules: Iterable[nn.Module], handler: Handler, *, hooks_too: bool = False) -> Iterator[None]:
-    """Inside, `handler(module, forward, args, kwargs)` runs in place of the forward of each of `modules`.
-
-    `hooks_too`: of all that a call of them does, hooks included.
-    """
+def intercepted(modules: Iterable[nn.Module], handler: Handler) -> Iterator[None]:
+    """Inside, `handler(module, forward, args, kwargs)` runs in place of the forward of each of `modules`."""
     undone: list[Callable[[], None]] = []
     try:
         for module in dict.fromkeys(modules):
-            name = _COMPILED if hooks_too or is_compiled(module) else "forward"
-            forward = getattr(module, name) or module._call_impl
+            name = _COMPILED if is_compiled(module) else "forward"
+            forward = getattr(module, name)
             runs = _bound(handler, module, forward, get_ident())
-            own = module.__dict__.get(name)
-            kind = _OfCall if name == _COMPILED else StandIn
-            undone.append(stand_in(module, name, kind(module, own, forward, runs)))
+            own = module.__dict__.get("forward") if name == "forward" else None
+            undone.append(stand_in(module, name, StandIn(module, own, forward, runs)))
         yield
     finally:
         for undo in undone:
@@ -125,8 +111,7 @@ def intercepted(modules: Iterable[nn.Module], handler: Handler, *, hooks_too: bo
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether the module was compiled in place."""
-    found = module.__dict__.get(_COMPILED)
-    return found is not None and not (isinstance(found, StandIn) and found._own is None)
+    return module.__dict__.get(_COMPILED) is not None
 
 
 def refuse_compiled(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ from remat.runtime.caches import caches_off, configs_with_caches, refuse_checkpo
 from remat.runtime.calls.early_stop import Ending
 from remat.runtime.calls.environment import BufferWatch
 from remat.runtime.calls.places import Places
-from remat.runtime.calls.stages import Stage
+from remat.runtime.calls.stages import Stage, input_of
 from remat.runtime.calls.structure import Containers, Structure
 from remat.runtime.calls.tapes import Tapes
 from remat.runtime.generators import held_by
@@ -26,7 +26,7 @@ from remat.runtime.patching import Forward, intercepted
 from remat.runtime.planned.forward_run import Run
 from remat.runtime.planned.order import Calls
 from remat.runtime.planned.program import compile_schedule
-from remat.runtime.pytree import tensors
+from remat.runtime.pytree import Arguments, tensors
 from remat.schedule import Operation, Schedule
 from remat.utils.warn import warn
 
@@ -160,10 +160,12 @@ class Executor:
                 return forward(*args, **kwargs)
         run = Run(self)
         calls = Calls(self.places, run)
-        with self.lock:
-            around = intercepted(self.places.names, calls.arrive, hooks_too=self.places.in_a_row)
-            with caches_off(self._configs), around:
-                output = forward(*args, **kwargs)
+        with self.lock, caches_off(self._configs):
+            if self.places.in_a_row:
+                output = calls.in_turn(input_of(Arguments(args, kwargs)))
+            else:
+                with intercepted(self.places.names, calls.arrive):
+                    output = forward(*args, **kwargs)
             calls.forward_ended()
         run.in_forward = False
         if run.left:

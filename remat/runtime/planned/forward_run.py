@@ -1,21 +1,6 @@
 """One forward of a model by a schedule on stock PyTorch, and its backward; on the CPU and on accelerators alike.
 
-Rules, to which the code points back:
-
-1. The graph is PyTorch's own. A stage's first run builds it once, and the backward of every stage is done by the very
-   nodes that plain PyTorch would run: hooks, DDP, tied weights and accumulation see nothing new.
-2. A stage that the schedule stores on its first run (F_all) runs with nothing in between.
-3. In any other first run a `Saved` takes the place of each tensor that autograd saves (`saved_tensors_hooks`); it lives
-   as long as autograd would hold the tensor. Its F_all, later, is the same forward once more, which fills them.
-4. The backward of a stage begins when its output's node is about to run. Just before, the schedule is advanced: all
-   that it places between the backward of the stage above and this one is run.
-5. A recomputation repeats the first run: same random numbers, autocast, flags, parameters, and buffers from before it
-   (`environment`). What autograd saves must come in the same number, shapes and dtypes, else it is an error. Where
-   nobody needs its output, it ends with the last tensor that autograd saves (`ending`).
-6. State belongs to one forward. It hangs on that forward's graph and dies with it.
-7. What a stage sends to the host (`offload`) leaves the device when the operation behind it has run, and comes back
-   while the backward of the next stage runs.
-8. What cannot be right raises: a second backward, `retain_graph`, `create_graph`, an input changed in place since.
+The rules that it names are those of `remat.runtime`.
 """
 
 from __future__ import annotations

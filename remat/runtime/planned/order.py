@@ -37,23 +37,18 @@ class Calls:
         self._open: Open | None = None
         self._passed: Passed | None = None  # to the calls of the open stage
         self._under_way = False  # one of them
-        self._alone = places.in_a_row  # whether a call under way has no others of the chain inside of it
-        self._inside = False
+
+    def in_turn(self, value: Any) -> Any:
+        """All calls of an `nn.Sequential`. Containers in it would hold what they are passed until they return."""
+        for module in self._run.places.in_turn:
+            value = self.arrive(module, module, (value,), {})
+        return value
 
     def arrive(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a module that has stages."""
         run = self._run
-        if run.repeating or self._inside:  # a call inside of a stage that runs again, or of another call
+        if run.repeating:  # a call inside of a stage that runs again
             return forward(*args, **kwargs)
-        self._inside = self._alone
-        try:
-            return self._arrive(run, module, forward, args, kwargs)
-        finally:
-            self._inside = False
-
-    def _arrive(
-        self, run: Run, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
         name = self._route.name(module)
         if name is None:
             return forward(*args, **kwargs)
@@ -114,7 +109,7 @@ class Calls:
         if run.passes(step):
             self._passing = step
             return
-        several = not place.last and not self._alone
+        several = not place.last and not run.places.in_a_row  # with code between them
         generators = None
         if several and run.executor.preserve_random:
             devices = accelerators(run.places.stages[index - 1], value)
