@@ -15,7 +15,7 @@ import remat
 from remat.chain import Chain
 from remat.errors import OverBudgetWarning
 from remat.runtime.dtr.core import compile_all
-from remat.runtime.live.units import choosing, course, roomy
+from remat.runtime.live import sites
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "tests" / "data"
@@ -51,9 +51,7 @@ def compiled_core() -> None:
 @pytest.fixture
 def nothing_known() -> Iterator[None]:
     """Places of programs are lines of code, which tests of blocks by calls share."""
-    choosing._ways.clear()
-    course._places.clear()
-    roomy._repeats.clear()
+    sites.sites.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OverBudgetWarning)  # of first calls of operators
         yield

@@ -13,7 +13,7 @@ from torch import nn
 import remat
 from remat.runtime.calls.call import Call
 from remat.runtime.calls.partial import Parts
-from remat.runtime.live.units import choosing, course, roomy
+from remat.runtime.live.sites import site_at, sites
 from remat.runtime.live.units.choosing import Ways
 from remat.runtime.live.units.course import Kind, Known, Place
 from remat.runtime.live.units.orders import Decision
@@ -69,7 +69,8 @@ def step(model: Blocks, x: torch.Tensor) -> list[torch.Tensor]:
 
 def place_of(model: nn.Module) -> Place:
     """What is known of the blocks in which this model runs."""
-    (found,) = [place for (_, _, root), place in course._places.items() if root is not None and root() is model]
+    courses = [course for site in sites.values() for course in site.courses.items()]
+    (found,) = [place for root, place in courses if root is not None and root() is model]
     return found
 
 
@@ -80,7 +81,7 @@ def test_a_plan_and_dtr_with_the_same_drops_run_the_same_recomputations() -> Non
 
     dtr = remat.DTR("1GiB", costs="model", thrash_limit=None)
     dtr.where = "here"
-    choosing.remember((dtr.where, dtr.budget), Ways([model], [[*model.blocks]]))
+    site_at((dtr.where, dtr.budget)).add_ways(Ways([model], [[*model.blocks]]))
 
     def under_dtr() -> list[torch.Tensor]:
         with dtr:
@@ -116,7 +117,7 @@ def test_a_plan_and_dtr_with_the_same_drops_run_the_same_recomputations() -> Non
 
     trial = Trial([Plan("the same", "h_dtr", decisions)], "", decided=True)
     place.ways[0] = Known(segments, trial, None)
-    roomy._repeats.clear()
+    site_at((dtr.where, dtr.budget)).repeats.clear()
     with noted(model) as by_dtr:
         assert_same(expected, under_dtr())
 

@@ -55,6 +55,9 @@ def learn(
     held: bool = False,
     most_again: int = NO_LIMIT,
     until: float = float("inf"),
+    plans: bool = True,
+    noticeable: float = 1.0,
+    searching: bool = False,
 ) -> Learned | None:
     """The fastest way to carry out a program within a budget; None where none gets through.
 
@@ -65,9 +68,13 @@ def learn(
         held: as of `Core`.
         most_again: nanoseconds of recomputation above which a way is given up.
         until: when to stop trying, as `time.monotonic` counts; the first heuristic is tried in any case.
+        plans: whether to look for plans, too.
+        noticeable: of the time of another heuristic, above which one is no better.
+        searching: whether the time that a replay itself takes counts, which is spent on looking for what to evict.
     """
     tried: dict[str, int | None] = {}
     best: Learned | None = None
+    least = float("inf")
 
     def late() -> bool:
         return time.monotonic() > until
@@ -85,9 +92,15 @@ def learn(
     for name in heuristics:
         if tried and late():
             break
+        began = time.monotonic()
         tried[name] = found = run((), name)
-        if found is not None and (best is None or found < best.nanoseconds):
-            best = Learned(name, name, (), found, tried)
+        if found is None:
+            continue
+        cost = found + (1e9 * (time.monotonic() - began) if searching else 0.0)
+        if best is None or cost < noticeable * least:
+            best, least = Learned(name, name, (), found, tried), cost
+    if not plans:
+        return best
     planner = Planner(graph, instructions)
     helper = best.heuristic if best is not None else next(iter(heuristics), DEFAULT)
     for share in _SHARES:

@@ -18,7 +18,7 @@ from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.heuristics import Heuristic
 from remat.runtime.fakes import in_earnest
 from remat.runtime.live.advice import Advice, advice_on
-from remat.runtime.live.choosing import Choice, choose, done_at, is_chosen, note_done
+from remat.runtime.live.choosing import Choice, choose
 from remat.runtime.live.dispatcher import Dispatcher
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
@@ -26,8 +26,9 @@ from remat.runtime.live.nesting import claim, refuse_nested, release
 from remat.runtime.live.outcomes import outcome_of, report_of, warn_of_more
 from remat.runtime.live.raw_access import Guard, guard, unguard
 from remat.runtime.live.saved_tensors import Saving
+from remat.runtime.live.sites import site_at
 from remat.runtime.live.store import FLOAT_BYTES, NUMBERS, Store
-from remat.runtime.live.units.choosing import Observation, remember, ways_at
+from remat.runtime.live.units.choosing import Observation
 from remat.runtime.live.versions import Version
 from remat.runtime.pytree import storage_of
 from remat.runtime.raw_memory import Access
@@ -66,10 +67,11 @@ class Block(Guard):
         self._store = Store(self.ledger, self._limits, level_of_accelerator())
         self._mode = Dispatcher(self._store, by_model=by_model)
         self._saving = Saving(self._store)
-        self._observation = Observation(self.ledger, ways_at((place, budget))) if observes else None
+        self._site = site_at((place, budget))
+        self._observation = Observation(self.ledger, self._site.current_ways()) if observes else None
         self._root = root
         self._place, self._chooses, self._by_model = place, chooses, by_model
-        self._limits.whole = done_at(place)
+        self._limits.whole = site_at(place).done  # whatever the budget was
         self._choice: Choice | None = None
         self._depth = 0  # of the stack of modes below this one
         self._materialised = False
@@ -113,7 +115,7 @@ class Block(Guard):
             ways = self._observation.ways(self.ledger.budget)
             by_calls = ways is not None and bool(ways.modules)
             if ways is not None and (by_calls or self._saving.was_asked):  # a forward alone does not tell of none
-                remember((self._place, self.budget), ways)
+                self._site.add_ways(ways)
         self._choose(by_calls=by_calls)
         warn_of_more(self._limits, self.outcome, self.budget)
 
@@ -188,13 +190,14 @@ class Block(Guard):
 
     def _choose(self, *, by_calls: bool) -> None:
         """Finds the heuristic for the next blocks here, once, and again where the one that was found thrashes."""
-        where, core = (self._place, self.budget), self.ledger.core
+        core, site = self.ledger.core, self._site
         thrashed = self._limits.thrashes or self.outcome == "thrash"
         if self.outcome in ("pass", "over"):
-            note_done(self._place, self.ledger)
-        enough = thrashed or (self.outcome in ("pass", "over") and not is_chosen(where))  # else only a part was run
+            site_at(self._place).done = self.ledger.program()
+        enough = thrashed or (self.outcome in ("pass", "over") and not site.heuristic)  # else only a part was run
         if self._chooses and core.scalar(k.EVICTIONS) and enough and not by_calls:
-            self._choice = choose(where, self.ledger, by_model=self._by_model)
+            self._choice = choose(self.ledger, by_model=self._by_model)
+            site.heuristic = self._choice.name if self._choice is not None else site.heuristic
 
     def advice(self) -> Advice:
         following = ""

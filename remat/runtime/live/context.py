@@ -15,11 +15,12 @@ from remat.runtime.dtr.heuristics import Heuristic, make_heuristic
 from remat.runtime.dtr.trace import Trace
 from remat.runtime.live.advice import Advice
 from remat.runtime.live.block import Block
-from remat.runtime.live.choosing import AUTO, FIRST, heuristic_at, place
+from remat.runtime.live.choosing import AUTO, FIRST
 from remat.runtime.live.compiled import refuse_inside
+from remat.runtime.live.sites import place, site_at
 from remat.runtime.live.traced import trace_of
 from remat.runtime.live.units.block import UnitsBlock
-from remat.runtime.live.units.choosing import Ways, ways_at
+from remat.runtime.live.units.choosing import Ways
 from remat.runtime.live.units.roomy import RoomyBlock, repeats_at
 from remat.utils.moved import deprecated
 from remat.utils.tried import say_if_newer
@@ -137,9 +138,9 @@ class DTR:
         """Takes the heuristic for blocks there; returns the units, where there are any."""
         self._place = here
         if self.chooses:
-            self._heuristic = self.name = heuristic_at((here, self.budget))
+            self._heuristic = self.name = site_at((here, self.budget)).heuristic or FIRST
             self.heuristic = make_heuristic(self.name)
-        ways = ways_at((here, self.budget)) if self.granularity == "module" else []
+        ways = site_at((here, self.budget)).current_ways() if self.granularity == "module" else []
         return ways if any(each.modules for each in ways) else []
 
     def block_for(self, root: nn.Module, reserved_bytes: int) -> UnitsBlock | None:
@@ -164,7 +165,7 @@ class DTR:
         none that could be units."""
         if isinstance(self._block, UnitsBlock | RoomyBlock):
             return self._block.is_routine
-        known = ways_at((self._place, self.budget))
+        known = site_at((self._place, self.budget)).current_ways()
         return self.granularity != "module" or (bool(known) and not any(each.modules for each in known))
 
     def _by_operators(self, *, observes: bool, root: nn.Module | None = None, held: int = 0) -> Block:
@@ -185,7 +186,8 @@ class DTR:
 
     def _roomy(self, ways: Sequence[Ways]) -> RoomyBlock | None:
         """Where blocks there have far more room than they need: one that goes on as an ordinary one where it must."""
-        known = repeats_at((self._place, self.budget), self.budget - self.reserved_bytes)
+        site = site_at((self._place, self.budget))
+        known = repeats_at(site, self.budget - self.reserved_bytes)
         if not known:
             return None
 
@@ -198,7 +200,7 @@ class DTR:
         return RoomyBlock(
             known,
             self.budget,
-            (self._place, self.budget),
+            site,
             gives_way,
             reserved=self.reserved_bytes,
             options=self._options,

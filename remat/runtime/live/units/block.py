@@ -20,7 +20,7 @@ from remat.runtime.calls.environment import accelerators, state_bytes
 from remat.runtime.calls.tape import Recorder
 from remat.runtime.dtr.heuristics import Heuristic
 from remat.runtime.live.advice import Advice, advice_on
-from remat.runtime.live.choosing import FIRST, take
+from remat.runtime.live.choosing import FIRST
 from remat.runtime.live.dispatcher import STATE_BYTES
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
@@ -28,17 +28,18 @@ from remat.runtime.live.nesting import alone_in_its_thread
 from remat.runtime.live.outcomes import outcome_of, report_of, warn_of_more
 from remat.runtime.live.raw_access import count_states, count_states_no_more
 from remat.runtime.live.returned import notice_returns, once_returned
+from remat.runtime.live.sites import site_at
 from remat.runtime.live.store import FLOAT_BYTES, NUMBERS
 from remat.runtime.live.units.call import UnitCall
 from remat.runtime.live.units.choosing import Ways
 from remat.runtime.live.units.counting import Counting, Seen, inner_peak, with_seconds
-from remat.runtime.live.units.course import Course, Kind, Place, Segment, place_at
+from remat.runtime.live.units.course import Course, Kind, Place, Segment
 from remat.runtime.live.units.dormant import Precedent, nodes_made, precedent_of
 from remat.runtime.live.units.orders import Decision
 from remat.runtime.live.units.pieces import Reference
 from remat.runtime.live.units.plans import Trial, plans_for
 from remat.runtime.live.units.pool import Pool
-from remat.runtime.live.units.roomy import Repeats, has_twice, remember_repeats
+from remat.runtime.live.units.roomy import Repeats, has_twice
 from remat.runtime.live.units.state import State
 from remat.runtime.live.units.unit import Code, Odd, Unit, key_of_call, others_are_at_work
 from remat.runtime.patching import blocks_as_written, intercepted
@@ -79,6 +80,7 @@ class UnitsBlock:
         chooses: str = "",
     ) -> None:
         self.budget, self._place, self._ways, self._other_model = budget, place, ways, other_model
+        self._site = site_at((place, budget))
         self._modules = list(dict.fromkeys(module for each in ways for module in each.modules))
         self._chooses = bool(chooses)
         self._heuristic = chooses
@@ -223,7 +225,7 @@ class UnitsBlock:
         self._nodes.append(nodes_made() - self._first_node)
 
     def _begin_course(self) -> None:
-        self._remembered = place_at((self._place, self.budget, self._root))
+        self._remembered = self._site.course_of(self._root, Place)
         self._course.know(self._remembered)
 
     def _leave(self) -> None:
@@ -452,7 +454,7 @@ class UnitsBlock:
         self._learn_course(error)
         if self.outcome == "over" and (self._pool.too_large or not self._recorded_calls) and self._used:
             if self._chooses and self._heuristic != FIRST and self._pool.has_evicted:
-                take((self._place, self.budget), FIRST)  # another order of evictions may need less
+                self._site.heuristic = FIRST  # another order of evictions may need less
             elif not (self._stays and self._used.is_last):  # there are no operators to go back to
                 self._used.does_not_fit(learned=self._recorded_calls > 0)
 
@@ -470,7 +472,7 @@ class UnitsBlock:
         else:
             return
         if trial is not None:
-            take((self._place, self.budget), trial.present.heuristic)
+            self._site.heuristic = trial.present.heuristic
             self._next = trial.says
 
     def _remember_repeats(self) -> None:
@@ -482,7 +484,7 @@ class UnitsBlock:
             return
         units = {s.unit for way in place.ways for s in way.segments if s.unit is not None}
         if not any(unit.varies or unit.sized_by_data for unit in units):  # nobody would notice that they take more
-            remember_repeats((self._place, self.budget), Repeats(self._root, self._units, place))
+            self._site.add_repeats(Repeats(self._root, self._units, place))
 
     def _precedent(self) -> Precedent | None:
         """What the next block repeats, if it does as this one and the one before."""

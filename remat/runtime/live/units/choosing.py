@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -244,23 +244,3 @@ class Ways:
         if not learned or self._over > 1:
             del self._ways[:1]
             self._over = 0
-
-
-_ways: dict[Hashable, list[Ways]] = {}
-_MOST = 32  # places of which this is remembered, and models at each
-
-
-def ways_at(where: Hashable) -> list[Ways]:
-    """Those of the models that ran there."""
-    if where in _ways:
-        _ways[where] = [each for each in _ways[where] if each.is_current]
-    return _ways.get(where, [])
-
-
-def remember(where: Hashable, ways: Ways) -> None:
-    """For later blocks at that place with that budget."""
-    known = [*ways_at(where), ways][-_MOST:]
-    _ways.pop(where, None)
-    _ways[where] = known
-    while len(_ways) > _MOST:
-        del _ways[next(iter(_ways))]

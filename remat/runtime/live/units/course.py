@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -261,18 +261,7 @@ class Place:
         self.ways = [known, *others][:_MOST_WAYS]
 
 
-_places: dict[Hashable, Place] = {}
-_MOST = 32  # places that are remembered
 _MOST_WAYS = 8  # courses at one place
-
-
-def place_at(where: Hashable) -> Place:
-    """What blocks there did."""
-    place = _places.pop(where, None) or Place()
-    _places[where] = place
-    while len(_places) > _MOST:
-        del _places[next(iter(_places))]
-    return place
 
 
 def common(some: Sequence[Segment], others: Sequence[Segment]) -> int:

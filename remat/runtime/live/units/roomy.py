@@ -28,6 +28,7 @@ from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
 from remat.runtime.live.nesting import alone_in_its_thread
 from remat.runtime.live.outcomes import outcome_of
+from remat.runtime.live.sites import Site
 from remat.runtime.live.units.course import Kind, Place
 from remat.runtime.live.units.dormant import Precedent, nodes_made
 from remat.runtime.live.units.pool import Pool
@@ -101,31 +102,14 @@ class Repeats:
         self.most = max((way.precedent.most for way in self.ways), default=0)
 
 
-_repeats: dict[Hashable, list[Repeats]] = {}  # by place, of the models that run there
-_MOST = 32  # places of which this is remembered, and models at each
-
-
-def repeats_at(where: Hashable, room: int) -> list[Repeats]:
+def repeats_at(site: Site, room: int) -> list[Repeats]:
     """What blocks there repeat, of which twice the most fits into `room` bytes."""
-    return [each for each in _repeats.get(where, ()) if each.root() is not None and has_twice(each.most, room)]
+    return [each for each in site.repeats if each.root() is not None and has_twice(each.most, room)]
 
 
 def has_twice(most: int, room: int) -> bool:
     """Whether `room` bytes are enough for a roomy block, if those before took `most`."""
     return _ROOM * most <= room
-
-
-def remember_repeats(where: Hashable, found: Repeats) -> None:
-    """For later blocks there."""
-    others = [each for each in _repeats.pop(where, ()) if each.root() not in (None, found.root())]
-    _repeats[where] = [found, *others][:_MOST]
-    while len(_repeats) > _MOST:
-        del _repeats[next(iter(_repeats))]
-
-
-def forget_repeats(where: Hashable, known: Repeats) -> None:
-    """Later blocks there are to look again at what they do."""
-    _repeats[where] = [each for each in _repeats.get(where, ()) if each is not known]
 
 
 class RoomyBlock:
@@ -143,7 +127,7 @@ class RoomyBlock:
         self,
         known: Sequence[Repeats],
         budget: int,
-        where: Hashable,
+        site: Site,
         gives_way: Callable[[nn.Module, int | None, float], Callable[..., Any]],
         *,
         reserved: int,
@@ -151,7 +135,7 @@ class RoomyBlock:
         heuristic: Any,
         by_model: bool,
     ) -> None:
-        self.budget, self._where, self._gives_way = budget, where, gives_way
+        self.budget, self._site, self._gives_way = budget, site, gives_way
         self._known = known
         self._reserved, self._options, self._heuristic, self._by_model = reserved, options, heuristic, by_model
         self._inside = ExitStack()
@@ -182,7 +166,7 @@ class RoomyBlock:
             for members in repeats.members:
                 parts = members.now()
                 if parts is None:
-                    forget_repeats(self._where, repeats)
+                    self._site.forget_repeats(repeats)
                     return False
                 self._now[parts[0]] = parts, members.units
         with ExitStack() as stack:
@@ -239,7 +223,7 @@ class RoomyBlock:
         """It is not as blocks before: the next ones are watched, and it is said where this may have taken too much."""
         assert self._repeats is not None
         self._repeats.place.unsettle()
-        forget_repeats(self._where, self._repeats)
+        self._site.forget_repeats(self._repeats)
         if self._taken() > self.budget - self._reserved:
             self.outcome = "over"
             warn(

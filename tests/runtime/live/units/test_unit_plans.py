@@ -19,8 +19,9 @@ from remat.runtime.dtr.heuristics import HEURISTICS
 from remat.runtime.dtr.simulator import Replay
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
+from remat.runtime.live.sites import sites
 from remat.runtime.live.traced import trace_of
-from remat.runtime.live.units import block, course
+from remat.runtime.live.units import block
 from remat.runtime.live.units.counting import Seen, with_seconds
 from remat.runtime.live.units.orders import Decision, Orders
 from remat.runtime.live.units.plans import Plan, Trial
@@ -237,7 +238,8 @@ def test_a_block_does_about_what_it_does_on_paper(share: float) -> None:
     for _ in range(5):
         with remat.DTR(budget, costs="model", thrash_limit=20) as dtr:
             step()
-    ((known,),) = (place.ways for place in course._places.values())
+    (place,) = (place for site in sites.values() for place in site.courses.values())
+    (known,) = place.ways
     report = dtr.report()
     assert by_calls(dtr) and report.outcome == "pass" and report.evictions
     assert known.trial is not None
