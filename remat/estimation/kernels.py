@@ -17,7 +17,7 @@ import torch
 
 from remat.runtime.fakes import in_earnest
 from remat.runtime.meter import MemoryMeter
-from remat.runtime.operators import flat
+from remat.runtime.operators import tensors_in
 from remat.runtime.pytree import map_tensors, storage_of, tensors
 
 _HOST = torch.device("cpu")
@@ -49,7 +49,7 @@ class Kernels:
 
     def ask(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Asked | None:
         """What one call takes; None where it cannot be run with inputs made up, or is too large for that."""
-        given = flat((*args, *kwargs.values()))
+        given = tensors_in((*args, *kwargs.values()))
         if _reads_what_others_wrote(operator):
             return Asked(3 * sum(tensor.numel() * tensor.element_size() for tensor in given) // 2, ())
         if sum(storage_of(tensor).nbytes() for tensor in given) > _MOST_BYTES:
@@ -113,7 +113,7 @@ def _run(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Asked
         (region,) = meter.regions
         there = {storage_of(tensor)._cdata for tensor in tensors((given, named))}
         results = [
-            None if storage_of(tensor)._cdata in there else storage_of(tensor).nbytes() for tensor in flat((output,))
+            None if storage_of(tensor)._cdata in there else storage_of(tensor).nbytes() for tensor in tensors_in(output)
         ]
     scratch = max(region.peak_bytes - max(region.end_bytes, region.start_bytes), 0)
     return Asked(scratch, tuple(results), seconds)

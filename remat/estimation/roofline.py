@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from remat.devices import Device
-from remat.runtime.operators import flat, only_views
+from remat.runtime.operators import only_views, tensors_in
 
 _TRANSCENDENTAL = frozenset(
     "gelu silu tanh sigmoid exp log sin cos erf softplus mish pow rsqrt sqrt log1p expm1 hardswish elu".split()
@@ -33,7 +33,7 @@ class Roofline:
 
     def seconds(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> float:
         """Of one call; nothing where it only looks at its inputs in another way."""
-        inputs, outputs = flat((*args, *kwargs.values())), flat((output,))
+        inputs, outputs = tensors_in((*args, *kwargs.values())), tensors_in(output)
         if not operator._schema.is_mutable and only_views(inputs, outputs):
             return 0.0
         device, kind = self._device, kind_of(operator)

@@ -9,7 +9,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from remat.runtime.fakes import in_earnest
-from remat.runtime.operators import flat, written
+from remat.runtime.operators import tensors_in, written
 from remat.runtime.pytree import map_tensors, tensors
 
 _BY_MASKS = ("aten::index", "aten::index_put", "aten::index_put_")
@@ -66,7 +66,7 @@ class Values:
 
     def ran(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
         """An operator has run on fake tensors; keeps the values of what it has made."""
-        made = flat((output,))
+        made = tensors_in(output)
         draws = torch.Tag.nondeterministic_seeded in operator.tags
         known = None
         if made and not draws and all(_is_small(tensor) for tensor in made):
@@ -75,7 +75,7 @@ class Values:
             for tensor in written(operator, args, kwargs):
                 self._of.pop(tensor, None)
             return
-        real = flat((self.compute(operator, known),))
+        real = tensors_in(self.compute(operator, known))
         for fake, value in zip(made, real, strict=True):
             self._of[fake] = value
 

@@ -34,7 +34,7 @@ from remat.estimation.variants import AsOnCuda
 from remat.runtime.allocator import granule_of_host, rounded
 from remat.runtime.fakes import fake_on, is_fake, storage_without_data
 from remat.runtime.meter import Instruments, Meter, Region, measured_by
-from remat.runtime.operators import Argument, flat, only_asks, only_views
+from remat.runtime.operators import Argument, only_asks, only_views, tensors_in
 from remat.runtime.pytree import map_tensors, storage_of, tensors
 from remat.solvers.persistent import Persistent
 
@@ -158,9 +158,9 @@ class World(Instruments):
         """An operator has run."""
         if only_asks(operator):
             return
-        inputs = flat((*args, *kwargs.values()))
+        inputs = tensors_in((*args, *kwargs.values()))
         given = {storage_of(tensor)._cdata for tensor in inputs if tensor.layout == torch.strided}
-        made = flat((output,))
+        made = tensors_in(output)
         if not operator._schema.is_mutable and only_views(inputs, made):
             return
         asked = self._kernels.ask(operator, args, kwargs) if self._kernels is not None else None

@@ -21,7 +21,7 @@ from remat.measuring.isolating import no_backward
 from remat.measuring.work import ParameterWrites, work_of
 from remat.runtime.checks import failing_on_the_sample
 from remat.runtime.generators import held_by, passed_to, refuse_foreign
-from remat.runtime.operators import flat, looks_at_data, only_views, statistics
+from remat.runtime.operators import looks_at_data, only_views, statistics, tensors_in
 from remat.runtime.operators import written as written_by
 from remat.runtime.patching import Forward, blocks_as_written, intercepted, outside_of_compiled
 from remat.runtime.pytree import Arguments, Key, activation_of, address_of, first_tensor, key_of, storage_of, tensors
@@ -247,7 +247,7 @@ class _Operators(TorchDispatchMode):
         if call is None:
             return operator(*args, **kwargs)
         recorder.drawn_from += passed_to((*args, *kwargs.values()))
-        inputs = flat((*args, *kwargs.values()))
+        inputs = tensors_in((*args, *kwargs.values()))
         for tensor in inputs:
             recorder.storage(tensor).uses.append((now, call))
         recorder.writes.before(operator, args, kwargs)
@@ -257,7 +257,7 @@ class _Operators(TorchDispatchMode):
         for tensor in written:
             recorder.storage(tensor).writes.append((now, call))
         output = operator(*args, **kwargs)
-        outputs = flat((output,))
+        outputs = tensors_in(output)
         for tensor in outputs:
             recorder.storage(tensor, born=now)
         recorder.clock += 1

@@ -16,7 +16,7 @@ from remat.errors import OverBudgetWarning
 from remat.runtime.allocator import rounded
 from remat.runtime.calls.tape import identity_of
 from remat.runtime.generators import passed_to
-from remat.runtime.operators import flat, looks_at_data, only_views, written
+from remat.runtime.operators import looks_at_data, only_views, tensors_in, written
 from remat.utils.warn import warn
 
 _OPERATIONS_PER_BYTE = 8  # that take about as long as moving one, on usual machines
@@ -147,7 +147,7 @@ class Work(Watching):
             self.looks = str(operator)
 
     def seen(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
-        inputs, outputs = flat((*args, *kwargs.values())), flat((output,))
+        inputs, outputs = tensors_in((*args, *kwargs.values())), tensors_in(output)
         self.drawn_from += passed_to((*args, *kwargs.values()))
         if written(operator, args, kwargs) or not only_views(inputs, outputs):
             self.work += work_of(operator, args, kwargs, output, inputs, outputs)

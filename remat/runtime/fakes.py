@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from remat.runtime.pytree import storage_of
+from remat.runtime.pytree import storage_of, tensor_on
 
 in_earnest = torch._C._DisableTorchDispatch  # inside, operators see no modes; they compute
 
@@ -46,6 +46,6 @@ def fake_on(
 ) -> torch.Tensor:
     """A fake tensor that lies in a storage without data; `look`: its shape, stride, offset and type."""
     shape, stride, offset, dtype = look
-    with in_earnest(), torch.no_grad():
-        meta = torch.empty((), dtype=dtype, device="meta").set_(storage, offset, shape, stride)
+    with in_earnest():
+        meta = tensor_on(storage, dtype, shape, stride, offset)
     return FakeTensor(mode, meta, device)

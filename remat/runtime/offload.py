@@ -20,7 +20,7 @@ import torch
 
 from remat.errors import RematError, ReplayError
 from remat.runtime.links import Copy, Link, link_of
-from remat.runtime.pytree import storage_of
+from remat.runtime.pytree import storage_of, tensor_on
 
 
 class Slot(Protocol):
@@ -216,8 +216,7 @@ class Sent:
             for look in piece.looks:
                 slot = look.slot()
                 if slot is not None and slot.tensor is None and piece.whole is not None:
-                    empty = torch.empty(0, dtype=look.dtype, device=self._device)
-                    slot.put(empty.set_(storage_of(piece.whole), look.offset, look.size, look.stride))
+                    slot.put(tensor_on(storage_of(piece.whole), look.dtype, look.size, look.stride, look.offset))
         self._end()
 
     def _wait(self) -> None:
@@ -251,6 +250,4 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    with torch.no_grad():
-        whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
-        return whole.set_(storage, 0, (storage.nbytes(),), (1,))
+    return tensor_on(storage, torch.uint8, (storage.nbytes(),), (1,))

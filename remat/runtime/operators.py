@@ -43,17 +43,6 @@ def only_asks(operator: Any) -> bool:
     return getattr(operator, "namespace", "") == "prim"
 
 
-def flat(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors among the arguments or results of an operator, which nests them in lists at most."""
-    found = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += [item for item in value if isinstance(item, Tensor)]
-    return found
-
-
 def only_views(inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> bool:
     """Whether an operator, which writes to nothing, only looks at its inputs in another way."""
     there = {storage_of(tensor)._cdata for tensor in inputs if tensor.layout == torch.strided}
@@ -62,13 +51,15 @@ def only_views(inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> bool:
 
 def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors among the arguments that the operator changes, by its schema."""
-    return flat(argument.of(args, kwargs) for argument in traits_of(operator).writes)
+    return tensors_in([argument.of(args, kwargs) for argument in traits_of(operator).writes])
 
 
 def statistics(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Running statistics among the arguments that batch normalisation changes, of which its schema says nothing."""
     traits = traits_of(operator)
-    return flat(argument.of(args, kwargs) for argument in traits.statistics) if traits.trains(args, kwargs) else []
+    return (
+        tensors_in([argument.of(args, kwargs) for argument in traits.statistics]) if traits.trains(args, kwargs) else []
+    )
 
 
 class Argument(NamedTuple):
@@ -211,9 +202,14 @@ def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in what an operator takes or returns: a tensor, or (nested) lists and tuples of them."""
     if isinstance(value, Tensor):
         return [value]
+    found: list[Tensor] = []
     if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    return []
+        for item in value:
+            if isinstance(item, Tensor):  # without a call of its own: this runs at each operator
+                found.append(item)
+            elif isinstance(item, (list, tuple)):
+                found += tensors_in(item)
+    return found
 
 
 def on_meta(value: Any, shadows: dict[int, Tensor]) -> Any:

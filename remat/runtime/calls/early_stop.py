@@ -22,7 +22,7 @@ from remat.runtime.calls.attributes import graph_handed_on
 from remat.runtime.calls.stages import Stage
 from remat.runtime.fakes import is_fake
 from remat.runtime.patching import is_compiled, uncompiled
-from remat.runtime.pytree import storage_of
+from remat.runtime.pytree import storage_of, tensor_on
 from remat.runtime.sharding import is_sharded
 
 _WORD = 8  # bytes
@@ -77,10 +77,9 @@ def sum_of(tensor: torch.Tensor) -> int:
     """The memory that a tensor lies in, added up as integers; nothing is copied for that."""
     storage = storage_of(tensor)
     whole, rest = divmod(storage.nbytes(), _WORD)
-    with torch.no_grad():
-        words = torch.empty(0, dtype=torch.int64, device=tensor.device).set_(storage, 0, (whole,), (1,))
-        tail = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, whole * _WORD, (rest,), (1,))
-        return int(words.sum()) + int(tail.sum())
+    words = tensor_on(storage, torch.int64, (whole,), (1,))
+    tail = tensor_on(storage, torch.uint8, (rest,), (1,), whole * _WORD)
+    return int(words.sum()) + int(tail.sum())
 
 
 class CountingHooks:

@@ -38,7 +38,7 @@ from remat.runtime.calls.tape import (
 )
 from remat.runtime.fakes import fake_mode, fake_on, is_fake, storage_without_data
 from remat.runtime.operators import only_asks, traits_of
-from remat.runtime.pytree import storage_of
+from remat.runtime.pytree import storage_of, tensor_on
 from remat.runtime.raw_memory import Access, Watch, begin_watch, end_watch
 
 Find = Callable[[int], torch.Tensor | None]  # the tensor that autograd saved under this number, where it was kept
@@ -275,9 +275,7 @@ def _look(storage: torch.UntypedStorage, value: Value, device: torch.device) -> 
     mode = fake_mode()
     if mode is not None:
         return fake_on(mode, storage, (value.size, value.stride, value.offset, value.dtype), device)
-    with torch.no_grad():
-        tensor = torch.empty((), dtype=value.dtype, device=storage.device)
-        tensor.set_(storage, value.offset, value.size, value.stride)
+    tensor = tensor_on(storage, value.dtype, value.size, value.stride, value.offset)
     torch._C._set_throw_on_mutable_data_ptr(tensor)
     return tensor
 
@@ -433,8 +431,7 @@ class Replaying(TorchDispatchMode, Watch):
             self.saved_by = max(self.saved_by, number + 1)
             if tensor.dtype == dtype:
                 return tensor.as_strided(size, stride, offset)
-            other = torch.empty((), dtype=dtype, device=tensor.device)  # the same memory as numbers of another kind
-            return other.set_(storage_of(tensor), offset, size, stride)
+            return tensor_on(storage_of(tensor), dtype, size, stride, offset)  # as numbers of another kind
         self._differ("a kept tensor has been freed")
 
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from remat.runtime.fakes import is_fake
 from remat.runtime.generators import foreign, passed_to
 from remat.runtime.meter import instruments
-from remat.runtime.operators import Traits, flat, is_sized_by_data, only_asks, statistics, traits_of, written
+from remat.runtime.operators import Traits, is_sized_by_data, only_asks, statistics, tensors_in, traits_of, written
 from remat.runtime.pytree import storage_of, tensors
 from remat.runtime.raw_memory import Access, Watch, begin_watch, end_watch
 
@@ -237,7 +237,7 @@ class Recorder(TorchDispatchMode, Watch):
         kwargs = kwargs or {}
         if is_cast_of_a_leaf(func, args) or only_asks(func):
             return func(*args, **kwargs)
-        given = [*flat(args), *flat(kwargs.values())]
+        given = tensors_in((*args, *kwargs.values()))
         reads = tuple(dict.fromkeys(self.number(tensor) for tensor in given))
         if not isinstance(func, torch._ops.OpOverload):
             self.tape.whole = f"{func} is not an ordinary operator"
@@ -422,4 +422,4 @@ def changed_argument(func: Any, position: int) -> tuple[int, str] | None:
 
 def _device_of(output: Any) -> torch.device:
     """Of the first tensor that an operator has made."""
-    return next((tensor.device for tensor in flat([output])), _HOST)
+    return next((tensor.device for tensor in tensors_in(output)), _HOST)

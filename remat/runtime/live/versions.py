@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from remat.runtime.fakes import alias, in_earnest
+from remat.runtime.pytree import tensor_on
 from remat.runtime.surroundings import Surroundings, put_back
 
 
@@ -144,8 +145,7 @@ View: TypeAlias = tuple[Source, torch.Size, tuple[int, ...], Any, torch.dtype, i
 def on_storage(view: View, storage: torch.UntypedStorage) -> Tensor:
     """The tensor of a `View`, on the given storage. To be called below autograd and outside of dispatch modes."""
     _, shape, stride, offset, dtype, bits = view
-    tensor = torch.empty(0, dtype=dtype, device=storage.device)
-    tensor.set_(storage, offset, shape, stride)
+    tensor = tensor_on(storage, dtype, shape, stride, offset)
     if bits & CONJUGATE:
         tensor = torch._conj(tensor)
     return torch._neg_view(tensor) if bits & NEGATIVE else tensor

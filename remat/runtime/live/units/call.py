@@ -25,7 +25,7 @@ from remat.runtime.generators import RandomState, held_by, of_python
 from remat.runtime.live.store import is_number
 from remat.runtime.live.units.account import Counted
 from remat.runtime.live.units.dormant import packing
-from remat.runtime.live.units.pieces import Piece, Reference, Row, tensor_on
+from remat.runtime.live.units.pieces import Piece, Reference, Row, look_at
 from remat.runtime.live.units.unit import INPUT_CHANGED, Code, Unit
 from remat.runtime.pytree import storage_of, tensors
 from remat.runtime.surroundings import Surroundings, present
@@ -436,7 +436,7 @@ class UnitCall(Call):
         value = self.unit.tape.saved[number]
         piece = self.piece(value.storage)
         storage = None if piece is None or piece.changes else piece.content()
-        return None if storage is None else tensor_on(storage, value)
+        return None if storage is None else look_at(storage, value)
 
     def _collector(
         self, made: _Made, dropped: Collection[int], unsaved: frozenset[int], parts: Parts | None

@@ -16,6 +16,7 @@ from remat.runtime.calls.tape import Value, value_of
 from remat.runtime.fakes import in_earnest
 from remat.runtime.live.units.account import Counted
 from remat.runtime.live.units.unit import Making
+from remat.runtime.pytree import tensor_on
 
 if TYPE_CHECKING:
     from remat.runtime.live.units.call import UnitCall
@@ -133,7 +134,7 @@ class Piece:
             if slot is None:
                 continue
             again = made.get(slot.number)
-            slot.tensor = tensor_on(storage, slot.value) if again is None or slot.call is not self.call else again
+            slot.tensor = look_at(storage, slot.value) if again is None or slot.call is not self.call else again
             slot.version = slot.tensor._version
             filled += 1
         if not filled:
@@ -180,7 +181,7 @@ class Reference:
         if tensor is not None:
             return tensor.detach()
         storage = None if self.seen is None else self.storage.content()
-        return None if storage is None else tensor_on(storage, self.value)
+        return None if storage is None else look_at(storage, self.value)
 
     @property
     def is_changed(self) -> bool:
@@ -204,11 +205,10 @@ def _own_references() -> int:
 _OWN_REFERENCES = _own_references()
 
 
-def tensor_on(storage: torch.UntypedStorage, value: Value) -> torch.Tensor:
-    """A tensor that looks so at a storage."""
-    _, size, stride, offset, dtype = value
-    with in_earnest(), torch.no_grad():
-        return torch.empty((), dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+def look_at(storage: torch.UntypedStorage, value: Value) -> torch.Tensor:
+    """A value of a tape, on the given storage; no mode sees that it is made."""
+    with in_earnest():
+        return tensor_on(storage, value.dtype, value.size, value.stride, value.offset)
 
 
 @cache
