@@ -88,16 +88,17 @@ class StageCall(Call):
         """The first run is over, and returned this."""
         if self.context is not None:
             self.context.ended()
-        self._learn(returned)
+        if self._recorder is not None:
+            self._recorder.returned(returned)
 
     @property
     def _is_unknown(self) -> bool:
         """Whether a tape of this run is wanted."""
         return self.context is not None and not self._tapes.knows(self.context.situation)
 
-    def _learn(self, returned: Any) -> None:
+    def _learn(self) -> None:
+        """What a run that was recorded consists of, once whoever called the modules has let go of what it passed."""
         if self._recorder is not None and self.context is not None:
-            self._recorder.returned(returned)
             self._recorder.ended()
             self._tapes.learn(self.context.situation, self._recorder.tape)
         self._recorder = None
@@ -154,7 +155,8 @@ class StageCall(Call):
         self._recorder = recorder = Recorder() if self._is_unknown else None
         outputs = self.as_a_whole(Collector(self.looks, wanted, self.fill, recorder=recorder), activation, recorder)
         assert outputs is not None
-        self._learn(outputs[-1])
+        if recorder is not None:
+            recorder.returned(outputs[-1])
         return outputs[-1]
 
     def complete(self, activation: Any) -> None:
@@ -164,6 +166,7 @@ class StageCall(Call):
             ReplayError: as `replay`.
         """
         assert self.context is not None
+        self._learn()
         wanted = self.waits_for()
         if not wanted and self._ending.allowed:
             return
