@@ -28,7 +28,6 @@ class Marks:
     draws_random: bool
     changes_buffers: bool
     changed_bytes: int
-    random_bytes: int = 0  # states of the generators that it draws from, if the limit covers them
     set_up_bytes: int = 0  # new buffers with which its first run, and each recomputation of it, replaces others
     set_up_saved: int = 0  # the part of `set_up_bytes` that autograd saves
     attribute_bytes: int = 0  # tensors in attributes of its modules that its run replaces
@@ -159,14 +158,14 @@ def _size(found: Iterable[torch.Tensor]) -> int:
 
 def executor_reserve(marks: Sequence[Marks], sizes: Sequence[Sizes]) -> int:
     """Bytes that the executor holds besides activations: for each recomputed stage, the old values of the buffers and
-    attributes that it changes, the states of the generators that it draws from, and memory that hooks cannot defer."""
-    kept = sum(mark.changed_bytes + mark.random_bytes + mark.attribute_bytes for mark in marks)
+    attributes that it changes, and memory that hooks cannot defer."""
+    kept = sum(mark.changed_bytes + mark.attribute_bytes for mark in marks)
     return kept + sum(size.undeferred + size.lasting for size in sizes)
 
 
 def unneeded(marks: Sequence[Marks], sizes: Sequence[Sizes]) -> int:
     """The part of `executor_reserve` that a step without recomputation does not use, or counts as saved tensors."""
-    kept = sum(mark.changed_bytes + mark.random_bytes for mark in marks)
+    kept = sum(mark.changed_bytes for mark in marks)
     pairs = list(zip(marks, sizes, strict=True))
     # A new tensor in an attribute may be memory that hooks cannot defer, which is counted already.
     kept += sum(max(mark.attribute_bytes - size.undeferred, 0) for mark, size in pairs)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -247,8 +246,6 @@ class ModelPass(Pass):
         counted = self._route.counter.now()
         output = self._measure(index, again, [value, *sides], on_gradient)
         self._route.counter.add(counted)
-        marks = self.facts[index].marks
-        self.facts[index].marks = replace(marks, changed_bytes=marks.changed_bytes + passed.state_bytes)
         output, _ = output  # what else the calls return, others have been given already
         following = cut(output, partial(self._came_back, index), OUTSIDE, made_by=index)
         handed = first_tensor(following)

@@ -23,7 +23,7 @@ from remat.options.units import Visitor
 from remat.profiling.carried import begun_by, leaves_of
 from remat.runtime.calls.attributes import graph_handed_on
 from remat.runtime.calls.early_stop import CountingHooks, Ending
-from remat.runtime.calls.environment import BufferWatch, accelerators, state_bytes
+from remat.runtime.calls.environment import BufferWatch, accelerators
 from remat.runtime.calls.stages import Stage, detached
 from remat.runtime.checks import Loss
 from remat.runtime.generators import RandomState, held_by, of_python
@@ -176,7 +176,6 @@ class Pass(ABC):
             draws,
             bool(changed),
             sum(was.kept_bytes for was in changed.values()),
-            state_bytes(on_accelerator=bool(devices)) if random.cpu is not None else 0,
             storage_bytes(set_up),
             storage_bytes([buffer for buffer in set_up if saved.among(buffer)]),
             attributes.bytes(),

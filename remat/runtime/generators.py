@@ -7,6 +7,7 @@ import random
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -104,7 +105,9 @@ def _at(value: Any, path: Path) -> Any:
 
 
 def _state_of(generator: Any) -> bytes:
-    """Kept outside of PyTorch's memory."""
+    if isinstance(generator, torch.device):
+        state: torch.Tensor = torch.get_device_module(generator).get_rng_state(generator)
+        return state.numpy().tobytes()
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, random.Random):
@@ -114,8 +117,12 @@ def _state_of(generator: Any) -> bytes:
 
 
 def _set_state(generator: Any, state: bytes) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    if isinstance(generator, (torch.device, torch.Generator)):
+        numbers = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        if isinstance(generator, torch.device):
+            torch.get_device_module(generator).set_rng_state(numbers, generator)
+        else:
+            generator.set_state(numbers)
     elif isinstance(generator, random.Random):
         generator.setstate(pickle.loads(state))
     elif hasattr(generator, "bit_generator"):
@@ -134,55 +141,45 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 class RandomState:
-    """States of the CPU's generator, of the given accelerators' ones, and of generators of the program's own.
+    """States of generators, kept outside of PyTorch's memory: of accelerators' ones, of the CPU's, and of others.
 
     Attributes:
-        cpu: None where it was found not to matter.
+        states: the device or the generator, and its state.
     """
 
-    def __init__(self, devices: Iterable[torch.device], own: Iterable[Any] = (), *, of_cpu: bool = True) -> None:
-        with in_earnest():
-            # Not what blocks count as the program's.
-            self.cpu = torch.default_generator.get_state() if of_cpu else None
-            self.others = {device: torch.get_device_module(device).get_rng_state(device) for device in devices}
-            self.own = [(generator, _state_of(generator)) for generator in own]
+    __slots__ = ("states",)
+
+    def __init__(self, devices: Iterable[torch.device] = (), own: Iterable[Any] = (), *, of_cpu: bool = True) -> None:
+        found = [*devices, *([torch.default_generator] if of_cpu else ()), *own]
+        with in_earnest():  # not what blocks count as the program's
+            self.states: list[tuple[Any, bytes]] = [(each, _state_of(each)) for each in found]
 
     def now(self) -> RandomState:
         """The states that the same generators are in now."""
-        own = [generator for generator, _ in self.own]
-        return RandomState(self.others, own, of_cpu=self.cpu is not None)
+        return RandomState((), [each for each, _ in self.states], of_cpu=False)
 
     def keep_changed(self, now: RandomState) -> bool:
         """Lets go of the states that are the same `now`; returns whether there are others."""
-        if _same(self.cpu, now.cpu):
-            self.cpu = None
-        self.others = {device: state for device, state in self.others.items() if not _same(state, now.others[device])}
-        self.own = [one for one, other in zip(self.own, now.own, strict=True) if one[1] != other[1]]
-        return bool(self.cpu is not None or self.others or self.own)
+        pairs = zip(self.states, now.states, strict=True)
+        self.states = [before for before, after in pairs if before[1] != after[1]]
+        return bool(self.states)
 
     def restore(self) -> None:
         with in_earnest():
-            if self.cpu is not None:
-                torch.set_rng_state(self.cpu)
-            for device, state in self.others.items():
-                torch.get_device_module(device).set_rng_state(state, device)
-            for generator, kept in self.own:
-                _set_state(generator, kept)
+            for each, state in self.states:
+                _set_state(each, state)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, the generators are in these states; afterwards in the ones that they were in."""
+        present = self.now()
+        try:
+            self.restore()
+            yield
+        finally:
+            present.restore()
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, RandomState)
-            and _same(self.cpu, other.cpu)
-            and self.others.keys() == other.others.keys()
-            and all(_same(state, other.others[device]) for device, state in self.others.items())
-            and [kept for _, kept in self.own] == [kept for _, kept in other.own]
-        )
+        return isinstance(other, RandomState) and self.states == other.states
 
     __hash__ = None  # type: ignore[assignment]  # states are compared, never looked up
-
-
-def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    with in_earnest():
-        return torch.equal(one, other)

@@ -29,7 +29,7 @@ from remat.runtime.surroundings import modes_now, present, under
 
 
 def state_bytes(*, on_accelerator: bool = False) -> int:
-    """Bytes of limited memory that the state of a generator takes: all states lie in the CPU's memory."""
+    """Bytes of limited memory that the state of a generator takes while it is asked for, in the CPU's memory."""
     return 0 if on_accelerator else instruments().generator_bytes()
 
 
@@ -37,11 +37,11 @@ def working_bytes(stage: Stage) -> int:
     """Bytes that running a stage takes on top of its own while it is to be run again, at most.
 
     Buffers: the copies that `BufferWatch.before` makes, and those that a recomputation works on (`_buffers_again`).
-    Generators: the state before, the one it is compared with after a first run, and the one to go back to.
+    Generators: a state at a time, on its way out of PyTorch's memory.
     """
     found = [buffer for *_, buffer in stage.buffers()]
     found += [weight for part in stage.parts for weight in rescaled(part).values()]
-    states = 3 * state_bytes(on_accelerator=bool(accelerators(stage, ())))
+    states = state_bytes(on_accelerator=bool(accelerators(stage, ())))
     dense = [buffer for buffer in found if buffer.layout == torch.strided]  # a stage does not write to others
     return 2 * sum(rounded(buffer.nbytes, buffer.device) for buffer in dense) + states
 
@@ -283,7 +283,8 @@ class FirstRun:
         self._hooks.ended()
         now = None if self._random is None else self._random.now()
         if self._watch.draws_from_python is None and self._random is not None and now is not None:
-            self._watch.draws_from_python = self._random.own[-len(of_python()) :] != now.own[-len(of_python()) :]
+            last = -len(of_python())
+            self._watch.draws_from_python = self._random.states[last:] != now.states[last:]
         if self._random is not None and now is not None and not self._random.keep_changed(now):
             self._random = None
 
@@ -299,8 +300,7 @@ class FirstRun:
 
     def kept(self) -> list[torch.Tensor]:
         """Copies of what was there before the run, that lie in memory until it is gone."""
-        copies = [was.copy for was in self._changed.values() if was.copy is not None and was.copy is not was.buffer]
-        return copies if self._random is None or self._random.cpu is None else [*copies, self._random.cpu]
+        return [was.copy for was in self._changed.values() if was.copy is not None and was.copy is not was.buffer]
 
     def again(self) -> AbstractContextManager[Any]:
         """The surroundings of the first run; afterwards everything is as before, buffers changed once included.
@@ -328,14 +328,10 @@ class FirstRun:
         """What the first run drew on and changed."""
         written = [(weight, weight.detach().clone()) for weight in self._rewritten]
         with under(self._modes), self._attributes.again(), self._buffers_again():
-            now = None if self._random is None else self._random.now()
             try:
-                if self._random is not None:
-                    self._random.restore()
-                yield
+                with nullcontext() if self._random is None else self._random.again():
+                    yield
             finally:
-                if now is not None:
-                    now.restore()
                 self._note_versions()
             for weight, was in written:
                 if not is_fake(weight) and not torch.equal(weight, was):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from remat.errors import ReplayError
-from remat.runtime.calls.environment import autocast_states, state_bytes
+from remat.runtime.calls.environment import autocast_states
 from remat.runtime.calls.stages import attached, seen_again
 from remat.runtime.fakes import in_earnest
 from remat.runtime.generators import RandomState
@@ -232,12 +232,6 @@ class Passed:
     def release(self) -> None:
         """They will not be made again: releases the inputs, too."""
         self.inputs, self._calls = [], []
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the states of generators that are held."""
-        found = [call.random for call in self._calls if call.random is not None]
-        return sum(state_bytes(on_accelerator=bool(random.others)) for random in found)
 
     def again(self, given: Sequence[torch.Tensor], activation: Any = None, *, all_of_them: bool = False) -> list[Any]:
         """Makes the calls with these inputs and this activation; returns what the last one did, or each of them."""

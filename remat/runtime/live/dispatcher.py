@@ -38,7 +38,6 @@ from remat.runtime.pytree import storage_of
 from remat.runtime.surroundings import KNOWN, Surroundings, surroundings_of
 
 STATE_BYTES = state_bytes()
-_RANDOM_BYTES = 3 * STATE_BYTES  # before an operator that draws, after it to see whether it drew, and to return to
 # Copies of a tensor with its storage, as by `copy.deepcopy` and loading, end here.
 _ON_STORAGES = (torch.ops.aten.set_.source_Storage_storage_offset, torch.ops.aten.set_.source_Storage)
 
@@ -371,7 +370,7 @@ class Dispatcher(TorchDispatchMode):
         ledger, store = self.ledger, self.store
         traits, facts, function, args, kwargs = call.traits, call.facts, call.function, call.args, call.kwargs
         changed = action.changed
-        scratch = facts.working_bytes + (_RANDOM_BYTES if traits.random else 0) + action.discarded_bytes
+        scratch = facts.working_bytes + (STATE_BYTES if traits.random else 0) + action.discarded_bytes
         pending = Pending(
             traits.label,
             facts.model_nanoseconds if self.by_model else facts.nanoseconds,
@@ -417,7 +416,7 @@ class Dispatcher(TorchDispatchMode):
         if action.repeatable:
             operator = Operator(function, call.template, call.surroundings, torch.is_grad_enabled())
             operator.kwargs = call.names
-            if random is not None and (not traits.foreign or random.drawn()):
+            if random is not None and (not traits.foreign or random != random.now()):
                 operator.random = random
             operator.changes = [*(version for version, _ in changed), *action.discarded]
         self._enter(operator, tensors, made, changed)

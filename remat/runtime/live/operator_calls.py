@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat.runtime.generators import default_generator
+from remat.runtime.generators import RandomState, default_generator
 from remat.runtime.live.costs import OperatorFacts
-from remat.runtime.live.versions import Given, RandomBefore, Source, Version
+from remat.runtime.live.versions import Given, Source, Version
 from remat.runtime.operators import Traits
 from remat.runtime.surroundings import Surroundings
 
@@ -109,12 +109,12 @@ def entries_of(tensor: Tensor) -> int:
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
-def random_before(traits: Traits, device: torch.device, kwargs: Mapping[str, Any]) -> RandomBefore:
+def random_before(traits: Traits, device: torch.device, kwargs: Mapping[str, Any]) -> RandomState:
     """The states of the generators that a call may draw from."""
     given = kwargs.get("generator")
     if given is not None:
-        return RandomBefore(given)
+        return RandomState(own=[given], of_cpu=False)
     own = default_generator(device)
     if traits.foreign and own is not torch.default_generator:  # it may draw on either
-        return RandomBefore(own, torch.default_generator)
-    return RandomBefore(own)
+        return RandomState(own=[own, torch.default_generator], of_cpu=False)
+    return RandomState(own=[own], of_cpu=False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from remat.runtime.fakes import alias, in_earnest
+from remat.runtime.generators import RandomState
 from remat.runtime.pytree import tensor_on
 from remat.runtime.surroundings import Surroundings, put_back
 
@@ -226,39 +226,6 @@ class SavedConstant:
         self.version = None if tensor.is_inference() else tensor._version
 
 
-class RandomBefore:
-    """The states of random number generators before an operator drew from them, kept outside of PyTorch's memory."""
-
-    __slots__ = ("generators", "states")
-
-    def __init__(self, *generators: torch.Generator) -> None:
-        self.generators = generators
-        self.states = _states(generators)
-
-    def drawn(self) -> bool:
-        """Whether anything was drawn since."""
-        return _states(self.generators) != self.states
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Inside, the generators are in those states; afterwards in the ones that they were in."""
-        present = _states(self.generators)
-        _set_states(self.generators, self.states)
-        try:
-            yield
-        finally:
-            _set_states(self.generators, present)
-
-
-def _states(generators: Sequence[torch.Generator]) -> list[bytearray]:
-    return [bytearray(generator.get_state().numpy()) for generator in generators]
-
-
-def _set_states(generators: Sequence[torch.Generator], states: Sequence[bytearray]) -> None:
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(torch.frombuffer(state, dtype=torch.uint8))
-
-
 class Operator:
     """A call of an operator, as is needed to run it again.
 
@@ -274,7 +241,7 @@ class Operator:
 
     kwargs: Mapping[str, Any] = MappingProxyType({})
     changes: Sequence[Source] = ()
-    random: RandomBefore | None = None
+    random: RandomState | None = None
     outputs: tuple[VersionRef, ...] = ()
 
     def __init__(

@@ -398,7 +398,7 @@ class UnitsBlock:
         unit.inner_bytes = inner_peak(trail, start, survivors) + unit.working_bytes
         unit.whole_bytes = inner_peak(trail, start, frozenset()) + unit.working_bytes
         if not unit.draws:  # which is looked at, by the states of generators before and after
-            unit.whole_bytes += 2 * state_bytes(on_accelerator=bool(accelerators(call.code.stage, ())))
+            unit.whole_bytes += state_bytes(on_accelerator=bool(accelerators(call.code.stage, ())))
         return output
 
     def _hook(self, call: UnitCall, found: Sequence[torch.Tensor]) -> None:
