@@ -215,6 +215,8 @@ class Passed:
 
     def returned(self, output: Any) -> None:
         """What the call returned that was added last, where another one comes behind it."""
+        if not self._several:  # which is passed this, and nothing that was there before
+            self._forget()
         self._knows(output, len(self._calls) - 1)
         if self._generators is not None:
             self._random = self._generators()
@@ -222,6 +224,9 @@ class Passed:
     def complete(self) -> None:
         """All calls have been made: releases what they computed."""
         self._random, self._hold = None, Held
+        self._forget()
+
+    def _forget(self) -> None:
         for each in (self._holes, self._alike, self._same, self._numbers, self._alive):
             each.clear()
 

@@ -94,6 +94,12 @@ IMAGES: dict[str, Callable[[], list[nn.Module]]] = {
         convolution(nn.InstanceNorm2d(8, affine=True, track_running_stats=True)),
         convolution(nn.BatchNorm2d(8)),
     ],
+    "upscaling": lambda: [
+        nn.Conv2d(8, 32, 3, padding=1),
+        nn.PixelShuffle(2),
+        nn.Upsample(scale_factor=2),
+        nn.AvgPool2d(4),
+    ],
     "dropped channels": lambda: [nn.Dropout2d(0.3), convolution(nn.Identity())],
 }
 
@@ -120,7 +126,7 @@ def test_modules_over_sequences(name: str) -> None:
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_modules_over_images(name: str) -> None:
-    check(images(*IMAGES[name]()), torch.randn(2, 3, 16, 16).to(memory_format=torch.channels_last))
+    check(images(*IMAGES[name]()), torch.randn(16, 3, 16, 16).to(memory_format=torch.channels_last))
 
 
 def test_doubles() -> None:

@@ -158,3 +158,34 @@ def test_containers_do_not_hold_what_they_were_passed() -> None:
     schedule = remat.Schedule.parse("F_ck1 F_none2 F_all3 F_all4 B4 B3 F_all1 F_all2 B2 B1")
     schedule = replace(schedule, layout=chain.layout)
     assert remat.run(model, x, schedule, repeats=1).peak_bytes <= remat.simulate(chain, schedule).peak_bytes
+
+
+class Detour(nn.Module):
+    """Its result is wide, and saved by nobody."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.repeat(1, 50) + 1
+
+
+class Back(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :64] + 1
+
+
+class Peak(nn.Module):
+    """Takes more than all others for a moment."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            x.repeat(1, 100).sum()
+        return x + 1
+
+
+def test_what_modules_of_one_stage_hand_on_is_held_by_nobody() -> None:
+    torch.manual_seed(0)
+    modules = [nn.Linear(64, 64), Detour(), Back(), Peak(), nn.Linear(64, 64)]
+    model, x = nn.Sequential(*modules), torch.randn(500, 64)
+    chain = remat.profile(model, x, repeats=1, small=0.0)
+    assert chain.layout is not None and max(chain.layout.modules) > 2
+    schedule = replace(remat.Schedule.parse("F_ck1 F_all2 F_all3 B3 B2 F_all1 B1"), layout=chain.layout)
+    assert remat.run(model, x, schedule, repeats=1).peak_bytes <= remat.simulate(chain, schedule).peak_bytes
