@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from remat.runtime.live.units.roomy import Repeats
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
-_MOST = 32  # sites, and models at each, of which anything is remembered
+_MOST = 64  # sites, and models at each, of which anything is remembered; a place with one budget is two
 
 
 class Site:

@@ -69,9 +69,8 @@ class Pool:
         self._ended = 0  # calls
         self._writer = Writer(ledger, self.rows, by_model=by_model)
         self._noted = 0  # bytes of code outside, of which there is an event
-        self._in_use_by_others: list[
-            tuple[weakref.ref[UnitCall], tuple[int, int]]
-        ] = []  # as of variables, what is returned
+        # What calls have returned and the program, as by variables, still holds.
+        self._in_use_by_others: list[tuple[weakref.ref[UnitCall], tuple[int, int]]] = []
 
     # What happens ----------------------------------------------------------------------------------------------------
 
