@@ -174,7 +174,7 @@ def test_two_forwards_before_a_backward_share_a_limit() -> None:
             torch.manual_seed(number)
             (each(x, 5) + each(2 * x, 5)).backward()
     block = _steps_of(model)._block
-    assert block._turn == 2
+    assert block.calls.turn == 2
     assert _same_gradients(model, plain)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -233,7 +233,7 @@ def test_what_is_known_is_not_watched() -> None:
     for layers in (10, 10, 6, 6, 6, 10, 10, 10):
         model(x, layers).backward()
     block = _steps_of(model)._block
-    assert block._course.follows
+    assert block.calls.course.follows
     assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
     loss = model(x, 8)  # is watched, since steps have done several things
     assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 1
@@ -244,7 +244,7 @@ def test_what_is_known_is_not_watched() -> None:
     torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)
     assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
     model(x, 8).backward()
-    assert _steps_of(model)._block._course.follows
+    assert _steps_of(model)._block.calls.course.follows
     assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
     model(x, 7).backward()
     remat.remove(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,19 +15,17 @@ from remat.formatting import format_bytes
 from remat.report import Report
 from remat.runtime.allocator import level_of_accelerator
 from remat.runtime.dtr import _kernels as k
-from remat.runtime.dtr.heuristics import Heuristic
 from remat.runtime.fakes import in_earnest
 from remat.runtime.live.advice import Advice, advice_on
 from remat.runtime.live.choosing import Choice, choose
 from remat.runtime.live.dispatcher import Dispatcher
-from remat.runtime.live.ledger import Ledger
-from remat.runtime.live.limits import Limits
 from remat.runtime.live.nesting import claim, refuse_nested, release
 from remat.runtime.live.outcomes import outcome_of, report_of, warn_of_more
 from remat.runtime.live.raw_access import Guard, guard, unguard
 from remat.runtime.live.saved_tensors import Saving
+from remat.runtime.live.settings import Settings
 from remat.runtime.live.sites import site_at
-from remat.runtime.live.store import FLOAT_BYTES, NUMBERS, Store
+from remat.runtime.live.store import Store
 from remat.runtime.live.units.choosing import Observation
 from remat.runtime.live.versions import Version
 from remat.runtime.pytree import storage_of
@@ -38,40 +36,18 @@ class Block(Guard):
     """A block of a program that is kept within a budget.
 
     Args:
-        budget: bytes.
-        reserved: bytes of the budget for what the block does not allocate itself.
-        options: of the policy core.
-        place: where in the program it stands.
-        chooses: whether the best heuristic is to be found for the next blocks there.
-        observes: whether units are to be found for them; root: of which module a call is under way.
+        observes: whether units are to be found for the next blocks there; root: of which module a call is under way.
     """
 
-    def __init__(
-        self,
-        budget: int,
-        heuristic: Heuristic,
-        thrash_limit: float | None,
-        *,
-        reserved: int,
-        by_model: bool,
-        options: dict[str, Any],
-        place: Hashable = None,
-        chooses: bool = False,
-        observes: bool = False,
-        root: nn.Module | None = None,
-    ) -> None:
-        self.budget = budget
-        reserved += NUMBERS * FLOAT_BYTES
-        self.ledger = Ledger(budget - reserved, heuristic, **options)
-        self._limits = Limits(thrash_limit, reserved)
+    def __init__(self, settings: Settings, *, observes: bool = False, root: nn.Module | None = None) -> None:
+        self.settings = settings
+        self.ledger, self._limits = settings.ledger(), settings.limits()
         self._store = Store(self.ledger, self._limits, level_of_accelerator())
-        self._mode = Dispatcher(self._store, by_model=by_model)
+        self._mode = Dispatcher(self._store, by_model=settings.by_model)
         self._saving = Saving(self._store)
-        self._site = site_at((place, budget))
-        self._observation = Observation(self.ledger, self._site.current_ways()) if observes else None
+        self._observation = Observation(self.ledger, settings.site.current_ways()) if observes else None
         self._root = root
-        self._place, self._chooses, self._by_model = place, chooses, by_model
-        self._limits.whole = site_at(place).done  # whatever the budget was
+        self._limits.whole = site_at(settings.place).done  # whatever the budget was
         self._choice: Choice | None = None
         self._depth = 0  # of the stack of modes below this one
         self._materialised = False
@@ -115,9 +91,9 @@ class Block(Guard):
             ways = self._observation.ways(self.ledger.budget)
             by_calls = ways is not None and bool(ways.modules)
             if ways is not None and (by_calls or self._saving.was_asked):  # a forward alone does not tell of none
-                self._site.add_ways(ways)
+                self.settings.site.add_ways(ways)
         self._choose(by_calls=by_calls)
-        warn_of_more(self._limits, self.outcome, self.budget)
+        warn_of_more(self._limits, self.outcome, self.settings.budget)
 
     def _leave(self) -> None:
         """Undoes what `enter` did. Each part may have been done already, or half of it."""
@@ -190,13 +166,13 @@ class Block(Guard):
 
     def _choose(self, *, by_calls: bool) -> None:
         """Finds the heuristic for the next blocks here, once, and again where the one that was found thrashes."""
-        core, site = self.ledger.core, self._site
+        core, site = self.ledger.core, self.settings.site
         thrashed = self._limits.thrashes or self.outcome == "thrash"
         if self.outcome in ("pass", "over"):
-            site_at(self._place).done = self.ledger.program()
+            site_at(self.settings.place).done = self.ledger.program()
         enough = thrashed or (self.outcome in ("pass", "over") and not site.heuristic)  # else only a part was run
-        if self._chooses and core.scalar(k.EVICTIONS) and enough and not by_calls:
-            self._choice = choose(self.ledger, by_model=self._by_model)
+        if self.settings.chooses and core.scalar(k.EVICTIONS) and enough and not by_calls:
+            self._choice = choose(self.ledger, by_model=self.settings.by_model)
             site.heuristic = self._choice.name if self._choice is not None else site.heuristic
 
     def advice(self) -> Advice:
@@ -211,8 +187,12 @@ class Block(Guard):
         over = self._limits.over
         more = 0 if over is None else over.peak_bytes - self.ledger.budget
         notes = [] if over is None else [f"over the budget by {format_bytes(more)} at {over.where}"]
-        how: Any = {"learns": self._observation is not None or self._mode.first_calls > 0, "by_model": self._by_model}
-        return report_of(strategy, self.outcome, self.ledger, self._limits, self.budget, self._seconds, notes, **how)
+        how: Any = {
+            "learns": self._observation is not None or self._mode.first_calls > 0,
+            "by_model": self.settings.by_model,
+        }
+        budget = self.settings.budget
+        return report_of(strategy, self.outcome, self.ledger, self._limits, budget, self._seconds, notes, **how)
 
     def touched(self, tensor: Tensor, access: Access) -> None:
         """Has the memory of a tensor there before it is touched without an operator."""

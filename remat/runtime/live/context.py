@@ -17,11 +17,12 @@ from remat.runtime.live.advice import Advice
 from remat.runtime.live.block import Block
 from remat.runtime.live.choosing import AUTO, FIRST
 from remat.runtime.live.compiled import refuse_inside
+from remat.runtime.live.settings import Settings
 from remat.runtime.live.sites import place, site_at
 from remat.runtime.live.traced import trace_of
 from remat.runtime.live.units.block import UnitsBlock
 from remat.runtime.live.units.choosing import Ways
-from remat.runtime.live.units.roomy import RoomyBlock, repeats_at
+from remat.runtime.live.units.roomy import RoomyBlock, repeats_for
 from remat.utils.moved import deprecated
 from remat.utils.tried import say_if_newer
 
@@ -168,65 +169,46 @@ class DTR:
         known = site_at((self._place, self.budget)).current_ways()
         return self.granularity != "module" or (bool(known) and not any(each.modules for each in known))
 
-    def _by_operators(self, *, observes: bool, root: nn.Module | None = None, held: int = 0) -> Block:
-        block = Block(
+    def _settings(self, held: int | None = None) -> Settings:
+        """`held`: bytes of what has run already, where it is the rest of a block."""
+        return Settings(
             self.budget,
+            self.reserved_bytes + (held or 0),
             self.heuristic,
+            self.name if self.chooses else "",
             self.thrash_limit,
-            reserved=self.reserved_bytes + held,
-            by_model=self.costs == "model",
-            options=self._options,
-            place=self._place,
-            chooses=self.chooses,
-            observes=observes,
-            root=root,
+            self.costs == "model",
+            self._options,
+            self._place if held is None else None,
         )
+
+    def _by_operators(self, *, observes: bool, root: nn.Module | None = None, held: int = 0) -> Block:
+        settings = self._settings()
+        block = Block(settings._replace(reserved=settings.reserved + held), observes=observes, root=root)
         block.enter()
         return block
 
     def _roomy(self, ways: Sequence[Ways]) -> RoomyBlock | None:
         """Where blocks there have far more room than they need: one that goes on as an ordinary one where it must."""
-        site = site_at((self._place, self.budget))
-        known = repeats_at(site, self.budget - self.reserved_bytes)
+        settings = self._settings()
+        known = repeats_for(settings)
         if not known:
             return None
-
         this = proxy(self)  # blocks do not hold what holds them: no step leaves garbage for the collector
 
         def gives_way(root: nn.Module, held: int | None, began: float) -> Callable[..., Any]:
             this._block = block = this._by_calls(ways, held)
             return block.go_on(root, began)
 
-        return RoomyBlock(
-            known,
-            self.budget,
-            site,
-            gives_way,
-            reserved=self.reserved_bytes,
-            options=self._options,
-            heuristic=self.heuristic,
-            by_model=self.costs == "model",
-        )
+        return RoomyBlock(settings, known, gives_way)
 
     def _by_calls(self, ways: Sequence[Ways], held: int | None = None) -> UnitsBlock:
-        """`held`: bytes of what has run already, where it is the rest of a block."""
         this = proxy(self)
 
         def other_model(root: nn.Module, more: int) -> None:
             this._block = this._by_operators(observes=True, root=root, held=more + (held or 0))
 
-        return UnitsBlock(
-            self.budget,
-            self.heuristic,
-            self.thrash_limit,
-            ways,
-            reserved=self.reserved_bytes + (held or 0),
-            options=self._options,
-            place=self._place if held is None else None,
-            by_model=self.costs == "model",
-            other_model=other_model,
-            chooses=self.name if self.chooses else "",
-        )
+        return UnitsBlock(self._settings(held), ways, other_model)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -266,7 +248,7 @@ class DTR:
         """The trace of the last block, in the paper's log format. Under the same budget `remat.simulate_dtr` repeats
         the block's decisions; memory allocated before the block is not counted there."""
         block = self._last
-        return trace_of(block.ledger, block.budget - block.ledger.budget)
+        return trace_of(block.ledger, self.budget - block.ledger.budget)
 
     def plot(self, budget: int | str | float | None = None, heuristic: str | Heuristic | None = None) -> Figure:
         """Deprecated: `remat.plot_evictions(dtr)`."""

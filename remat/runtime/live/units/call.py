@@ -25,8 +25,9 @@ from remat.runtime.generators import RandomState, held_by, of_python
 from remat.runtime.live.store import is_number
 from remat.runtime.live.units.account import Counted
 from remat.runtime.live.units.dormant import packing
+from remat.runtime.live.units.known import BoundModule
 from remat.runtime.live.units.pieces import Piece, Reference, Row, look_at
-from remat.runtime.live.units.unit import INPUT_CHANGED, Code, Unit
+from remat.runtime.live.units.unit import INPUT_CHANGED, Unit
 from remat.runtime.pytree import storage_of, tensors
 from remat.runtime.surroundings import Surroundings, present
 
@@ -49,7 +50,7 @@ class UnitCall(Call):
     """
 
     __slots__ = (
-        *("_account", "_count", "_flags", "_others", "_parameters", "_recorded", "_recorder", "_saved", "code"),
+        *("_account", "_count", "_flags", "_others", "_parameters", "_recorded", "_recorder", "_saved", "bound"),
         *("is_back", "owner", "packed", "pieces", "reference", "row", "turn", "unit", "varied"),
     )
     hint = (
@@ -62,14 +63,14 @@ class UnitCall(Call):
     def __init__(
         self,
         pool: Pool,
-        code: Code,
+        bound: BoundModule,
         unit: Unit,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        super().__init__(code.stage, len(pool.rows), Passed(hold=self._hold), None)
-        self.owner, self.code, self.unit = pool, code, unit
+        super().__init__(bound.stage, len(pool.rows), Passed(hold=self._hold), None)
+        self.owner, self.bound, self.unit = pool, bound, unit
         self._account = pool.account
         self.reference = weakref.ref(self)
         self.pieces: dict[int, weakref.ref[Piece]] = {}
@@ -133,7 +134,7 @@ class UnitCall(Call):
             if recorder is not None:
                 recorder.known = own
         else:
-            self._parameters, self._flags = Parameters(self.code.parameters), present()
+            self._parameters, self._flags = Parameters(self.bound.parameters), present()
         self._recorder = recorder
         pack = self.pack if recorder is None else self._pack_recording
         with saved_tensors_hooks(pack if self.owner.precedent is None else packing(self), unpack):
@@ -211,7 +212,7 @@ class UnitCall(Call):
         held = [each.there() for each in self.passed.inputs if each.storage is None]
         given = [each for each in held if each is not None and each.layout == torch.strided]
         buffers = [buffer for *_, buffer in self.stage.buffers()]
-        if all(storage_of(each) is not storage for each in (*self.code.parameters, *buffers, *given)):
+        if all(storage_of(each) is not storage for each in (*self.bound.parameters, *buffers, *given)):
             self._account.enter(storage)
 
     def _pack_recording(self, tensor: torch.Tensor) -> Saved:

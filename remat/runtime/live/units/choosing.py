@@ -237,10 +237,12 @@ class Ways:
         """Whether there is no other way left."""
         return len(self._ways) == 1
 
-    def does_not_fit(self, *, learned: bool) -> None:
+    def does_not_fit(self, *, learned: bool) -> bool:
         """A block of the first way went over; where calls were recorded in it, for the first time that says little, as
-        there was no room for what nobody knew."""
+        there was no room for what nobody knew. Returns whether another one is in use from now on."""
         self._over += 1
-        if not learned or self._over > 1:
-            del self._ways[:1]
-            self._over = 0
+        if learned and self._over == 1:
+            return False
+        del self._ways[:1]
+        self._over = 0
+        return True

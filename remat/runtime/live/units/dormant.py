@@ -30,8 +30,7 @@ class Precedent(NamedTuple):
         start: bytes in use before its first call.
         most: bytes that would have been in use at most if nobody had let go of anything that calls made.
         peak: bytes that were.
-        nodes: of autograd that were made since the first module was called, until calls of units began, and ended,
-            and until the block did.
+        nodes: as `Nodes.counts`.
     """
 
     story: Sequence[Event]
@@ -45,6 +44,29 @@ class Precedent(NamedTuple):
 def nodes_made() -> int:
     """How many nodes autograd has made in this thread."""
     return int(torch.autograd._get_sequence_nr())
+
+
+class Nodes:
+    """How many nodes autograd has made in this thread since the first module was called.
+
+    Attributes:
+        counts: whenever a call of a unit began, and ended, and when the block did.
+    """
+
+    def __init__(self) -> None:
+        self._first = 0
+        self.counts: list[int] = []
+
+    def begin(self) -> None:
+        self._first = nodes_made()
+
+    def note(self) -> None:
+        self.counts.append(nodes_made() - self._first)
+
+    def are_as_in(self, precedent: Precedent) -> bool:
+        """Whether code outside, which is not watched, has made as many in the block before."""
+        events = len(self.counts)
+        return events < len(precedent.nodes) and nodes_made() - self._first == precedent.nodes[events]
 
 
 def precedent_of(

@@ -25,14 +25,14 @@ from remat.report import Report
 from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.live.advice import Advice, advice_on
 from remat.runtime.live.ledger import Ledger
-from remat.runtime.live.limits import Limits
 from remat.runtime.live.nesting import alone_in_its_thread
 from remat.runtime.live.outcomes import outcome_of
-from remat.runtime.live.sites import Site
+from remat.runtime.live.settings import Settings
 from remat.runtime.live.units.course import Kind, Place
 from remat.runtime.live.units.dormant import Precedent, nodes_made
+from remat.runtime.live.units.known import form_of, key_of_call, others_are_at_work
 from remat.runtime.live.units.pool import Pool
-from remat.runtime.live.units.unit import Odd, Unit, form_of, key_of_call, others_are_at_work
+from remat.runtime.live.units.unit import Unit
 from remat.runtime.patching import blocks_as_written, intercepted
 from remat.utils.warn import warn
 
@@ -102,9 +102,10 @@ class Repeats:
         self.most = max((way.precedent.most for way in self.ways), default=0)
 
 
-def repeats_at(site: Site, room: int) -> list[Repeats]:
-    """What blocks there repeat, of which twice the most fits into `room` bytes."""
-    return [each for each in site.repeats if each.root() is not None and has_twice(each.most, room)]
+def repeats_for(settings: Settings) -> list[Repeats]:
+    """What blocks there repeat, of which twice the most fits into the budget."""
+    room = settings.budget - settings.reserved
+    return [each for each in settings.site.repeats if each.root() is not None and has_twice(each.most, room)]
 
 
 def has_twice(most: int, room: int) -> bool:
@@ -117,7 +118,6 @@ class RoomyBlock:
 
     Args:
         known: of each model that may run there.
-        budget, reserved: bytes, as for `UnitsBlock`.
         gives_way: called where it goes on in another way, with the model that was called first, the bytes that may be
             in use, None where nothing has run so far, and the time of the beginning; returns what runs the call of a
             module from then on.
@@ -125,19 +125,11 @@ class RoomyBlock:
 
     def __init__(
         self,
+        settings: Settings,
         known: Sequence[Repeats],
-        budget: int,
-        site: Site,
         gives_way: Callable[[nn.Module, int | None, float], Callable[..., Any]],
-        *,
-        reserved: int,
-        options: dict[str, Any],
-        heuristic: Any,
-        by_model: bool,
     ) -> None:
-        self.budget, self._site, self._gives_way = budget, site, gives_way
-        self._known = known
-        self._reserved, self._options, self._heuristic, self._by_model = reserved, options, heuristic, by_model
+        self.settings, self._known, self._gives_way = settings, known, gives_way
         self._inside = ExitStack()
         self._thread = threading.get_ident()
         self._now: dict[nn.Module, tuple[list[nn.Module], dict[Hashable, Unit]]] = {}
@@ -166,7 +158,7 @@ class RoomyBlock:
             for members in repeats.members:
                 parts = members.now()
                 if parts is None:
-                    self._site.forget_repeats(repeats)
+                    self.settings.site.forget_repeats(repeats)
                     return False
                 self._now[parts[0]] = parts, members.units
         with ExitStack() as stack:
@@ -223,11 +215,12 @@ class RoomyBlock:
         """It is not as blocks before: the next ones are watched, and it is said where this may have taken too much."""
         assert self._repeats is not None
         self._repeats.place.unsettle()
-        self._site.forget_repeats(self._repeats)
-        if self._taken() > self.budget - self._reserved:
+        self.settings.site.forget_repeats(self._repeats)
+        budget = self.settings.budget
+        if self._taken() > budget - self.settings.reserved:
             self.outcome = "over"
             warn(
-                f"DTR may have used more than {format_bytes(self.budget)}: the model does far more than in blocks "
+                f"DTR may have used more than {format_bytes(budget)}: the model does far more than in blocks "
                 "before, in which it took less than half of that. Later blocks are watched again",
                 OverBudgetWarning,
             )
@@ -253,10 +246,10 @@ class RoomyBlock:
         if root is None or self._in_call or not torch.is_grad_enabled() or others_are_at_work():
             return forward(*args, **kwargs)
         parts, units = self._now[module]
-        try:
-            unit = units.get(key_of_call(parts, args, kwargs))
-        except Odd:
+        key = key_of_call(parts, args, kwargs)
+        if key is None:
             return forward(*args, **kwargs)
+        unit = units.get(key)
         if unit is None:
             self._differs()
         if unit is None or not self._is_known(unit):
@@ -276,15 +269,15 @@ class RoomyBlock:
     def ledger(self) -> Ledger:
         """What that noted."""
         if self._ledger is None:
-            self._ledger = Ledger(self.budget - self._reserved, self._heuristic, **self._options)
-            pool = Pool(self._ledger, Limits(None, self._reserved), by_model=self._by_model)
+            self._ledger = self.settings.ledger()
+            pool = Pool(self._ledger, self.settings.limits(), by_model=self.settings.by_model)
             if self._left:
                 pool.recall(self._left[0].precedent)
                 self._ledger.peak = self._peak
         return self._ledger
 
     def advice(self) -> Advice:
-        return advice_on(self.ledger, self._reserved, self._seconds, "")
+        return advice_on(self.ledger, self.settings.reserved, self._seconds, "")
 
     def report(self, strategy: str) -> Report:
         """What it cost; see `DTR.report`."""
@@ -292,8 +285,8 @@ class RoomyBlock:
             strategy=strategy,
             outcome=self.outcome,
             measured=True,
-            budget_bytes=self.budget,
-            peak_bytes=self._peak + self._reserved,
+            budget_bytes=self.settings.budget,
+            peak_bytes=self._peak + self.settings.reserved,
             seconds=self._seconds,
             overhead=1.0,  # nothing runs besides the program
             recomputations=0,

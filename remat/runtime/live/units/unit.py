@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import nn
 
-from remat.runtime.calls.environment import BufferWatch, autocast_states, rescaled, working_bytes
+from remat.runtime.calls.environment import BufferWatch, rescaled, working_bytes
 from remat.runtime.calls.hull import choices
 from remat.runtime.calls.partial import Parts, Structure, needs
 from remat.runtime.calls.stages import Stage
 from remat.runtime.calls.tape import OUTSIDE, Operator, Tape, Value
 from remat.runtime.live.costs import rates_of
-from remat.runtime.pytree import tensors
-from remat.runtime.surroundings import dispatch_modes, present
 
 INPUT_CHANGED = "its input is changed"  # why a unit may be kept
 _HOST = torch.device("cpu")
@@ -147,25 +143,6 @@ def _blend(before: float, now: float, *, known: bool) -> float:
     return (1 - _LEARNED) * before + _LEARNED * now if known else now
 
 
-class Code:
-    """A module whose calls are units, for the time of a block.
-
-    Attributes:
-        form: how its parameters and buffers look, and which are trained: its calls make and save others accordingly.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.stage = Stage([module], type(module).__name__)
-        self.parameters = list(self.stage.parameters())
-        self.form = form_of([*self.parameters, *(buffer for *_, buffer in self.stage.buffers())])
-
-
-def form_of(state: Iterable[torch.Tensor | None]) -> Hashable:
-    """How parameters and buffers look, and which are trained."""
-    looks = [None if each is None else (each.requires_grad, each.dtype, each.shape, each.device) for each in state]
-    return tuple(looks)
-
-
 class Unit:
     """Calls of one module with one look of arguments and flags. It outlives blocks, and does not hold the module.
 
@@ -185,15 +162,16 @@ class Unit:
         writes: which of its inputs it may change.
         kept: why nothing of it may be evicted; empty where it may.
         once: why it must not run again, and is kept therefore; empty where it may.
-        leaves_others: whether a call leaves memory behind that is not on its tape, as copies of weights that autocast
-            has cast: then its operators are counted each time.
+        leaves_others: whether a call leaves memory behind that is not on its tape, as in a cache that it returns: then
+            its operators are counted where it is not known what comes; casts: whether it may leave copies of weights
+            that autocast has cast, or another call: then they are counted each time.
         varies: whether a call has done something else than was recorded of it; sized_by_data: whether one may, with
             as many operators: its tensors may be as large as data says.
     """
 
-    def __init__(self, code: Code) -> None:
-        self.name = code.stage.name
-        self.flags = [part.training for part in code.stage.parts]
+    def __init__(self, stage: Stage) -> None:
+        self.name = stage.name
+        self.flags = [part.training for part in stage.parts]
         self.watch = BufferWatch()
         self._parts: dict[tuple[frozenset[int], ...], Parts] = {}
         self._failed = 0
@@ -207,12 +185,12 @@ class Unit:
         self.pace, self._is_paced = 1.0, False
         self._recorded, self._making = 1, 0  # nanoseconds of all operators, and of those of each making, summed up
         self.kept = self.once = ""
-        self.varies = self.sized_by_data = self.leaves_others = False
+        self.varies = self.sized_by_data = self.leaves_others = self.casts = False
         self.draws = True
-        self.working_bytes = working_bytes(code.stage)
+        self.working_bytes = working_bytes(stage)
         self.writes: tuple[int, ...] = ()
-        rescales = any(rescaled(part) for part in code.stage.parts)
-        self.has_buffers = rescales or any(True for _ in code.stage.buffers())
+        rescales = any(rescaled(part) for part in stage.parts)
+        self.has_buffers = rescales or any(True for _ in stage.buffers())
 
     @property
     def needs_environment(self) -> bool:
@@ -310,63 +288,3 @@ def _may_size_by_data(operator: Operator) -> bool:
         return True
     reads = torch.Tag.data_dependent_output in operator.function.tags
     return reads and any(isinstance(each, Value) and each.dtype is not torch.bool for each in operator.look)
-
-
-class Odd(Exception):
-    """A call whose arguments cannot be told apart by their look."""
-
-
-def key_of_call(parts: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """What calls of a module have in common that do the same.
-
-    Raises:
-        Odd: it is passed sparse tensors, or ones of other classes.
-    """
-    look: list[Any] = [torch.is_grad_enabled(), present(), *[part.training for part in parts]]
-    numbers: dict[int, int] = {}
-    for value in args:
-        _look(value, look, numbers)
-    for name, value in kwargs.items():
-        look.append(name)
-        _look(value, look, numbers)
-    if torch._C._is_any_autocast_enabled():
-        look.append(repr(autocast_states({"cpu", "cuda"})))
-    return tuple(look)
-
-
-def others_are_at_work() -> bool:
-    """Whether torch.func is, whose tensors stand for others, or hooks of the program keep what autograd saves.
-
-    Or modes of the program, which may give other results than operators do, and not be there when calls are repeated.
-    """
-    if torch._C._functorch.peek_interpreter_stack() is not None or dispatch_modes():
-        return True
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-def _look(value: Any, look: list[Any], numbers: dict[int, int]) -> None:
-    """Adds what a value says of a call: how tensors look, the values of what decides, the kind of all else.
-
-    Args:
-        numbers: of the tensors that came before, by `id`: a call may be passed one twice.
-    """
-    kind = type(value)
-    if isinstance(value, torch.Tensor):
-        if (kind is not torch.Tensor and kind is not nn.Parameter) or value.layout != torch.strided:
-            raise Odd
-        number = numbers.setdefault(id(value), len(numbers))
-        look += (number, value.shape, value.stride(), value.dtype, value.requires_grad, value.device)
-    elif value is None or kind is bool or kind is int or kind is str:
-        look += (kind, value)
-    elif kind is tuple or kind is list:
-        look += (kind, len(value))
-        for item in value:
-            _look(item, look, numbers)
-    elif kind is dict:
-        look += (kind, *value)
-        for item in value.values():
-            _look(item, look, numbers)
-    else:
-        look.append(kind)
-        for tensor in tensors(value) if kind is not float else ():
-            _look(tensor, look, numbers)

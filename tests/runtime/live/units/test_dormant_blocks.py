@@ -23,7 +23,7 @@ _SLACK = 1024  # numbers that PyTorch makes tensors of
 def _is_dormant(dtr: remat.DTR) -> bool:
     """Whether its block was so to the end."""
     assert by_calls(dtr)
-    return isinstance(dtr._block, UnitsBlock) and dtr._block._pool.precedent is not None
+    return isinstance(dtr._block, UnitsBlock) and dtr._block.calls.pool.precedent is not None
 
 
 def _enough_for(step: Callable[[], None]) -> int:
@@ -157,7 +157,7 @@ def test_a_dormant_block_goes_on_in_another_way(
         dormant = by_calls(dtr) and _is_dormant(dtr)
         slept += dormant or isinstance(dtr._block, RoomyBlock)
         if goes is not None:
-            woken += dtr._block._course.precedent is not None or dtr._block._place is None
+            woken += dtr._block.calls.course.precedent is not None or dtr._block.settings.place is None
             assert all(map(torch.equal, plain, left_by(loop.cell)))
             assert not dormant
         assert peak <= min(budget, dtr.report().peak_bytes) + _SLACK

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 import remat
 from remat.runtime.calls.partial import needs
@@ -23,7 +24,7 @@ from remat.runtime.live.units.unit import makings
 from remat.runtime.pytree import loss_in
 from support.live_models import CASES, allocate_gradients, decisions_of, make, metered, train
 from support.training import made
-from support.unit_blocks import blocks, by_calls, left_by, memory_of, mlps, step_of
+from support.unit_blocks import Model, blocks, by_calls, left_by, memory_of, mlp, mlps, step_of
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 
@@ -98,13 +99,13 @@ def test_blocks_are_units_and_later_ones_only_follow() -> None:
         left_by(model)
         assert [by_calls(dtr) for dtr in done] == [False, True, True, True]
         block = done[-1]._block
-        assert isinstance(block, UnitsBlock) and block._course.follows
+        assert isinstance(block, UnitsBlock) and block.calls.course.follows
         peak, (dtr,) = metered(lambda budget=budget: blocks(step, budget, 1))
         assert all(map(torch.equal, plain, left_by(model)))
         assert peak <= budget
         assert (dtr.report().evictions > 0) == (share < 1)
         assert dtr.report().outcome == "pass"
-    assert {type(module) for module in block._modules} == {nn.Sequential}
+    assert {type(module) for module in block.calls.known.bound} == {nn.Sequential}
 
 
 def test_operators_are_known_by_the_same_keys() -> None:
@@ -114,7 +115,7 @@ def test_operators_are_known_by_the_same_keys() -> None:
         step()  # another place: from here on all operators are known
     done = blocks(step, 2**30, 2)
     assert not by_calls(dtr) and by_calls(done[1])
-    assert done[1]._block._recorded_calls > 0 and done[1]._block._mode.first_calls == 0
+    assert done[1]._block.calls.recorded > 0 and done[1]._block.calls.watch.mode.first_calls == 0
 
 
 def test_the_simulator_repeats_a_block_by_calls() -> None:
@@ -206,3 +207,76 @@ def test_a_block_that_learns_does_not_say_that_units_are_too_large() -> None:
     assert ways.modules == [root[0], root[1]]
     ways.does_not_fit(learned=False)
     assert ways.modules == []
+
+
+@pytest.mark.usefixtures("nothing_known")
+def test_smaller_units_are_no_other_way_for_the_program_to_go_on() -> None:
+    """Code outside is watched where blocks have gone on in several ways, and not where other modules are units now."""
+    model = Model(nn.Linear(64, 64), *(mlp() for _ in range(6)))  # the first one is a unit before and after
+    allocate_gradients(model)
+    step = step_of(model)
+    budget, kinds = memory_of(step) // 2, []
+    for number in range(14):
+        with remat.DTR(budget, thrash_limit=20) as dtr:
+            step()
+            kinds.append({type(module) for module in dtr._block.calls.known.bound} if number else set())
+            if number >= 4 and nn.Sequential in kinds[-1]:  # once for another heuristic, and once for smaller units
+                dtr._block.calls.pool.too_large = True
+    assert kinds[4] == {nn.Linear, nn.Sequential} and nn.Sequential not in kinds[-1]
+    assert dtr._block.calls.course.was_followed and dtr._block._history.place.forward == 0
+
+
+class Cache:
+    """An object of a library that holds a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class Caching(nn.Module):
+    """Returns more than tensors, as models with key-value caches do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = mlp()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Cache]:
+        _modes.append(_len_torch_dispatch_stack())
+        y = self.inside(x)
+        return y, Cache((2 * y).detach())
+
+
+class CachingModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(Caching() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        held = []
+        for stage in self.stages:
+            x, cache = stage(x)
+            held.append(cache)
+        return x + sum(cache.tensor.mean() for cache in held)
+
+
+_modes: list[int] = []
+
+
+@pytest.mark.parametrize("share", [1.5, 0.6])
+@pytest.mark.usefixtures("nothing_known")
+def test_what_calls_leave_besides_is_known_where_it_is_known_what_comes(share: float) -> None:
+    torch.manual_seed(3)
+    model, x = CachingModel(), torch.randn(64, 64)
+    allocate_gradients(model)
+    plain, step = copy.deepcopy(model), step_of(model, x)
+    budget = int(share * memory_of(step))
+    for _ in range(6):
+        _modes.clear()
+        left_by(model)
+        with remat.DTR(budget, thrash_limit=20) as dtr:
+            step()
+        first_runs = _modes[:4]
+    assert dtr.report().outcome == "pass" and bool(dtr.report().evictions) == (share < 1)
+    assert first_runs == [0] * 4  # no operator of theirs is watched
+    step_of(plain, x)()
+    assert all(map(torch.equal, left_by(model), left_by(plain)))

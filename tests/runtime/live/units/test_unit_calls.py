@@ -13,9 +13,9 @@ from torch import nn
 
 import remat
 from remat.errors import OutOfBudget
-from remat.runtime.live.units import block
 from remat.runtime.live.units.account import Account
 from remat.runtime.live.units.call import UnitCall
+from remat.runtime.live.units.known import _known
 from remat.runtime.live.units.unit import Unit
 from support.live_models import allocate_gradients, metered
 from support.unit_blocks import Model, blocks, by_calls, left_by, memory_of, step_of
@@ -402,9 +402,7 @@ def test_a_replay_as_a_whole_that_does_not_fit_is_said() -> None:
     budget, where = int(0.65 * memory_of(step)), []
     for other in (False, False, False, True):
         Dense.other = other
-        for known in [
-            each for stage in model for form in block._known.get(stage, {}).values() for each in form.values()
-        ]:
+        for known in [each for stage in model for form in _known.get(stage, {}).values() for each in form.values()]:
             known.whole_bytes += other * budget  # as where far more is made than may be there at once
         peak, dtr, said = _metered_block(budget, step)
         assert peak <= dtr.report().peak_bytes
@@ -630,5 +628,5 @@ def test_what_the_program_has_changed_is_not_served_to_a_replay(monkeypatch: pyt
         left_by(stages)
         _, dtr, _ = _metered_block(budget, step, "h_lru")
         assert all(map(torch.equal, plain, left_by(stages)))
-    assert by_calls(dtr) and dtr.report().evictions and dtr._block._pool.replays
+    assert by_calls(dtr) and dtr.report().evictions and dtr._block.calls.pool.replays
     assert not failed

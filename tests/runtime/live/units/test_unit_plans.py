@@ -21,7 +21,7 @@ from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
 from remat.runtime.live.sites import sites
 from remat.runtime.live.traced import trace_of
-from remat.runtime.live.units import block
+from remat.runtime.live.units import history
 from remat.runtime.live.units.counting import Seen, with_seconds
 from remat.runtime.live.units.orders import Decision, Orders
 from remat.runtime.live.units.plans import Plan, Trial
@@ -83,7 +83,7 @@ def test_a_plan_ends_where_a_block_does_something_else(monkeypatch: pytest.Monke
     monkeypatch.setattr(Pool, "carry_out", counting)
     decisions = [Decision(True, call, making) for call in range(3) for making in range(2)]
     always = Plan("a plan", "h_dtr_eq", dict.fromkeys(range(7, 40), decisions))
-    monkeypatch.setattr(block, "plans_for", lambda *args, **kwargs: Trial([always], "", decided=True))
+    monkeypatch.setattr(history, "plans_for", lambda *args, **kwargs: Trial([always], "", decided=True))
     model = mlps(8)
     sample = torch.randn(64, 64)
 
@@ -113,8 +113,8 @@ def test_a_plan_ends_where_a_block_does_something_else(monkeypatch: pytest.Monke
 def test_only_what_comes_again_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planning takes longer than a step; loops of another length each time would pay for it each time."""
     planned = []
-    plans_for = block.plans_for
-    monkeypatch.setattr(block, "plans_for", lambda *args, **options: planned.append(1) or plans_for(*args, **options))
+    plans_for = history.plans_for
+    monkeypatch.setattr(history, "plans_for", lambda *args, **options: planned.append(1) or plans_for(*args, **options))
     torch.manual_seed(0)
     cell, inputs = nn.GRUCell(32, 32), torch.randn(40, 16, 32)
     for parameter in cell.parameters():
@@ -171,7 +171,7 @@ def test_costs_of_a_model_decide_at_once() -> None:
 def test_a_plan_that_fails_is_not_tried_again(error: RematError, monkeypatch: pytest.MonkeyPatch) -> None:
     """On paper it did not; whatever the reason, the next block does something else."""
     plans = [Plan("a plan", "h_dtr_eq", {7: [Decision(True, 0, 0)]}), Plan("h_lru", "h_lru", {})]
-    monkeypatch.setattr(block, "plans_for", lambda *args, **kwargs: Trial(plans, "", decided=False))
+    monkeypatch.setattr(history, "plans_for", lambda *args, **kwargs: Trial(plans, "", decided=False))
     judge = Limits.judge
     fails = False
 
@@ -255,8 +255,8 @@ def test_what_is_made_again_on_the_way_counts_once() -> None:
     for _ in range(5):
         with remat.DTR(budget) as dtr:
             loss = model(sample).square().mean()
-            if by_calls(dtr) and len(dtr._block._pool.rows) > 3:
-                _make_the_fourth_call_again(dtr._block._pool)
+            if by_calls(dtr) and len(dtr._block.calls.pool.rows) > 3:
+                _make_the_fourth_call_again(dtr._block.calls.pool)
                 tried += 1
             loss.backward()
     assert tried
@@ -284,8 +284,8 @@ def test_what_is_made_again_and_evicted_is_not_there_for_what_follows() -> None:
     for _ in range(5):
         with remat.DTR(budget) as dtr:
             loss = model(sample).square().mean()
-            if by_calls(dtr) and len(dtr._block._pool.rows) > 3:
-                levels.append(_make_evict_and_make(dtr._block._pool))
+            if by_calls(dtr) and len(dtr._block.calls.pool.rows) > 3:
+                levels.append(_make_evict_and_make(dtr._block.calls.pool))
             loss.backward()
     known = levels[1:]  # the first of them records its calls, and holds more
     assert known and all(made == size for made, size in known)

@@ -131,7 +131,7 @@ def test_reports_compare_with_what_the_program_takes_by_itself() -> None:
     budget = memory_of(loop) * 3 // 5
     for _ in range(6):
         dtr = _block_of(loop, budget)
-    rows = dtr._block._pool.rows
+    rows = dtr._block.calls.pool.rows
     for unit in {row.unit for row in rows}:  # the first call's state needs no gradient
         own = sum(unit.first_nanoseconds(making, by_model=False) for making in unit.makings)
         assert 0 < own <= unit._recorded * unit.pace + len(unit.makings)

@@ -288,7 +288,7 @@ def test_blocks_take_turns() -> None:
         assert all(map(torch.equal, plain[way], left_by(cell)))
         assert number < 6 or peak <= min(budget, dtr.report().peak_bytes) + 1024
         if number >= 12:
-            assert dtr._block._course.follows
+            assert dtr._block.calls.course.follows
 
 
 @pytest.mark.parametrize("share", [0.6, 0.8])

@@ -1,0 +1,279 @@
+"""Runs the calls of a block's modules within its budget: the data's way from the model's call to the graph."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.runtime.calls.environment import accelerators, state_bytes
+from remat.runtime.calls.tape import Recorder
+from remat.runtime.live.units.account import Counted
+from remat.runtime.live.units.call import UnitCall
+from remat.runtime.live.units.counting import Counting, inner_peak, with_seconds
+from remat.runtime.live.units.course import Course, Kind, Segment
+from remat.runtime.live.units.dormant import Nodes
+from remat.runtime.live.units.known import BoundModule, KnownCalls, others_are_at_work
+from remat.runtime.live.units.orders import Decision
+from remat.runtime.live.units.pieces import Reference
+from remat.runtime.live.units.pool import Pool
+from remat.runtime.live.units.state import State
+from remat.runtime.live.units.unit import Unit
+from remat.runtime.live.units.watch import Watch
+from remat.runtime.pytree import storage_of
+
+_VARYING = 2  # times what calls have taken that vary: so much others may take
+
+
+class Calls:
+    """The calls of a block, as they are made: known ones run under hooks, others are recorded, code outside is watched.
+
+    Args:
+        learns: whether what units take is learned.
+
+    Attributes:
+        pool: what they leave behind; course: what comes; known: which calls are.
+        watch: of code outside; stays: it goes on after a backward, whose end nobody else tells.
+        nodes: of autograd.
+        ahead: by turn, of those whose backward has not begun, a call; turn: how often a part of the program was run.
+        recorded: how many were.
+    """
+
+    def __init__(self, pool: Pool, known: KnownCalls, *, learns: bool) -> None:
+        self.pool, self.known = pool, known
+        self.course = Course(pool.account, learns=learns)
+        self.watch = Watch(Counting(pool))
+        self.nodes = Nodes()
+        self.turn = self.recorded = 0
+        self.ahead: dict[int, weakref.ref[UnitCall]] = {}
+        self._in_call = False
+        self._held: list[Decision] = []  # that a plan evicts, and somebody else holds
+        self.stays = False
+        pool.on_backward = self._backward
+
+    @property
+    def are_ahead(self) -> bool:
+        """Whether the backward of any is still to begin."""
+        return any(reference() is not None for reference in self.ahead.values())
+
+    @property
+    def _sees(self) -> bool:
+        """Whether what operators of this thread take is known: it was before, or they are counted now."""
+        return self.course.tells or self.watch.sees
+
+    def end(self) -> None:
+        """The program's part is over."""
+        self.nodes.note()
+        self.course.end(watched=self._sees or self.watch.mode.rests)
+        if not self.course.was_followed:
+            self.pool.wake()
+
+    def called(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs a module's forward."""
+        pool = self.pool
+        if self._in_call or pool.replaying or not torch.is_grad_enabled() or others_are_at_work():
+            return forward(*args, **kwargs)
+        unit = self.known.of(module, args, kwargs)
+        if unit is None:
+            return forward(*args, **kwargs)
+        if unit.varies and self._is_short_for(unit):
+            pool.wake()
+            self.course.leave_before(unit, watched=self._sees)
+            self.watch.turn(on=True)
+            return forward(*args, **kwargs)
+        return self._run(self.known.bound[module], unit, forward, args, kwargs)
+
+    def _is_short_for(self, unit: Unit) -> bool:
+        """Whether a call that takes some times more than those before it could go over."""
+        most = max(unit.forward_bytes, unit.backward_bytes)
+        return self.pool.account.memory + _VARYING * most > self.pool.budget
+
+    def _run(
+        self, bound: BoundModule, unit: Unit, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call of a unit."""
+        pool, course = self.pool, self.course
+        is_known = unit.tape is not None
+        expected = course.expects(Kind.FORWARD, unit) if is_known and self._may_follow() else None
+        self._begin(Kind.FORWARD, unit, expected)
+        if pool.precedent is None:
+            more = unit.forward_bytes if expected is None else expected.rise
+            pool.room(unit.name, more + unit.working_bytes)
+            course.ready()
+        call = UnitCall(pool, bound, unit, forward, args, kwargs)
+        call.turn = self.turn
+        pool.rows.append(call.row)
+        self.ahead[self.turn] = call.row.call
+        if unit.writes:
+            self._writes(call)
+        self._in_call, pool.forward_of = True, call
+        made: list[Counted] = []
+        self.nodes.note()
+        try:
+            if is_known:
+                self.watch.turn(on=unit.casts or (unit.leaves_others and not course.tells))
+                output = call.run(forward, args, kwargs)
+            else:
+                output, made = self._recorded(call, forward, args, kwargs)
+        except BaseException:
+            pool.wake()
+            self.watch.turn(on=True)  # who catches it goes on with something else
+            raise
+        finally:
+            self._in_call, pool.forward_of = False, None
+            self.nodes.note()
+        self._returned(call, call.returned(output), made, is_followed=expected is not None)
+        return output
+
+    def _returned(
+        self, call: UnitCall, found: Sequence[torch.Tensor], made: Sequence[Counted], *, is_followed: bool
+    ) -> None:
+        """A call is over, and code outside comes.
+
+        Args:
+            found: the tensors that it returned; made: by a call that was recorded.
+        """
+        pool, course, unit = self.pool, self.course, call.unit
+        if made:
+            unit.leaves_others = _leaves_others(call, made)
+        pool.made(call)
+        if call.varied:
+            unit.varies = True
+            course.leave()
+        _hook(call, found)
+        after = course.expects(Kind.AFTER, unit) if is_followed else None
+        self._begin(Kind.AFTER, unit, after)
+        self.watch.turn(on=not course.tells)
+        if after is not None and after.rise and pool.precedent is None:
+            pool.room("code after a module call", after.rise)
+        course.ready()
+
+    def _may_follow(self) -> bool:
+        """Whether code outside has done what it did before, as far as one can see without watching it."""
+        precedent = self.course.precedent
+        return precedent is None or self.pool.has_evicted or self.nodes.are_as_in(precedent)  # replays make nodes, too
+
+    def _writes(self, call: UnitCall) -> None:
+        """A call is about to change inputs of its own."""
+        given = call.given()
+        for number in call.unit.writes:
+            passed = call.passed.inputs[number]
+            if isinstance(passed, Reference):
+                passed.written()
+            self.pool.changes(storage_of(given[number]))
+
+    def _recorded(
+        self, call: UnitCall, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, list[Counted]]:
+        """A call that is seen for the first time: what it returns, and all storages that its operators have made."""
+        unit, account, mode = call.unit, self.pool.account, self.watch.mode
+        self.watch.turn(on=True)
+        self.recorded += 1
+        recorder = Recorder(timed=True, given=call.given())
+        working = unit.working_bytes
+        account.others += working  # nobody says when it is taken
+        start, state = account.others, State([call.stage.modules, args, kwargs])
+        mode.trail = []
+        try:
+            output = call.run(forward, args, kwargs, recorder)
+        finally:
+            trail, mode.trail = mode.trail, None
+            account.others -= working
+        recorder.returned(output)
+        recorder.ended()
+        recorder.tape.operators[:] = with_seconds(recorder.tape.operators, trail)
+        unit.learn(recorder.tape, draws=call.draws)
+        why = state.changed() or ("it changes its own parameters" if call.rewrites else "")
+        if why:
+            unit.never_again(why)
+        call.recorded()
+        survivors = frozenset(id(counted) for seen in trail for counted in seen.made if counted.piece is not None)
+        unit.inner_bytes = inner_peak(trail, start, survivors) + unit.working_bytes
+        unit.whole_bytes = inner_peak(trail, start, frozenset()) + unit.working_bytes
+        if not unit.draws:  # which is looked at, by the states of generators before and after
+            unit.whole_bytes += state_bytes(on_accelerator=bool(accelerators(call.stage, ())))
+        # It may have cast the weights before, and cast them in another call.
+        unit.casts = torch._C._is_any_autocast_enabled() and any(True for _ in call.stage.parameters())
+        return output, [counted for seen in trail for counted in seen.made]
+
+    def _backward(self, call: UnitCall) -> None:
+        """The backward of a call is about to begin."""
+        pool, unit = self.pool, call.unit
+        self.ahead.pop(call.turn, None)
+        expected = self.course.expects(Kind.BACKWARD, unit)
+        self._begin(Kind.BACKWARD, unit, expected)
+        if self.stays and self.watch.is_on:
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.watch.rest(self._leave_mode))
+        if pool.precedent is not None:
+            return
+        spent = 0  # what was charged when it began, where others' backwards came in between
+        if not call.is_back:
+            spent, call.is_back = unit.model_backward_nanoseconds if pool.by_model else unit.backward_nanoseconds, True
+        more = unit.backward_bytes if expected is None else expected.rise
+        waiting = call.waiting() if pool.has_evicted or pool.account.memory + more > pool.budget else ()
+        pool.room(f"backward of {unit.name}", more, waiting, spent, call)
+        self.course.ready()
+
+    def _leave_mode(self) -> None:
+        if self.watch.mode.rests and not self.are_ahead:
+            self.watch.turn(on=False)
+
+    def _begin(self, kind: Kind, unit: Unit, expected: Segment | None) -> None:
+        """A segment begins: evicts what a plan says."""
+        course, pool = self.course, self.pool
+        number = len(course.segments)
+        if expected is None or course.precedent is None or pool.account.given_out + expected.rise > pool.budget:
+            pool.wake()
+        elif number == 1:
+            pool.sleep(course.precedent)
+        course.begin(kind, unit, expected, watched=self._sees)
+        pool.segment = number
+        if course.plan is None and pool.precedent is None:
+            pool.look_what_is_free()
+        if kind is Kind.BACKWARD:  # in which the mode cannot be left
+            self.watch.mode.rests = self.watch.is_on and course.tells
+        plan = course.plan
+        # Since the core has decided something else, what a plan foresaw is not so any more.
+        if plan is None or expected is None or pool.has_asked or not (self._held or number in plan.decisions):
+            return
+        again, wanted = self._held, plan.decisions.get(number, ())
+        held = pool.carry_out([*again, *wanted])
+        self._held = [each for each in held if each not in again]  # of what was held the second time nobody knows
+
+
+def _leaves_others(call: UnitCall, made: Sequence[Counted]) -> bool:
+    """Whether a call that was recorded has left memory behind that is not on its tape.
+
+    Args:
+        made: what its operators have.
+    """
+    kept = {id(storage_of(tensor)) for tensor in call.context.kept()} if call.context is not None else set()
+    return any(each() is not None and each.piece is None and each.key not in kept for each in made)
+
+
+def _hook(call: UnitCall, found: Sequence[torch.Tensor]) -> None:
+    """The backward of a call begins with a node of what it returned."""
+    begins = _Begins(weakref.ref(call))
+    for tensor in found:
+        node = tensor.grad_fn
+        if node is not None:
+            node.register_prehook(begins)
+
+
+class _Begins:
+    """A hook on a node with which the backward of a call begins."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: weakref.ref[UnitCall]) -> None:
+        self._call = call
+
+    def __call__(self, _: Any) -> None:
+        call = self._call()
+        if call is not None and call.owner.backward_of is not call:
+            call.owner.begin_backward(call)

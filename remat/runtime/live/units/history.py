@@ -1,0 +1,102 @@
+"""What blocks of one model at one place of a program learn from each other."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from remat.runtime.live.choosing import FIRST
+from remat.runtime.live.settings import Settings
+from remat.runtime.live.units.choosing import Ways
+from remat.runtime.live.units.course import Place
+from remat.runtime.live.units.dormant import Precedent, precedent_of
+from remat.runtime.live.units.plans import Trial, plans_for
+from remat.runtime.live.units.roomy import Repeats, has_twice
+
+if TYPE_CHECKING:
+    from remat.runtime.live.units.calls import Calls
+
+
+class History:
+    """What blocks of one model at one place did, and what is best for the next: read when one begins, written when it
+    has ended.
+
+    Args:
+        root: the model; ways: which modules' calls are units in it.
+        stays: the block is one that there are no operators to go back to from.
+
+    Attributes:
+        place: what they did.
+        next: what a report says of the next block.
+    """
+
+    def __init__(self, settings: Settings, root: nn.Module, ways: Ways | None, *, stays: bool) -> None:
+        self._settings, self._site, self._root, self._ways, self._stays = (
+            settings,
+            settings.site,
+            weakref.ref(root),
+            ways,
+            stays,
+        )
+        self.place = self._site.course_of(self._root, Place)
+        self.next = ""
+
+    def learn(self, calls: Calls, outcome: str, *, failed: bool) -> None:
+        """Has later blocks here do better; `failed`: an exception has left this one."""
+        if self._settings.place is None:
+            return
+        self._learn_course(calls, outcome, failed=failed)
+        if outcome != "over" or self._ways is None or not (calls.pool.too_large or not calls.recorded):
+            return
+        chosen = self._settings.chooses
+        if chosen and chosen != FIRST and calls.pool.has_evicted:
+            self._site.heuristic = FIRST  # another order of evictions may need less
+        elif not (self._stays and self._ways.is_last) and self._ways.does_not_fit(learned=calls.recorded > 0):
+            self._site.forget_course_of(self._root)
+
+    def _learn_course(self, calls: Calls, outcome: str, *, failed: bool) -> None:
+        """Remembers what blocks here do, and what is to be tried in those that do as this one."""
+        trial, gave_up = calls.course.trial, calls.pool.limits.gave_up
+        if not failed and not gave_up:
+            trial = self._trial_for_the_next(calls, outcome)
+            precedent = self._precedent(calls)
+            self.place.remember(calls.course, trial, precedent)
+            if precedent is not None and not self._stays:
+                self._remember_repeats(calls)
+        elif trial is not None and gave_up:
+            trial.took(0, passed=False)
+        else:
+            return
+        if trial is not None:
+            self._site.heuristic = trial.present.heuristic
+            self.next = trial.says
+
+    def _remember_repeats(self, calls: Calls) -> None:
+        """So that the next blocks here, where they have far more room than they need, only look at calls."""
+        place, budget = self.place, self._settings.budget
+        most = max((way.precedent.most for way in place.ways if way.precedent is not None), default=budget)
+        if place.unsettled or not has_twice(most, calls.pool.budget):
+            return
+        units = {s.unit for way in place.ways for s in way.segments if s.unit is not None}
+        if not any(unit.varies or unit.sized_by_data for unit in units):  # nobody would notice that they take more
+            self._site.add_repeats(Repeats(self._root, calls.known.units, place))
+
+    def _precedent(self, calls: Calls) -> Precedent | None:
+        """What the next block repeats, if it does as this one and the one before."""
+        course, pool = calls.course, calls.pool
+        if not course.was_followed or pool.has_evicted or self.place.forward or self.place.backward:
+            return None
+        return course.precedent or precedent_of(pool.story, pool.rows, course.segments, pool.peak, calls.nodes.counts)
+
+    def _trial_for_the_next(self, calls: Calls, outcome: str) -> Trial | None:
+        course, pool = calls.course, calls.pool
+        first = course.is_whole and not self.place.ways  # of several courses only those that come again
+        if course.was_followed and course.trial is not None:
+            course.trial.took(pool.spent_nanoseconds, passed=outcome == "pass")
+            return course.trial
+        if course.trial is None and self._settings.chooses and pool.has_evicted and (first or course.was_followed):
+            heuristic, by_model = self._settings.chooses, self._settings.by_model
+            return plans_for(pool.story, pool.rows, course.segments, pool.budget, heuristic, by_model=by_model)
+        return None
