@@ -196,7 +196,7 @@ def check(program: Program) -> Counter[str]:
             found["raw"] += 1
             return found
         block = dtr._block
-        found["dormant"] += isinstance(block, UnitsBlock) and block.calls.pool.precedent is not None
+        found["dormant"] += isinstance(block, UnitsBlock) and block.calls.pool.log.precedent is not None
         peak = meter.regions[0].peak_bytes - meter.regions[0].start_bytes
         if not all(map(torch.equal, plain[number], program.left())):
             found["bits"] += 1

@@ -275,7 +275,7 @@ def test_calls_in_which_processes_meet_are_not_run_again() -> None:
         (dtr,) = blocks(step, budget, 1)
         assert len(calls) == 3
         assert by_calls(dtr) and dtr.report().evictions
-        units = [row.unit for row in dtr._block.calls.pool.rows]
+        units = [row.unit for row in dtr._block.calls.pool.log.rows]
         assert all(("it runs the collective" in unit.kept) == (unit.name == "Shared") for unit in units)
     finally:
         torch.distributed.destroy_process_group()

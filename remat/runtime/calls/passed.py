@@ -173,6 +173,10 @@ class Passed:
         if activation is not None:
             self._knows(activation, -1)
 
+    def given(self) -> list[torch.Tensor]:
+        """The inputs, in the order of their numbers; right after they were passed."""
+        return [tensor for tensor in (each.passed() for each in self.inputs) if tensor is not None]
+
     def _knows(self, value: Any, call: int) -> None:
         self._alive.append(value)
         for position, tensor in enumerate(tensors(value)):

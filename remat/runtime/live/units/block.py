@@ -60,7 +60,7 @@ class UnitsBlock:
     def ledger(self) -> Ledger:
         """With all that has happened so far."""
         pool = self.calls.pool
-        pool.tell_all()
+        pool.log.tell_all()
         pool.ledger.peak = max(pool.ledger.peak, self._peak)  # of replays only the core knows
         return pool.ledger
 
@@ -114,7 +114,7 @@ class UnitsBlock:
     def take_state(self, get_state: Callable[[], Tensor]) -> Tensor:
         """The state of PyTorch's generator, counted as long as the program holds it."""
         pool = self.calls.pool
-        if pool.precedent is not None or pool.replaying:
+        if pool.log.precedent is not None or pool.replaying:
             return get_state()
         if pool.account.memory + STATE_BYTES > pool.budget:
             pool.room("get_rng_state", STATE_BYTES)

@@ -20,6 +20,7 @@ from remat.runtime.live.units.known import BoundModule, KnownCalls, others_are_a
 from remat.runtime.live.units.orders import Decision
 from remat.runtime.live.units.pieces import Reference
 from remat.runtime.live.units.pool import Pool
+from remat.runtime.live.units.saving import FirstSaving, note_returned
 from remat.runtime.live.units.state import State
 from remat.runtime.live.units.unit import Unit
 from remat.runtime.live.units.watch import Watch
@@ -69,7 +70,7 @@ class Calls:
         self.nodes.note()
         self.course.end(watched=self._sees or self.watch.mode.rests)
         if not self.course.was_followed:
-            self.pool.wake()
+            self.pool.log.wake()
 
     def called(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -82,7 +83,7 @@ class Calls:
         if unit is None:
             return forward(*args, **kwargs)
         if unit.varies and self._is_short_for(unit):
-            pool.wake()
+            pool.log.wake()
             self.course.leave_before(unit, watched=self._sees)
             self.watch.turn(on=True)
             return forward(*args, **kwargs)
@@ -101,13 +102,13 @@ class Calls:
         is_known = unit.tape is not None
         expected = course.expects(Kind.FORWARD, unit) if is_known and self._may_follow() else None
         self._begin(Kind.FORWARD, unit, expected)
-        if pool.precedent is None:
+        if pool.log.precedent is None:
             more = unit.forward_bytes if expected is None else expected.rise
             pool.room(unit.name, more + unit.working_bytes)
             course.ready()
         call = UnitCall(pool, bound, unit, forward, args, kwargs)
         call.turn = self.turn
-        pool.rows.append(call.row)
+        pool.log.rows.append(call.row)
         self.ahead[self.turn] = call.row.call
         if unit.writes:
             self._writes(call)
@@ -117,17 +118,17 @@ class Calls:
         try:
             if is_known:
                 self.watch.turn(on=unit.casts or (unit.leaves_others and not course.tells))
-                output = call.run(forward, args, kwargs)
+                output = call.run(forward, args, kwargs, None)
             else:
                 output, made = self._recorded(call, forward, args, kwargs)
         except BaseException:
-            pool.wake()
+            pool.log.wake()
             self.watch.turn(on=True)  # who catches it goes on with something else
             raise
         finally:
             self._in_call, pool.forward_of = False, None
             self.nodes.note()
-        self._returned(call, call.returned(output), made, is_followed=expected is not None)
+        self._returned(call, note_returned(call, output), made, is_followed=expected is not None)
         return output
 
     def _returned(
@@ -141,7 +142,7 @@ class Calls:
         pool, course, unit = self.pool, self.course, call.unit
         if made:
             unit.leaves_others = _leaves_others(call, made)
-        pool.made(call)
+        pool.log.made(call)
         if call.varied:
             unit.varies = True
             course.leave()
@@ -149,7 +150,7 @@ class Calls:
         after = course.expects(Kind.AFTER, unit) if is_followed else None
         self._begin(Kind.AFTER, unit, after)
         self.watch.turn(on=not course.tells)
-        if after is not None and after.rise and pool.precedent is None:
+        if after is not None and after.rise and pool.log.precedent is None:
             pool.room("code after a module call", after.rise)
         course.ready()
 
@@ -160,7 +161,7 @@ class Calls:
 
     def _writes(self, call: UnitCall) -> None:
         """A call is about to change inputs of its own."""
-        given = call.given()
+        given = call.passed.given()
         for number in call.unit.writes:
             passed = call.passed.inputs[number]
             if isinstance(passed, Reference):
@@ -174,24 +175,26 @@ class Calls:
         unit, account, mode = call.unit, self.pool.account, self.watch.mode
         self.watch.turn(on=True)
         self.recorded += 1
-        recorder = Recorder(timed=True, given=call.given())
+        recorder = Recorder(timed=True, given=call.passed.given())
+        first = FirstSaving(call, recorder)
         working = unit.working_bytes
         account.others += working  # nobody says when it is taken
         start, state = account.others, State([call.stage.modules, args, kwargs])
         mode.trail = []
         try:
-            output = call.run(forward, args, kwargs, recorder)
+            output = call.run(forward, args, kwargs, first)
         finally:
             trail, mode.trail = mode.trail, None
             account.others -= working
         recorder.returned(output)
         recorder.ended()
         recorder.tape.operators[:] = with_seconds(recorder.tape.operators, trail)
-        unit.learn(recorder.tape, draws=call.draws)
-        why = state.changed() or ("it changes its own parameters" if call.rewrites else "")
+        assert call.context is not None
+        unit.learn(recorder.tape, draws=call.context.draws)
+        why = state.changed() or ("it changes its own parameters" if call.context.rewrites else "")
         if why:
             unit.never_again(why)
-        call.recorded()
+        first.ended()
         survivors = frozenset(id(counted) for seen in trail for counted in seen.made if counted.piece is not None)
         unit.inner_bytes = inner_peak(trail, start, survivors) + unit.working_bytes
         unit.whole_bytes = inner_peak(trail, start, frozenset()) + unit.working_bytes
@@ -209,13 +212,13 @@ class Calls:
         self._begin(Kind.BACKWARD, unit, expected)
         if self.stays and self.watch.is_on:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.watch.rest(self._leave_mode))
-        if pool.precedent is not None:
+        if pool.log.precedent is not None:
             return
         spent = 0  # what was charged when it began, where others' backwards came in between
         if not call.is_back:
             spent, call.is_back = unit.model_backward_nanoseconds if pool.by_model else unit.backward_nanoseconds, True
         more = unit.backward_bytes if expected is None else expected.rise
-        waiting = call.waiting() if pool.has_evicted or pool.account.memory + more > pool.budget else ()
+        waiting = call.row.waiting() if pool.has_evicted or pool.account.memory + more > pool.budget else ()
         pool.room(f"backward of {unit.name}", more, waiting, spent, call)
         self.course.ready()
 
@@ -228,13 +231,13 @@ class Calls:
         course, pool = self.course, self.pool
         number = len(course.segments)
         if expected is None or course.precedent is None or pool.account.given_out + expected.rise > pool.budget:
-            pool.wake()
+            pool.log.wake()
         elif number == 1:
-            pool.sleep(course.precedent)
+            pool.log.sleep(course.precedent)
         course.begin(kind, unit, expected, watched=self._sees)
-        pool.segment = number
-        if course.plan is None and pool.precedent is None:
-            pool.look_what_is_free()
+        pool.log.segment = number
+        if course.plan is None and pool.log.precedent is None:
+            pool.log.look_what_is_free()
         if kind is Kind.BACKWARD:  # in which the mode cannot be left
             self.watch.mode.rests = self.watch.is_on and course.tells
         plan = course.plan

@@ -16,6 +16,7 @@ from remat.runtime.calls.saved import Saved
 from remat.runtime.calls.tape import value_of
 from remat.runtime.live.units.course import Segment
 from remat.runtime.live.units.pieces import Row
+from remat.runtime.live.units.saving import Saving
 from remat.runtime.live.units.story import Died, Event, Evicted, Gone, Made, Others, Ran
 
 if TYPE_CHECKING:
@@ -113,8 +114,7 @@ def corrected(events: Sequence[Event], rows: Sequence[Row]) -> list[Event]:
 
 
 def _is_there(row: Row, number: int) -> bool:
-    call = row.call()
-    piece = None if call is None else call.piece(number)
+    piece = row.piece(number)
     return piece is not None and piece.content() is not None
 
 
@@ -136,14 +136,15 @@ def peak_of(events: Sequence[Event], rows: Sequence[Row]) -> int:
 def packing(call: UnitCall) -> Callable[[torch.Tensor], object]:
     """The hook for what autograd saves in a call of a dormant block."""
     pool, packed, looks, reference = call.owner, call.packed, call.unit.saved, weakref.ref
+    awake = Saving(call).pack
 
     def pack(tensor: torch.Tensor) -> object:
-        if pool.precedent is None:
-            return call.pack(tensor)
+        if pool.log.precedent is None:
+            return awake(tensor)
         number = len(packed)
         if number == len(looks) or value_of(tensor, looks[number].storage) != looks[number]:
-            pool.wake()
-            return call.pack(tensor)
+            pool.log.wake()
+            return awake(tensor)
         saved = Saved(pool, call, number, tensor._version, tensor if tensor.grad_fn is None else tensor.detach())
         saved.storage = None
         packed.append(reference(saved))

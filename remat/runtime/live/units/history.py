@@ -88,7 +88,9 @@ class History:
         course, pool = calls.course, calls.pool
         if not course.was_followed or pool.has_evicted or self.place.forward or self.place.backward:
             return None
-        return course.precedent or precedent_of(pool.story, pool.rows, course.segments, pool.peak, calls.nodes.counts)
+        return course.precedent or precedent_of(
+            pool.log.story, pool.log.rows, course.segments, pool.peak, calls.nodes.counts
+        )
 
     def _trial_for_the_next(self, calls: Calls, outcome: str) -> Trial | None:
         course, pool = calls.course, calls.pool
@@ -98,5 +100,5 @@ class History:
             return course.trial
         if course.trial is None and self._settings.chooses and pool.has_evicted and (first or course.was_followed):
             heuristic, by_model = self._settings.chooses, self._settings.by_model
-            return plans_for(pool.story, pool.rows, course.segments, pool.budget, heuristic, by_model=by_model)
+            return plans_for(pool.log.story, pool.log.rows, course.segments, pool.budget, heuristic, by_model=by_model)
         return None

@@ -44,7 +44,8 @@ class Orders:
     def carry_out(self, decisions: Iterable[Decision]) -> None:
         for decision in decisions:
             place = decision.call, decision.making
-            call = self._pool.rows[decision.call].call() if decision.call < len(self._pool.rows) else None
+            row = self._pool.log.rows[decision.call] if decision.call < len(self._pool.log.rows) else None
+            call = None if row is None else row.call()
             if call is None:
                 self._passing.pop(place, None)
             elif decision.evicts:
@@ -61,12 +62,14 @@ class Orders:
     def _evict(self, decision: Decision, place: tuple[int, int], call: UnitCall) -> None:
         self._passing.pop(place, None)
         pieces = [
-            piece for piece in call.made_by(decision.making) if piece.content() is not None or self._is_wanted(piece)
+            piece
+            for piece in call.row.made_by(decision.making)
+            if piece.content() is not None or self._is_wanted(piece)
         ]
         if not pieces:
             return
         pending = self._pending
-        read = () if pending is None else {id(piece) for piece in pending.read_pieces()}
+        read = () if pending is None else {id(each.storage) for each in pending.passed.inputs}
         if pending is not None and (call is pending or any(id(piece) in read for piece in pieces)):
             self._make()  # else it comes after: one run makes all that has to come back of a call
         self._pool.has_evicted = True
@@ -75,22 +78,22 @@ class Orders:
             if self._writer is not None:
                 self._writer.cannot_go(place)
         elif self._writer is None:
-            self._pool.note(Evicted(*place))
+            self._pool.log.note(Evicted(*place))
 
     def _is_wanted(self, piece: Piece) -> bool:
         return piece.call is self._pending and piece.number in self._wanted
 
     def _put_off(self, place: tuple[int, int], call: UnitCall) -> None:
-        pieces = call.made_by(place[1])
+        pieces = call.row.made_by(place[1])
         if all(piece.released for piece in pieces):
             self._passing[place] = pieces
         else:
             self._later.append(place)
 
     def _bring_back(self, place: tuple[int, int], call: UnitCall) -> None:
-        pieces = call.made_by(place[1])
+        pieces = call.row.made_by(place[1])
         if not pieces:  # nobody waited for any of it any more
-            pieces = self._passing[place] = call.made_anew(place[1])
+            pieces = self._passing[place] = call.row.made_anew(place[1], call)
         if self._pending is not call:
             self._make()
             self._pending = call
@@ -102,7 +105,7 @@ class Orders:
                     if self._writer is not None and place not in self._passing:
                         self._writer.hold(place, piece.number)
         if self._writer is None:
-            self._pool.note(Remade(*place))
+            self._pool.log.note(Remade(*place))
 
     def _make(self) -> None:
         call, wanted = self._pending, self._wanted

@@ -25,16 +25,16 @@ _uses = torch._C._storage_Use_Count
 
 
 class Row:
-    """What the policy core hears of a call. It holds nothing, so it may outlive that.
+    """What is noted of a call. It holds nothing, so it may outlive that.
 
     Attributes:
-        sizes: bytes of each piece, by number.
+        call: a reference to the call; number: of it among those of the block.
         inputs: the calls that have made what was passed, and which making of theirs did; None for other inputs.
-        call: a reference to the call.
-        number: of the call among those of the block.
+        sizes: bytes of each piece, by number.
+        others: pieces of other calls that autograd has saved in this one.
     """
 
-    __slots__ = ("call", "inputs", "number", "sizes", "unit")
+    __slots__ = ("_pieces", "call", "inputs", "number", "others", "sizes", "unit")
 
     def __init__(self, call: UnitCall) -> None:
         self.unit = call.unit
@@ -43,6 +43,48 @@ class Row:
         made = [each.storage for each in call.passed.inputs]
         self.inputs = [None if each is None else each.place for each in made]
         self.sizes: dict[int, int] = {}
+        self._pieces: dict[int, weakref.ref[Piece]] = {}
+        self.others: list[weakref.ref[Piece]] = []
+
+    def piece(self, number: int) -> Piece | None:
+        """The piece of this number on the tape, where anybody may ask for it."""
+        reference = self._pieces.get(number)
+        return None if reference is None else reference()
+
+    def keeps(self, number: int) -> bool:
+        """Whether the piece of this number is in memory as the call has made it."""
+        piece = self.piece(number)
+        return piece is not None and not piece.changes and piece.content() is not None
+
+    def new_piece(self, call: UnitCall, number: int, size: int) -> Piece:
+        """What the call has made under this number."""
+        piece = Piece(call, number, size)
+        self._pieces[number] = weakref.ref(piece)
+        self.sizes[number] = size
+        return piece
+
+    def made_by(self, making: int) -> list[Piece]:
+        """The pieces of a making that anybody may ask for."""
+        found = [self.piece(storage) for storage in self.unit.makings[making].storages]
+        return [piece for piece in found if piece is not None]
+
+    def made_anew(self, making: int, call: UnitCall) -> list[Piece]:
+        """The pieces of a making that nobody asks for any more."""
+        storages = self.unit.makings[making].storages
+        return [self.new_piece(call, each, self.sizes[each]) for each in storages if each in self.sizes]
+
+    def _saved(self) -> list[Piece]:
+        """All pieces that autograd has saved in the call, or another one's of its own."""
+        found = [reference() for reference in (*self._pieces.values(), *self.others)]
+        return list(dict.fromkeys(piece for piece in found if piece is not None))
+
+    def waiting(self) -> list[Piece]:
+        """What autograd holds slots of."""
+        return [piece for piece in self._saved() if any(reference() is not None for reference in piece.slots)]
+
+    def reads_there(self) -> tuple[tuple[int, int], ...]:
+        """What is in memory of what its backward reads: calls and numbers of makings, its own and others'."""
+        return tuple(dict.fromkeys(piece.place for piece in self._saved() if piece.counted is not None))
 
     def makings(self) -> Iterator[tuple[int, Making, int, list[tuple[int, int]]]]:
         """How its pieces are made, by number: bytes of those that are made together, and what is read for that: calls,

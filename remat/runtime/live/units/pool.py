@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,10 +16,12 @@ from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
 from remat.runtime.live.units.account import Account
 from remat.runtime.live.units.call import UnitCall
-from remat.runtime.live.units.dormant import Precedent, corrected, peak_of, retold
+from remat.runtime.live.units.log import Log
 from remat.runtime.live.units.orders import Decision, Orders
-from remat.runtime.live.units.pieces import Piece, Row
-from remat.runtime.live.units.story import Died, Event, Evicted, Free, Gone, Made, Others, Ran, Remade, Writer
+from remat.runtime.live.units.pieces import Piece
+from remat.runtime.live.units.readers import Readers
+from remat.runtime.live.units.remaking import Remaking
+from remat.runtime.live.units.story import Ran
 from remat.runtime.live.units.unit import INPUT_CHANGED
 
 
@@ -37,9 +38,7 @@ class Pool:
         has_evicted: whether anything was ever evicted; has_asked: whether the core was asked what to do.
         replays, spent_nanoseconds: how often calls were made again, and how long that and evicting has taken.
         too_large: whether the budget could not be kept, since calls leave too much behind at once.
-        precedent: the block that this one repeats, while it is dormant; else None.
-        rows: of all calls.
-        segment: of the course, with which what comes next begins; -1 once that was noted.
+        readers: who reads what; log: of what has happened.
     """
 
     def __init__(
@@ -51,103 +50,28 @@ class Pool:
         self.lock = threading.RLock()
         self.backward_of: UnitCall | None = None
         self.forward_of: UnitCall | None = None
-        self.closed = False
         self.replaying = False
         self.limited = True
         self.too_large = self.has_evicted = self.has_asked = False
         self.replays = self.spent_nanoseconds = 0
         self.on_backward: Callable[[UnitCall], None] = lambda call: None
-        self.readers: list[
-            tuple[int, weakref.ref[UnitCall], int]
-        ] = []  # `id` of a storage, a call, which of its inputs
-        self._readers: dict[int, list[tuple[weakref.ref[UnitCall], int]]] = {}  # the same, by storage
-        self._events: list[Event] = []  # that the core has not heard of
-        self._told: list[Event] = []  # that it has
-        self.segment = -1
-        self.precedent: Precedent | None = None
-        self.rows: list[Row] = []
-        self._ended = 0  # calls
-        self._writer = Writer(ledger, self.rows, by_model=by_model)
-        self._noted = 0  # bytes of code outside, of which there is an event
-        # What calls have returned and the program, as by variables, still holds.
-        self._in_use_by_others: list[tuple[weakref.ref[UnitCall], tuple[int, int]]] = []
+        self.readers = Readers()
+        self.log = Log(self.account, ledger, by_model=by_model)
 
     # What happens ----------------------------------------------------------------------------------------------------
-
-    def made(self, call: UnitCall) -> None:
-        """A call has ended; its pieces are there."""
-        self._ended += 1
-        if self.precedent is None:
-            self._events.append(Made(call.number))
-            places = [(call.number, number) for number, each in enumerate(call.unit.makings) if each.is_returned]
-            self._in_use_by_others += [(call.reference, place) for place in places]
-
-    def look_what_is_free(self) -> None:
-        """Notes what the program does not hold any more of what calls have returned."""
-        held = []
-        for reference, place in self._in_use_by_others:
-            call = reference()
-            pieces = [] if call is None else call.made_by(place[1])
-            if not pieces or all(piece.may_go() for piece in pieces):
-                self._events.append(Free(*place))
-            else:
-                held.append((reference, place))
-        self._in_use_by_others = held
 
     def died(self, piece: Piece) -> None:
         """The memory of a piece is gone."""
         if piece.evicted:
             self.account.shift += piece.size
-        elif not piece.released:
-            piece.released = True
-            if self.precedent is None:
-                self._events.append(Died(piece.call.number, piece.number))
-
-    def gone(self, call: UnitCall) -> None:
-        """Nobody waits for anything of a call any more."""
-        if not self.closed and self.precedent is None:
-            self._events.append(Gone(call.number))
-
-    @property
-    def story(self) -> list[Event]:
-        """All that has happened."""
-        return [*self._told, *self._events]
+        else:
+            self.log.died(piece)
 
     @property
     def peak(self) -> int:
         """Bytes in use at most so far."""
-        return max(self.account.peak, 0 if self.precedent is None else self.precedent.peak)
-
-    def sleep(self, precedent: Precedent) -> None:
-        """Lies dormant as long as the block repeats another one, if nothing can be missed by that."""
-        nothing_new = not self._events and not self._told and self.account.memory <= precedent.start
-        if nothing_new and precedent.most <= self.budget:
-            self.precedent = precedent
-
-    def wake(self) -> None:
-        """Accounts for all that has happened, and from now on for what does."""
-        precedent, self.precedent = self.precedent, None
-        if precedent is None:
-            return
-        events = retold(precedent, self.rows, self.segment, self._ended)
-        self.segment = -1
-        for event in events:
-            if isinstance(event, Others):
-                self._noted = event.bytes
-        self._events = events
-        if self.closed:
-            return
-        self.account.peak = max(self.account.peak, peak_of(events, self.rows))
-        for row in self.rows:
-            call = row.call()
-            if call is not None:
-                call.wake()
-        self._events = corrected(events, self.rows[: self._ended])
-        self.account.begin_segment()
-
-    def note(self, event: Event) -> None:
-        """Something has happened of which the core is to hear."""
-        self._events.append(event)
+        precedent = self.log.precedent
+        return max(self.account.peak, 0 if precedent is None else precedent.peak)
 
     def carry_out(self, decisions: Sequence[Decision]) -> list[Decision]:
         """Does what a plan says; returns what could not be evicted, since somebody else still holds it."""
@@ -159,7 +83,7 @@ class Pool:
 
     def begin_backward(self, call: UnitCall) -> None:
         """The backward of a call begins: makes room, and what it waits for."""
-        if self.replaying or self.closed:
+        if self.replaying or self.log.closed:
             return
         with self.lock:
             self.backward_of = call
@@ -182,20 +106,14 @@ class Pool:
 
     def changes(self, storage: torch.UntypedStorage) -> None:
         """A storage is about to be changed: what was made of it could not be made again."""
-        self.wake()
+        self.log.wake()
         counted = self.account.of(storage)
         changed = None if counted is None else counted.piece
         if changed is not None:
             changed.call.unit.kept = "its output is changed"
-        for key, reference, number in self.readers:
-            self._readers.setdefault(key, []).append((reference, number))
-        self.readers.clear()
-        for reference, number in self._readers.pop(id(storage), ()):
-            call = reference()
-            if call is None or not call.reads(number, storage):
-                continue
+        for call in self.readers.pop(storage):
             call.unit.kept = INPUT_CHANGED
-            waiting = call.waiting()
+            waiting = call.row.waiting()
             self.room("in-place change", 0, waiting)  # brings it back, as long as what it is made of is as it was
             for piece in waiting:
                 piece.changes += 1
@@ -204,20 +122,20 @@ class Pool:
 
     def all_draw(self) -> None:
         """A call draws that did not when it was recorded: so may others that were made since."""
-        for row in self.rows:
+        for row in self.log.rows:
             row.unit.draws = True
 
     def distrust(self) -> None:
         """An input of a call was changed where nobody was watching: so may those of others have been. Of calls whose
         backward is over nobody knows; those of modules of the same class are taken for changed, too."""
         gone = []
-        for row in self.rows:
+        for row in self.log.rows:
             call = row.call()
             if call is None:
                 gone.append(row.unit)
-            else:
-                call.distrust()
-        caught = {row.unit.name for row in self.rows if row.unit.kept == INPUT_CHANGED}
+            elif any(given.is_changed for given in call.passed.inputs):
+                row.unit.kept = INPUT_CHANGED
+        caught = {row.unit.name for row in self.log.rows if row.unit.kept == INPUT_CHANGED}
         for unit in gone:
             if unit.name in caught:
                 unit.kept = unit.kept or INPUT_CHANGED
@@ -243,14 +161,10 @@ class Pool:
         """
         account = self.account
         account.look()
-        segment, self.segment = self.segment, -1
+        segment = self.log.begun()
         if account.memory + more <= self.budget and not any(piece.content() is None for piece in wanted):
-            others = account.others + account.unseen
-            if others != self._noted:
-                self._noted = others
-                self._events.append(Others(others))
-            reads = () if backward_of is None else backward_of.reads_there()
-            self._events.append(Ran(label, nanoseconds, more, reads, segment))
+            reads = () if backward_of is None else backward_of.row.reads_there()
+            self.log.ran(Ran(label, nanoseconds, more, reads, segment))
             account.reached(more)
             return
         if not self.limited:
@@ -260,18 +174,18 @@ class Pool:
         began = time.perf_counter_ns()
         kept = self.has_asked = True
         while kept:
-            self._tell()
+            self.log.tell()
             self._obey(list({decision[1:]: decision for decision in self._decided()}.values()))  # the last of each
             if account.memory > self.budget:
                 self.ledger.accept()
-            inputs = self._writer.tensors(piece.place for piece in wanted)
+            inputs = self.log.writer.tensors(piece.place for piece in wanted)
             locked = self._in_use(inputs)
             for tensor in locked:
                 self.ledger.note(k.LOCK, tensor)
             (number,) = self.ledger.add(label, nanoseconds, inputs, [], more)
             if segment >= 0:  # the core is told in its own way
                 reads = tuple(dict.fromkeys(piece.place for piece in wanted))
-                self._told.append(Ran(label, nanoseconds, more, reads, segment))
+                self.log.was_told(Ran(label, nanoseconds, more, reads, segment))
             nanoseconds, segment = 0, -1
             answer = self.limits.ask(self.ledger)
             kept = self._obey(self._decided())
@@ -299,31 +213,20 @@ class Pool:
 
         What that returns is told when it has ended, as made of its inputs, which then must not have to be made again.
         """
-        pieces = [] if self.backward_of is None else self.backward_of.waiting()
+        pieces = [] if self.backward_of is None else self.backward_of.row.waiting()
         if self.forward_of is not None:
-            pieces += self.forward_of.read_pieces()
-        found = self._writer.tensors(piece.place for piece in pieces if piece.content() is not None)
+            pieces += [each.storage for each in self.forward_of.passed.inputs if each.storage is not None]
+        found = self.log.writer.tensors(piece.place for piece in pieces if piece.content() is not None)
         return [tensor for tensor in found if tensor not in besides]
-
-    def _tell(self) -> None:
-        """Tells the core what has happened since."""
-        events, self._events = self._events, []
-        self._told += events
-        for event in events:
-            self._writer.write(event)
-        self._noted = self.account.others + self.account.unseen
-        self._writer.others(self._noted)
-        if any(isinstance(event, Evicted | Remade) for event in events):
-            self.ledger.accept()  # a plan has decided, and it is done
 
     def _decided(self) -> list[Decision]:
         """What the core has decided since it was asked last."""
-        places = self._writer.places
+        places = self.log.writer.places
         return [Decision(kind == k.EVICTED, *places[what]) for kind, what in self.ledger.decided() if what in places]
 
     def _obey(self, decided: Sequence[Decision]) -> bool:
         """Does what the core has decided; returns whether something could not be evicted."""
-        orders = Orders(self, self._writer)
+        orders = Orders(self, self.log.writer)
         try:
             orders.carry_out(decided)
         except BaseException:
@@ -345,7 +248,7 @@ class Pool:
         self.replays += 1
         try:
             before = self.account.pieces + self.account.shift
-            call.make(wanted)  # which may make its inputs first
+            Remaking(call, wanted).run()  # which may make its inputs first
             self.account.shift = before - self.account.pieces
         finally:
             self.replaying = outer
@@ -377,20 +280,7 @@ class Pool:
 
     def close(self) -> None:
         """The block has ended: nothing is counted any more, and what is asked for is made again without a limit."""
-        self.limited, self.closed = False, True
+        self.limited, self.log.closed = False, True
         self.backward_of = None  # which refers back to the pool, as what is called does
         self.on_backward = lambda call: None
         self.account.close()
-
-    def recall(self, precedent: Precedent) -> None:
-        """Has the core know what another block has noted."""
-        self.rows[:], self._events = precedent.rows, list(precedent.story)
-        self._tell()
-        self.ledger.consult()
-
-    def tell_all(self) -> None:
-        """Has the core know all that has happened, for accounts of it."""
-        self.wake()
-        if self._events:
-            self._tell()
-            self.ledger.consult()

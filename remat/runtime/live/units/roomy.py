@@ -28,10 +28,11 @@ from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.nesting import alone_in_its_thread
 from remat.runtime.live.outcomes import outcome_of
 from remat.runtime.live.settings import Settings
+from remat.runtime.live.units.account import Account
 from remat.runtime.live.units.course import Kind, Place
 from remat.runtime.live.units.dormant import Precedent, nodes_made
 from remat.runtime.live.units.known import form_of, key_of_call, others_are_at_work
-from remat.runtime.live.units.pool import Pool
+from remat.runtime.live.units.log import Log
 from remat.runtime.live.units.unit import Unit
 from remat.runtime.patching import blocks_as_written, intercepted
 from remat.utils.warn import warn
@@ -270,9 +271,9 @@ class RoomyBlock:
         """What that noted."""
         if self._ledger is None:
             self._ledger = self.settings.ledger()
-            pool = Pool(self._ledger, self.settings.limits(), by_model=self.settings.by_model)
+            log = Log(Account(), self._ledger, by_model=self.settings.by_model)
             if self._left:
-                pool.recall(self._left[0].precedent)
+                log.recall(self._left[0].precedent)
                 self._ledger.peak = self._peak
         return self._ledger
 

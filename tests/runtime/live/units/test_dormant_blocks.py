@@ -23,7 +23,7 @@ _SLACK = 1024  # numbers that PyTorch makes tensors of
 def _is_dormant(dtr: remat.DTR) -> bool:
     """Whether its block was so to the end."""
     assert by_calls(dtr)
-    return isinstance(dtr._block, UnitsBlock) and dtr._block.calls.pool.precedent is not None
+    return isinstance(dtr._block, UnitsBlock) and dtr._block.calls.pool.log.precedent is not None
 
 
 def _enough_for(step: Callable[[], None]) -> int:

@@ -255,7 +255,7 @@ def test_what_is_made_again_on_the_way_counts_once() -> None:
     for _ in range(5):
         with remat.DTR(budget) as dtr:
             loss = model(sample).square().mean()
-            if by_calls(dtr) and len(dtr._block.calls.pool.rows) > 3:
+            if by_calls(dtr) and len(dtr._block.calls.pool.log.rows) > 3:
                 _make_the_fourth_call_again(dtr._block.calls.pool)
                 tried += 1
             loss.backward()
@@ -263,15 +263,15 @@ def test_what_is_made_again_on_the_way_counts_once() -> None:
 
 
 def _make_the_fourth_call_again(pool: Pool) -> None:
-    pool.wake()
-    calls = [row.call() for row in pool.rows[:4]]
+    pool.log.wake()
+    calls = [row.call() for row in pool.log.rows[:4]]
     level = pool.account.pieces + pool.account.shift
     for call in calls:
-        for number in list(call.pieces):
-            call.piece(number).evict()
+        for number in call.row.sizes:
+            call.row.piece(number).evict()
     assert pool.account.pieces + pool.account.shift == level
     last, replays = calls[-1], pool.replays
-    pool.make(last, {number for number in last.pieces if last.piece(number).content() is None})
+    pool.make(last, {number for number in last.row.sizes if last.row.piece(number).content() is None})
     assert pool.replays - replays > 1  # its inputs first
     assert pool.account.pieces + pool.account.shift == level
 
@@ -284,7 +284,7 @@ def test_what_is_made_again_and_evicted_is_not_there_for_what_follows() -> None:
     for _ in range(5):
         with remat.DTR(budget) as dtr:
             loss = model(sample).square().mean()
-            if by_calls(dtr) and len(dtr._block.calls.pool.rows) > 3:
+            if by_calls(dtr) and len(dtr._block.calls.pool.log.rows) > 3:
                 levels.append(_make_evict_and_make(dtr._block.calls.pool))
             loss.backward()
     known = levels[1:]  # the first of them records its calls, and holds more
@@ -293,13 +293,13 @@ def test_what_is_made_again_and_evicted_is_not_there_for_what_follows() -> None:
 
 def _make_evict_and_make(pool: Pool) -> tuple[int, int]:
     """Bytes that are there of two makings of which the first was to go before the second came; and of the second."""
-    pool.tell_all()
-    call = pool.rows[1].call()
-    waiting = [number for number in range(len(call.unit.makings)) if any(p.slots for p in call.made_by(number))]
+    pool.log.tell_all()
+    call = pool.log.rows[1].call()
+    waiting = [number for number in range(len(call.unit.makings)) if any(p.slots for p in call.row.made_by(number))]
     first, second = waiting[:2]
     for number in (first, second):
-        assert all(piece.evict() for piece in call.made_by(number))
+        assert all(piece.evict() for piece in call.row.made_by(number))
     before = pool.account.pieces
     decisions = [Decision(False, 1, first), Decision(True, 1, first), Decision(False, 1, second)]
-    Orders(pool, pool._writer).carry_out(decisions)
-    return pool.account.pieces - before, sum(piece.size for piece in call.made_by(second))
+    Orders(pool, pool.log.writer).carry_out(decisions)
+    return pool.account.pieces - before, sum(piece.size for piece in call.row.made_by(second))

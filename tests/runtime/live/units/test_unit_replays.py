@@ -40,16 +40,9 @@ class Piece:
 
 class Call:
     def __init__(self, passed: list[Piece]) -> None:
-        self.passed, self.pieces = passed, {}
-
-    def piece(self, number: int) -> Piece:
-        return self.pieces[number]
-
-    def read_pieces(self) -> list[Piece]:
-        return self.passed
-
-    def made_by(self, making: int) -> list[Piece]:
-        return [self.pieces[making]]
+        self.passed = SimpleNamespace(inputs=[SimpleNamespace(storage=piece) for piece in passed])
+        self.pieces: dict[int, Piece] = {}
+        self.row = SimpleNamespace(call=lambda: self, made_by=lambda making: [self.pieces[making]])
 
 
 @pytest.mark.parametrize("reads", [False, True])
@@ -59,7 +52,6 @@ def test_one_run_makes_all_that_comes_back_of_a_call(reads: bool) -> None:
     before.pieces[0] = kept = Piece(before, 0, there=True)
     call = Call([kept] if reads else [])
     call.pieces = {number: Piece(call, number, there=False) for number in range(2)}
-    rows = [SimpleNamespace(call=lambda each=each: each) for each in (before, call)]
     writer: Any = SimpleNamespace(let_go=lambda _: None, evict=lambda _: None)
     done: list[Any] = []
 
@@ -68,7 +60,7 @@ def test_one_run_makes_all_that_comes_back_of_a_call(reads: bool) -> None:
         for number in wanted:
             call.pieces[number].there = True
 
-    pool: Any = SimpleNamespace(make=make, has_evicted=False, rows=rows)
+    pool: Any = SimpleNamespace(make=make, has_evicted=False, log=SimpleNamespace(rows=[before.row, call.row]))
     decisions = [Decision(False, 1, 0), Decision(True, 0, 0), Decision(False, 1, 1)]
     Orders(pool, writer).carry_out(decisions)
     assert done == ([([0], True), ([1], False)] if reads else [([0, 1], False)])
@@ -131,7 +123,7 @@ def test_reports_compare_with_what_the_program_takes_by_itself() -> None:
     budget = memory_of(loop) * 3 // 5
     for _ in range(6):
         dtr = _block_of(loop, budget)
-    rows = dtr._block.calls.pool.rows
+    rows = dtr._block.calls.pool.log.rows
     for unit in {row.unit for row in rows}:  # the first call's state needs no gradient
         own = sum(unit.first_nanoseconds(making, by_model=False) for making in unit.makings)
         assert 0 < own <= unit._recorded * unit.pace + len(unit.makings)

@@ -1,0 +1,174 @@
+"""What autograd saves in a call of a unit, and what that returns: whose memory it is."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from remat.runtime.allocator import allocated_bytes
+from remat.runtime.calls.saved import Packed, Saved
+from remat.runtime.calls.tape import OUTSIDE, Recorder, Tape, value_of
+from remat.runtime.fakes import alias
+from remat.runtime.live.store import is_number
+from remat.runtime.live.units.account import Counted
+from remat.runtime.live.units.pieces import Piece
+from remat.runtime.pytree import storage_of, tensors
+
+if TYPE_CHECKING:
+    from remat.runtime.live.units.call import UnitCall
+
+
+class Saving:
+    """What a call saves and returns, in a run of it that does what is known, as far as it does."""
+
+    def __init__(self, call: UnitCall) -> None:
+        self._call, self._looks, self._account = call, call.unit.saved, call.owner.account
+
+    def pack(self, tensor: torch.Tensor) -> Packed:
+        """The hook for what autograd saves."""
+        call = self._call
+        number = call.saves
+        call.saves = number + 1
+        kept = tensor if tensor.grad_fn is None else tensor.detach()
+        saved = Saved(call.owner, call, number, tensor._version, kept)
+        return saved if self.find_piece(saved) else (kept, saved.version)
+
+    def find_piece(self, saved: Saved) -> bool:
+        """Gives it the piece of what it stands for; returns whether there is one."""
+        call, looks, number, tensor = self._call, self._looks, saved.number, saved.tensor
+        assert tensor is not None
+        made, value, saved.storage = OUTSIDE, None, None
+        if not call.varied:
+            if number < len(looks):
+                value = looks[number]
+                made = value.storage
+                if value_of(tensor, made) != value:
+                    call.varied, made = True, OUTSIDE
+            else:
+                call.varied = True
+        if made != OUTSIDE:
+            piece = call.row.piece(made)
+            storage = storage_of(tensor)
+            if piece is None:
+                piece = self._own(made, storage)
+            elif piece.counted is None or piece.counted() is not storage:
+                call.varied = True  # other tensors share memory than when it was recorded
+                self.count_in(tensor)
+                return False
+        else:
+            counted = self._counted(tensor)
+            piece = None if counted is None else counted.piece
+            if piece is None:
+                if call.varied or is_number(tensor):
+                    self.count_in(tensor)
+                return False
+            value, saved.number = value_of(tensor, piece.number), -1
+            call.row.others.append(weakref.ref(piece))
+        assert value is not None
+        saved.storage, saved.value = piece, value
+        piece.slots.append(weakref.ref(saved))
+        return True
+
+    def returned(self, found: list[torch.Tensor], tape: Tape) -> None:
+        """Notes what the call has made of the tensors that it returned."""
+        for tensor, value in zip(found, tape.outputs, strict=True):
+            if value.storage == OUTSIDE or value.storage in self._call.row.sizes:
+                continue
+            storage = storage_of(tensor)
+            counted = self._account.of(storage)
+            if counted is None or counted.piece is None:
+                self._own(value.storage, storage)
+
+    def count_in(self, tensor: torch.Tensor) -> None:
+        """Counts what it has made, which is kept, since it varies."""
+        if tensor.layout != torch.strided or self._counted(tensor) is not None:
+            return
+        call, storage = self._call, storage_of(tensor)
+        held = [each.there() for each in call.passed.inputs if each.storage is None]
+        given = [each for each in held if each is not None and each.layout == torch.strided]
+        buffers = [buffer for *_, buffer in call.stage.buffers()]
+        if all(storage_of(each) is not storage for each in (*call.bound.parameters, *buffers, *given)):
+            self._account.enter(storage)
+
+    def _counted(self, tensor: torch.Tensor) -> Counted | None:
+        """The entry of a tensor's memory, where it has one piece of it."""
+        return None if tensor.layout != torch.strided else self._account.known.get(id(storage_of(tensor)))
+
+    def _own(self, number: int, storage: torch.UntypedStorage) -> Piece:
+        """The piece of a storage that it has made, whether that is counted already or not."""
+        counted = self._account.of(storage)
+        piece = self._call.row.new_piece(self._call, number, allocated_bytes(storage))
+        if counted is None:
+            piece.counted = self._account.enter(storage, piece)
+        else:
+            piece.counted = counted
+            self._account.become_piece(counted, piece)
+        return piece
+
+
+class FirstSaving(Saving):
+    """The same in a run that is recorded, of which nothing is known until it is over."""
+
+    def __init__(self, call: UnitCall, recorder: Recorder) -> None:
+        super().__init__(call)
+        self.recorder = recorder
+        self._saved: list[weakref.ref[Saved]] = []
+
+    def pack(self, tensor: torch.Tensor) -> Saved:
+        # Another object: what is held of the run's own counts as held by others.
+        call = self._call
+        saved = Saved(call.owner, call, len(self._saved), tensor._version, alias(tensor))
+        saved.storage = None
+        self.recorder.saves(tensor)
+        saved.value = self.recorder.tape.saved[-1]
+        reference = weakref.ref(saved)
+        self._saved.append(reference)
+        counted = self._counted(tensor)
+        if counted is not None and counted.piece is not None:
+            saved.storage, saved.number = counted.piece, -1
+            saved.value = value_of(tensor, counted.piece.number)
+            counted.piece.slots.append(reference)
+            call.row.others.append(weakref.ref(counted.piece))
+        return saved
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The run, recorded."""
+        with self.recorder:
+            return forward(*args, **kwargs)
+
+    def ended(self) -> None:
+        """The run is over: what it has made are the call's pieces."""
+        for reference in self._saved:
+            saved = reference()
+            if saved is None or saved.storage is not None or saved.tensor is None:
+                continue
+            if saved.value.storage == OUTSIDE:
+                if is_number(saved.tensor):
+                    self.count_in(saved.tensor)
+                continue
+            counted = self._account.of(storage_of(saved.tensor))
+            if counted is None:
+                continue
+            piece = counted.piece
+            if piece is None:
+                piece = self._call.row.new_piece(self._call, saved.value.storage, counted.size)
+                piece.counted = counted
+                self._account.become_piece(counted, piece)
+            saved.storage = piece
+            piece.slots.append(reference)
+
+
+def note_returned(call: UnitCall, output: Any) -> list[torch.Tensor]:
+    """Notes what a call returned that it has made. Gives the tensors in it."""
+    found, tape, saving = tensors(output), call.unit.tape, Saving(call)
+    if tape is not None and not call.varied and len(found) == len(tape.outputs):
+        saving.returned(found, tape)
+        return found
+    call.varied = call.varied or tape is not None
+    call.owner.log.wake()
+    for tensor in found:
+        saving.count_in(tensor)
+    return found
