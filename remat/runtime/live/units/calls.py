@@ -14,7 +14,7 @@ from remat.runtime.calls.tape import Recorder
 from remat.runtime.live.units.account import Counted
 from remat.runtime.live.units.call import UnitCall
 from remat.runtime.live.units.counting import Counting, inner_peak, with_seconds
-from remat.runtime.live.units.course import Course, Kind, Segment
+from remat.runtime.live.units.course import Course, Event, Kind, Segment
 from remat.runtime.live.units.dormant import Nodes
 from remat.runtime.live.units.known import BoundModule, KnownCalls, others_are_at_work
 from remat.runtime.live.units.orders import Decision
@@ -100,8 +100,9 @@ class Calls:
         """A call of a unit."""
         pool, course = self.pool, self.course
         is_known = unit.tape is not None
-        expected = course.expects(Kind.FORWARD, unit) if is_known and self._may_follow() else None
-        self._begin(Kind.FORWARD, unit, expected)
+        event = Event(Kind.FORWARD, unit)
+        expected = course.expects(event) if is_known and self._may_follow() else None
+        self._begin(event, expected)
         if pool.log.precedent is None:
             more = unit.forward_bytes if expected is None else expected.rise
             pool.room(unit.name, more + unit.working_bytes)
@@ -147,8 +148,9 @@ class Calls:
             unit.varies = True
             course.leave()
         _hook(call, found)
-        after = course.expects(Kind.AFTER, unit) if is_followed else None
-        self._begin(Kind.AFTER, unit, after)
+        event = Event(Kind.AFTER, unit)
+        after = course.expects(event) if is_followed else None
+        self._begin(event, after)
         self.watch.turn(on=not course.tells)
         if after is not None and after.rise and pool.log.precedent is None:
             pool.room("code after a module call", after.rise)
@@ -208,8 +210,9 @@ class Calls:
         """The backward of a call is about to begin."""
         pool, unit = self.pool, call.unit
         self.ahead.pop(call.turn, None)
-        expected = self.course.expects(Kind.BACKWARD, unit)
-        self._begin(Kind.BACKWARD, unit, expected)
+        event = Event(Kind.BACKWARD, unit, self.known.backward_now())
+        expected = self.course.expects(event)
+        self._begin(event, expected)
         if self.stays and self.watch.is_on:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.watch.rest(self._leave_mode))
         if pool.log.precedent is not None:
@@ -226,7 +229,7 @@ class Calls:
         if self.watch.mode.rests and not self.are_ahead:
             self.watch.turn(on=False)
 
-    def _begin(self, kind: Kind, unit: Unit, expected: Segment | None) -> None:
+    def _begin(self, event: Event, expected: Segment | None) -> None:
         """A segment begins: evicts what a plan says."""
         course, pool = self.course, self.pool
         number = len(course.segments)
@@ -234,11 +237,11 @@ class Calls:
             pool.log.wake()
         elif number == 1:
             pool.log.sleep(course.precedent)
-        course.begin(kind, unit, expected, watched=self._sees)
+        course.begin(event, expected, watched=self._sees)
         pool.log.segment = number
         if course.plan is None and pool.log.precedent is None:
             pool.log.look_what_is_free()
-        if kind is Kind.BACKWARD:  # in which the mode cannot be left
+        if event.kind is Kind.BACKWARD:  # in which the mode cannot be left
             self.watch.mode.rests = self.watch.is_on and course.tells
         plan = course.plan
         # Since the core has decided something else, what a plan foresaw is not so any more.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,20 +24,36 @@ class Kind(Enum):
     BACKWARD = "backward"
 
 
+class Event(NamedTuple):
+    """With what a segment begins; `backward`: how the backward looks that goes on with that of a call."""
+
+    kind: Kind
+    unit: Unit | None
+    backward: Hashable = None
+
+
 class Segment:
     """What happens between one event and the next.
 
     Attributes:
-        kind, unit: the event that it begins with.
+        event: that it begins with.
         rise: bytes in use at its peak above those at its beginning, as if nothing had been evicted.
         others: bytes of code outside at its end.
     """
 
-    __slots__ = ("kind", "others", "rise", "unit")
+    __slots__ = ("event", "others", "rise")
 
-    def __init__(self, kind: Kind, unit: Unit | None) -> None:
-        self.kind, self.unit = kind, unit
+    def __init__(self, event: Event) -> None:
+        self.event = event
         self.rise = self.others = 0
+
+    @property
+    def kind(self) -> Kind:
+        return self.event.kind
+
+    @property
+    def unit(self) -> Unit | None:
+        return self.event.unit
 
 
 class Course:
@@ -63,7 +79,7 @@ class Course:
         self.trial: Trial | None = None
         self.plan: Plan | None = None
         self.precedent: Precedent | None = None
-        self.segments: list[Segment] = [Segment(Kind.START, None)]
+        self.segments: list[Segment] = [Segment(Event(Kind.START, None))]
         self._start = account.memory
 
     def know(self, place: Place) -> None:
@@ -102,25 +118,25 @@ class Course:
         """What blocks before did that this one came to follow on its way."""
         return self._known if self.follows and self._ends_as_known and self._was_left else None
 
-    def expects(self, kind: Kind, unit: Unit) -> Segment | None:
+    def expects(self, event: Event) -> Segment | None:
         """The segment of a known course that begins with this event; None where the block does something else."""
         if not self._may_follow:
             return None
         position = len(self.segments)
         if self._known is not None:
             segments = self._known.segments
-            if position < len(segments) and segments[position].kind is kind and segments[position].unit is unit:
+            if position < len(segments) and segments[position].event == event:
                 return segments[position]
         for known in self._place.ways:
-            if known is not self._known and self._leads_to(known.segments, kind, unit):
+            if known is not self._known and self._leads_to(known.segments, event):
                 self._take(known)
                 return known.segments[position]
         return None
 
-    def _leads_to(self, segments: Sequence[Segment], kind: Kind, unit: Unit) -> bool:
+    def _leads_to(self, segments: Sequence[Segment], event: Event) -> bool:
         """Whether all that has happened is in a course, and this event comes next there."""
         position = len(self.segments)
-        if position >= len(segments) or segments[position].kind is not kind or segments[position].unit is not unit:
+        if position >= len(segments) or segments[position].event != event:
             return False
         return common(self.segments, segments) == position
 
@@ -137,13 +153,13 @@ class Course:
             self.segments[-1] = known.segments[len(self.segments) - 1]
         self._known = known
 
-    def begin(self, kind: Kind, unit: Unit, expected: Segment | None, *, watched: bool) -> None:
+    def begin(self, event: Event, expected: Segment | None, *, watched: bool) -> None:
         """An event; `watched`: whether what came before it was."""
         account = self._account
         last = self.segments[-1]
         if self.follows:
             if expected is None:
-                self._fork(kind, watched=watched)
+                self._fork(event.kind, watched=watched)
             elif self._is_watched(last.kind) and (watched or last.kind is Kind.FORWARD):
                 last.others, last.rise = max(last.others, account.others), max(last.rise, account.top - self._start)
             else:
@@ -156,7 +172,7 @@ class Course:
                 self.is_whole = False
         self.follows = expected is not None
         self._may_follow = self._may_follow and self.follows
-        self.segments.append(expected if expected is not None else Segment(kind, unit))
+        self.segments.append(expected if expected is not None else Segment(event))
 
     def _fork(self, kind: Kind, *, watched: bool) -> None:
         """From here blocks have gone on in several ways, and code outside may have done so before.
@@ -165,7 +181,7 @@ class Course:
         """
         account, last = self._account, self.segments[-1]
         if self._is_watched(last.kind) and watched:
-            self.segments[-1] = own = Segment(last.kind, last.unit)
+            self.segments[-1] = own = Segment(last.event)
             own.rise, own.others = account.top - self._start, account.others
         else:
             self.is_whole = False
@@ -188,7 +204,7 @@ class Course:
     def leave_before(self, unit: Unit, *, watched: bool) -> None:
         """A call of a unit comes that will be watched as if it were code outside."""
         if self.follows:
-            if self.expects(Kind.FORWARD, unit) is None:
+            if self.expects(Event(Kind.FORWARD, unit)) is None:
                 self._fork(Kind.FORWARD, watched=watched)
             elif self.tells:
                 self._account.others = self.segments[-1].others
@@ -267,5 +283,5 @@ _MOST_WAYS = 8  # courses at one place
 def common(some: Sequence[Segment], others: Sequence[Segment]) -> int:
     """With how many of the same events two courses begin."""
     pairs = enumerate(zip(some, others, strict=False))
-    differ = (at for at, (a, b) in pairs if a is not b and (a.kind is not b.kind or a.unit is not b.unit))
+    differ = (at for at, (a, b) in pairs if a is not b and a.event != b.event)
     return next(differ, min(len(some), len(others)))

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from remat.runtime.calls.environment import autocast_states
 from remat.runtime.calls.stages import Stage
+from remat.runtime.fakes import in_earnest
 from remat.runtime.live.units.unit import Unit
 from remat.runtime.pytree import tensors
 from remat.runtime.surroundings import dispatch_modes, present
@@ -46,6 +48,8 @@ class KnownCalls:
         units: of each, by the look of a call.
     """
 
+    _task, _backward = -1, None  # the backward that was looked at last, and how it looked
+
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.bound = {module: BoundModule(module) for module in dict.fromkeys(modules)}
         self.units = {
@@ -71,6 +75,31 @@ class KnownCalls:
         if unit is None:
             unit = units[key] = Unit(stage)
         return unit
+
+    def backward_now(self) -> Hashable:
+        """How the backward that runs looks: whether it keeps the graph, and which of some parameters it is to reach.
+
+        The same calls come in the same order in `autograd.grad` of one tensor and in `backward`, which takes more.
+        """
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task, self._backward = task, self._look_at_backward()
+        return self._backward
+
+    def _look_at_backward(self) -> Hashable:
+        trained = [each for bound in self.bound.values() for each in bound.parameters[:1] if each.requires_grad]
+        keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+        return keeps, *[_is_reached(each) for each in (*trained[:1], *trained[-1:])]
+
+
+def _is_reached(parameter: nn.Parameter) -> bool | None:
+    """Whether the backward that runs computes the gradient of a parameter; None where it returns it to the program."""
+    with in_earnest(), torch.enable_grad():
+        node = get_gradient_edge(parameter).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # as PyTorch says of what `autograd.grad` is asked for
+        return None
 
 
 class _UnsupportedArguments(Exception):

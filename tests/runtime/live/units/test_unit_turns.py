@@ -146,6 +146,31 @@ def test_a_backward_that_does_something_else_is_watched_the_next_time() -> None:
         before = twice
 
 
+@pytest.mark.parametrize("share", [0.7, 1.2])
+@pytest.mark.parametrize("first", ["of all", "of one", "kept"])
+def test_another_backward_over_the_same_calls_is_another_way(first: str, share: float) -> None:
+    """It takes other memory: of `autograd.grad` for one weight, the gradients of no other are made."""
+    model, sample = mlps(4), torch.randn(64, 64)
+    weight = model.stages[0][1].weight
+
+    def step(of_all: bool) -> None:
+        torch.manual_seed(7)
+        out = model(sample).square().mean()
+        if of_all or first == "of all":
+            out.backward()
+        elif first == "of one":
+            torch.autograd.grad(out, [weight])
+        else:
+            out.backward(retain_graph=True)
+
+    budget = int(share * memory_of(lambda: step(False)))
+    for of_all in (False, False, False, False, True):
+        (dtr,) = blocks(lambda of_all=of_all: step(of_all), budget, 1)
+        left_by(model)
+    followed = dtr._block.calls.course.was_followed
+    assert followed == (first == "of all")
+
+
 def _words() -> Model:
     """Units that are passed whole numbers, by which nobody can tell the type of what they make."""
 
