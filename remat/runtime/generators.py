@@ -18,6 +18,7 @@ from remat.runtime.fakes import in_earnest
 
 _DEPTH = 4  # how far into what a module holds
 OWN = frozenset(vars(nn.Module()))  # attributes that every module has; children are modules of their own
+_CONSTANTS = frozenset((bool, int, float, str, bytes, type(None), torch.Tensor, nn.Parameter))
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.Tensor, nn.Module, type)
 Path = tuple[Any, ...]  # keys and names, from the attributes of a module on
 _paths: weakref.WeakKeyDictionary[nn.Module, tuple[Path, ...]] = weakref.WeakKeyDictionary()
@@ -32,7 +33,7 @@ def is_generator(value: Any) -> bool:
 
 def held_by(modules: Iterable[nn.Module], passed: Any = ()) -> list[Any]:
     """The generators that modules hold now in places where they held some before, and those that a call is passed."""
-    found = {id(each): each for _, each in _generators(passed, (), set())}
+    found = {} if _holds_none(passed) else {id(each): each for _, each in _generators(passed, (), set())}
     for module in modules:
         paths = _paths.get(module)
         if paths is None:
@@ -43,6 +44,14 @@ def held_by(modules: Iterable[nn.Module], passed: Any = ()) -> list[Any]:
             if is_generator(value):
                 found[id(value)] = value
     return list(found.values())
+
+
+def _holds_none(value: Any) -> bool:
+    """Whether a value is tensors and constants, as what calls pass nearly always is."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return all(map(_holds_none, value))
+    return kind in _CONSTANTS or (kind is dict and all(map(_holds_none, value.values())))
 
 
 def of_python() -> list[Any]:

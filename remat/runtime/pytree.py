@@ -23,6 +23,8 @@ def tensor_on(
 
 def tensors(value: Any) -> list[torch.Tensor]:
     """All tensors in a value, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
     found: list[torch.Tensor] = []
     _collect(value, found)
     return found

@@ -153,21 +153,14 @@ def _is_running_statistic(part: nn.Module, training: bool) -> bool:
     return isinstance(part, _NormBase) and training and part.track_running_stats
 
 
-class _Parameter(NamedTuple):
-    """A parameter as it was: the object, its version, and its memory, which `parameter.data = ...` puts another for."""
-
-    parameter: nn.Parameter
-    version: int
-    memory: torch.UntypedStorage | None
-
-
 class Parameters:
     """The parameters of a stage as they are now."""
 
     __slots__ = ("_now",)
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._now = [_Parameter(each, each._version, _memory_of(each)) for each in parameters]
+        # Of each its version, and its memory, which `parameter.data = ...` puts another for.
+        self._now = [(each, each._version, _memory_of(each)) for each in parameters]
 
     def changed(self) -> list[torch.Tensor]:
         """Those that were written to since."""
@@ -181,8 +174,10 @@ class Parameters:
         """Raises ReplayError where the stage has others now, or other values in them, as far as can be known."""
         now = list(stage.parameters())
         if len(now) != len(self._now) or any(
-            found is not was.parameter or _memory_of(found) is not was.memory
-            for found, was in zip(now, self._now, strict=True)
+            [
+                found is not was or _memory_of(found) is not memory
+                for found, (was, _, memory) in zip(now, self._now, strict=True)
+            ]
         ):
             raise ReplayError(
                 f"the parameters of {name} were replaced since its forward, so recomputing it would give another "
@@ -232,10 +227,11 @@ class FirstRun:
         self._stage, self._watch = stage, watch
         self._flags = tuple([part.training for part in stage.parts])
         self._parameters = Parameters(stage.parameters())
-        self._autocast = autocast_states({tensor.device.type for tensor in tensors(value)} | {"cpu"})
+        self._autocast = autocast_now(value)
         self._surroundings, self._modes, self._hooks = present(), modes_now(), Hooks(stage.parts)
-        self._shapes = tuple(map(_look, tensors((value, beside))))
-        self._is_steady = not (own or self._modes or self._hooks.any) and is_steady(stage.parts, (value, beside))
+        passed = tensors((value, beside))
+        self._shapes = tuple(map(_look, passed))
+        self._is_steady = not (own or self._modes or self._hooks.any) and is_steady(stage.parts, passed)
         self._sums: list[int] | None = None
         self._rewritten: list[torch.Tensor] = []  # parameters that the forward itself wrote to
         self._random: RandomState | None = None
@@ -315,8 +311,7 @@ class FirstRun:
             contexts.append(flags_again(self._stage.parts, self._flags))
         if present() is not self._surroundings:
             contexts.append(self._surroundings.again())
-        if autocast_states([state["device_type"] for state in self._autocast]) != self._autocast:
-            contexts += [torch.autocast(**state) for state in self._autocast]
+        contexts += autocast_again(self._autocast)
         if not self._hooks.are_present:
             contexts.append(self._hooks.again())
         if not self._is_steady:
@@ -405,13 +400,32 @@ def without_autocast(device_types: Iterable[str]) -> Iterator[None]:
         yield
 
 
+def autocast_now(passed: Any) -> list[dict[str, Any]]:
+    """What casts, for the devices of tensors in `passed` and the CPU; nothing where nothing does anywhere."""
+    if not torch._C._is_any_autocast_enabled():
+        return []
+    return autocast_states({tensor.device.type for tensor in tensors(passed)} | {"cpu"})
+
+
+def autocast_again(states: list[dict[str, Any]]) -> list[AbstractContextManager[Any]]:
+    """Contexts in which that is in force, where it is not; a backward usually runs outside of it."""
+    if not states:
+        if not torch._C._is_any_autocast_enabled():
+            return []
+        here = torch.accelerator.current_accelerator()
+        return [without_autocast({"cpu"} if here is None else {"cpu", here.type})]
+    if autocast_states([state["device_type"] for state in states]) == states:
+        return []
+    return [torch.autocast(**state) for state in states]
+
+
 def _look(tensor: torch.Tensor) -> Hashable:
     stride = tensor.stride() if tensor.layout == torch.strided else None
     return tensor.shape, stride, tensor.dtype, tensor.requires_grad
 
 
 def autocast_states(device_types: Collection[str]) -> list[dict[str, Any]]:
-    """Arguments of `torch.autocast` that bring back the present state; a backward usually runs outside of it."""
+    """Arguments of `torch.autocast` that bring back the present state."""
     return [
         {
             "device_type": device_type,

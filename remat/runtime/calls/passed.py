@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from remat.errors import ReplayError
-from remat.runtime.calls.environment import autocast_states
+from remat.runtime.calls.environment import autocast_again, autocast_now
 from remat.runtime.calls.stages import attached, seen_again
 from remat.runtime.fakes import in_earnest
 from remat.runtime.generators import RandomState
@@ -108,7 +108,7 @@ class _Made(NamedTuple):
     """A module call that was made.
 
     Attributes:
-        passed: positional and keyword arguments, with places.
+        passed: positional and keyword arguments, with places; None: the activation, and nothing else.
         autocast: its state, and surroundings: flags of backends, where the stage has several calls.
         random: of generators, where code between this call and the one before has drawn from them.
     """
@@ -125,11 +125,13 @@ class _Made(NamedTuple):
         if self.surroundings is None:
             return self.forward(*args, **kwargs)
         with ExitStack() as stack:
-            now = autocast_states({state["device_type"] for state in self.autocast})
-            for state in self.autocast if now != self.autocast else ():
-                stack.enter_context(torch.autocast(**state))
+            for context in autocast_again(self.autocast):
+                stack.enter_context(context)
             stack.enter_context(self.surroundings.again())
             return self.forward(*args, **kwargs)
+
+
+_NONE = object()
 
 
 class Passed:
@@ -147,8 +149,8 @@ class Passed:
     """
 
     __slots__ = (
-        *("_alike", "_alive", "_calls", "_generators", "_hold", "_holes", "_last_use", "_numbers", "_random", "_same"),
-        *("_several", "_used", "inputs"),
+        *("_activation", "_alike", "_alive", "_calls", "_computed", "_generators", "_hold", "_holes", "_last_use"),
+        *("_numbers", "_random", "_same", "_several", "_used", "inputs"),
     )
 
     def __init__(
@@ -165,11 +167,13 @@ class Passed:
         self._random: RandomState | None = None  # when the last call had returned
         self._numbers: dict[int, int] = {}  # of inputs, by identity
         self._holes: dict[int, Hole] = {}
-        self._alike: dict[Key, Hole] = {}  # hooks of a module (FSDP's) may pass on another tensor of the same data
+        self._computed: list[tuple[torch.Tensor, Hole]] = []
+        self._alike: dict[Key, Hole] = {}  # of these: hooks of a module (FSDP's) may pass on another of the same data
         self._used: set[Hole] = set()
         self._last_use: dict[int, int] = {}  # of what each call returned: the last call that is passed any of it
         self._same: dict[Hole, dict[int, int]] = {}  # numbers of the tensors of a call that show the same, by identity
         self._alive: list[Any] = []  # so that no other tensor gets an identity that is known
+        self._activation = activation if isinstance(activation, torch.Tensor) and not several else _NONE
         if activation is not None:
             self._knows(activation, -1)
 
@@ -182,7 +186,7 @@ class Passed:
         for position, tensor in enumerate(tensors(value)):
             hole = Hole(call, position)
             self._holes.setdefault(id(tensor), hole)
-            self._alike.setdefault(key_of(tensor), hole)
+            self._computed.append((tensor, hole))
 
     def add(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call that is about to be made."""
@@ -192,19 +196,20 @@ class Passed:
             drawn, self._random = None if now == self._random else now, None
         self._same.clear()
         passed: Any
-        if not kwargs and all([isinstance(each, torch.Tensor) or each is None for each in args]):
+        alone, self._activation = self._activation, _NONE
+        if len(args) == 1 and args[0] is alone and not kwargs:
+            passed = None  # most stages
+        elif not kwargs and all([isinstance(each, torch.Tensor) or each is None for each in args]):
             passed = tuple([None if each is None else self._place(each) for each in args]), {}
         else:
             passed = map_tensors(self._place, (args, kwargs))
-        autocast: list[dict[str, Any]] = []
-        if self._several:
-            autocast = autocast_states({tensor.device.type for tensor in tensors((args, kwargs))} | {"cpu"})
+        autocast = autocast_now((args, kwargs)) if self._several else []
         self._calls.append(_Made(forward, passed, autocast, present() if self._several else None, drawn))
 
     def _place(self, tensor: torch.Tensor) -> _Place:
         identity = id(tensor)
         if self._holes:
-            hole = self._holes.get(identity) or self._alike.get(key_of(tensor))
+            hole = self._holes.get(identity) or self._shows_the_same(tensor)
             if hole is not None:
                 self._used.add(hole)
                 self._last_use[hole.call] = len(self._calls)
@@ -217,6 +222,12 @@ class Passed:
             self._alive.append(tensor)
         return _Place(None, number)
 
+    def _shows_the_same(self, tensor: torch.Tensor) -> Hole | None:
+        while self._computed:
+            known, hole = self._computed.pop(0)
+            self._alike.setdefault(key_of(known), hole)
+        return self._alike.get(key_of(tensor))
+
     def returned(self, output: Any) -> None:
         """What the call returned that was added last, where another one comes behind it."""
         if not self._several:  # which is passed this, and nothing that was there before
@@ -227,11 +238,11 @@ class Passed:
 
     def complete(self) -> None:
         """All calls have been made: releases what they computed."""
-        self._random, self._hold = None, Held
+        self._random, self._hold, self._activation = None, Held, _NONE
         self._forget()
 
     def _forget(self) -> None:
-        for each in (self._holes, self._alike, self._same, self._numbers, self._alive):
+        for each in (self._holes, self._computed, self._alike, self._same, self._numbers, self._alive):
             each.clear()
 
     def held(self) -> list[torch.Tensor]:
@@ -249,7 +260,7 @@ class Passed:
         outputs: list[Any] = []
         computed = {-1: tensors(activation)}
         for number, call in enumerate(self._calls):
-            args, kwargs = _filled(call.passed, given, computed)
+            args, kwargs = ((activation,), {}) if call.passed is None else _filled(call.passed, given, computed)
             for before in [each for each in computed if self._last_use.get(each, each) <= number]:
                 del computed[before]
             if not all_of_them:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from remat.runtime.calls.places import CallCounter, Place, Places, among
-from remat.runtime.pytree import activation_of, tensors
+from remat.runtime.pytree import activation_of
 
 
 class Route:
@@ -22,7 +22,8 @@ class Route:
         self._places = places
         self.counter = CallCounter(places)
         self._position = 0
-        self._handed: list[tuple[torch.Tensor, int]] = []  # the last activation, where the next stage takes it
+        self._handed: torch.Tensor | None = None  # the last activation, where the next stage takes it
+        self._version = -1  # of that
 
     def name(self, module: nn.Module) -> str | None:
         """The name of a call that has begun; None where it belongs to no stage and runs as it is."""
@@ -42,26 +43,19 @@ class Route:
     def activation(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The activation among the arguments of a stage's first call; None if it is missing or was modified."""
         if place.stage not in self._places.follows:
-            return args[0] if self._places.in_a_row else activation_of(args, kwargs)
-        if not self._handed or any(_version(handed) != version for handed, version in self._handed):
+            return activation_of(args, kwargs)
+        if self._handed is None or _version(self._handed) != self._version:
             return None
-        if not self._places.in_a_row:
-            ((handed, _),) = self._handed
-            return among(handed, (args, kwargs))
-        found = tensors(args)
-        alike = len(found) == len(self._handed) and all(
-            among(handed, tensor) is not None for (handed, _), tensor in zip(self._handed, found, strict=True)
-        )
-        return args[0] if alike else None
+        return among(self._handed, (args, kwargs))
 
     def hand_on(self, stage: int, activation: Any) -> None:
         """Remembers the output of stage `stage` as the input of the next one, if that follows it."""
-        if activation is not None and stage + 1 in self._places.follows:
-            self._handed = [(tensor, _version(tensor)) for tensor in tensors(activation)]
+        if isinstance(activation, torch.Tensor) and stage + 1 in self._places.follows:
+            self._handed, self._version = activation, _version(activation)
 
     def let_go(self) -> None:
         """Forgets the last activation."""
-        self._handed = []
+        self._handed = None
 
 
 def _version(tensor: torch.Tensor) -> int:

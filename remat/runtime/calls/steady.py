@@ -7,13 +7,11 @@ these has to be saved before they run and restored when they run again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from remat.runtime.patching import has_own_forward
-from remat.runtime.pytree import tensors
 
 _NAMES = """
     Identity Sequential ModuleList ModuleDict Linear Bilinear Flatten Unflatten LayerNorm GroupNorm RMSNorm
@@ -31,9 +29,9 @@ _STEADY = {kind: kind.forward for kind in _LAYERS if kind.forward.__globals__["_
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
-def is_steady(parts: Sequence[nn.Module], inputs: Any = ()) -> bool:
+def is_steady(parts: Sequence[nn.Module], inputs: Sequence[torch.Tensor] = ()) -> bool:
     """Whether all these modules are such layers, as PyTorch has them, on plain parameters and inputs."""
-    if not all([type(each) in _PLAIN for each in tensors(inputs)]):
+    if not all([type(each) in _PLAIN for each in inputs]):
         return False
     for part in parts:
         kind = type(part)

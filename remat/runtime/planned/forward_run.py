@@ -342,4 +342,4 @@ class _Trigger:
 
 
 def versions_of(value: Any) -> tuple[int, ...]:
-    return tuple(tensor._version for tensor in tensors(value) if not tensor.is_inference())
+    return tuple([tensor._version for tensor in tensors(value) if not tensor.is_inference()])

@@ -40,8 +40,14 @@ class Calls:
 
     def in_turn(self, value: Any) -> Any:
         """All calls of an `nn.Sequential`. Containers in it would hold what they are passed until they return."""
-        for module in self._run.places.in_turn:
-            value = self.arrive(module, module, (value,), {})
+        run = self._run
+        for place, module in zip(run.places.calls, run.places.in_turn, strict=True):
+            if place.first and not run.left:
+                if torch.is_grad_enabled():
+                    self._begin(place, value, (value,))
+                else:
+                    self._leave(f"{place.name!r} was called without gradients")
+            value = self._call(place, module, (value,), {})
         return value
 
     def arrive(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -55,14 +61,19 @@ class Calls:
         place = self._route.place
         if not run.left:
             self._expect(place, name, args, kwargs)
+        return forward(*args, **kwargs) if place is None else self._call(place, forward, args, kwargs)
+
+    def _call(self, place: Place, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of a stage, which is under way unless the forward has left the program."""
+        run = self._run
         opened, passed = self._open, self._passed
-        if not run.left and place is not None and self._passing is not None:
+        if not run.left and self._passing is not None:
             self._route.passed()
             output = forward(*args, **kwargs)
             if place.last and self._passing is not None:  # no call inside of this one has left
                 self._pass(self._passing, output)
             return output
-        if run.left or place is None or opened is None or passed is None:
+        if run.left or opened is None or passed is None:
             return forward(*args, **kwargs)
         self._route.passed()
         if not opened.step.last:
@@ -87,14 +98,15 @@ class Calls:
         elif not torch.is_grad_enabled():
             self._leave(f"{name!r} was called without gradients")
         elif place.first:
-            self._begin(place, args, kwargs)
+            value = self._route.activation(place, args, kwargs)
+            if value is None:
+                self._leave(f"the input of {place.name!r} was not the output of the stage before it")
+            else:
+                self._begin(place, value, (args, kwargs))
 
-    def _begin(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin(self, place: Place, value: Any, given: Any) -> None:
+        """A stage begins, on `value`, which is among what its first call is `given`."""
         run, index = self._run, place.stage
-        value = self._route.activation(place, args, kwargs)
-        if value is None:
-            self._leave(f"the input of {place.name!r} was not the output of the stage before it")
-            return
         if index == 1 and run.program.stores_input:
             run.store(0, value)
         for step in self._steps:
@@ -115,7 +127,7 @@ class Calls:
             devices = accelerators(run.places.stages[index - 1], value)
             generators = partial(RandomState, devices, held_by(run.executor.holders))
         self._passed = Passed(value, several=several, generators=generators)
-        self._open = run.begins(step, value, self._passed, (args, kwargs))
+        self._open = run.begins(step, value, self._passed, given)
 
     def _pass(self, step: Step, output: Any) -> None:
         """The one run of a stage is over that is not watched."""

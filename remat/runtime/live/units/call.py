@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from remat.errors import ReplayError
 from remat.runtime.calls.call import Call
-from remat.runtime.calls.environment import FirstRun, Parameters, accelerators, flags_again, without_autocast
+from remat.runtime.calls.environment import FirstRun, Parameters, accelerators, all_of, autocast_again, flags_again
 from remat.runtime.calls.partial import Parts, nothing
 from remat.runtime.calls.passed import Held, Input, Passed, given_again
 from remat.runtime.calls.recompute import Collector
@@ -167,13 +167,12 @@ class UnitCall(Call):
         if self.context is not None:
             return self.context.again()
         self._parameters.refuse_others(self.stage, self.unit.name)
-        with ExitStack() as stack:
-            stack.enter_context(self._flags.again())
-            stack.enter_context(flags_again(self.stage.parts, self.unit.flags))
-            if torch._C._is_any_autocast_enabled():  # which it was not then
-                devices = {each.device.type for each in self.passed.inputs}
-                stack.enter_context(without_autocast({"cpu", *devices}))
-            return stack.pop_all()
+        contexts = autocast_again([])  # nothing was cast then
+        if present() is not self._flags:
+            contexts.append(self._flags.again())
+        if [part.training for part in self.stage.parts] != self.unit.flags:
+            contexts.append(flags_again(self.stage.parts, self.unit.flags))
+        return all_of(contexts)
 
     def __del__(self) -> None:
         self.owner.log.gone(self)

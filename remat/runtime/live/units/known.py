@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
 from remat.runtime.calls.environment import autocast_states
 from remat.runtime.calls.stages import Stage
@@ -55,6 +55,7 @@ class KnownCalls:
         self.units = {
             module: _known.setdefault(module, {}).setdefault(each.form, {}) for module, each in self.bound.items()
         }
+        self._ends = _ends([each for bound in self.bound.values() for each in bound.parameters[:1]])
 
     @property
     def parts(self) -> list[nn.Module]:
@@ -87,17 +88,21 @@ class KnownCalls:
         return self._backward
 
     def _look_at_backward(self) -> Hashable:
-        trained = [each for bound in self.bound.values() for each in bound.parameters[:1] if each.requires_grad]
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
-        return keeps, *[_is_reached(each) for each in (*trained[:1], *trained[-1:])]
+        return keeps, *map(_is_reached, self._ends)
 
 
-def _is_reached(parameter: nn.Parameter) -> bool | None:
-    """Whether the backward that runs computes the gradient of a parameter; None where it returns it to the program."""
+def _ends(parameters: Sequence[nn.Parameter]) -> list[Node]:
+    """Where the gradients of the first and the last one end. Not to be called in a backward: it makes other nodes."""
+    trained = [each for each in parameters if type(each) is nn.Parameter and each.requires_grad]
     with in_earnest(), torch.enable_grad():
-        node = get_gradient_edge(parameter).node
+        return [get_gradient_edge(each).node for each in (*trained[:1], *trained[-1:])]
+
+
+def _is_reached(end: Node) -> bool | None:
+    """Whether the backward that runs adds to this gradient; None where it returns it to the program."""
     try:
-        return torch._C._will_engine_execute_node(node)
+        return torch._C._will_engine_execute_node(end)
     except RuntimeError:  # as PyTorch says of what `autograd.grad` is asked for
         return None
 
