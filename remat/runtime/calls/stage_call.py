@@ -174,8 +174,9 @@ class StageCall(Call):
         gone = frozenset([number for number, saved in enumerate(self.saved) if saved() is None])
         parts = self._tapes.parts(situation, self.looks, wanted, gone)
         if parts is not None:
-            with self._collected(wanted, ends_early=True) as collector:
-                why = self.in_part(collector, parts, activation)
+            collector, checksums = self._collector(wanted, ends_early=True)
+            why = self.in_part(collector, parts, activation)
+            self._learn_ending(collector, checksums)
             if not why:
                 assert collector.replaying is not None
                 escaped = collector.replaying.escaped()
@@ -188,17 +189,18 @@ class StageCall(Call):
         self._fill(activation, wanted, ends_early=True)
 
     def _fill(self, activation: Any, wanted: frozenset[int], *, ends_early: bool) -> Any:
-        with self._collected(wanted, ends_early=ends_early) as collector:
-            outputs = self.as_a_whole(collector, activation)
+        collector, checksums = self._collector(wanted, ends_early=ends_early)
+        outputs = self.as_a_whole(collector, activation)
+        self._learn_ending(collector, checksums)
         return None if outputs is None else outputs[-1]
 
-    @contextmanager
-    def _collected(self, wanted: frozenset[int], *, ends_early: bool) -> Iterator[Collector]:
-        """What collects, for a run inside; the first time also whether later ones may end early."""
+    def _collector(self, wanted: frozenset[int], *, ends_early: bool) -> tuple[Collector, Checksums | None]:
+        """What collects in a run; the first time also what tells whether later ones may end early."""
         last = max(wanted, default=-1) + 1 if ends_early and self._ending.allowed else None
         checksums = Checksums() if wanted and self._ending.allowed is None else None
-        collector = Collector(self.looks, wanted, self.fill, last=last, checksums=checksums)
-        yield collector
+        return Collector(self.looks, wanted, self.fill, last=last, checksums=checksums), checksums
+
+    def _learn_ending(self, collector: Collector, checksums: Checksums | None) -> None:
         if checksums is not None and collector.was_right:
             self._ending.learn(checksums)
 

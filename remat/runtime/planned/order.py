@@ -44,7 +44,7 @@ class Calls:
         for place, module in zip(run.places.calls, run.places.in_turn, strict=True):
             if place.first and not run.left:
                 if torch.is_grad_enabled():
-                    self._begin(place, value, (value,))
+                    self._begin(place, value, () if isinstance(value, torch.Tensor) else (value,))
                 else:
                     self._leave(f"{place.name!r} was called without gradients")
             value = self._call(place, module, (value,), {})
@@ -105,7 +105,7 @@ class Calls:
                 self._begin(place, value, (args, kwargs))
 
     def _begin(self, place: Place, value: Any, given: Any) -> None:
-        """A stage begins, on `value`, which is among what its first call is `given`."""
+        """A stage begins, on `value`, which its first call is `given` with other things or alone."""
         run, index = self._run, place.stage
         if index == 1 and run.program.stores_input:
             run.store(0, value)
