@@ -4,7 +4,7 @@ A *step* runs *calls* in a *context*; *saved tensors* wait in autograd's graph f
 is none the *policy*, drops storages; a *recomputation* makes them again from what is known of the call's *graph*; the
 *accounting* judges.
 
-- Step: a training step being run. `planned.forward_run.Run` by a schedule, `live.units.block.UnitsBlock` under DTR.
+- Step: a training step being run. `planned.forward_run.Run` by a schedule, `live.units.calls.Calls` under DTR.
 - Call: one call of a module, or of several that make a stage, that can be made again (`calls.call.Call`), with what it
   was passed (`calls.passed.Passed`).
 - Context: all that a call depends on besides (`calls.environment.FirstRun`): generators, autocast, flags, hooks,
@@ -38,6 +38,7 @@ Rules, to which the code points back:
    the next stage runs.
 8. What cannot be right raises: a second backward, an input, a parameter or a kept tensor changed in place since. What
    takes more than the budget says so.
-9. A plan holds as long as the step does what the plan was made for, call for call. From the first call that differs on,
-   a schedule gives way to plain autograd, and a plan of DTR to the policy, which first hears what was done so far.
+9. A plan holds as long as the step does what the plan was made for, call for call, with a backward of the same kind.
+   From the first call that differs on, a schedule gives way to plain autograd, and a plan of DTR to the policy, which
+   first hears what was done so far.
 """

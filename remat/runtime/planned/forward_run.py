@@ -15,21 +15,16 @@ from remat.runtime.calls.environment import FirstRun
 from remat.runtime.calls.passed import Passed
 from remat.runtime.calls.saved import Saved
 from remat.runtime.calls.stage_call import StageCall
-from remat.runtime.calls.stages import detached
 from remat.runtime.generators import held_by
-from remat.runtime.offload import Sent
 from remat.runtime.planned.program import Step
+from remat.runtime.planned.stored import Stored, versions_of
+from remat.runtime.planned.transfers import Transfers
 from remat.runtime.pytree import tensors
 from remat.runtime.surroundings import hearing_subclasses, subclasses_heard
 from remat.schedule import F_ALL, B, Operation
 
 if TYPE_CHECKING:
     from remat.runtime.planned.executor import Executor
-
-
-class _Stored(NamedTuple):
-    value: Any
-    versions: tuple[int, ...]
 
 
 class Open(NamedTuple):
@@ -49,6 +44,7 @@ class Run:
     """One forward of the model and its backward (rule 6).
 
     Attributes:
+        stored: activations that recomputations start from.
         left: why the forward has left the program, after which it is ordinary autograd; empty while it follows it.
         repeating: whether a stage runs again.
     """
@@ -59,10 +55,9 @@ class Run:
         self.repeating = False
         self.in_forward = True
         self._subclasses = subclasses_heard()
-        self._stored: dict[int, _Stored] = {}  # activations that recomputations start from
+        self.stored = Stored(self.places)
         self._calls: dict[int, StageCall] = {}
-        executor.host.forward_begins()
-        self._leaving: Sent | None = None  # what the last operation has sent to the host
+        self._transfers = Transfers(self._calls, executor.host)
         self._pending = executor.program.stages  # the stage whose backward comes next
         self._lowest = executor.program.stages + 1  # the first stage with a backward; those before are frozen
         self._graph_task: int | None = None
@@ -110,13 +105,13 @@ class Run:
                 f"stage {stage.name!r} returned {type(returned).__name__} without a tensor; its forward must return "
                 "tensors for the next stage"
             )
-        if not (step.last and index - 1 not in self._stored) and versions_of(value) != versions:
+        if not (step.last and index - 1 not in self.stored) and versions_of(value) != versions:
             raise ReplayError(
                 f"stage {stage.name!r} changes its input in place, so a recomputation would read it changed; use "
                 "inplace=False there, or plan with remat.profile, which merges such a stage with the one before it"
             )
-        self.settle(step, output)
-        self._send(step.operation)
+        self.stored.settle(step, output)
+        self._transfers.send(index, self.executor.sent(step.operation))
         self._waits_for_backward(index, returned)
 
     def passes(self, step: Step) -> bool:
@@ -125,11 +120,11 @@ class Run:
         Where something is sent away, the end of each stage lets go of what the one before it has sent (rule 7).
         """
         looked_on = self.executor.observer is not None or self.program.sends
-        return step.is_plain and not looked_on and step.operation.stage - 1 not in self._stored
+        return step.is_plain and not looked_on and step.operation.stage - 1 not in self.stored
 
     def passed(self, step: Step, output: Any, returned: Any) -> None:
         """Such a stage has run; `output` and `returned` as for `ended`."""
-        self.settle(step, output)
+        self.stored.settle(step, output)
         self._waits_for_backward(step.operation.stage, returned)
 
     def _waits_for_backward(self, index: int, returned: Any) -> None:
@@ -146,19 +141,8 @@ class Run:
         index = opened.step.operation.stage
         if opened.call is not None and opened.call.context is not None:
             opened.call.ended(None)
-            if index - 1 not in self._stored:
-                self.store(index - 1, opened.value)
-
-    def settle(self, step: Step, output: Any) -> None:
-        """Stores and drops activations as a step says."""
-        index = step.operation.stage
-        if step.drop_input:
-            self._stored.pop(index - 1, None)
-        if step.store_output:
-            self.store(index, output)
-
-    def store(self, index: int, value: Any) -> None:
-        self._stored[index] = _Stored(detached(value), versions_of(value))
+            if index - 1 not in self.stored:
+                self.stored.put(index - 1, opened.value)
 
     def observe(self, operation: Operation) -> None:
         if self.executor.observer is not None:
@@ -170,9 +154,7 @@ class Run:
         """Runs a stage again from a stored input, as a step says."""
         index = step.operation.stage
         self.observe(Operation(B, index) if step.completes else step.operation)  # a replay of the rest belongs to B
-        value = self._load(index - 1)
-        if step.drop_input:
-            del self._stored[index - 1]
+        value = self.stored.load(index - 1)
         dropped = self.executor.dropped(step.operation)
         if step.completes:
             self._complete(index, value)
@@ -180,34 +162,11 @@ class Run:
         else:
             filling = step.operation.kind == F_ALL
             output = self._replay(index, value, filling=filling, ends_early=step.ends_early, dropped=dropped)
-        if step.store_output:
-            self.store(index, output)
+        self.stored.settle(step, output)
         if step.last:
             self._calls[index].never_again()
         if not step.completes:
-            self._send(step.operation)
-
-    def _send(self, operation: Operation) -> None:
-        """An operation has run forward: what the one before has sent is gone, and what this one sends goes."""
-        if self._leaving is not None:
-            self._leaving.leave()
-            self._leaving = None
-        numbers = self.executor.sent(operation)
-        if numbers:
-            self._leaving = self._calls[operation.stage].send(numbers, self.executor.host)
-
-    def _fetch(self, index: int) -> None:
-        """What a stage has sent to the host begins to come back."""
-        call = self._calls.get(index)
-        if call is not None and call.sent is not None:
-            call.sent.fetch()
-
-    def _arrive(self, index: int) -> None:
-        """What a stage has sent to the host is back."""
-        call = self._calls.get(index)
-        if call is not None and call.sent is not None:
-            call.sent.arrive()
-            call.sent = None
+            self._transfers.send(index, self.executor.sent(step.operation))
 
     def _replay(self, index: int, value: Any, **how: Any) -> Any:
         self.repeating = True
@@ -223,17 +182,6 @@ class Run:
             self._calls[index].complete(value)
         finally:
             self.repeating = False
-
-    def _load(self, index: int) -> Any:
-        value, versions = self._stored[index]
-        now = versions_of(value)
-        if now != versions:
-            what = "the model's input" if index == 0 else f"the output of stage {self.places.stages[index - 1].name!r}"
-            raise ReplayError(
-                f"{what} was modified in place since the forward (version {', '.join(map(str, versions))} then, "
-                f"{', '.join(map(str, now))} now), so a recomputation would read it changed; modify a copy"
-            )
-        return detached(value)
 
     # Backward ----------------------------------------------------------------------------------------------------
 
@@ -257,7 +205,7 @@ class Run:
     def _advance(self, index: int) -> None:
         """Runs what the schedule places before the backward of stage `index`."""
         while self._pending >= index:
-            self._arrive(self._pending)
+            self._transfers.arrive(self._pending)
             if self.left:
                 self._fill(self._pending)
             else:
@@ -266,7 +214,7 @@ class Run:
                     last = steps.pop()
                 for step in steps:
                     self.recompute(step)
-                self._fetch(self._pending - 1)
+                self._transfers.fetch(self._pending - 1)
                 if last is not None:
                     self.recompute(last)
                 else:
@@ -280,8 +228,8 @@ class Run:
         """
         if not self._waits(index):
             return
-        start = max(stored for stored in self._stored if stored < index)
-        value = self._load(start)
+        start = self.stored.last_before(index)
+        value = self.stored.load(start)
         for stage in range(start + 1, index + 1):
             value = self._replay(stage, value, filling=self._waits(stage))
 
@@ -322,7 +270,7 @@ class Run:
             )
 
     def _release(self) -> None:
-        self._stored.clear()
+        self.stored.clear()
         for call in self._calls.values():
             call.never_again()
             if self._broken:
@@ -339,7 +287,3 @@ class _Trigger:
 
     def __call__(self, grad_outputs: Any) -> None:
         self.run.begin_backward(self.index)
-
-
-def versions_of(value: Any) -> tuple[int, ...]:
-    return tuple([tensor._version for tensor in tensors(value) if not tensor.is_inference()])

@@ -108,7 +108,7 @@ class Calls:
         """A stage begins, on `value`, which its first call is `given` with other things or alone."""
         run, index = self._run, place.stage
         if index == 1 and run.program.stores_input:
-            run.store(0, value)
+            run.stored.put(0, value)
         for step in self._steps:
             if not step.first:
                 run.recompute(step)
@@ -116,7 +116,7 @@ class Calls:
                 break
             else:  # code outside of the stages, whose output this is
                 run.observe(step.operation)
-                run.settle(step, value)
+                run.stored.settle(step, value)
         self._route.let_go()
         if run.passes(step):
             self._passing = step
