@@ -29,7 +29,7 @@ from remat.comparison.bench import Bench, TrainingStep
 from remat.errors import RematError, UnsupportedModel
 from remat.plotting.style import axes_for, legend, style_at
 from remat.runtime.live.ledger import Ledger
-from remat.runtime.live.store import Store
+from remat.runtime.live import store
 
 NOTE = (
     "CPU time of one thread, all ways of a budget once in each round in changing order; over_plain: quartiles of the "
@@ -154,7 +154,7 @@ def _split(model: nn.Module, sample: Any, loss: Callable[[Any], torch.Tensor], b
         start = time.process_time()
         plain()
         operators = time.process_time() - start
-        with Watch(Store, "repeat") as again, Watch(Ledger, "consult") as deciding:
+        with Watch(store, "repeat") as again, Watch(Ledger, "consult") as deciding:
             start = time.process_time()
             limited()
             total = time.process_time() - start

@@ -12,9 +12,9 @@ _PASSES = 300
 
 
 class Watch:
-    """Seconds spent in a method, by whoever calls it."""
+    """Seconds spent in a method, or a function of a module, by whoever calls it."""
 
-    def __init__(self, owner: type, name: str) -> None:
+    def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name, self.method, self.seconds = owner, name, getattr(owner, name), 0.0
         self.of: Any = None  # whose method was called last
         self._depth = 0  # of calls within calls, which count once

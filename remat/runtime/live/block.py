@@ -19,9 +19,11 @@ from remat.runtime.fakes import in_earnest
 from remat.runtime.live.advice import Advice, advice_on
 from remat.runtime.live.choosing import Choice, choose
 from remat.runtime.live.dispatcher import Dispatcher
+from remat.runtime.live.keeping_aside import cut_loose, preserve
 from remat.runtime.live.nesting import claim, refuse_nested, release
 from remat.runtime.live.outcomes import outcome_of, report_of, warn_of_more
 from remat.runtime.live.raw_access import Guard, guard, unguard
+from remat.runtime.live.repeating import revive
 from remat.runtime.live.saved_tensors import Saving
 from remat.runtime.live.settings import Settings
 from remat.runtime.live.sites import site_at
@@ -108,7 +110,7 @@ class Block(Guard):
             try:
                 for version in self._store.living():
                     if not version.resident:
-                        self._store.revive(version)
+                        revive(self._store, version)
                 self._count()
             finally:  # even where the device has no memory left for that, the next block can run
                 self._store.close()
@@ -149,7 +151,7 @@ class Block(Guard):
         try:
             for version in living:
                 if not version.resident:
-                    store.cut_loose(version)
+                    cut_loose(store, version)
         except OutOfBudget:
             self.outcome = "over"
         except Thrashing:
@@ -206,7 +208,7 @@ class Block(Guard):
                 if not version.resident:
                     store.access(version, "memory of a tensor")
                 if access is not Access.READS:
-                    store.cut_loose(version)
+                    cut_loose(store, version)
             if access in (Access.WRITES, Access.SHARES):
                 self._preserve(tensor, storage)
 
@@ -219,9 +221,9 @@ class Block(Guard):
         """What was computed from a tensor that is about to change without an operator must not need it any more."""
         store = self._store
         known = store.versions.get(id(storage))
-        brought = store.constants.get(id(storage))
+        brought = store.constants.known.get(id(storage))
         if isinstance(known, Version) or brought is not None:
-            constant, fresh = store.constant(tensor, storage, known)
+            constant, fresh = store.constants.of(tensor, storage, known)
             if not fresh:
-                store.preserve(constant)
-            store.forget(storage)
+                preserve(store, constant)
+            store.constants.forget(storage)

@@ -20,6 +20,8 @@ from remat.runtime.allocator import allocated_bytes
 from remat.runtime.calls.environment import state_bytes
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.live.costs import SHARED, Knowledge, OperatorFacts, in_key, observe, working_device
+from remat.runtime.live.keeping_aside import cut_loose, preserve
+from remat.runtime.live.made import NUMBER_BYTES, can_be_evicted, parts_of, storages_made
 from remat.runtime.live.operator_calls import (
     CPU,
     USUAL,
@@ -31,7 +33,8 @@ from remat.runtime.live.operator_calls import (
     random_before,
 )
 from remat.runtime.live.raw_access import are_others, expose_elsewhere
-from remat.runtime.live.store import NUMBER_BYTES, Store, can_be_evicted, parts_of, storages_made
+from remat.runtime.live.repeating import revive
+from remat.runtime.live.store import Store
 from remat.runtime.live.versions import Given, Operator, Source, StorageRef, Version, VersionRef, bits_of, hand_over
 from remat.runtime.operators import Traits, tensors_in, traits_of
 from remat.runtime.pytree import storage_of
@@ -119,7 +122,7 @@ class Dispatcher(TorchDispatchMode):
         Does the same as what follows in `__torch_dispatch__`, in one go, for one output; or nothing at all.
         """
         store, ledger = self.store, self.ledger
-        versions, constants = store.versions, store.constants
+        versions, constants = store.versions, store.constants.known
         key: list[Any] = [None, function, surroundings]
         template: list[Any] = []
         numbers: list[int] = []
@@ -139,7 +142,7 @@ class Dispatcher(TorchDispatchMode):
                     if constant is None or constant.content is not storage:
                         if source is None and storage.nbytes() <= NUMBER_BYTES:
                             return False, None
-                        constant, _ = store.constant(value, storage, source)
+                        constant, _ = store.constants.of(value, storage, source)
                     source = constant
                     if constant.tensor is not None:
                         inputs.append(constant.tensor)
@@ -234,7 +237,7 @@ class Dispatcher(TorchDispatchMode):
         call.key += (shape, stride, dtype)
         source: Source
         if version is None or version.operator is None:
-            source, fresh = self.store.constant(tensor, storage, version)
+            source, fresh = self.store.constants.of(tensor, storage, version)
             if fresh:
                 call.fresh.append(source)
         else:
@@ -265,7 +268,7 @@ class Dispatcher(TorchDispatchMode):
                 self.store.access(version, call.traits.label)
         if not all(version.resident for version in versions):  # one had to give way to another
             for version in versions:
-                self.store.cut_loose(version)
+                cut_loose(self.store, version)
         call.missing = False
 
     def _view(self, traits: Traits, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -279,7 +282,7 @@ class Dispatcher(TorchDispatchMode):
             if version is not None and not version.resident and traits.label != "detach":
                 self.store.access(version, traits.label)
             if version is not None and traits.label == "record_stream":  # in use where nobody waits for an eviction
-                self.store.cut_loose(version)
+                cut_loose(self.store, version)
         result = function(*args, **kwargs)
         if traits.is_fresh or function in _ON_STORAGES:
             for tensor in tensors_in(result):
@@ -301,7 +304,7 @@ class Dispatcher(TorchDispatchMode):
         if call.opaque:
             for source in call.sources:
                 if isinstance(source, Version):
-                    store.cut_loose(source)
+                    cut_loose(store, source)
         touched: list[Tensor] = []
         for tensor in tensors_in([argument.of(args, kwargs) for argument in traits.writes]):
             constant = self._changes(tensor, call, action)
@@ -338,7 +341,7 @@ class Dispatcher(TorchDispatchMode):
             for storage, size in sizes.values():
                 self._count_growth(storage, size)
             for tensor in touched:
-                store.forget(storage_of(tensor))
+                store.constants.forget(storage_of(tensor))
 
     def _count_growth(self, storage: torch.UntypedStorage, before: int) -> None:
         """Takes account of what was enlarged and is none of ours."""
@@ -358,9 +361,9 @@ class Dispatcher(TorchDispatchMode):
             return None
         if not storage.nbytes():
             return None
-        constant, _ = self.store.constant(tensor, storage, version)
+        constant, _ = self.store.constants.of(tensor, storage, version)
         if all(known is not constant for known in call.fresh):
-            self.store.preserve(constant)
+            preserve(self.store, constant)
         return constant
 
     # Running one -----------------------------------------------------------------------------------------------------
@@ -397,7 +400,7 @@ class Dispatcher(TorchDispatchMode):
         if action.repeatable and not can_be_evicted(result, made):
             for source in call.sources:  # it may be part of what was made
                 if isinstance(source, Version):
-                    store.cut_loose(source)
+                    cut_loose(store, source)
             action = replace(action, repeatable=False)
         sizes = [allocated_bytes(storage) for storage in made]
         if tuple(sizes) != facts.output_bytes:
@@ -429,7 +432,7 @@ class Dispatcher(TorchDispatchMode):
         if not self.store.limited:
             for source in call.sources:
                 if isinstance(source, Version):
-                    self.store.revive(source)
+                    revive(self.store, source)
             return
         self.store.look()
         sizes = [*call.facts.output_bytes, *(version.size for version, _ in changed)]

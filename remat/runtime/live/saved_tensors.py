@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from remat.runtime.fakes import in_earnest
-from remat.runtime.live.store import Store, no_autocast, no_autograd
-from remat.runtime.live.versions import Saved, SavedConstant, on_storage
+from remat.runtime.live.store import Store
+from remat.runtime.live.versions import Saved, SavedConstant, no_autocast, no_autograd, on_storage
 from remat.runtime.pytree import storage_of
 
 

@@ -9,42 +9,31 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from remat.errors import ReplayError
 from remat.runtime.allocator import allocated_bytes
 from remat.runtime.dtr import _kernels as k
-from remat.runtime.fakes import in_earnest
+from remat.runtime.live.constants import Constants
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
+from remat.runtime.live.repeating import repeat, revive
 from remat.runtime.live.versions import (
-    Brought,
-    Given,
     Operator,
-    Source,
     StorageRef,
     Version,
     VersionRef,
-    hand_over,
-    on_storage,
 )
 from remat.runtime.operators import tensors_in
 from remat.runtime.pytree import storage_of
 
 NUMBERS = 16  # that PyTorch may make tensors of before room is made for them
-FLOAT_BYTES, NUMBER_BYTES = 8, 16  # of a number, and of the largest, a complex one
+FLOAT_BYTES = 8  # of a number
 _MORE_NUMBERS = 64  # for which room is made at once
-
-# Operators inside of all three run as the kernels that they were when the dispatcher saw them. They stand in each
-# `with` by themselves: a context manager of ours around them could be interrupted between them and leave some on.
-no_autograd = torch._C._AutoDispatchBelowAutograd
-no_autocast = torch._C._DisableAutocast
 
 
 class Store:
@@ -56,7 +45,7 @@ class Store:
     Attributes:
         versions: of storages that exist, by `id` of their Python object.
         by_tensor: of all, by number in the policy core.
-        constants: of storages whose content no operator can compute, by `id`; dead ones included.
+        constants: of storages whose content no operator can compute.
         dead: versions of which a reference was dropped, to be looked at by `settle`.
         gone: references to versions that exist no more.
         saves: how many tensors autograd has saved.
@@ -79,7 +68,7 @@ class Store:
         self.by_tensor: dict[int, VersionRef] = {}
         self.gone: list[VersionRef] = []
         self.saves, self.numbers, self.most_numbers = 0, 0, NUMBERS
-        self.constants: dict[int, Brought] = {}
+        self.constants = Constants(ledger)
 
     # Bookkeeping -----------------------------------------------------------------------------------------------------
 
@@ -87,7 +76,7 @@ class Store:
         """Makes the version of a storage, or its next one. Without operator it is locked in the ledger."""
         version = Version(tensor, size, operator)
         reference = self.know(version)
-        self._put(version, storage)
+        self.put(version, storage)
         if operator is None:
             self.ledger.note(k.LOCK, tensor)
         else:
@@ -98,7 +87,7 @@ class Store:
         """Takes account of a tensor that was made behind the dispatcher's back."""
         storage = storage_of(tensor)
         size = allocated_bytes(storage)
-        if id(storage) not in self.versions and not self.is_brought(storage) and size:
+        if id(storage) not in self.versions and not self.constants.hold(storage) and size:
             self.settle()
             taken = self.ledger.memory + size
             if taken > self.ledger.budget:  # others can still give way to it, but it is there already
@@ -127,7 +116,8 @@ class Store:
         reference.tensor = version.tensor
         return reference
 
-    def _put(self, version: Version, storage: torch.UntypedStorage) -> None:
+    def put(self, version: Version, storage: torch.UntypedStorage) -> None:
+        """The content of a version is in this storage from now on."""
         version.where = where = StorageRef(storage, self.died)
         where.version, where.key = version, id(storage)
         self.versions[where.key] = version
@@ -191,48 +181,6 @@ class Store:
             version.resident = False
             self.ledger.memory -= version.size
 
-    def constant(self, tensor: Tensor, storage: torch.UntypedStorage, version: Version | None) -> tuple[Given, bool]:
-        """The constant that a storage holds, and whether nothing was computed from it that may be computed again.
-
-        Args:
-            version: of the storage, if it has one.
-        """
-        brought = self.constants.get(id(storage))
-        if brought is None or brought() is not storage:
-            brought = self.constants[id(storage)] = Brought(storage)
-            brought.constant = None
-            if version is None:
-                brought.argument = -1 - self.ledger.constants
-                self.ledger.constants += 1
-            else:
-                brought.argument = version.tensor
-        known = None if brought.constant is None else brought.constant()
-        if known is not None and known.content is storage:
-            return known, False
-        if version is not None:
-            brought.argument = version.tensor  # another one than before if its content was copied aside
-        constant = Given(tensor, storage, brought.argument, None if version is None else version.tensor)
-        brought.constant = weakref.ref(constant)
-        return constant, True
-
-    def is_brought(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the program brought this storage along, as far as operators have used it."""
-        brought = self.constants.get(id(storage))
-        return brought is not None and brought() is storage  # an `id` may have been another one's
-
-    def forget(self, storage: torch.UntypedStorage) -> None:
-        """The content of a constant has changed: what is computed from it next is computed from another one."""
-        brought = self.constants.get(id(storage))
-        if brought is not None:
-            brought.constant = None
-
-    def make_constant(self, storage: torch.UntypedStorage, tensor: int) -> Given:
-        """The constant of a storage whose version is being cut loose."""
-        constant = Given(None, storage, tensor, tensor)
-        brought = self.constants[id(storage)] = Brought(storage)
-        brought.argument, brought.constant = tensor, weakref.ref(constant)
-        return constant
-
     # Deciding --------------------------------------------------------------------------------------------------------
 
     def consult(self, label: str, tensors: Sequence[Tensor] = ()) -> None:
@@ -271,7 +219,7 @@ class Store:
     def access(self, version: Version, label: str) -> None:
         """Has a version in memory for the moment."""
         if not self.limited:
-            self.revive(version)
+            revive(self, version)
             return
         self.settle()
         self.look()
@@ -307,7 +255,7 @@ class Store:
                 if kind == k.EVICTED:
                     self.evict(version)
                 elif version.operator is not None:
-                    self.repeat(version.operator)
+                    repeat(self, version.operator)
         except BaseException:
             self.limited = False  # what is in memory is no longer what the core believes
             raise
@@ -319,160 +267,6 @@ class Store:
         version.resident = False
         if storage is not None:
             storage.resize_(0)
-
-    # Computing again -------------------------------------------------------------------------------------------------
-
-    def repeat(self, operator: Operator) -> None:
-        """Runs an operator again and puts its results where they are missing.
-
-        Raises:
-            ReplayError: what it was computed from has changed, or the result is of another size.
-        """
-        with in_earnest(), no_autograd(), no_autocast():
-            copies: dict[int, torch.UntypedStorage] = {}
-            for source in operator.sources():
-                if isinstance(source, Given) and source.changed():
-                    raise ReplayError(
-                        f"{operator.function} must run again, but one of its inputs was changed where DTR cannot see "
-                        "it (outside of its block, in another thread, or through .data); change tensors inside the "
-                        "block, or after the backward"
-                    )
-            for source in operator.changes:
-                copies[id(source)] = _content(source).clone()
-            args = [_filled(value, copies) for value in operator.args]
-            kwargs = {name: _filled(value, copies) for name, value in operator.kwargs.items()}
-            result = operator.run(args, kwargs)
-            taken = {id(_content(source)) for source in operator.sources()} | {id(copy) for copy in copies.values()}
-            made = new_storages(result, taken)
-            made.extend(copies[id(source)] for source in operator.changes if isinstance(source, Version))
-            del result, args, kwargs
-            if len(made) != len(operator.outputs):
-                raise ReplayError(
-                    f"recomputing {operator.function} returned {len(made)} storages, its first run "
-                    f"{len(operator.outputs)}; an operator must do the same each time it runs"
-                )
-            made.reverse()
-            for reference in operator.outputs:
-                storage, version = made.pop(), reference()
-                if version is not None and not version.resident:
-                    self._place(version, storage, operator)
-
-    def _place(self, version: Version, made: torch.UntypedStorage, operator: Operator) -> None:
-        size = allocated_bytes(made)
-        if size != version.size:
-            raise ReplayError(
-                f"recomputing {operator.function} returned {size} bytes, its first run {version.size}; an operator "
-                "must do the same each time it runs"
-            )
-        storage = None if version.where is None else version.where()
-        if storage is None:
-            version.held = made
-            if version.saves:
-                self._put(version, made)  # autograd will hand it out
-            # Else only operators that may run again refer to the version; its content goes when the last of them does.
-        else:
-            storage.resize_(made.nbytes())  # what was asked for, and not what the allocator gives for that
-            storage.copy_(made)
-            version.held = storage if version.saves else None
-        version.resident = True
-
-    def revive(self, version: Version) -> None:
-        """Computes a version again, with all that it needs, without regard to the budget."""
-        todo: list[Version] = [version]
-        temporary: list[Version] = []
-        while todo:
-            last = todo[-1]
-            if last.resident or last.operator is None:
-                todo.pop()
-                continue
-            missing = [s for s in last.operator.sources() if isinstance(s, Version) and not s.resident]
-            if missing:
-                todo.extend(missing)
-                continue
-            self.repeat(last.operator)
-            todo.pop()
-            temporary.extend(s for s in (reference() for reference in last.operator.outputs) if s is not None)
-        for other in temporary:
-            if other is not version and other.released and other.resident:
-                self.evict(other)
-
-    # What cannot be computed again -----------------------------------------------------------------------------------
-
-    def cut_loose(self, version: Version) -> None:
-        """Keeps a version in memory from now on, so that its operator is not needed for it.
-
-        The version becomes that of a constant for all that was computed from it, and another one takes its place in the
-        accounts until its storage dies.
-        """
-        if version.operator is None:
-            return
-        self.ledger.note(k.LOCK, version.tensor)
-        if not version.resident:
-            if self.limited:
-                self.consult("lock")
-            else:
-                self.revive(version)
-        storage = version.storage()
-        assert storage is not None
-        constant = self.make_constant(storage, version.tensor)
-        heir = Version(version.tensor, version.size, None)
-        hand_over(version, heir, storage)
-        self.know(heir)
-        version.constant, version.operator, version.where, version.held, version.released = (
-            constant,
-            None,
-            None,
-            None,
-            True,
-        )
-        self._put(heir, storage)
-
-    def preserve(self, constant: Given) -> None:
-        """To be called before a constant is changed from which something was computed that may be computed again.
-
-        Either its content is copied, or what depends on it is kept in memory from now on: that costs nothing where no
-        backward is to come any more, as in an optimiser's step.
-        """
-        dependents = self._dependents(constant)
-        if any(version.saves for version in dependents):
-            self._copy_aside(constant)
-        else:
-            for version in dependents:
-                self.cut_loose(version)
-
-    def _dependents(self, constant: Given) -> list[Version]:
-        """What the program can still ask for and might have to be computed again from `constant`."""
-        reached: set[int] = set()
-        found = []
-        for tensor, reference in self.by_tensor.items():
-            version = reference()
-            if (
-                version is not None
-                and version.operator is not None
-                and any(
-                    source is constant
-                    or (isinstance(source, Version) and (source.tensor in reached or source.constant is constant))
-                    for source in version.operator.sources()
-                )
-            ):
-                reached.add(tensor)
-                if not version.released:
-                    found.append(version)
-        return found
-
-    def _copy_aside(self, constant: Given) -> None:
-        original, size = constant.content, allocated_bytes(constant.content)
-        (tensor,) = self.ledger.add("clone", max(size // 10, 1), [constant.argument], [size])
-        self.hold(size, "clone")
-        with in_earnest(), no_autograd(), no_autocast():
-            constant.content = copy = original.clone()
-        if constant.tensor is None:
-            self.enter(tensor, copy, size, None)
-        else:  # the core has computed from it under its old number, so the new content gets the new one
-            old = self.versions[id(original)]
-            self.enter(tensor, original, size, None)
-            self._put(old, copy)
-        constant.witness = constant.version = None
 
     # The end ---------------------------------------------------------------------------------------------------------
 
@@ -500,77 +294,3 @@ class Store:
             version.where = None  # the reference refers back to the version; without it both are gone at once
         self.versions.clear()
         self.by_tensor.clear()
-
-
-def new_storages(result: Any, taken: set[int]) -> list[torch.UntypedStorage]:
-    """The storages of what an operator returned that are not in `taken` (`id`s), each once, but for empty ones."""
-    found: list[torch.UntypedStorage] = []
-    for tensor in tensors_in(result):
-        for part in parts_of(tensor):
-            storage = storage_of(part)
-            if id(storage) not in taken and storage.nbytes():
-                found.append(storage)
-                taken.add(id(storage))
-    return found
-
-
-def sizes_of(values: Any) -> list[tuple[torch.UntypedStorage, int]]:
-    """The storages of dense tensors, each once, and what was given for them."""
-    found = {id(storage_of(each)): storage_of(each) for each in tensors_in(values) if each.layout == torch.strided}
-    return [(storage, allocated_bytes(storage)) for storage in found.values()]
-
-
-def is_number(tensor: Tensor) -> bool:
-    """Whether a tensor may stand for a number of Python's that is computed with: autograd makes and keeps such."""
-    return tensor.layout == torch.strided and storage_of(tensor).nbytes() <= NUMBER_BYTES
-
-
-def parts_of(tensor: Tensor) -> Sequence[Tensor]:
-    """The dense tensors that a sparse one consists of; a dense one itself."""
-    if tensor.layout == torch.strided:
-        return (tensor,)
-    if tensor.layout == torch.sparse_coo:
-        return (tensor._indices(), tensor._values())
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-    return ()
-
-
-def _content(source: Source) -> torch.UntypedStorage:
-    storage = source.storage()
-    if storage is None or (isinstance(source, Version) and not source.resident):
-        raise ReplayError("an input of an operator is missing; this is a bug of remat, please report it")
-    return storage
-
-
-def _filled(value: Any, copies: dict[int, torch.UntypedStorage]) -> Any:
-    if type(value) is tuple:
-        source = value[0]
-        copy = copies.get(id(source))
-        return on_storage(value, _content(source) if copy is None else copy)
-    if isinstance(value, list):
-        return [_filled(item, copies) for item in value]
-    return value
-
-
-def can_be_evicted(result: Any, made: Sequence[torch.UntypedStorage]) -> bool:
-    """Whether what a call returned can be freed and put back: no parts of sparse tensors, no mapped files."""
-    if isinstance(result, Tensor) and result.layout == torch.strided:
-        return all(storage.resizable() for storage in made)
-    strided = all(tensor.layout == torch.strided for tensor in tensors_in(result))
-    return strided and all(storage.resizable() for storage in made)
-
-
-def storages_made(
-    result: Any, sources: Sequence[Source], versions: Mapping[int, Version]
-) -> list[torch.UntypedStorage]:
-    """Storages that a call has made: those that were neither ours nor the program's before."""
-    if isinstance(result, Tensor) and result.layout == torch.strided:
-        storage = storage_of(result)
-        if id(storage) in versions or not storage.nbytes():
-            return []
-        return [storage] if all(source.storage() is not storage for source in sources) else []
-    taken = {id(used) for source in sources if (used := source.storage()) is not None}
-    return [storage for storage in new_storages(result, taken) if id(storage) not in versions]

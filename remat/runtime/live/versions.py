@@ -20,6 +20,11 @@ from remat.runtime.generators import RandomState
 from remat.runtime.pytree import tensor_on
 from remat.runtime.surroundings import Surroundings, put_back
 
+# Operators inside of all three run as the kernels that they were when the dispatcher saw them. They stand in each
+# `with` by themselves: a context manager of ours around them could be interrupted between them and leave some on.
+no_autograd = torch._C._AutoDispatchBelowAutograd
+no_autocast = torch._C._DisableAutocast
+
 
 class StorageRef(weakref.ref):
     """A reference to a storage that does not keep it; knows whose it is when the storage dies.

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.runtime.calls.tape import Operator
 from remat.runtime.live.costs import SHARED, Knowledge, Observed, OperatorFacts, in_key, observe, working_device
+from remat.runtime.live.made import new_storages, sizes_of
 from remat.runtime.live.operator_calls import device_among
-from remat.runtime.live.store import new_storages, sizes_of
 from remat.runtime.live.units.account import Counted
 from remat.runtime.live.units.pool import Pool
 from remat.runtime.operators import Traits, traits_of

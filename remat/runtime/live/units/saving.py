@@ -12,7 +12,7 @@ from remat.runtime.allocator import allocated_bytes
 from remat.runtime.calls.saved import Packed, Saved
 from remat.runtime.calls.tape import OUTSIDE, Recorder, Tape, value_of
 from remat.runtime.fakes import alias
-from remat.runtime.live.store import is_number
+from remat.runtime.live.made import is_number
 from remat.runtime.live.units.account import Counted
 from remat.runtime.live.units.pieces import Piece
 from remat.runtime.pytree import storage_of, tensors

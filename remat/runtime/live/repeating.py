@@ -1,0 +1,110 @@
+"""Operators run again: what they make is put where it is missing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from remat.errors import ReplayError
+from remat.runtime.allocator import allocated_bytes
+from remat.runtime.fakes import in_earnest
+from remat.runtime.live.made import new_storages
+from remat.runtime.live.versions import Given, Operator, Source, Version, no_autocast, no_autograd, on_storage
+
+if TYPE_CHECKING:
+    from remat.runtime.live.store import Store
+
+
+def repeat(store: Store, operator: Operator) -> None:
+    """Runs an operator again and puts its results where they are missing.
+
+    Raises:
+        ReplayError: what it was computed from has changed, or the result is of another size.
+    """
+    with in_earnest(), no_autograd(), no_autocast():
+        copies: dict[int, torch.UntypedStorage] = {}
+        for source in operator.sources():
+            if isinstance(source, Given) and source.changed():
+                raise ReplayError(
+                    f"{operator.function} must run again, but one of its inputs was changed where DTR cannot see "
+                    "it (outside of its block, in another thread, or through .data); change tensors inside the "
+                    "block, or after the backward"
+                )
+        for source in operator.changes:
+            copies[id(source)] = _content(source).clone()
+        args = [_filled(value, copies) for value in operator.args]
+        kwargs = {name: _filled(value, copies) for name, value in operator.kwargs.items()}
+        result = operator.run(args, kwargs)
+        taken = {id(_content(source)) for source in operator.sources()} | {id(copy) for copy in copies.values()}
+        made = new_storages(result, taken)
+        made.extend(copies[id(source)] for source in operator.changes if isinstance(source, Version))
+        del result, args, kwargs
+        if len(made) != len(operator.outputs):
+            raise ReplayError(
+                f"recomputing {operator.function} returned {len(made)} storages, its first run "
+                f"{len(operator.outputs)}; an operator must do the same each time it runs"
+            )
+        made.reverse()
+        for reference in operator.outputs:
+            storage, version = made.pop(), reference()
+            if version is not None and not version.resident:
+                _place(store, version, storage, operator)
+
+
+def _place(store: Store, version: Version, made: torch.UntypedStorage, operator: Operator) -> None:
+    size = allocated_bytes(made)
+    if size != version.size:
+        raise ReplayError(
+            f"recomputing {operator.function} returned {size} bytes, its first run {version.size}; an operator "
+            "must do the same each time it runs"
+        )
+    storage = None if version.where is None else version.where()
+    if storage is None:
+        version.held = made
+        if version.saves:
+            store.put(version, made)  # autograd will hand it out
+        # Else only operators that may run again refer to the version; its content goes when the last of them does.
+    else:
+        storage.resize_(made.nbytes())  # what was asked for, and not what the allocator gives for that
+        storage.copy_(made)
+        version.held = storage if version.saves else None
+    version.resident = True
+
+
+def revive(store: Store, version: Version) -> None:
+    """Computes a version again, with all that it needs, without regard to the budget."""
+    todo: list[Version] = [version]
+    temporary: list[Version] = []
+    while todo:
+        last = todo[-1]
+        if last.resident or last.operator is None:
+            todo.pop()
+            continue
+        missing = [s for s in last.operator.sources() if isinstance(s, Version) and not s.resident]
+        if missing:
+            todo.extend(missing)
+            continue
+        repeat(store, last.operator)
+        todo.pop()
+        temporary.extend(s for s in (reference() for reference in last.operator.outputs) if s is not None)
+    for other in temporary:
+        if other is not version and other.released and other.resident:
+            store.evict(other)
+
+
+def _content(source: Source) -> torch.UntypedStorage:
+    storage = source.storage()
+    if storage is None or (isinstance(source, Version) and not source.resident):
+        raise ReplayError("an input of an operator is missing; this is a bug of remat, please report it")
+    return storage
+
+
+def _filled(value: Any, copies: dict[int, torch.UntypedStorage]) -> Any:
+    if type(value) is tuple:
+        source = value[0]
+        copy = copies.get(id(source))
+        return on_storage(value, _content(source) if copy is None else copy)
+    if isinstance(value, list):
+        return [_filled(item, copies) for item in value]
+    return value
