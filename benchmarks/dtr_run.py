@@ -28,8 +28,8 @@ from benchmarks.watching import Watch, search_seconds
 from remat.comparison.bench import Bench, TrainingStep
 from remat.errors import RematError, UnsupportedModel
 from remat.plotting.style import axes_for, legend, style_at
-from remat.runtime.live.ledger import Ledger
 from remat.runtime.live import store
+from remat.runtime.live.ledger import Ledger
 
 NOTE = (
     "CPU time of one thread, all ways of a budget once in each round in changing order; over_plain: quartiles of the "
