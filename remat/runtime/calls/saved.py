@@ -45,7 +45,15 @@ class Saved:
         self.tensor, self.version = tensor, tensor._version
 
 
-Packed: TypeAlias = "Saved | tuple[torch.Tensor, int]"  # the latter of what is never empty, with its version
+Packed: TypeAlias = "Saved | tuple[torch.Tensor, int | None]"  # the latter of what is never empty, with its version
+
+
+def changed(tensor: torch.Tensor, version: int | None, shape: torch.Size) -> RuntimeError:
+    """The error that PyTorch has where no hook stands between, if a saved tensor had this version before."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+        f"of shape {list(shape)} is at version {tensor._version}; expected version {version} instead"
+    )
 
 
 def unpack(packed: Packed) -> torch.Tensor:
@@ -56,19 +64,17 @@ def unpack(packed: Packed) -> torch.Tensor:
     """
     if type(packed) is tuple:
         tensor, version = packed
-    else:
-        assert isinstance(packed, Saved)
-        packed.owner.have(packed)
-        found, version = packed.tensor, packed.version
-        if found is None:
-            raise ReplayError("a tensor that autograd saved is missing; this is a bug of remat, please report it")
-        tensor = found
-    if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"of shape {list(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
-        )
-    return tensor
+        if version is not None and tensor._version != version:
+            raise changed(tensor, version, tensor.shape)
+        return tensor
+    assert isinstance(packed, Saved)
+    packed.owner.have(packed)
+    found = packed.tensor
+    if found is None:
+        raise ReplayError("a tensor that autograd saved is missing; this is a bug of remat, please report it")
+    if found._version != packed.version:
+        raise changed(found, packed.version, found.shape)
+    return found
 
 
 def never(_: Any) -> torch.Tensor:

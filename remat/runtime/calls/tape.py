@@ -403,6 +403,18 @@ def value_of(tensor: torch.Tensor, storage: int) -> Value:
     return Value(storage, tuple(tensor.shape), tensor.stride(), offset, tensor.dtype)
 
 
+def looks_so(tensor: torch.Tensor, value: Value) -> bool:
+    """Whether `value_of` the tensor, at the storage of that number, is this one; in less time than to ask for it."""
+    if tensor.layout != torch.strided or type(tensor) not in _KINDS:
+        return value_of(tensor, value.storage) == value
+    return (
+        tensor.shape == value.size
+        and tensor.dtype is value.dtype
+        and tensor.stride() == value.stride
+        and (value.storage == OUTSIDE or tensor.storage_offset() == value.offset)
+    )
+
+
 def is_cast_of_a_leaf(func: Any, args: Sequence[Any]) -> bool:
     """Whether autocast may have cached what this makes: runs of one stage have it among their operators or not."""
     return func is torch.ops.aten._to_copy.default and bool(args[0].requires_grad) and bool(args[0].is_leaf)

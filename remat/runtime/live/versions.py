@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from remat.runtime.fakes import alias, in_earnest
+from remat.runtime.fakes import in_earnest
 from remat.runtime.generators import RandomState
 from remat.runtime.pytree import tensor_on
 from remat.runtime.surroundings import Surroundings, put_back
@@ -218,17 +218,6 @@ def _witness(tensor: Tensor) -> Tensor:
 
 
 _empty: dict[torch.device, Tensor] = {}
-
-
-class SavedConstant:
-    """What autograd keeps in the place of a tensor that is none of ours."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        # A leaf can be kept as it is; another might own, through its graph, the node that keeps it.
-        self.tensor = tensor if tensor.is_leaf else alias(tensor)
-        self.version = None if tensor.is_inference() else tensor._version
 
 
 class Operator:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from remat.runtime.calls.saved import Saved
-from remat.runtime.calls.tape import value_of
+from remat.runtime.calls.tape import looks_so
 from remat.runtime.live.units.course import Segment
 from remat.runtime.live.units.pieces import Row
 from remat.runtime.live.units.saving import Saving
@@ -142,7 +142,7 @@ def packing(call: UnitCall) -> Callable[[torch.Tensor], object]:
         if pool.log.precedent is None:
             return awake(tensor)
         number = len(packed)
-        if number == len(looks) or value_of(tensor, looks[number].storage) != looks[number]:
+        if number == len(looks) or not looks_so(tensor, looks[number]):
             pool.log.wake()
             return awake(tensor)
         saved = Saved(pool, call, number, tensor._version, tensor if tensor.grad_fn is None else tensor.detach())

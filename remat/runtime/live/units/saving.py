@@ -10,7 +10,7 @@ import torch
 
 from remat.runtime.allocator import allocated_bytes
 from remat.runtime.calls.saved import Packed, Saved
-from remat.runtime.calls.tape import OUTSIDE, Recorder, Tape, value_of
+from remat.runtime.calls.tape import OUTSIDE, Recorder, Tape, looks_so, value_of
 from remat.runtime.fakes import alias
 from remat.runtime.live.made import is_number
 from remat.runtime.live.units.account import Counted
@@ -45,7 +45,7 @@ class Saving:
             if number < len(looks):
                 value = looks[number]
                 made = value.storage
-                if value_of(tensor, made) != value:
+                if not looks_so(tensor, value):
                     call.varied, made = True, OUTSIDE
             else:
                 call.varied = True
