@@ -11,9 +11,9 @@ from __future__ import annotations
 import functools
 import multiprocessing.pool
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -96,16 +96,6 @@ class _Hidden:
 _EXCHANGE = "__dlpack_c_exchange_api__"
 _lock = threading.RLock()
 _watches: list[Watch] = []  # of all threads; the functions are replaced while there is any
-
-
-@contextmanager
-def watched_by(watch: Watch) -> Iterator[None]:
-    """Inside, it is told."""
-    begin_watch(watch)
-    try:
-        yield
-    finally:
-        end_watch(watch)
 
 
 def begin_watch(watch: Watch) -> None:

@@ -110,7 +110,6 @@ class DTR:
         if self.chooses:
             heuristic = FIRST
         self.heuristic = make_heuristic(heuristic)
-        self._heuristic = heuristic
         self.name = heuristic if isinstance(heuristic, str) else getattr(heuristic, "__name__", str(heuristic))
         self.thrash_limit = thrash_limit
         self.costs = costs
@@ -139,7 +138,7 @@ class DTR:
         """Takes the heuristic for blocks there; returns the units, where there are any."""
         self._place = here
         if self.chooses:
-            self._heuristic = self.name = site_at((here, self.budget)).heuristic or FIRST
+            self.name = site_at((here, self.budget)).heuristic or FIRST
             self.heuristic = make_heuristic(self.name)
         ways = site_at((here, self.budget)).current_ways() if self.granularity == "module" else []
         return ways if any(each.modules for each in ways) else []

@@ -145,7 +145,7 @@ def test_what_the_program_holds_is_passed_on() -> None:
             if number:
                 assert by_calls(dtr) and dtr.report().outcome == "pass"
                 retained += sum(row[0] == k.RETAIN for row in dtr._block.ledger.instructions)
-        report, core = Replay(dtr.trace).run(dtr.budget, dtr._heuristic, thrash_limit=1e6, log=True)
+        report, core = Replay(dtr.trace).run(dtr.budget, dtr.heuristic, thrash_limit=1e6, log=True)
         assert dtr.decisions == decisions_of(dtr.trace, core)
         assert report.recomputations == dtr.report().recomputations
     assert retained

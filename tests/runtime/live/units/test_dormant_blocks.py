@@ -164,7 +164,7 @@ def test_a_dormant_block_goes_on_in_another_way(
         assert dtr.report().outcome == "pass"
     assert slept > 2 and woken  # once more when the other way was not gone for long
     assert dtr.report().evictions or share > 0.5
-    report, core = Replay(dtr.trace).run(dtr.budget, dtr._heuristic, thrash_limit=1e6, log=True)
+    report, core = Replay(dtr.trace).run(dtr.budget, dtr.heuristic, thrash_limit=1e6, log=True)
     assert dtr.decisions == decisions_of(dtr.trace, core)
     assert report.peak_bytes <= dtr.budget
 

@@ -126,7 +126,7 @@ def test_the_simulator_repeats_a_block_by_calls() -> None:
     lines = list(dtr.trace.lines())
     read = remat.Trace(tuple(remat.runtime.dtr.trace.read_instructions(lines)))
     assert read == dtr.trace
-    report, core = Replay(read).run(dtr.budget, dtr._heuristic, thrash_limit=1e6, log=True)
+    report, core = Replay(read).run(dtr.budget, dtr.heuristic, thrash_limit=1e6, log=True)
     assert dtr.decisions == decisions_of(read, core)
     assert (report.evictions, report.recomputations) == (dtr.report().evictions, dtr.report().recomputations)
 

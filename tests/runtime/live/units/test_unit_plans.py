@@ -63,7 +63,7 @@ def test_blocks_by_a_plan(make_model: Callable[[], Model], share: float) -> None
         assert len(notes) == 2 or peak <= budget  # scratch memory of first calls
         lines = list(dtr.trace.lines())
         read = remat.Trace(tuple(remat.runtime.dtr.trace.read_instructions(lines)))
-        again, core = Replay(read).run(dtr.budget, dtr._heuristic, thrash_limit=1e6, log=True)
+        again, core = Replay(read).run(dtr.budget, dtr.heuristic, thrash_limit=1e6, log=True)
         assert dtr.decisions == decisions_of(read, core)
         assert again.peak_bytes <= dtr.budget
     assert "predicted" in advised[1]
