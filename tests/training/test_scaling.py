@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +75,7 @@ def _process(rank: int, work: Callable[[int], None], folder: str) -> None:
         dist.barrier()  # no process leaves while the other still needs it
     finally:
         dist.destroy_process_group()
+    os._exit(0)  # threads of gloo that still run would abort a process that ends in order
 
 
 def _data() -> torch.Tensor:

@@ -356,3 +356,38 @@ def test_an_input_that_is_too_large_for_the_limit_is_named() -> None:
     with pytest.raises(remat.InfeasibleBudget, match=r"this batch \(float32\[1000, 64\] cpu\) needs at least 1"):
         model(torch.randn(1000, 64))
     model(torch.randn(100, 64)).sum().backward()
+
+
+class Shifted(nn.Module):
+    """Blocks that are passed another tensor besides their activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Shift() for _ in range(6))
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, shift)
+        return x
+
+
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        return x + self.outer(torch.relu(self.inner(x + shift)))
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_another_argument_changed_before_the_backward(before: bool) -> None:
+    """No node of autograd has saved it, so plain PyTorch would not see that; `before`: it was changed earlier, too."""
+    model, x, shift = Shifted(), torch.randn(64, 16), torch.randn(64, 16)
+    remat.fit(model, {"x": x, "shift": shift}, 0.6, options=False, quiet=True)
+    if before:
+        shift.mul_(2)
+    loss = model(x, shift).square().mean()
+    shift.add_(1)
+    with pytest.raises(remat.ReplayError, match=r"of shape \(64, 16\) passed to stage 'blocks.* was modified in place"):
+        loss.backward()
