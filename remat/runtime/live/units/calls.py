@@ -91,7 +91,7 @@ class Calls:
 
     def _is_short_for(self, unit: Unit) -> bool:
         """Whether a call that takes some times more than those before it could go over."""
-        most = max(unit.forward_bytes, unit.backward_bytes)
+        most = max(unit.bytes.forward, unit.bytes.backward)
         return self.pool.account.memory + _VARYING * most > self.pool.budget
 
     def _run(
@@ -104,8 +104,8 @@ class Calls:
         expected = course.expects(event) if is_known and self._may_follow() else None
         self._begin(event, expected)
         if pool.log.precedent is None:
-            more = unit.forward_bytes if expected is None else expected.rise
-            pool.room(unit.name, more + unit.working_bytes)
+            more = unit.bytes.forward if expected is None else expected.rise
+            pool.room(unit.name, more + unit.bytes.working)
             course.ready()
         call = UnitCall(pool, bound, unit, forward, args, kwargs)
         call.turn = self.turn
@@ -179,7 +179,7 @@ class Calls:
         self.recorded += 1
         recorder = Recorder(timed=True, given=call.passed.given())
         first = FirstSaving(call, recorder)
-        working = unit.working_bytes
+        working = unit.bytes.working
         account.others += working  # nobody says when it is taken
         start, state = account.others, State([call.stage.modules, args, kwargs])
         mode.trail = []
@@ -198,10 +198,10 @@ class Calls:
             unit.never_again(why)
         first.ended()
         survivors = frozenset(id(counted) for seen in trail for counted in seen.made if counted.piece is not None)
-        unit.inner_bytes = inner_peak(trail, start, survivors) + unit.working_bytes
-        unit.whole_bytes = inner_peak(trail, start, frozenset()) + unit.working_bytes
+        unit.bytes.inner = inner_peak(trail, start, survivors) + unit.bytes.working
+        unit.bytes.whole = inner_peak(trail, start, frozenset()) + unit.bytes.working
         if not unit.draws:  # which is looked at, by the states of generators before and after
-            unit.whole_bytes += state_bytes(on_accelerator=bool(accelerators(call.stage, ())))
+            unit.bytes.whole += state_bytes(on_accelerator=bool(accelerators(call.stage, ())))
         # It may have cast the weights before, and cast them in another call.
         unit.casts = torch._C._is_any_autocast_enabled() and any(True for _ in call.stage.parameters())
         return output, [counted for seen in trail for counted in seen.made]
@@ -219,8 +219,8 @@ class Calls:
             return
         spent = 0  # what was charged when it began, where others' backwards came in between
         if not call.is_back:
-            spent, call.is_back = unit.model_backward_nanoseconds if pool.by_model else unit.backward_nanoseconds, True
-        more = unit.backward_bytes if expected is None else expected.rise
+            spent, call.is_back = unit.first_runs.modelled_backward if pool.by_model else unit.first_runs.backward, True
+        more = unit.bytes.backward if expected is None else expected.rise
         waiting = call.row.waiting() if pool.has_evicted or pool.account.memory + more > pool.budget else ()
         pool.room(f"backward of {unit.name}", more, waiting, spent, call)
         self.course.ready()

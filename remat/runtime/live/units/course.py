@@ -222,9 +222,9 @@ class Course:
         if unit is None or not self._learns:
             return
         if segment.kind is Kind.FORWARD:
-            unit.forward_bytes = segment.rise = max(unit.forward_bytes, segment.rise)  # a known call is not watched
+            unit.bytes.forward = segment.rise = max(unit.bytes.forward, segment.rise)  # a known call is not watched
         elif segment.kind is Kind.BACKWARD:
-            unit.backward_bytes = max(unit.backward_bytes, segment.rise)
+            unit.bytes.backward = max(unit.bytes.backward, segment.rise)
 
 
 class Known(NamedTuple):

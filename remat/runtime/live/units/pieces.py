@@ -15,7 +15,7 @@ from remat.runtime.calls.saved import Saved
 from remat.runtime.calls.tape import Value, value_of
 from remat.runtime.fakes import in_earnest
 from remat.runtime.live.units.account import Counted
-from remat.runtime.live.units.unit import Making
+from remat.runtime.live.units.makings import Making
 from remat.runtime.pytree import tensor_on
 
 if TYPE_CHECKING:

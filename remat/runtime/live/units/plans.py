@@ -140,7 +140,7 @@ class _Program:
         for event in story:
             if isinstance(event, Ran) and event.segment >= 0:
                 segment = segments[event.segment]
-                working = segment.unit.working_bytes if segment.unit is not None and segment.kind is Kind.FORWARD else 0
+                working = segment.unit.bytes.working if segment.unit is not None and segment.kind is Kind.FORWARD else 0
                 writer.others(segments[event.segment - 1].others)
                 self._begins[len(self.notes.graph.operators)] = event.segment
                 writer.write(event._replace(label=segment.kind.value, more=segment.rise + working))

@@ -66,7 +66,7 @@ class Remaking:
     def _run_whole(self) -> None:
         call, unit = self._call, self._call.unit
         self._have_inputs(range(len(call.passed.inputs)))
-        call.owner.passing(f"the recomputation of all of {unit.name}", unit.whole_bytes)
+        call.owner.passing(f"the recomputation of all of {unit.name}", unit.bytes.whole)
         self.made, began = {}, time.perf_counter_ns()
         call.as_a_whole(self._collector(None))
         unit.replays.took(None, time.perf_counter_ns() - began)
@@ -94,7 +94,7 @@ class Remaking:
         read = [each.storage for each in self._call.passed.inputs if each.storage is not None]
         return (
             not pool.by_model
-            and pool.account.memory + unit.whole_bytes <= pool.budget
+            and pool.account.memory + unit.bytes.whole <= pool.budget
             and all(piece.content() is not None for piece in read)
             and all(storage.device.type == "cpu" for storage in self._tape.storages)
         )

@@ -20,7 +20,7 @@ from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.simulator import Replay
 from remat.runtime.live.units.block import UnitsBlock
 from remat.runtime.live.units.choosing import Ways
-from remat.runtime.live.units.unit import makings
+from remat.runtime.live.units.makings import makings
 from remat.runtime.pytree import loss_in
 from support.live_models import CASES, allocate_gradients, decisions_of, make, metered, train
 from support.training import made

@@ -403,7 +403,7 @@ def test_a_replay_as_a_whole_that_does_not_fit_is_said() -> None:
     for other in (False, False, False, True):
         Dense.other = other
         for known in [each for stage in model for form in _known.get(stage, {}).values() for each in form.values()]:
-            known.whole_bytes += other * budget  # as where far more is made than may be there at once
+            known.bytes.whole += other * budget  # as where far more is made than may be there at once
         peak, dtr, said = _metered_block(budget, step)
         assert peak <= dtr.report().peak_bytes
         assert bool(said) == (dtr.report().outcome == "over")

@@ -13,7 +13,7 @@ import remat
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.live.units.call import UnitCall
 from remat.runtime.live.units.orders import Decision, Orders
-from remat.runtime.live.units.unit import Replays
+from remat.runtime.live.units.times import Replays
 from support.live_models import allocate_gradients
 from support.unit_blocks import by_calls, left_by, memory_of
 
@@ -126,8 +126,9 @@ def test_reports_compare_with_what_the_program_takes_by_itself() -> None:
     rows = dtr._block.calls.pool.log.rows
     for unit in {row.unit for row in rows}:  # the first call's state needs no gradient
         own = sum(unit.first_nanoseconds(making, by_model=False) for making in unit.makings)
-        assert 0 < own <= unit._recorded * unit.pace + len(unit.makings)
-    most = sum(row.unit._recorded * row.unit.pace + row.unit.backward_nanoseconds for row in rows)
+        assert 0 < own <= unit.first_runs.recorded * unit.first_runs.pace + len(unit.makings)
+    times = [row.unit.first_runs for row in rows]
+    most = sum(each.recorded * each.pace + each.backward for each in times)
     assert 0 < dtr._block.ledger.core.scalar(k.MODEL_COST) <= most
 
 
