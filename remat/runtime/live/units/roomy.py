@@ -114,6 +114,35 @@ def has_twice(most: int, room: int) -> bool:
     return _ROOM * most <= room
 
 
+class _Path:
+    """How far a block has come in what those before did. It holds no module.
+
+    Attributes:
+        repeats: what blocks do that call this model first.
+        left: ways in which it may go on.
+        peak: bytes that those before took at most.
+    """
+
+    def __init__(self, repeats: Repeats) -> None:
+        self.repeats, self.left = repeats, repeats.ways
+        self._events, self._first, self.peak = 0, nodes_made(), 0
+
+    def leads_to(self, unit: Unit | None) -> bool:
+        """Whether the event that comes now does in a block before: a call of a unit begins, or, where None, ends."""
+        nodes = nodes_made() - self._first
+        left = [way for way in self.left if way.goes_on(self._events, nodes, unit)]
+        if left:
+            self.left, self._events = left, self._events + 1
+            self.peak = max(way.precedent.peak for way in left)
+        return bool(left)
+
+    @property
+    def taken(self) -> int:
+        """Bytes that may be in use: the most in blocks before, or as much more as autograd has made more nodes."""
+        known = max(way.precedent.nodes[: self._events + 1][-1] for way in self.left)
+        return int(self.repeats.most * max((nodes_made() - self._first) / max(known, 1), 1.0))
+
+
 class RoomyBlock:
     """A block that repeats those before, with room for twice as much.
 
@@ -134,10 +163,7 @@ class RoomyBlock:
         self._inside = ExitStack()
         self._thread = threading.get_ident()
         self._now: dict[nn.Module, tuple[list[nn.Module], dict[Hashable, Unit]]] = {}
-        self._root: nn.Module | None = None
-        self._repeats: Repeats | None = None  # of that
-        self._left: list[_Way] = []  # ways in which it may go on
-        self._events = self._nodes = 0
+        self._path: _Path | None = None  # once it is known which model runs
         self._in_call = False
         self._rest: Callable[..., Any] | None = None  # runs calls since it goes on in another way
         self._began = self._seconds = 0.0
@@ -179,58 +205,46 @@ class RoomyBlock:
         try:
             if error is not None:
                 self.outcome = outcome_of(error)
-            elif self._root is not None and not self._is_known(None):
-                self._peak = self._taken()
+            elif self._path is not None and not self._path.leads_to(None):
+                self._differs(self._path)
+                self._peak = self._path.taken
         finally:  # a warning may be an error
+            if self._path is not None:
+                self._peak = max(self._peak, self._path.peak)
             self._leave()
             self._seconds = max(time.perf_counter() - self._began, 1e-9)
 
     def _leave(self) -> None:
         self._inside.close()
         self._now.clear()
-        self._root = None
 
     def _first_called(self, module: nn.Module, _: Any) -> None:
         """The first call of a module tells which model runs."""
         if threading.get_ident() != self._thread:
             return
         self._first.remove()
-        self._repeats = next((each for each in self._known if each.root() is module), None)
-        if self._repeats is None:
+        repeats = next((each for each in self._known if each.root() is module), None)
+        if repeats is None:
             self._give_way(module, None)
-            return
-        self._root, self._left, self._nodes = module, self._repeats.ways, nodes_made()
+        else:
+            self._path = _Path(repeats)
 
-    def _is_known(self, unit: Unit | None) -> bool:
-        """Whether the event that comes now does in a block before: a call of a unit begins, or, where None, ends."""
-        nodes = nodes_made() - self._nodes
-        left = [way for way in self._left if way.goes_on(self._events, nodes, unit)]
-        if left:
-            self._left, self._events = left, self._events + 1
-            self._peak = max(way.precedent.peak for way in left)
-            return True
-        self._differs()
-        return False
-
-    def _differs(self) -> None:
-        """It is not as blocks before: the next ones are watched, and it is said where this may have taken too much."""
-        assert self._repeats is not None
-        self._repeats.place.unsettle()
-        self.settings.site.forget_repeats(self._repeats)
+    def _differs(self, path: _Path) -> nn.Module:
+        """It is not as blocks before: the next ones are watched, and it is said where this may have taken too much.
+        Returns the model."""
+        path.repeats.place.unsettle()
+        self.settings.site.forget_repeats(path.repeats)
         budget = self.settings.budget
-        if self._taken() > budget - self.settings.reserved:
+        if path.taken > budget - self.settings.reserved:
             self.outcome = "over"
             warn(
                 f"DTR may have used more than {format_bytes(budget)}: the model does far more than in blocks "
                 "before, in which it took less than half of that. Later blocks are watched again",
                 OverBudgetWarning,
             )
-
-    def _taken(self) -> int:
-        """Bytes that may be in use: the most in blocks before, or as much more as autograd has made more nodes."""
-        assert self._repeats is not None
-        known = max(way.precedent.nodes[: self._events + 1][-1] for way in self._left)
-        return int(self._repeats.most * max((nodes_made() - self._nodes) / max(known, 1), 1.0))
+        root = path.repeats.root()
+        assert root is not None
+        return root
 
     def _give_way(self, root: nn.Module, taken: int | None) -> Callable[..., Any]:
         """What is still to come runs in another block, in which so many bytes are in use already."""
@@ -243,25 +257,23 @@ class RoomyBlock:
     ) -> Any:
         if self._rest is not None:  # a call that began before that
             return self._rest(module, forward, args, kwargs)
-        root = self._root
-        if root is None or self._in_call or not torch.is_grad_enabled() or others_are_at_work():
+        path = self._path
+        if path is None or self._in_call or not torch.is_grad_enabled() or others_are_at_work():
             return forward(*args, **kwargs)
         parts, units = self._now[module]
         key = key_of_call(parts, args, kwargs)
         if key is None:
             return forward(*args, **kwargs)
         unit = units.get(key)
-        if unit is None:
-            self._differs()
-        if unit is None or not self._is_known(unit):
-            return self._give_way(root, self._taken())(module, forward, args, kwargs)
+        if unit is None or not path.leads_to(unit):
+            return self._give_way(self._differs(path), path.taken)(module, forward, args, kwargs)
         self._in_call = True
         try:
             output = forward(*args, **kwargs)
         finally:
             self._in_call = False
-        if not self._is_known(None):
-            self._give_way(root, self._taken())
+        if not path.leads_to(None):
+            self._give_way(self._differs(path), path.taken)
         return output
 
     # What it cost: as the block that it repeated --------------------------------------------------------------------
@@ -272,8 +284,8 @@ class RoomyBlock:
         if self._ledger is None:
             self._ledger = self.settings.ledger()
             log = Log(Account(), self._ledger, by_model=self.settings.by_model)
-            if self._left:
-                log.recall(self._left[0].precedent)
+            if self._path is not None:
+                log.recall(self._path.left[0].precedent)
                 self._ledger.peak = self._peak
         return self._ledger
 

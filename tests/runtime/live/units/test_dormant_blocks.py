@@ -30,7 +30,7 @@ def _enough_for(step: Callable[[], None]) -> int:
     """Room for all that the step makes, and not for twice that."""
     *_, dtr = blocks(step, 2**30, 6)
     assert isinstance(dtr._block, RoomyBlock)
-    return dtr._block._repeats.most * 3 // 2
+    return dtr._block._path.repeats.most * 3 // 2
 
 
 class Loop:

@@ -111,7 +111,7 @@ def test_it_is_plain_pytorch_and_says_what_it_takes() -> None:
 
 def test_twice_of_what_is_needed_is_enough_and_less_is_not() -> None:
     model = made()
-    most = settled(model)._block._repeats.most
+    most = settled(model)._block._path.repeats.most
     assert is_roomy(settled(model, int(2.01 * most) + 1024))
     assert not is_roomy(settled(model, int(1.9 * most)))
 
@@ -166,7 +166,7 @@ def test_it_goes_on_in_another_way(change: Callable[[Model], int]) -> None:
     plain, model = made(), made()
     for _ in range(5):
         step(plain)
-    budget = 3 * settled(model)._block._repeats.most
+    budget = 3 * settled(model)._block._path.repeats.most
     settled(model, budget)
     for _ in range(5):
         step(plain)
@@ -194,7 +194,7 @@ class Whole:
         self.budget = 2**30
         for _ in range(5):
             dtr = self.block()
-        self.budget = 3 * dtr._block._repeats.most
+        self.budget = 3 * dtr._block._path.repeats.most
         for _ in range(5):
             dtr = self.block()
         assert is_roomy(dtr)
@@ -273,7 +273,7 @@ def test_calls_whose_memory_depends_on_data_are_not_taken_for_granted() -> None:
 def test_paths_that_alternate() -> None:
     """Such blocks are not roomy for long, but all are right, and each is within its budget."""
     plain, model = made(), made()
-    budget = 3 * settled(model)._block._repeats.most
+    budget = 3 * settled(model)._block._path.repeats.most
     settled(model, budget)
     for _ in range(10):
         step(plain)
