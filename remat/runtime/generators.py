@@ -21,7 +21,8 @@ OWN = frozenset(vars(nn.Module()))  # attributes that every module has; children
 _CONSTANTS = frozenset((bool, int, float, str, bytes, type(None), torch.Tensor, nn.Parameter))
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.Tensor, nn.Module, type)
 Path = tuple[Any, ...]  # keys and names, from the attributes of a module on
-_paths: weakref.WeakKeyDictionary[nn.Module, tuple[Path, ...]] = weakref.WeakKeyDictionary()
+# Of each module, and of which kinds its attributes were then.
+_paths: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[type, ...], tuple[Path, ...]]] = weakref.WeakKeyDictionary()
 
 
 def is_generator(value: Any) -> bool:
@@ -35,10 +36,12 @@ def held_by(modules: Iterable[nn.Module], passed: Any = ()) -> list[Any]:
     """The generators that modules hold now in places where they held some before, and those that a call is passed."""
     found = {} if _holds_none(passed) else {id(each): each for _, each in _generators(passed, (), set())}
     for module in modules:
-        paths = _paths.get(module)
-        if paths is None:
+        kinds = tuple(map(type, vars(module).values()))
+        known, paths = _paths.get(module, (None, ()))
+        if known != kinds:  # a forward may have set some up where there was nothing
             held = {name: value for name, value in vars(module).items() if name not in OWN}
-            paths = _paths[module] = tuple(path for path, _ in _generators(held, (), set()))
+            paths = tuple(path for path, _ in _generators(held, (), set()))
+            _paths[module] = kinds, paths
         for path in paths:
             value = _at(vars(module), path)
             if is_generator(value):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _len_torch_dispatch_stack
 
 import remat
 from remat.errors import InfeasibleBudget, NoChain, UnsupportedModel
@@ -391,3 +392,30 @@ def test_copies_that_autocast_makes_of_weights_count_in_each_step() -> None:
     assert isinstance(_steps_of(model), Steps)
     for _ in range(3):
         assert _peak(step) <= limit
+
+
+class Sines(TorchDispatchMode):
+    """A mode of the program's own."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.sin.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_of_the_program_around_a_backward_goes_on_after_it() -> None:
+    """Where operators are watched until the backward is over, it is not the program's mode that is left then."""
+    model, _, x, _ = _fitted()
+    for layers in (10, 10, 10, 9, 10, 8, 10):  # some steps are not known
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        loss = model(x, layers)
+        with Sines() as mode:
+            loss.backward()
+            torch.ones(3).sin()
+        torch.ones(3).sin()
+        assert mode.count == 1
+    del loss, model
+    gc.collect()
+    assert _len_torch_dispatch_stack() == 0

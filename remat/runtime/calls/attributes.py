@@ -11,7 +11,6 @@ only fills the graph of the first one.
 from __future__ import annotations
 
 import operator
-import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,13 +21,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from remat.errors import UnsupportedModel
-from remat.runtime.generators import OWN
+from remat.runtime.generators import OWN, is_generator
 
 MISSING = object()
 _OTHERS = frozenset(("training", "forward", "__getstate__"))  # that are kept by others
-_CONTAINERS = (list, dict, set, deque)
+_CONTAINERS = frozenset((list, dict, set, deque))
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
-_names: weakref.WeakKeyDictionary[nn.Module, tuple[int, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
 
 class Attributes:
@@ -85,7 +83,8 @@ def undone(module: nn.Module, before: dict[str, Any], *, hooked: bool) -> Iterat
     for name in names:
         was, value = before.get(name, MISSING), now.get(name)
         if was is None or was is MISSING:
-            undo = value is not None and _is_state(value) and not flagged  # a flag says that it is there now
+            # A flag says that it is there now; a generator draws the same numbers when it is set up once more.
+            undo = value is not None and ((_is_state(value) and not flagged) or is_generator(value))
         else:
             undo = type(was) is not bool and _is_state(was)
         if undo or not done:
@@ -134,15 +133,9 @@ def graph_handed_on() -> UnsupportedModel:
 
 
 def containers(module: nn.Module) -> Iterator[Any]:
-    """Those that attributes refer to."""
-    attributes = vars(module)
-    count, names = _names.get(module, (0, ()))
-    if count != len(attributes):
-        names = tuple(name for name, value in attributes.items() if name not in OWN and type(value) in _CONTAINERS)
-        _names[module] = len(attributes), names
-    for name in names:
-        value = attributes.get(name)
-        if type(value) in _CONTAINERS:
+    """Those that attributes refer to, as they are now: a forward may have set some up where there was nothing."""
+    for name, value in vars(module).items():
+        if type(value) in _CONTAINERS and name not in OWN:
             yield value
 
 

@@ -22,7 +22,7 @@ from remat.runtime.calls.hooks import Hooks
 from remat.runtime.calls.stages import Stage
 from remat.runtime.calls.steady import is_steady
 from remat.runtime.fakes import in_earnest, is_fake
-from remat.runtime.generators import RandomState, of_python
+from remat.runtime.generators import RandomState, held_by, of_python
 from remat.runtime.meter import instruments
 from remat.runtime.pytree import storage_of, tensors
 from remat.runtime.surroundings import modes_now, present, under
@@ -245,6 +245,7 @@ class FirstRun:
         stage, watch = self._stage, self._watch
         self._sums = None if watch.rewritten is not None else _sums(stage)
         if own is not None:
+            own = list({id(each): each for each in (*own, *held_by(stage.parts))}.values())
             python = of_python() if watch.draws_from_python is not False else ()
             self._random = RandomState(accelerators(stage, value), [*own, *python])
         self._before = watch.before(stage, self._flags)

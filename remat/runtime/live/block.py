@@ -67,7 +67,7 @@ class Block(Guard):
         try:
             claim()
             guard(self)
-            self._push_hooks()
+            torch._C._autograd._push_saved_tensors_default_hooks(self._saving.pack, self._saving.unpack)
             self._mode.__enter__()
             if self._observation is not None:
                 self._observation.begin(self._root)
@@ -118,9 +118,6 @@ class Block(Guard):
                 release()
                 if not self._seconds:
                     self._seconds = max(time.perf_counter() - self._began, 1e-9)
-
-    def _push_hooks(self) -> None:
-        torch._C._autograd._push_saved_tensors_default_hooks(self._saving.pack, self._saving.unpack)
 
     def _pop_hooks(self) -> None:
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -44,7 +44,7 @@ class Steps:
         """
         if is_running():  # a block of the program's own
             return forward(*args, **kwargs)
-        if self._turns == _MOST_TURNS or (self._block is not None and not self._block.is_ahead):
+        if self._turns == _MOST_TURNS or (self._block is not None and not self._block.calls.are_ahead):
             self.end()
         if self._block is None:
             self._block = self._dtr.block_for(self._model, self._reserved(args, kwargs))
@@ -68,7 +68,7 @@ class Steps:
 
     def figures(self) -> dict[str, int]:
         """Of the last step whose backward is over: bytes of the peak, and how often something was made again."""
-        if self._block is not None and not self._block.is_ahead:
+        if self._block is not None and not self._block.calls.are_ahead:
             self.end()
         if self._block is not None or not self._begun:
             return {}

@@ -365,6 +365,74 @@ def test_what_was_passed_to_a_stage_is_gone_when_its_backward_is_over() -> None:
     assert there == [3, 2, 1, 0]
 
 
+class SetUp(Stage):
+    """What its first forward sets up, later ones go on with."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.held = what, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).tanh()
+        if self.held is None:
+            self.held = {"list": [], "dict": {}, "generator": torch.Generator().manual_seed(3)}[self.what]
+        if isinstance(self.held, torch.Generator):
+            return y * torch.rand(y.shape, generator=self.held)
+        before = list(self.held.values() if isinstance(self.held, dict) else self.held)
+        if isinstance(self.held, dict):
+            self.held[len(self.held)] = float(y.detach().mean())
+        else:
+            self.held.append(float(y.detach().mean()))
+        return y * (1 + sum(before[-2:]))
+
+
+@pytest.mark.parametrize("what", ["list", "dict", "generator"])
+def test_what_the_first_forward_sets_up(what: str) -> None:
+    torch.manual_seed(0)
+    model, planned = pair(SetUp(what), SetUp(what))
+    for sample in samples(4):
+        found = []
+        for each in (model, planned):
+            each.zero_grad()
+            each(sample).square().mean().backward()
+            held = [part.held for part in each.modules() if isinstance(part, SetUp)]
+            states = [h.get_state().tolist() if isinstance(h, torch.Generator) else str(h) for h in held]
+            found.append(([parameter.grad.clone() for parameter in each.parameters()], states))
+        (plain, was), (gradients, now) = found
+        assert all(map(torch.equal, plain, gradients)) and was == now
+
+
+class Failing(Stage):
+    """Runs out of memory when it is made again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs, self.fails = 0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).tanh().sin()
+        type(self).again += 1
+        if self.fails:
+            raise torch.OutOfMemoryError("full")
+        return self.linear(y)
+
+    again = 0
+
+
+def test_memory_that_runs_out_in_a_part_of_a_stage_is_no_other_run() -> None:
+    """Nobody tries the whole stage then, which takes more."""
+    torch.manual_seed(0)
+    model, (sample,) = nn.Sequential(nn.Linear(WIDTH, WIDTH), Failing(), nn.Linear(WIDTH, WIDTH)), samples(1)
+    nothing: frozenset[int] = frozenset()
+    planned = remat.apply(model, parted(chain_of(model, sample), (nothing, EVERYTHING, nothing)))
+    planned(sample).square().mean().backward()
+    loss = planned(sample).square().mean()
+    model[1].fails, Failing.again = True, 0
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        loss.backward()
+    assert Failing.again == 1
+
+
 class Interrupted(Stage):
     """Where PyTorch is told to fill new memory, somebody loses patience."""
 

@@ -123,11 +123,6 @@ class UnitsBlock:
         return state
 
     @property
-    def is_ahead(self) -> bool:
-        """Whether the backward of anything that was run inside is still to begin."""
-        return self.calls.are_ahead
-
-    @property
     def is_routine(self) -> bool:
         """Whether all of it was known, so that others like it will take no less memory or time."""
         return self.has_ended and not self.calls.recorded and self.calls.course.follows
@@ -140,7 +135,7 @@ class UnitsBlock:
         used = next((each for each in self._ways if each.begins_with(module)), None)
         if used is None or not used.modules:
             held = self.calls.pool.account.memory
-            self._leave()
+            self.give_up()
             self._other_model(module, held)
             return
         self._begin_history(module, used)
@@ -150,21 +145,18 @@ class UnitsBlock:
         self.calls.course.know(self._history.place)
         self.calls.nodes.begin()
 
-    def _leave(self) -> None:
+    def give_up(self) -> None:
+        """Ends without a word of what it did."""
         self.calls.watch.turn(on=False)
         self._inside.close()
         self.calls.pool.close()
         self.calls.ahead.clear()
         self._seconds = max(time.perf_counter() - self._began, 1e-9)
 
-    def give_up(self) -> None:
-        """Ends without a word of what it did."""
-        self._leave()
-
     def exit(self, error: BaseException | None) -> None:
         """Ends: what the program still holds is in memory, or made again when it is asked for."""
         self.calls.end()
-        self._leave()
+        self.give_up()
         if error is not None:
             self.outcome = outcome_of(error)
         pool = self.calls.pool

@@ -113,10 +113,8 @@ class Pool:
             changed.call.unit.kept = "its output is changed"
         for call in self.readers.pop(storage):
             call.unit.kept = INPUT_CHANGED
-            waiting = call.row.waiting()
-            self.room("in-place change", 0, waiting)  # brings it back, as long as what it is made of is as it was
-            for piece in waiting:
-                piece.changes += 1
+            # Brings back what it waits for, as long as what that is made of is as it was.
+            self.room("in-place change", 0, call.row.waiting())
         if changed is not None:
             changed.changes += 1
 

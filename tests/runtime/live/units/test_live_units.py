@@ -280,3 +280,17 @@ def test_what_calls_leave_besides_is_known_where_it_is_known_what_comes(share: f
     assert first_runs == [0] * 4  # no operator of theirs is watched
     step_of(plain, x)()
     assert all(map(torch.equal, left_by(model), left_by(plain)))
+
+
+@pytest.mark.usefixtures("nothing_known")
+def test_each_line_is_a_place_of_its_own() -> None:
+    """Two blocks of one function that do different things: neither is another way for the other to go on."""
+    one, other = step_of(mlps()), step_of(mlps(3))
+    budget = memory_of(one) * 3 // 5
+    for _ in range(8):
+        with remat.DTR(budget, thrash_limit=20) as dtr:
+            one()
+        with remat.DTR(budget, thrash_limit=20) as second:
+            other()
+    assert dtr._block.settings.place != second._block.settings.place
+    assert dtr.report().evictions and not second.report().evictions

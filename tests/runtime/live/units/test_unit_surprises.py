@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
 from remat.runtime.live.units.account import Account
-from support.live_models import allocate_gradients
-from support.unit_blocks import Model, left_by, memory_of, step_of
+from support.live_models import allocate_gradients, metered
+from support.unit_blocks import Model, blocks, by_calls, left_by, memory_of, mlp, step_of
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 
@@ -176,3 +176,88 @@ def test_a_mode_that_gives_other_results_in_the_forward_only() -> None:
         loss.backward()
 
     _compare(model, step, [lambda: None] * 4, 0.8)
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, noise: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * noise.sin()
+
+
+class Noisy(nn.Module):
+    """One noise, which is changed in place behind each gate that it was passed to."""
+
+    def __init__(self, in_a_row: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.ModuleList(mlp() for _ in range(5)), nn.ModuleList(mlp() for _ in range(5))
+        self.gates = nn.ModuleList(Gate() for _ in range(5))
+        self.in_a_row = in_a_row
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.ones(64, 64)
+        for first, gate, last in zip(self.first, self.gates, self.last, strict=True):
+            y = first(x)
+            if self.in_a_row:
+                x = x + last(gate(noise, y))
+            else:
+                x = x + last(y) + gate(noise, y)
+            noise.add_(0.1)
+        return x
+
+
+@pytest.mark.parametrize("share", [0.5, 0.65])
+@pytest.mark.parametrize("in_a_row", [False, True])
+def test_what_a_call_saved_of_others_is_as_it_was_where_its_input_changes(in_a_row: bool, share: float) -> None:
+    torch.manual_seed(3)
+    model = Noisy(in_a_row)
+    allocate_gradients(model)
+    step = step_of(model)
+    budget = int(share * memory_of(step))
+    left_by(model)
+    step()
+    plain = left_by(model)
+    for _ in range(5):
+        blocks(step, budget, 1)
+        assert all(map(torch.equal, plain, left_by(model)))
+
+
+class Two(nn.Module):
+    """Two branches, of which the program drops what one returns: what that has saved is waited for no more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(mlp() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [branch(x) for branch in self.branches]
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Two() for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        return x
+
+
+@pytest.mark.parametrize("share", [0.5, 0.8])
+def test_what_of_a_call_nobody_waits_for_any_more(share: float) -> None:
+    """The rest of it can still be evicted."""
+    torch.manual_seed(3)
+    model = Dropping()
+    allocate_gradients(model)
+    step = step_of(model)
+    budget = int(share * memory_of(step))
+    left_by(model)
+    step()
+    plain = left_by(model)
+    for number in range(5):
+        peak, (dtr,) = metered(lambda: blocks(step, budget, 1))
+        assert all(map(torch.equal, plain, left_by(model)))
+        assert not number or (by_calls(dtr) and dtr.report().outcome == "pass" and peak <= budget + 1024)
