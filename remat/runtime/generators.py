@@ -21,8 +21,8 @@ OWN = frozenset(vars(nn.Module()))  # attributes that every module has; children
 _CONSTANTS = frozenset((bool, int, float, str, bytes, type(None), torch.Tensor, nn.Parameter))
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.Tensor, nn.Module, type)
 Path = tuple[Any, ...]  # keys and names, from the attributes of a module on
-# Of each module, and of which kinds its attributes were then.
-_paths: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[type, ...], tuple[Path, ...]]] = weakref.WeakKeyDictionary()
+# Of each module, when its attributes look so.
+_paths: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], tuple[Path, ...]]] = weakref.WeakKeyDictionary()
 
 
 def is_generator(value: Any) -> bool:
@@ -32,16 +32,22 @@ def is_generator(value: Any) -> bool:
     return isinstance(value, kinds)
 
 
+def look_of(module: nn.Module) -> tuple[Any, ...]:
+    """The names and kinds of its attributes."""
+    attributes = vars(module)
+    return (*attributes, *map(type, attributes.values()))
+
+
 def held_by(modules: Iterable[nn.Module], passed: Any = ()) -> list[Any]:
     """The generators that modules hold now in places where they held some before, and those that a call is passed."""
     found = {} if _holds_none(passed) else {id(each): each for _, each in _generators(passed, (), set())}
     for module in modules:
-        kinds = tuple(map(type, vars(module).values()))
+        look = look_of(module)
         known, paths = _paths.get(module, (None, ()))
-        if known != kinds:  # a forward may have set some up where there was nothing
+        if known != look:  # a forward may have set some up where there was nothing
             held = {name: value for name, value in vars(module).items() if name not in OWN}
             paths = tuple(path for path, _ in _generators(held, (), set()))
-            _paths[module] = kinds, paths
+            _paths[module] = look, paths
         for path in paths:
             value = _at(vars(module), path)
             if is_generator(value):
@@ -116,19 +122,19 @@ def _at(value: Any, path: Path) -> Any:
     return value
 
 
-def _state_of(generator: Any) -> bytes:
+def _state_of(generator: Any) -> Any:
     if isinstance(generator, torch.device):
         state: torch.Tensor = torch.get_device_module(generator).get_rng_state(generator)
         return state.numpy().tobytes()
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, random.Random):
-        return pickle.dumps(generator.getstate())
+        return generator.getstate()
     state = generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state(legacy=False)
     return pickle.dumps(state)
 
 
-def _set_state(generator: Any, state: bytes) -> None:
+def _set_state(generator: Any, state: Any) -> None:
     if isinstance(generator, (torch.device, torch.Generator)):
         numbers = torch.frombuffer(bytearray(state), dtype=torch.uint8)
         if isinstance(generator, torch.device):
@@ -136,7 +142,7 @@ def _set_state(generator: Any, state: bytes) -> None:
         else:
             generator.set_state(numbers)
     elif isinstance(generator, random.Random):
-        generator.setstate(pickle.loads(state))
+        generator.setstate(state)
     elif hasattr(generator, "bit_generator"):
         generator.bit_generator.state = pickle.loads(state)
     else:
@@ -164,7 +170,7 @@ class RandomState:
     def __init__(self, devices: Iterable[torch.device] = (), own: Iterable[Any] = (), *, of_cpu: bool = True) -> None:
         found = [*devices, *([torch.default_generator] if of_cpu else ()), *own]
         with in_earnest():  # not what blocks count as the program's
-            self.states: list[tuple[Any, bytes]] = [(each, _state_of(each)) for each in found]
+            self.states: list[tuple[Any, Any]] = [(each, _state_of(each)) for each in found]
 
     def now(self) -> RandomState:
         """The states that the same generators are in now."""

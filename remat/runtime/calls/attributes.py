@@ -11,6 +11,7 @@ only fills the graph of the first one.
 from __future__ import annotations
 
 import operator
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,10 +22,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from remat.errors import UnsupportedModel
-from remat.runtime.generators import OWN, is_generator
+from remat.runtime.generators import OWN, is_generator, look_of
 
 MISSING = object()
 _OTHERS = frozenset(("training", "forward", "__getstate__"))  # that are kept by others
+# Of each module, those that are containers when its attributes look so.
+_names: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], tuple[str, ...]]] = weakref.WeakKeyDictionary()
 _CONTAINERS = frozenset((list, dict, set, deque))
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
 
@@ -134,9 +137,14 @@ def graph_handed_on() -> UnsupportedModel:
 
 def containers(module: nn.Module) -> Iterator[Any]:
     """Those that attributes refer to, as they are now: a forward may have set some up where there was nothing."""
-    for name, value in vars(module).items():
-        if type(value) in _CONTAINERS and name not in OWN:
-            yield value
+    attributes = vars(module)
+    look = look_of(module)
+    known, names = _names.get(module, (None, ()))
+    if known != look:
+        names = tuple([name for name, value in attributes.items() if type(value) in _CONTAINERS and name not in OWN])
+        _names[module] = look, names
+    for name in names:
+        yield attributes[name]
 
 
 def hooks_of(module: nn.Module) -> list[Any]:

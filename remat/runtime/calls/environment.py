@@ -91,13 +91,11 @@ class BufferWatch:
     itself scales down (`max_norm` of embeddings) counts as such a buffer: a second time would change it once more.
 
     Attributes:
-        draws_from_python: whether runs draw from the generators of Python and NumPy; None while that is not known.
         rewritten: which parameters runs write to without counting a version, as by `.data`; None while not known.
     """
 
     def __init__(self) -> None:
         self._changing: dict[tuple[bool, ...], set[_Key]] = {}
-        self.draws_from_python: bool | None = None
         self.rewritten: set[int] | None = None
 
     def before(self, stage: Stage, flags: tuple[bool, ...]) -> dict[_Key, _Before]:
@@ -246,8 +244,7 @@ class FirstRun:
         self._sums = None if watch.rewritten is not None else _sums(stage)
         if own is not None:
             own = list({id(each): each for each in (*own, *held_by(stage.parts))}.values())
-            python = of_python() if watch.draws_from_python is not False else ()
-            self._random = RandomState(accelerators(stage, value), [*own, *python])
+            self._random = RandomState(accelerators(stage, value), [*own, *of_python()])
         self._before = watch.before(stage, self._flags)
         self._attributes = Attributes(stage.parts)
 
@@ -279,9 +276,6 @@ class FirstRun:
         self._before = {}
         self._hooks.ended()
         now = None if self._random is None else self._random.now()
-        if self._watch.draws_from_python is None and self._random is not None and now is not None:
-            last = -len(of_python())
-            self._watch.draws_from_python = self._random.states[last:] != now.states[last:]
         if self._random is not None and now is not None and not self._random.keep_changed(now):
             self._random = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import warnings
 import weakref
 from collections.abc import Callable
@@ -400,6 +401,47 @@ def test_what_the_first_forward_sets_up(what: str) -> None:
             found.append(([parameter.grad.clone() for parameter in each.parameters()], states))
         (plain, was), (gradients, now) = found
         assert all(map(torch.equal, plain, gradients)) and was == now
+
+
+class Later(Stage):
+    """Draws random numbers from its fourth run on, as where something begins after so many steps."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw, self.runs = draw, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        y = self.linear(x).tanh()
+        return y * self.draw() if self.runs > 3 else y
+
+
+def _of_python() -> float:
+    return random.random()
+
+
+def _of_numpy() -> float:
+    return float(np.random.rand())  # noqa: NPY002
+
+
+def _of_pytorch() -> float:
+    return float(torch.rand(()))
+
+
+@pytest.mark.parametrize("draw", [_of_python, _of_numpy, _of_pytorch])
+def test_what_begins_to_draw_later_draws_the_same_again(draw: Callable[[], float]) -> None:
+    torch.manual_seed(0)
+    model, planned = pair(Later(draw), Later(draw))
+    for number, sample in enumerate(samples(6)):
+        found = []
+        for each in (model, planned):
+            random.seed(number)
+            np.random.seed(number)  # noqa: NPY002
+            torch.manual_seed(number)
+            each.zero_grad()
+            each(sample).square().mean().backward()
+            found.append([*(parameter.grad.clone() for parameter in each.parameters()), torch.tensor(draw())])
+        assert all(map(torch.equal, *found))
 
 
 class Failing(Stage):

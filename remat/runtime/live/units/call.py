@@ -135,8 +135,7 @@ class UnitCall(Call):
         if unit.draws:
             return super().as_a_whole(collector, activation, recorder)
         devices = accelerators(self.stage, [each.there() for each in self.passed.inputs])
-        python = of_python() if unit.watch.draws_from_python is not False else ()
-        random = RandomState(devices, [*held_by(parts), *python])
+        random = RandomState(devices, [*held_by(parts), *of_python()])
         outputs = super().as_a_whole(collector, activation, recorder)
         if random != random.now():
             random.restore()
