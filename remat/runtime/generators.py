@@ -33,9 +33,10 @@ def is_generator(value: Any) -> bool:
 
 
 def look_of(module: nn.Module) -> tuple[Any, ...]:
-    """The names and kinds of its attributes."""
+    """The names and kinds of its attributes, and how much is in lists and dictionaries among them."""
     attributes = vars(module)
-    return (*attributes, *map(type, attributes.values()))
+    held = attributes.values()
+    return (*attributes, *map(type, held), *[len(each) for each in held if type(each) is list or type(each) is dict])
 
 
 def held_by(modules: Iterable[nn.Module], passed: Any = ()) -> list[Any]:

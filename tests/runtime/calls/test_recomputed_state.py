@@ -403,6 +403,37 @@ def test_what_the_first_forward_sets_up(what: str) -> None:
         assert all(map(torch.equal, plain, gradients)) and was == now
 
 
+class SetUpInside(Stage):
+    """The same in a list and a dictionary that are there from the beginning."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.held: Any = [] if what == "list" else {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.held:
+            generator = torch.Generator().manual_seed(3)
+            if isinstance(self.held, list):
+                self.held.append(generator)
+            else:
+                self.held["own"] = generator
+        (generator,) = self.held.values() if isinstance(self.held, dict) else self.held
+        return self.linear(x).tanh() * torch.rand(x.shape, generator=generator)
+
+
+@pytest.mark.parametrize("what", ["list", "dict"])
+def test_a_generator_that_the_first_forward_puts_into_a_container(what: str) -> None:
+    torch.manual_seed(0)
+    model, planned = pair(SetUpInside(what), SetUpInside(what))
+    for sample in samples(4):
+        found = []
+        for each in (model, planned):
+            each.zero_grad()
+            each(sample).square().mean().backward()
+            found.append([parameter.grad.clone() for parameter in each.parameters()])
+        assert all(map(torch.equal, *found))
+
+
 class Later(Stage):
     """Draws random numbers from its fourth run on, as where something begins after so many steps."""
 

@@ -33,13 +33,8 @@ class History:
     """
 
     def __init__(self, settings: Settings, root: nn.Module, ways: Ways | None, *, stays: bool) -> None:
-        self._settings, self._site, self._root, self._ways, self._stays = (
-            settings,
-            settings.site,
-            weakref.ref(root),
-            ways,
-            stays,
-        )
+        self._settings, self._site, self._root = settings, settings.site, weakref.ref(root)
+        self._ways, self._stays = ways, stays
         self.place = self._site.course_of(self._root, Place)
         self.next = ""
 

@@ -208,17 +208,22 @@ class Noisy(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("share", [0.5, 0.65])
-@pytest.mark.parametrize("in_a_row", [False, True])
-def test_what_a_call_saved_of_others_is_as_it_was_where_its_input_changes(in_a_row: bool, share: float) -> None:
-    torch.manual_seed(3)
-    model = Noisy(in_a_row)
+def _limited(model: nn.Module, share: float) -> tuple[Callable[[], Any], int, list[torch.Tensor]]:
+    """A step of a model, a share of what that takes, and what it leaves in plain PyTorch."""
     allocate_gradients(model)
     step = step_of(model)
     budget = int(share * memory_of(step))
     left_by(model)
     step()
-    plain = left_by(model)
+    return step, budget, left_by(model)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.65])
+@pytest.mark.parametrize("in_a_row", [False, True])
+def test_what_a_call_saved_of_others_is_as_it_was_where_its_input_changes(in_a_row: bool, share: float) -> None:
+    torch.manual_seed(3)
+    model = Noisy(in_a_row)
+    step, budget, plain = _limited(model, share)
     for _ in range(5):
         blocks(step, budget, 1)
         assert all(map(torch.equal, plain, left_by(model)))
@@ -251,12 +256,7 @@ def test_what_of_a_call_nobody_waits_for_any_more(share: float) -> None:
     """The rest of it can still be evicted."""
     torch.manual_seed(3)
     model = Dropping()
-    allocate_gradients(model)
-    step = step_of(model)
-    budget = int(share * memory_of(step))
-    left_by(model)
-    step()
-    plain = left_by(model)
+    step, budget, plain = _limited(model, share)
     for number in range(5):
         peak, (dtr,) = metered(lambda: blocks(step, budget, 1))
         assert all(map(torch.equal, plain, left_by(model)))
