@@ -35,10 +35,11 @@ demo-full: $(DONE)
 	$(BIN)/remat compare examples.demo:images --out demo/images
 
 test: $(DONE)
-	$(BIN)/python -m pytest -q $(PARALLEL) -m "not slow"
+	$(BIN)/python -m pytest -q $(PARALLEL) -m "not slow and not fake_device"
+	$(BIN)/python -m pytest -q $(PARALLEL) -m "not slow" tests/fake_device
 
 test-slow: $(DONE)
-	$(BIN)/python -m pytest -q $(PARALLEL) -m slow
+	$(BIN)/python -m pytest -q $(PARALLEL) -m "slow and not fake_device"
 
 gpu: $(DONE)
 	$(BIN)/python -m pytest -q -m cuda tests/check/test_cuda.py

@@ -44,7 +44,8 @@ class Device:
     """A device that plans are made for.
 
     Attributes:
-        kind: "cuda" or "cpu": selects the kernels and the rounding of the allocator.
+        kind: "cpu", or PyTorch's name of an accelerator ("cuda", "xpu", ...): selects the rounding of the allocator and
+            the kernels, which are taken to be CUDA's on all accelerators.
         memory_bytes: size of its memory.
         flops_per_second: the peak rate by dtype: "bfloat16", "float16", "tf32", "float32", "float64".
         bytes_per_second: bandwidth of its memory.
@@ -64,17 +65,17 @@ class Device:
 
     def __post_init__(self) -> None:
         missing = {*BY_ARITHMETIC, *BY_MEMORY} - self.efficiency.keys()
-        if self.kind not in ("cpu", "cuda") or missing or "float32" not in self.flops_per_second:
+        if missing or "float32" not in self.flops_per_second:
             lacking = f" ({', '.join(sorted(missing))} missing)" if missing else ""
             raise RematError(
-                f"device {self.name!r} is not complete: it needs the kind cpu or cuda, a rate for float32, and an "
+                f"device {self.name!r} is not complete: it needs a rate for float32, and an "
                 f"efficiency for each kind of operator{lacking}"
             )
 
     @property
     def granule(self) -> int:
         """The bytes to whose multiples its allocator rounds sizes."""
-        return 512 if self.kind == "cuda" else 1
+        return 1 if self.kind == "cpu" else 512
 
     def save(self, path: str | Path) -> None:
         """Writes it as JSON, for `load` and `--device`."""
@@ -132,7 +133,7 @@ def device_called(name: str) -> Device | None:
     """The device for a driver's device name ("NVIDIA H100 80GB HBM3"); None if it is not in `DEVICES`."""
     words = name.lower().replace("-", " ").split()
     found = {*words, *map("".join, itertools.pairwise(words))}  # "RTX 4090" is one name
-    return next((device for device in DEVICES.values() if device.kind == "cuda" and device.name in found), None)
+    return next((device for device in DEVICES.values() if device.kind != "cpu" and device.name in found), None)
 
 
 def device_named(name: str) -> Device:

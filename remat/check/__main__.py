@@ -17,6 +17,7 @@ from remat.check.benchmarks import BATCHES, BENCHMARKS, compared, largest_batch
 from remat.check.checks import CHECKS, Skipped
 from remat.errors import RematError
 from remat.files import write_whole
+from remat.runtime.accelerator import give_back, is_accelerator, memory_bytes, name_of
 from remat.utils.machine import machine
 
 _FAILED = 1  # exit status
@@ -24,8 +25,9 @@ _FAILED = 1  # exit status
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m remat.check", description=__doc__)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default, help=f"cuda, cuda:1 or cpu (default: {default})")
+    here = torch.accelerator.current_accelerator(check_available=True)
+    default = "cpu" if here is None else here.type
+    parser.add_argument("--device", default=default, help=f"cuda, cuda:1, xpu, cpu, ... (default: {default})")
     parser.add_argument("--out", type=Path, default=Path("check"), help="folder for the results, created if missing")
     parser.add_argument("--only", action="append", metavar="NAME", help="run only this one of --list; repeatable")
     parser.add_argument("--small", action="store_true", help="use small models; always set on the CPU")
@@ -102,8 +104,7 @@ class _Session:
             found = {"outcome": "failed", "note": f"{type(error).__name__}: {error}"}
         finally:
             torch.use_deterministic_algorithms(deterministic)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        give_back(self.device)
         found["seconds"] = round(time.monotonic() - began, 1)
         self.results[name] = found
         content = {"machine": self.machine, "results": self.results}
@@ -113,16 +114,14 @@ class _Session:
 
 
 def _of_device(device: torch.device) -> dict[str, Any]:
-    if device.type != "cuda":
-        return {"device": "cpu"}
-    properties = torch.cuda.get_device_properties(device)
-    return {
-        "device": torch.cuda.get_device_name(device),
-        "memory_bytes": properties.total_memory,
-        "capability": f"{properties.major}.{properties.minor}",
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-    }
+    if not is_accelerator(device):
+        return {"device": device.type}
+    found = {"device": name_of(device), "memory_bytes": memory_bytes(device)}
+    if device.type == "cuda":  # ROCm's, too
+        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        cudnn = torch.backends.cudnn.version()
+        found |= {"capability": capability, "cuda": torch.version.cuda, "hip": torch.version.hip, "cudnn": cudnn}
+    return found
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ import torch
 import remat
 from remat.check.workloads import CHAINS, Workload, make, with_rows
 from remat.errors import RematError
+from remat.runtime.accelerator import free_bytes, is_accelerator
 from remat.runtime.library import BlockCheckpointing
-from remat.runtime.meter import free_bytes
 from remat.utils.packages import has
 
 _STRATEGIES = [
@@ -26,7 +26,7 @@ _HOST = "32GiB"
 def compared(name: str, device: torch.device, small: bool, file: Path) -> dict[str, Any]:
     """A comparison of strategies, written to `file` as it grows, with a figure where matplotlib is there."""
     work = make(name, device, small=small)
-    strategies = _STRATEGIES if device.type == "cuda" else _STRATEGIES[:-1]
+    strategies = _STRATEGIES if is_accelerator(device) else _STRATEGIES[:-1]
     options: dict[str, Any] = {"loss": work.loss, "repeats": _REPEATS, "file": file, "progress": False}
     found = remat.compare(work.model, work.sample, None, strategies, host_limit=_HOST, **options)
     if has("matplotlib"):

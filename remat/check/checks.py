@@ -17,7 +17,7 @@ import remat
 from remat.check.workloads import CHAINS, Workload, make
 from remat.errors import OutOfBudget, Thrashing
 from remat.formatting import format_bytes
-from remat.runtime.allocator import rounded
+from remat.runtime.accelerator import UNSPLIT, allocated_bytes, is_accelerator, rounded
 from remat.runtime.meter import MemoryMeter
 from remat.simulation import store_all_peak
 
@@ -132,39 +132,39 @@ def _measured_dtr(work: Workload, budget: int, granularity: str, device: torch.d
 
 def allocator(device: torch.device, small: bool) -> Found:
     """What the allocator gives for a size is what is counted for it."""
-    if device.type != "cuda":
+    if not is_accelerator(device):
         raise Skipped("the CPU's allocator does not round sizes")
     wrong = {}
     for size in (1, 511, 512, 513, 2**20, 2**20 + 1, 3 * 2**20 + 7, 2**25 + 1):
-        before = torch.cuda.memory_allocated(device)
+        before = allocated_bytes(device)
         kept = torch.empty(size, dtype=torch.uint8, device=device)
-        given = torch.cuda.memory_allocated(device) - before
+        given = allocated_bytes(device) - before
         del kept
         if given != rounded(size, device):
             wrong[size] = (given, rounded(size, device))
-    assert all(given - counted <= 2**20 for given, counted in wrong.values()), wrong  # a block that was not split
+    assert all(given - counted <= UNSPLIT for given, counted in wrong.values()), wrong  # a block that was not split
     return {"given_and_counted": {str(size): both for size, both in wrong.items()}}
 
 
 def streams(device: torch.device, small: bool) -> Found:
     """A block that works on a stream of its own, under a plan and under DTR."""
-    if device.type != "cuda":
+    if not is_accelerator(device):
         raise Skipped("the CPU has no streams")
 
     class Aside(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()
-            self.inner, self.stream = inner, torch.cuda.Stream(device)
+            self.inner, self.stream = inner, torch.Stream(device)
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Aside:
             return Aside(copy.deepcopy(self.inner, memo))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(self.stream):
+            self.stream.wait_stream(torch.accelerator.current_stream(device))
+            with self.stream:
                 y = self.inner(x)
-            torch.cuda.current_stream(device).wait_stream(self.stream)
-            y.record_stream(torch.cuda.current_stream(device))
+            torch.accelerator.current_stream(device).wait_stream(self.stream)
+            y.record_stream(torch.accelerator.current_stream(device))
             return y
 
     blocks = [Aside(nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))) for _ in range(6)]
@@ -174,9 +174,9 @@ def streams(device: torch.device, small: bool) -> Found:
 
 
 def autocast(device: torch.device, small: bool) -> Found:
-    """bfloat16 under autocast; on CUDA float16 and `GradScaler`, too."""
+    """bfloat16 under autocast; on accelerators float16 and `GradScaler`, too."""
     found = {}
-    kinds = [torch.bfloat16, torch.float16] if device.type == "cuda" else [torch.bfloat16]
+    kinds = [torch.bfloat16, torch.float16] if is_accelerator(device) else [torch.bfloat16]
     for dtype in kinds:
 
         def around(dtype: torch.dtype = dtype) -> AbstractContextManager[Any]:
@@ -202,7 +202,7 @@ def attention(device: torch.device, small: bool) -> Found:
     found: Found = {}
     for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
         work = make("llama", device, small=True)
-        if device.type == "cuda":
+        if is_accelerator(device):
             work = work._replace(model=work.model.to(torch.bfloat16))
         with sdpa_kernel(backend):
             try:
@@ -220,9 +220,9 @@ def attention(device: torch.device, small: bool) -> Found:
 
 def two_devices(device: torch.device, small: bool) -> Found:
     """A model that lies on two devices, under DTR."""
-    if device.type != "cuda" or torch.cuda.device_count() <= 1:
+    if not is_accelerator(device) or torch.accelerator.device_count() <= 1:
         raise Skipped("needs two devices")
-    first, second = (torch.device("cuda", index) for index in (0, 1))
+    first, second = (torch.device(device.type, index) for index in (0, 1))
 
     class Split(nn.Module):
         def __init__(self) -> None:
@@ -248,12 +248,12 @@ def two_devices(device: torch.device, small: bool) -> Found:
 
 def out_of_memory(device: torch.device, small: bool) -> Found:
     """The device's own error comes through, and memory comes back."""
-    if device.type != "cuda":
+    if not is_accelerator(device):
         raise Skipped("the CPU has no memory limit to run into")
     work = make("gpt2", device, small=True)
     plain = _left_by(work)
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
+    torch.accelerator.synchronize(device)
+    before = allocated_bytes(device)
     for way in (nullcontext(), remat.DTR(2**50)):
         raised = False
         try:
@@ -264,7 +264,7 @@ def out_of_memory(device: torch.device, small: bool) -> Found:
             raised = True
         kept = None
         assert raised, "the allocator gave 32 TiB"
-    assert torch.cuda.memory_allocated(device) <= before + 2**20
+    assert allocated_bytes(device) <= before + 2**20
     _same_bits(plain, _left_by(work), "after running out of memory")
     return {}
 

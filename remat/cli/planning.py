@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from remat.schedule import Schedule
     from remat.solvers.base import Solver
 
-_PLACES = ("cpu", "cuda", "mps", "xpu")  # where a model can be put, if the machine has such a device
-
 
 @app.command(cls=Command)
 def profile(model: Model, batch: Batch = 8, device: Device = "cpu", out: Out = None) -> None:
@@ -228,13 +226,17 @@ def _draw(text: str, chain: Chain, schedule: Schedule) -> None:
 
 
 def _is_estimated(device: str) -> bool:
-    """Whether a device is one that need not be there."""
+    """Whether a device is one that need not be there, and not one that PyTorch puts tensors on."""
+    import torch
+
     from remat.devices import device_named
 
-    if device.partition(":")[0] in _PLACES and device.removeprefix("cuda:").isdigit() | (":" not in device):
-        return False
-    device_named(device)
-    return True
+    try:
+        torch.device(device)
+    except RuntimeError:
+        device_named(device)
+        return True
+    return False
 
 
 def _estimate(

@@ -16,7 +16,7 @@ from remat.measuring.isolating import Form, Sink, fixed_gradients, with_graph_of
 from remat.measuring.preserving import ForeignGradients, aliased_parameters, preserved
 from remat.measuring.stage_costs import own_autocast_cache
 from remat.report import Moment, Report, joined
-from remat.runtime.allocator import rounded
+from remat.runtime.accelerator import rounded
 from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.calls.environment import accelerators
 from remat.runtime.calls.stages import Stage, call_of, check_device

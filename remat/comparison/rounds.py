@@ -18,7 +18,7 @@ from remat.comparison.verdicts import EQUAL, OWN
 from remat.errors import OutOfBudget, RematError, Thrashing, ThrashingWarning
 from remat.formatting import format_bytes
 from remat.report import Report
-from remat.runtime.allocator import give_back
+from remat.runtime.accelerator import give_back
 from remat.runtime.executor import How
 from remat.runtime.live.context import DTR
 from remat.schedule import Operation

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from remat.devices import BY_ARITHMETIC, BY_MEMORY, GIB, Device
 from remat.errors import RematError
+from remat.runtime.accelerator import is_accelerator, memory_bytes, name_of, synchronise
 from remat.runtime.links import bytes_per_second
 from remat.utils.packages import available_bytes
 
@@ -25,15 +26,17 @@ def calibrate(device: str = "cpu", name: str | None = None) -> Device:
     """Measures rates and efficiencies of a device that is here, in about half a minute; as many threads as PyTorch has.
 
     Args:
-        device: "cpu", "cuda" or "cuda:1".
+        device: "cpu", "cuda" or "cuda:1", "xpu", ...
         name: of what is returned, by default the device's own.
 
     Raises:
         RematError: there is no such device.
     """
     place = torch.device(device)
-    if place.type not in ("cpu", "cuda") or (place.type == "cuda" and not torch.cuda.is_available()):
-        raise RematError(f"cannot calibrate {device!r}: only the CPU and available CUDA devices")
+    here = torch.accelerator.current_accelerator(check_available=True)
+    if is_accelerator(place) and (here is None or place.type != here.type):
+        found = "" if here is None else f" and {here.type!r}"
+        raise RematError(f"cannot calibrate {device!r}: this PyTorch finds 'cpu'{found} here")
     rates = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         left, right = (torch.randn(_WIDTH, _WIDTH, device=place).to(dtype) for _ in range(2))
@@ -74,25 +77,24 @@ def calibrate(device: str = "cpu", name: str | None = None) -> Device:
 
 def _least_seconds(place: torch.device, run: Callable[..., Any], *args: Any) -> float:
     """Of one run, the least of as many as there is time for."""
-    synchronise = torch.cuda.synchronize if place.type == "cuda" else lambda: None
     run(*args)
     least, until = math.inf, time.perf_counter() + _SECONDS
     while time.perf_counter() < until:
-        synchronise()
+        synchronise(place)
         start = time.perf_counter()
         run(*args)
-        synchronise()
+        synchronise(place)
         least = min(least, time.perf_counter() - start)
     return max(least, 1e-9)
 
 
 def _memory(place: torch.device) -> int:
-    if place.type == "cuda":
-        return int(torch.cuda.get_device_properties(place).total_memory)
+    if is_accelerator(place):
+        return memory_bytes(place)
     return max(available_bytes() // GIB, 1) * GIB
 
 
 def _name(place: torch.device) -> str:
-    if place.type == "cuda":
-        return str(torch.cuda.get_device_name(place))
+    if is_accelerator(place):
+        return name_of(place)
     return f"{platform.machine()} with {torch.get_num_threads()} threads"

@@ -31,7 +31,7 @@ from remat.estimation.libraries import as_in_training
 from remat.estimation.roofline import Roofline
 from remat.estimation.values import Values
 from remat.estimation.variants import AsOnCuda
-from remat.runtime.allocator import granule_of_host, rounded
+from remat.runtime.accelerator import granule_of_host, rounded
 from remat.runtime.fakes import fake_on, is_fake, storage_without_data
 from remat.runtime.meter import Instruments, Meter, Region, measured_by
 from remat.runtime.operators import Argument, only_asks, only_views, tensors_in
@@ -136,7 +136,7 @@ class World(Instruments):
             stack.enter_context(as_in_training())
             stack.enter_context(_quiet())
             stack.enter_context(self._fake)
-            if self.device.kind == "cuda":
+            if self.device.kind != "cpu":
                 stack.enter_context(AsOnCuda())
             stack.enter_context(_Watch(self))
             yield

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat.measuring.isolating import Form
 from remat.measuring.stage_costs import NO_MARKS, Boundary, Marks, storage_bytes
-from remat.runtime.allocator import rounded
+from remat.runtime.accelerator import rounded
 from remat.runtime.pytree import storage_of
 
 Forms = tuple[Form | None, ...]

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from remat.errors import UnsupportedModel
-from remat.runtime.allocator import rounded
+from remat.runtime.accelerator import rounded
 from remat.runtime.pytree import map_tensors, storage_of, tensors
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat.measuring.work import Watching, written_bytes
-from remat.runtime.allocator import rounded
+from remat.runtime.accelerator import rounded
 from remat.runtime.calls.attributes import MISSING, containers, items_of, undone
 from remat.runtime.calls.environment import working_bytes
 from remat.runtime.calls.stages import Stage

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from remat.errors import OverBudgetWarning
-from remat.runtime.allocator import rounded
+from remat.runtime.accelerator import rounded
 from remat.runtime.calls.tape import identity_of
 from remat.runtime.generators import passed_to
 from remat.runtime.operators import looks_at_data, only_views, tensors_in, written

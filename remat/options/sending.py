@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from remat.chain import Chain
 from remat.layout import Option
-from remat.runtime.allocator import rounded
+from remat.runtime.accelerator import rounded
 from remat.runtime.calls.partial import Structure
 from remat.runtime.calls.tape import Tape
 from remat.simulation import everything

@@ -23,7 +23,7 @@ from remat.profiling.sequence_pass import SequencePass
 from remat.profiling.stage_pass import Pass
 from remat.profiling.threads import warning_of_threads
 from remat.profiling.variables import Variables
-from remat.runtime.allocator import slack_of
+from remat.runtime.accelerator import slack_of
 from remat.runtime.calls.early_stop import Ending
 from remat.runtime.calls.places import Places
 from remat.runtime.calls.stages import group

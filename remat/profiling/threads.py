@@ -11,6 +11,7 @@ import torch
 
 from remat.errors import OverBudgetWarning
 from remat.measuring.work import Watching
+from remat.runtime.accelerator import is_accelerator
 from remat.runtime.raw_memory import Watch, begin_watch, end_watch
 from remat.utils.warn import warn
 
@@ -19,7 +20,7 @@ from remat.utils.warn import warn
 def warning_of_threads(device: torch.device) -> Iterator[None]:
     """Afterwards, warns if operators ran in threads that were started inside."""
     watch = _Threads()
-    if device.type != "cpu":
+    if is_accelerator(device):
         yield
         return
     begin_watch(watch)

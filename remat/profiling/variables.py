@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from remat.runtime.allocator import rounded
+from remat.runtime.accelerator import rounded
 from remat.runtime.pytree import storage_of, tensors
 
 

@@ -6,7 +6,7 @@ import pickle
 import random
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from remat.errors import UnsupportedModel
+from remat.runtime.accelerator import default_generator
 from remat.runtime.fakes import in_earnest
 
 _DEPTH = 4  # how far into what a module holds
@@ -125,8 +126,7 @@ def _at(value: Any, path: Path) -> Any:
 
 def _state_of(generator: Any) -> Any:
     if isinstance(generator, torch.device):
-        state: torch.Tensor = torch.get_device_module(generator).get_rng_state(generator)
-        return state.numpy().tobytes()
+        generator = default_generator(generator)
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, random.Random):
@@ -136,27 +136,16 @@ def _state_of(generator: Any) -> Any:
 
 
 def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, (torch.device, torch.Generator)):
-        numbers = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-        if isinstance(generator, torch.device):
-            torch.get_device_module(generator).set_rng_state(numbers, generator)
-        else:
-            generator.set_state(numbers)
+    if isinstance(generator, torch.device):
+        generator = default_generator(generator)
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     elif isinstance(generator, random.Random):
         generator.setstate(state)
     elif hasattr(generator, "bit_generator"):
         generator.bit_generator.state = pickle.loads(state)
     else:
         generator.set_state(pickle.loads(state))
-
-
-def default_generator(device: torch.device) -> torch.Generator:
-    """The one that operators on a device draw from where they are given none."""
-    if device.type in ("cpu", "meta"):
-        return torch.default_generator
-    module: Any = torch.get_device_module(device)
-    generators: Sequence[torch.Generator] = module.default_generators
-    return generators[module.current_device() if device.index is None else device.index]
 
 
 class RandomState:

@@ -1,6 +1,6 @@
 """Ways from a device's memory to the host's, for copies beside what the device computes.
 
-A CUDA device copies on a stream of its own, to and from pinned memory. For the CPU the host's memory is a file that is
+An accelerator copies on a stream of its own, to and from pinned memory. For the CPU the host's memory is a file that is
 mapped into memory, and a thread copies; so all of what uses a link can be tried where there is no other device.
 """
 
@@ -13,7 +13,6 @@ import statistics
 import tempfile
 import threading
 import time
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
@@ -23,6 +22,7 @@ import torch
 
 from remat.errors import RematError
 from remat.formatting import format_bytes
+from remat.runtime.accelerator import is_accelerator, pinned, synchronise
 
 
 class Copy(Protocol):
@@ -104,49 +104,34 @@ def _reserve(file: int, size: int) -> None:
 
 
 class _Event:
-    """A copy on a stream of a CUDA device."""
+    """A copy on a stream of an accelerator."""
 
-    def __init__(self, device: torch.device, event: torch.cuda.Event) -> None:
+    def __init__(self, device: torch.device, event: torch.Event) -> None:
         self._device, self._event = device, event
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        torch.accelerator.current_stream(self._device).wait_event(self._event)
 
     def finish(self) -> None:
         self._event.synchronize()
 
 
-class CudaLink(Link):
-    """From a CUDA device's memory to pinned memory."""
+class StreamLink(Link):
+    """From an accelerator's memory to pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.Stream(device)
 
     def buffer(self, size: int) -> torch.Tensor:
-        # PyTorch's own pinned memory comes in powers of two: up to twice of what a limit allows.
-        pages = np.frombuffer(mmap.mmap(-1, size), np.uint8)
-        address = pages.ctypes.data
-        try:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size, 0))
-        except torch.cuda.CudaError as error:
-            raise RematError(f"cannot pin {format_bytes(size)} of CPU memory ({error}); lower host_limit") from error
-        weakref.finalize(pages, _unpin, address).atexit = False
-        return torch.from_numpy(pages)
+        return pinned(size)
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Copy:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        return _Event(self._device, event)
-
-
-def _unpin(address: int) -> None:
-    torch.cuda.synchronize()  # a copy may still be under way
-    torch.cuda.cudart().cudaHostUnregister(address)
+        return _Event(self._device, self._stream.record_event())
 
 
 _PROBE = 2**25  # bytes that are copied to see how fast the link is
@@ -154,11 +139,7 @@ _PROBE = 2**25  # bytes that are copied to see how fast the link is
 
 @functools.cache
 def bytes_per_second(device: torch.device) -> float:
-    """Of the link between a device and the host's memory, in the slower direction, while nothing else runs.
-
-    Raises:
-        RematError: nothing is known of one.
-    """
+    """Of the link between a device and the host's memory, in the slower direction, while nothing else runs."""
     link = link_of(device)
     there, here = link.buffer(_PROBE), torch.zeros(_PROBE, dtype=torch.uint8, device=device)
     spent = []
@@ -166,21 +147,12 @@ def bytes_per_second(device: torch.device) -> float:
         for pair in ((there, here), (here, there)):
             start = time.perf_counter()
             link.copy([pair]).wait()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            synchronise(device)
             spent.append(time.perf_counter() - start)
     out, back = (statistics.median(spent[direction + 2 :: 2]) for direction in (0, 1))  # the first touch pages
     return _PROBE / max(out, back)
 
 
 def link_of(device: torch.device) -> Link:
-    """The way from a device's memory to the host's.
-
-    Raises:
-        RematError: none is known.
-    """
-    if device.type == "cpu":
-        return FileLink()
-    if device.type == "cuda":
-        return CudaLink(device)
-    raise RematError(f"offloading from {device.type!r} to CPU memory is not supported; plan without host_limit")
+    """The way from a device's memory to the host's."""
+    return StreamLink(device) if is_accelerator(device) else FileLink()

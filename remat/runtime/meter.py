@@ -1,7 +1,8 @@
-"""True peak memory, counted by the allocator, and honest time; on the CPU and on CUDA.
+"""True peak memory, counted by the allocator, and honest time; on the CPU and on accelerators.
 
 The CPU's allocator keeps no peak, but PyTorch's profiler sees each of its allocations and frees, temporaries inside
-operators included; their running sum is the level of memory. CUDA's allocator keeps both level and peak.
+operators included; their running sum is the level of memory. An accelerator's keeps both; the peak is
+reset for each region.
 Memory and time are never taken in the same pass.
 """
 
@@ -23,8 +24,8 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity
 
 from remat.errors import MeasurementError
+from remat.runtime.accelerator import allocated_bytes, is_accelerator, synchronise
 from remat.runtime.links import bytes_per_second
-from remat.utils.packages import available_bytes
 from remat.utils.quiet import without_allocator_warnings
 
 _MARK, _CUT = "remat::region", "remat::cut"
@@ -89,9 +90,9 @@ class MemoryMeter:
         self.regions = []
         self._in_session = True
         try:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-                self._base = torch.cuda.memory_allocated(self.device)
+            if is_accelerator(self.device):
+                synchronise(self.device)
+                self._base = allocated_bytes(self.device)
                 yield
             else:
                 yield from self._profiled()
@@ -104,8 +105,10 @@ class MemoryMeter:
             raise MeasurementError("a region must be inside a session and not inside another region")
         self._open = True
         try:
-            if self.device.type == "cuda":
-                yield from self._cuda_region()
+            if is_accelerator(self.device):
+                self._begin()
+                yield
+                self._end()
             else:
                 with torch.profiler.record_function(_MARK):
                     yield
@@ -116,27 +119,22 @@ class MemoryMeter:
         """The region under way ends here, and the next one begins."""
         if not self._open:
             raise MeasurementError("there is no region to cut in two")
-        if self.device.type == "cuda":
-            self._end_on_cuda()
-            self._begin_on_cuda()
+        if is_accelerator(self.device):
+            self._end()
+            self._begin()
         else:
             with torch.profiler.record_function(_CUT):
                 pass
 
-    def _cuda_region(self) -> Iterator[None]:
-        self._begin_on_cuda()
-        yield
-        self._end_on_cuda()
+    def _begin(self) -> None:
+        synchronise(self.device)
+        torch.accelerator.reset_peak_memory_stats(self.device)
+        self._start = allocated_bytes(self.device)
 
-    def _begin_on_cuda(self) -> None:
-        torch.cuda.synchronize(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self._start = torch.cuda.memory_allocated(self.device)
-
-    def _end_on_cuda(self) -> None:
-        torch.cuda.synchronize(self.device)
-        end, peak = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
-        reserved = torch.cuda.max_memory_reserved(self.device)
+    def _end(self) -> None:
+        synchronise(self.device)
+        end, peak = allocated_bytes(self.device), torch.accelerator.max_memory_allocated(self.device)
+        reserved = torch.accelerator.max_memory_reserved(self.device)
         self.regions.append(Region(self._start - self._base, end - self._base, peak - self._base, reserved))
 
     def _profiled(self) -> Iterator[None]:
@@ -240,8 +238,7 @@ class Instruments:
 
     def now(self, device: torch.device) -> float:
         """Seconds, once the device has done what it was given."""
-        if device.type not in ("cpu", "meta"):
-            torch.get_device_module(device).synchronize(device)
+        synchronise(device)
         return time.perf_counter()
 
 
@@ -264,15 +261,15 @@ def measured_by(others: Instruments) -> Iterator[None]:
 
 
 def elapsed(device: torch.device, function: Callable[[], object]) -> float:
-    """Seconds that `function` takes, the work it leaves on a CUDA device included."""
-    if device.type == "cuda":
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize(device)
-        stream = torch.cuda.current_stream(device)  # events record on the current device's, which may be another one
+    """Seconds that `function` takes, the work it leaves on an accelerator included."""
+    if is_accelerator(device):
+        begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
+        synchronise(device)
+        stream = torch.accelerator.current_stream(device)  # by itself an event takes the current device's
         begin.record(stream)
         function()
         end.record(stream)
-        torch.cuda.synchronize(device)
+        synchronise(device)
         return begin.elapsed_time(end) / 1e3
     start = instruments().now(device)
     function()
@@ -289,15 +286,3 @@ def undisturbed() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that PyTorch can still get on `device`.
-
-    Raises:
-        RematError: the operating system does not say.
-    """
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    return available_bytes()

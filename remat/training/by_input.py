@@ -115,7 +115,7 @@ class PlansByInput:
             planned.measure(call)
         if state == self._state:
             if planned.plan is None:
-                planned.plan_as(planned.request)
+                planned.plan_as(planned.request, call)
                 self.drop()
             assert planned.plan is not None
             return planned.plan
@@ -210,7 +210,7 @@ class PlansByInput:
     ) -> tuple[RunningPlan, str]:
         """A plan for this input, for `request` or else the present one; and a remark for the warning."""
         planned, note = self._planned, ""
-        before = planned.chain, planned.plan, planned.request
+        before = planned.chain, planned.plan, planned.request, planned.rehearsal
         loss = planned.setup.loss
         more: Any = {"estimate": True} if estimate else {}
         try:
@@ -222,11 +222,11 @@ class PlansByInput:
                 # A loss often captures the targets of one batch, whose shape does not match another input.
                 note = f"; the loss fails on it ({error}) and is assumed to take no memory or time"
                 planned.chain = planned.profile(call, None, **more)
-            planned.plan_as(request or planned.request)
+            planned.plan_as(request or planned.request, None if estimate else call)
             assert planned.plan is not None
             return planned.plan._replace(estimated=estimate), note
         finally:
-            planned.chain, planned.plan, planned.request = before
+            planned.chain, planned.plan, planned.request, planned.rehearsal = before
 
     def _beside_a_profiler(self, call: Arguments) -> RunningPlan:
         """A plan for one call during which a profiler prevents measuring: by an estimate, or else the present plan."""

@@ -55,6 +55,7 @@ def fit(
     keep: Collection[str] = (),
     recompute: Collection[str] = (),
     host_limit: int | str | None = None,
+    of: str = "allocated",
 ) -> nn.Module:
     """Makes the training steps of `model` stay within `memory`, by the fastest plan of all planners.
 
@@ -91,6 +92,8 @@ def fit(
         options, keep, recompute: plan with ways to keep a part of what a stage saves, as for `rotor.Checkpointable`.
         host_limit: how much of the host's memory offloaded activations may take, as for `rotor.Checkpointable`; DTR
             does not offload.
+        of: what the limit is of, on an accelerator: bytes "allocated", or bytes "reserved" by PyTorch's allocator,
+            which are more. Some steps by the plan are tried there; where they take more than the limit, it plans again.
 
     Returns:
         The model itself, the same object of the same class, trained within the limit until `remat.remove(model)`.
@@ -113,6 +116,7 @@ def fit(
         keep=keep,
         recompute=recompute,
         host_limit=host_limit,
+        of=of,
         when_short=when_short,
     )
     wish = Wish(setup, memory, longest, quiet).checked()
@@ -201,7 +205,7 @@ def _fit(model: nn.Module, sample: Any, wish: Wish, patch: PatchedForward | None
     planned = Planned(model, setup)
     if wish.longest is not None:
         sample = _longest(model, sample, wish.longest)
-    by_calls_too = setup.stages is None and setup.group is None
+    by_calls_too = setup.stages is None and setup.group is None and setup.of == "allocated"
     limit = wish.limit_for(planned)
     try:
         planned.measure(sample, progress=not quiet, again=False, enough=partial(_refuse_hopeless, limit))
@@ -216,7 +220,7 @@ def _fit(model: nn.Module, sample: Any, wish: Wish, patch: PatchedForward | None
     if not quiet and patch is None:
         say(choices(kind, chain, solver))
     try:
-        planned.plan_with("fastest", limit)
+        planned.plan_with("fastest", limit, call=call_of(model, sample))
     except InfeasibleBudget as error:
         error.args = (f"{error}{what_is_outside(chain, error.minimum)}",)
         if not by_calls_too or _is_hopeless(error.budget, error.minimum):
@@ -234,7 +238,7 @@ def _fit(model: nn.Module, sample: Any, wish: Wish, patch: PatchedForward | None
         return
     patch = planned.take_place(patch)
     assert planned.plan is not None
-    text = in_a_line(kind, chain, planned.plan.schedule, limit, solver.minimum_budget(chain))
+    text = in_a_line(kind, chain, planned.plan.schedule, limit, solver.minimum_budget(chain), planned.rehearsal)
     conclude(patch, text, quiet, lambda: {"limit": limit, **planned.figures()})
 
 

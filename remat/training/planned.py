@@ -13,11 +13,11 @@ from torch import nn
 from remat.budgets import resolve_budget
 from remat.chain import Chain
 from remat.distributed import agree, held_by_others, solved
-from remat.errors import RematError
+from remat.errors import InfeasibleBudget, RematError
 from remat.profiling.profile import Loss, profile
 from remat.report import Report
+from remat.runtime.accelerator import free_bytes, is_accelerator
 from remat.runtime.calls.stages import call_of
-from remat.runtime.meter import free_bytes
 from remat.runtime.offload import HostMemory
 from remat.runtime.planned.executor import Executor, Lock
 from remat.runtime.planned.patched_forward import PatchedForward, patched_forward_of
@@ -29,10 +29,12 @@ from remat.simulation import simulate, store_all_peak
 from remat.solvers import WITH_HOST, planner
 from remat.solvers.base import Solver
 from remat.training.by_input import PlansByInput
+from remat.training.rehearsal import Rehearsal, rehearse
 from remat.training.setup import Setup
 from remat.utils.progress import Progress, shown
 
 FREE_SHARE = 0.9  # of the free memory is the limit where none is given
+_STEP = 16  # share of its plan by which a limit is lowered where the device has run out of memory
 Limit = int | str | float
 
 
@@ -84,6 +86,7 @@ class Planned:
     Attributes:
         chain: the chain that was measured last.
         plan: the plan for that chain; None before planning.
+        rehearsal: what steps by the plan were seen to take; None where none were tried.
         request: the solver and limit of the plan; None for an assigned schedule, which is used for every input.
         patch: the patch with which the model itself follows the plan; None if it is not patched.
         slots: memory units of the dynamic programs.
@@ -95,6 +98,7 @@ class Planned:
         self.chain: Chain | None = None
         self.plan: RunningPlan | None = None
         self.request: Request | None = None
+        self.rehearsal: Rehearsal | None = None
         self.patch: PatchedForward | None = None
         self.on_measured: Callable[[], None] = lambda: None
         self.on_planned: Callable[[], None] = lambda: None
@@ -166,22 +170,30 @@ class Planned:
             return planner(name, self.slots)
         return planner(name, self.slots, max(resolve_budget(host_limit) // self.setup.in_flight, 1))
 
-    def plan_with(self, solver: str | Solver, limit: Limit | None = None, *, bounded: bool = True) -> None:
+    def plan_with(
+        self,
+        solver: str | Solver,
+        limit: Limit | None = None,
+        *,
+        bounded: bool = True,
+        call: Arguments | None = None,
+    ) -> None:
         """Plans for the measured chain, and drops the plans for other inputs, which followed the old request.
 
         Args:
             bounded: False: the schedule of least memory, whatever that needs.
+            call: what was measured, to try steps by the plan on, on an accelerator.
 
         Raises:
             InfeasibleBudget: nothing fits; the plan from before stays.
             RematError: an unknown name, or nothing was measured.
         """
-        self.plan_as(Request(self.solver(solver), limit, bounded=bounded))
+        self.plan_as(Request(self.solver(solver), limit, bounded=bounded), call)
         self.inputs.drop()
 
-    def plan_as(self, request: Request | None) -> None:
+    def plan_as(self, request: Request | None, call: Arguments | None = None) -> None:
         """Plans for the measured chain by this request; None: with `persistent` and the default limit."""
-        chain, setup = self.measured, self.setup
+        chain, setup, self.rehearsal = self.measured, self.setup, None
         request = request or Request(self.solver("persistent"))
         if request.bounded:
             limit = request.limit if request.limit is not None else self.limit
@@ -190,13 +202,40 @@ class Planned:
             if isinstance(limit, float) and setup.group is None and setup.in_flight == 1:
                 limit = max(resolve_budget(limit, store_all_peak(chain)), request.least)
                 request = request._replace(least=limit)
-            schedule = solved(chain, request.solver, limit, in_flight=setup.in_flight, group=setup.group)
+            if call is not None and self._may_rehearse():
+                schedule, self.rehearsal = self._rehearsed(request.solver, limit, call)
+            else:
+                schedule = solved(chain, request.solver, limit, in_flight=setup.in_flight, group=setup.group)
         else:
             operations = request.solver.least_memory(chain)
             schedule = Schedule(operations, strategy=request.solver.name, layout=chain.layout)
         self._bind(chain, schedule, setup.in_flight if request.bounded else 0)
         self.request = request
         self.on_planned()
+
+    def _may_rehearse(self) -> bool:
+        device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        return is_accelerator(device) and self.setup.group is None and self.setup.in_flight == 1
+
+    def _rehearsed(self, solver: Solver, limit: Limit, call: Arguments) -> tuple[Schedule, Rehearsal]:
+        """A schedule that was seen to stay within the limit: where steps by the first one do not, one for less.
+
+        Raises:
+            InfeasibleBudget: none does.
+        """
+        chain, of = self.measured, self.setup.of
+        limit = resolve_budget(limit, store_all_peak(chain))
+        asked = limit
+        while True:
+            try:
+                schedule = solved(chain, solver, asked, in_flight=1, group=None)
+            except InfeasibleBudget as error:
+                raise InfeasibleBudget(limit, error.minimum + limit - asked, error.solver) from None
+            found = rehearse(self.model, self.setup, call, schedule)
+            if found is not None and found.of(of) <= limit:
+                return schedule, found
+            planned = min(asked, simulate(chain, schedule).peak_bytes)
+            asked = planned - (planned // _STEP if found is None else found.of(of) - limit)
 
     def adopt(self, schedule: Schedule) -> None:
         """Takes a schedule that was made elsewhere, for every input."""
@@ -209,6 +248,8 @@ class Planned:
         schedule_here = replace(schedule, layout=layout)
         executor = Executor(self.model, schedule_here, preserve_random=self.setup.preserve_random)
         executor.lock, executor.host, executor.in_flight = self.lock, self.host, in_flight
+        if self.rehearsal is not None:
+            executor.taught_by(self.rehearsal.known)
         self.plan = RunningPlan(chain, schedule, executor)
 
     def forget(self) -> None:

@@ -13,6 +13,7 @@ from remat.runtime.planned.patched_forward import PatchedForward
 from remat.schedule import Schedule
 from remat.simulation import simulate, store_all_peak
 from remat.solvers.base import Solver
+from remat.training.rehearsal import Rehearsal
 
 _OVERHEADS = (0.05, 0.1, 0.2)  # whose limits the table shows
 _TRIED = 64  # limits between the least and storing everything
@@ -28,17 +29,21 @@ def conclude(patch: PatchedForward, text: str, quiet: bool, figures: Callable[[]
         say(text)
 
 
-def in_a_line(name: str, chain: Chain, schedule: Schedule, limit: int, least: int) -> str:
+def in_a_line(name: str, chain: Chain, schedule: Schedule, limit: int, least: int, rehearsal: Rehearsal | None) -> str:
     report, most = simulate(chain, schedule), store_all_peak(chain)
+    takes = format_bytes(report.peak_bytes)
+    if rehearsal is not None:
+        takes = f"{format_bytes(rehearsal.peak_bytes)} ({format_bytes(rehearsal.reserved_bytes)} reserved)"
     if not schedule.recomputations and not report.host_bytes:
-        return f"remat.fit: {name} needs {format_bytes(most)} and fits {format_bytes(limit)}: nothing is recomputed"
+        needs = format_bytes(most) if rehearsal is None else takes
+        return f"remat.fit: {name} needs {needs} and fits {format_bytes(limit)}: nothing is recomputed"
     slower = "" if report.overhead is None else f", predicted {report.overhead - 1:.0%} slower"
     whole = schedule.recomputations - schedule.parts
     what = [f"{count(whole, 'recomputation')} of whole stages"] * (whole > 0)
     what += [f"{count(schedule.parts, 'stage')} partly recomputed"] * (schedule.parts > 0)
     what += [f"{format_bytes(report.host_bytes)} offloaded to CPU memory"] * (report.host_bytes > 0)
     return (
-        f"remat.fit: {name} now trains in {format_bytes(report.peak_bytes)} (limit {format_bytes(limit)}, least "
+        f"remat.fit: {name} now trains in {takes} (limit {format_bytes(limit)}, least "
         f"{format_bytes(least)}, plain PyTorch {format_bytes(most)}){slower}: {', '.join(what)}"
     )
 

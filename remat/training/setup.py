@@ -36,6 +36,7 @@ class Setup:
     keep: Collection[str] = ()
     recompute: Collection[str] = ()
     host_limit: int | str | None = None
+    of: str = "allocated"
     when_short: str = "error"
     preserve_random: bool = True
 
@@ -45,6 +46,8 @@ class Setup:
         check_other_path(self.other_path)
         check_when_short(self.when_short)
         checked_loss(self.loss)
+        if self.of not in ("allocated", "reserved"):
+            raise RematError(f"of={self.of!r}: a limit is of what is 'allocated' or 'reserved'")
         if self.host_limit is not None:
             resolve_budget(self.host_limit)
             if not self.options or self.group is not None:

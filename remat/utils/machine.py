@@ -24,6 +24,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    if torch.cuda.is_initialized():  # else asking for its name would take memory of the first device
-        found["accelerator"] = torch.cuda.get_device_name()
+    kind = torch.accelerator.current_accelerator()
+    if kind is not None and torch.get_device_module(kind).is_initialized():  # else asking would take memory of it
+        found["accelerator"] = torch.get_device_module(kind).get_device_name()
     return found

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from remat.errors import ReplayError
-from remat.runtime.allocator import refuse_untried, rounded
+from remat.runtime.accelerator import is_accelerator, refuse_untried, rounded
 from remat.runtime.calls.attributes import Attributes
 from remat.runtime.calls.early_stop import sum_of
 from remat.runtime.calls.hooks import Hooks
@@ -50,7 +50,7 @@ def accelerators(stage: Stage, value: Any) -> set[torch.device]:
     """The devices other than the CPU that a run of `stage` on `value` may draw random numbers on."""
     devices = {tensor.device for tensor in tensors(value)}
     devices.update(parameter.device for parameter in stage.parameters())
-    found = {device for device in devices if device.type not in ("cpu", "meta")}
+    found = {device for device in devices if is_accelerator(device)}
     for device in found:
         refuse_untried(device)
     return found
@@ -407,11 +407,16 @@ def autocast_again(states: list[dict[str, Any]]) -> list[AbstractContextManager[
     if not states:
         if not torch._C._is_any_autocast_enabled():
             return []
-        here = torch.accelerator.current_accelerator()
-        return [without_autocast({"cpu"} if here is None else {"cpu", here.type})]
+        return [without_autocast(kinds_here())]
     if autocast_states([state["device_type"] for state in states]) == states:
         return []
     return [torch.autocast(**state) for state in states]
+
+
+def kinds_here() -> set[str]:
+    """Of devices: the CPU, and the accelerator if there is one."""
+    here = torch.accelerator.current_accelerator()
+    return {"cpu"} if here is None else {"cpu", here.type}
 
 
 def _look(tensor: torch.Tensor) -> Hashable:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from remat.runtime.allocator import rounded
+from remat.runtime.accelerator import rounded
 from remat.runtime.calls.partial import Structure, needs
 from remat.runtime.calls.tape import OUTSIDE, Operator, Tape
 

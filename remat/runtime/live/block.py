@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack, _pop_mode
 from remat.errors import OutOfBudget, Thrashing
 from remat.formatting import format_bytes
 from remat.report import Report
-from remat.runtime.allocator import level_of_accelerator
+from remat.runtime.accelerator import level_of_accelerator
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.fakes import in_earnest
 from remat.runtime.live.advice import Advice, advice_on

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from remat.devices import DEVICES, device_called
-from remat.runtime.allocator import refuse_untried, rounded, slack_of
+from remat.runtime.accelerator import (
+    allocated_so_far,
+    is_accelerator,
+    name_of,
+    refuse_untried,
+    rounded,
+    slack_of,
+    synchronise,
+)
 from remat.runtime.fakes import in_earnest
 from remat.runtime.meter import MemoryMeter
 from remat.runtime.operators import EXPONENTIAL, INDEXING, MAKING_SPARSE, PUTTING, Traits, on_meta, tensors_in
@@ -250,20 +258,21 @@ def observe(
 ) -> Observed:
     """Calls an operator and notes time, and, unless known or a profiler is running already, scratch memory.
 
-    On CUDA that is measured of each call that is timed: the first one of a thread also allocates workspaces of cuBLAS
-    or cuDNN, which stay, and must not be taken for what the operator needs each time. There it is all that the call
-    has allocated, one after the other, which is no less than its peak: to measure that, the device's peak would have to
-    be reset, and the program may be measuring its own.
+    On accelerators that is measured of each call that is timed: the first one of a thread also allocates workspaces, of
+    cuBLAS or cuDNN, say, which stay, and must not be taken for what the operator needs each time. There it is all that
+    the call has allocated, one after the other, which is no less than its peak: to measure that, the device's peak
+    would have to be reset, and the program may be measuring its own.
     """
     peak = None
-    free = device.type == "cuda" or not torch.autograd._profiler_enabled()
-    wanted = not facts.measured or (device.type == "cuda" and 0 < facts.timed < _TIMED_CALLS)
+    counts = is_accelerator(device)
+    free = counts or not torch.autograd._profiler_enabled()
+    wanted = not facts.measured or (counts and 0 < facts.timed < _TIMED_CALLS)
     if wanted and free and _meter_lock.acquire(blocking=False):
         try:
-            if device.type == "cuda":
-                before = _allocated_so_far(device)
+            if counts:
+                before = allocated_so_far(device)
                 result, taken = _timed(function, args, kwargs, device)
-                peak = _allocated_so_far(device) - before
+                peak = allocated_so_far(device) - before
             else:
                 meter = MemoryMeter(device, may_be_idle=True)
                 with meter.session(), meter.region():
@@ -279,18 +288,13 @@ def observe(
     return Observed(result, peak)
 
 
-def _allocated_so_far(device: torch.device) -> int:
-    """Bytes that the allocator has ever given out, whether they were given back or not."""
-    return int(torch.cuda.memory_stats(device)["allocated_bytes.all.allocated"])
-
-
 def working_device(inputs: Sequence[Tensor], kwargs: Mapping[str, Any]) -> torch.device:
     """Where a call does its work: on an accelerator, if any of what it is given, or makes, is there."""
     devices = [tensor.device for tensor in inputs]
     wanted = kwargs.get("device")
     if wanted is not None:
         devices.append(torch.device(wanted))
-    others = (device for device in devices if device.type not in ("cpu", "meta"))
+    others = (device for device in devices if is_accelerator(device))
     return next(others, devices[0] if devices else torch.device("cpu"))
 
 
@@ -302,12 +306,10 @@ def _output_device(inputs: Sequence[Tensor], kwargs: Mapping[str, Any]) -> torch
 def _timed(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
 ) -> tuple[Any, int]:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronise(device)
     start = time.perf_counter_ns()
     result = function(*args, **kwargs)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronise(device)
     return result, max(time.perf_counter_ns() - start, 1)
 
 
@@ -404,10 +406,10 @@ _ON_CPUS = Rates(1_000, 10.0, 50.0)
 
 @functools.cache
 def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Of a device for numbers of a type: of a GPU by its name, of one that is not known those of an A100."""
-    if device.type != "cuda":
+    """Of a device for numbers of a type: of an accelerator by its name, of one that is not known those of an A100."""
+    if not is_accelerator(device):
         return _ON_CPUS
-    known = device_called(torch.cuda.get_device_name(device)) or DEVICES["a100"]
+    known = device_called(name_of(device)) or DEVICES["a100"]
     single = known.flops_per_second["float32"]
     operations = known.flops_per_second.get(str(dtype).removeprefix("torch."), single) * known.efficiency["product"]
     moved = known.bytes_per_second * known.efficiency["pointwise"]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat.runtime.allocator import allocated_bytes
+from remat.runtime.accelerator import bytes_of
 from remat.runtime.calls.environment import state_bytes
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.live.costs import SHARED, Knowledge, OperatorFacts, in_key, observe, working_device
@@ -327,14 +327,12 @@ class Dispatcher(TorchDispatchMode):
                     where[place] = (private, *where[place][1:])
                     call.sources[:] = [private if source is constant else source for source in call.sources]
                     action.discarded.append(private)
-                    action.discarded_bytes += allocated_bytes(private.content)
+                    action.discarded_bytes += bytes_of(private.content)
         call.fresh.clear()
         written = (
             tensors_in([argument.of(args, kwargs) for argument in traits.writes]) if call.facts.grown_bytes else []
         )
-        sizes = {
-            id(storage_of(tensor)): (storage_of(tensor), allocated_bytes(storage_of(tensor))) for tensor in written
-        }
+        sizes = {id(storage_of(tensor)): (storage_of(tensor), bytes_of(storage_of(tensor))) for tensor in written}
         try:
             return self._carry_out(call, action)
         finally:
@@ -345,7 +343,7 @@ class Dispatcher(TorchDispatchMode):
 
     def _count_growth(self, storage: torch.UntypedStorage, before: int) -> None:
         """Takes account of what was enlarged and is none of ours."""
-        growth = allocated_bytes(storage) - before
+        growth = bytes_of(storage) - before
         if growth > 0 and id(storage) not in self.store.versions:
             self.store.enter(self.store.announce("out", growth), storage, growth, None)
 
@@ -402,7 +400,7 @@ class Dispatcher(TorchDispatchMode):
                 if isinstance(source, Version):
                     cut_loose(store, source)
             action = replace(action, repeatable=False)
-        sizes = [allocated_bytes(storage) for storage in made]
+        sizes = [bytes_of(storage) for storage in made]
         if tuple(sizes) != facts.output_bytes:
             if pending.tensors is None:  # else what room was made for in vain is reported to the core below
                 pending.scratch += max(facts.total_bytes - sum(sizes), 0)
@@ -413,7 +411,7 @@ class Dispatcher(TorchDispatchMode):
         if peak is not None:
             self._learned(traits.label, facts, peak, ledger.memory - (sum(sizes) if pending.tensors is not None else 0))
             self.knowledge.learn_scratch(facts)
-        sizes += [allocated_bytes(storage) for _, storage in changed]
+        sizes += [bytes_of(storage) for _, storage in changed]
         tensors = self._written_down(pending, sizes)
         operator = None
         if action.repeatable:
@@ -497,9 +495,9 @@ class Dispatcher(TorchDispatchMode):
         """Makes the versions of a call's outputs; those of changed storages take the place of the old ones."""
         store = self.store
         for tensor, storage in zip(tensors, made, strict=False):
-            store.enter(tensor, storage, allocated_bytes(storage), operator)
+            store.enter(tensor, storage, bytes_of(storage), operator)
         for tensor, (version, storage) in zip(tensors[len(made) :], changed, strict=False):
-            hand_over(version, store.enter(tensor, storage, allocated_bytes(storage), operator), storage)
+            hand_over(version, store.enter(tensor, storage, bytes_of(storage), operator), storage)
             version.where = version.held = None
             store.release(version)
         if not made and not changed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from remat.runtime.allocator import allocated_bytes
+from remat.runtime.accelerator import bytes_of
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.fakes import in_earnest
 from remat.runtime.live.repeating import revive
@@ -80,7 +80,7 @@ def _dependents(store: Store, constant: Given) -> list[Version]:
 
 
 def _copy_aside(store: Store, constant: Given) -> None:
-    original, size = constant.content, allocated_bytes(constant.content)
+    original, size = constant.content, bytes_of(constant.content)
     (tensor,) = store.ledger.add("clone", max(size // 10, 1), [constant.argument], [size])
     store.hold(size, "clone")
     with in_earnest(), no_autograd(), no_autocast():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat.runtime.allocator import allocated_bytes
+from remat.runtime.accelerator import bytes_of
 from remat.runtime.live.versions import Source, Version
 from remat.runtime.operators import tensors_in
 from remat.runtime.pytree import storage_of
@@ -31,7 +31,7 @@ def new_storages(result: Any, taken: set[int]) -> list[torch.UntypedStorage]:
 def sizes_of(values: Any) -> list[tuple[torch.UntypedStorage, int]]:
     """The storages of dense tensors, each once, and what was given for them."""
     found = {id(storage_of(each)): storage_of(each) for each in tensors_in(values) if each.layout == torch.strided}
-    return [(storage, allocated_bytes(storage)) for storage in found.values()]
+    return [(storage, bytes_of(storage)) for storage in found.values()]
 
 
 def is_number(tensor: Tensor) -> bool:

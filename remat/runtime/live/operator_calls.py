@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat.runtime.generators import RandomState, default_generator
+from remat.runtime.accelerator import default_generator
+from remat.runtime.generators import RandomState
 from remat.runtime.live.costs import OperatorFacts
 from remat.runtime.live.versions import Given, Source, Version
 from remat.runtime.operators import Traits

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from remat.errors import ReplayError
-from remat.runtime.allocator import allocated_bytes
+from remat.runtime.accelerator import bytes_of
 from remat.runtime.fakes import in_earnest
 from remat.runtime.live.made import new_storages
 from remat.runtime.live.versions import Given, Operator, Source, Version, no_autocast, no_autograd, on_storage
@@ -53,7 +53,7 @@ def repeat(store: Store, operator: Operator) -> None:
 
 
 def _place(store: Store, version: Version, made: torch.UntypedStorage, operator: Operator) -> None:
-    size = allocated_bytes(made)
+    size = bytes_of(made)
     if size != version.size:
         raise ReplayError(
             f"recomputing {operator.function} returned {size} bytes, its first run {version.size}; an operator "

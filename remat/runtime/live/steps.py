@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.runtime.allocator import rounded
+from remat.runtime.accelerator import rounded
 from remat.runtime.live.context import DTR
 from remat.runtime.live.nesting import is_running
 from remat.runtime.live.units.block import UnitsBlock

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat.runtime.allocator import allocated_bytes
+from remat.runtime.accelerator import bytes_of
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.live.constants import Constants
 from remat.runtime.live.ledger import Ledger
@@ -86,7 +86,7 @@ class Store:
     def adopt(self, tensor: Tensor) -> None:
         """Takes account of a tensor that was made behind the dispatcher's back."""
         storage = storage_of(tensor)
-        size = allocated_bytes(storage)
+        size = bytes_of(storage)
         if id(storage) not in self.versions and not self.constants.hold(storage) and size:
             self.settle()
             taken = self.ledger.memory + size

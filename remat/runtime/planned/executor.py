@@ -117,6 +117,13 @@ class Executor:
     def _known(stage: Stage, found_right: bool) -> Known:
         return Known(stage, BufferWatch(), Ending(stage, found_right=found_right), Tapes(stage.name))
 
+    def taught_by(self, known: Sequence[Known]) -> None:
+        """What runs of the same stages have taught elsewhere need not be learned again."""
+        self.known = tuple(
+            mine._replace(watch=theirs.watch, ending=theirs.ending) if mine.stage.parts == theirs.stage.parts else mine
+            for mine, theirs in zip(self.known, known, strict=True)
+        )
+
     def dropped(self, operation: Operation) -> frozenset[int]:
         """The numbers of what a stage saves and this operation does not keep."""
         return _of_option(self._dropped, operation)

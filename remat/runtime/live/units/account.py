@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from remat.runtime.allocator import allocated_bytes
+from remat.runtime.accelerator import bytes_of
 
 if TYPE_CHECKING:
     from remat.runtime.live.units.pieces import Piece
@@ -67,7 +67,7 @@ class Account:
     def enter(self, storage: torch.UntypedStorage, piece: Piece | None = None) -> Counted:
         """Counts a storage from now on."""
         counted = Counted(storage, self._died)
-        counted.key, counted.piece, counted.size = id(storage), piece, allocated_bytes(storage)
+        counted.key, counted.piece, counted.size = id(storage), piece, bytes_of(storage)
         self.known[counted.key] = counted
         if piece is None:
             self.others += counted.size
@@ -91,7 +91,7 @@ class Account:
 
     def resized(self, storage: torch.UntypedStorage, before: int) -> None:
         """A storage of another size before has been given this one."""
-        growth, counted = allocated_bytes(storage) - before, self.of(storage)
+        growth, counted = bytes_of(storage) - before, self.of(storage)
         if not growth:
             return
         if counted is None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from remat.report import Report
-from remat.runtime.allocator import level_of
+from remat.runtime.accelerator import level_of
 from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.live.advice import Advice, advice_on
 from remat.runtime.live.dispatcher import STATE_BYTES

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from remat.runtime.calls.environment import autocast_states
+from remat.runtime.calls.environment import autocast_states, kinds_here
 from remat.runtime.calls.stages import Stage
 from remat.runtime.fakes import in_earnest
 from remat.runtime.live.units.unit import Unit
@@ -125,7 +125,7 @@ def key_of_call(parts: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[
     except _UnsupportedArguments:
         return None
     if torch._C._is_any_autocast_enabled():
-        look.append(repr(autocast_states({"cpu", "cuda"})))
+        look.append(repr(autocast_states(kinds_here())))
     return tuple(look)
 
 

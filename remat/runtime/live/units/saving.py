@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from remat.runtime.allocator import allocated_bytes
+from remat.runtime.accelerator import bytes_of
 from remat.runtime.calls.saved import Packed, Saved
 from remat.runtime.calls.tape import OUTSIDE, Recorder, Tape, looks_so, value_of
 from remat.runtime.fakes import alias
@@ -100,7 +100,7 @@ class Saving:
     def _own(self, number: int, storage: torch.UntypedStorage) -> Piece:
         """The piece of a storage that it has made, whether that is counted already or not."""
         counted = self._account.of(storage)
-        piece = self._call.row.new_piece(self._call, number, allocated_bytes(storage))
+        piece = self._call.row.new_piece(self._call, number, bytes_of(storage))
         if counted is None:
             piece.counted = self._account.enter(storage, piece)
         else:

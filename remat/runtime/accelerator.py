@@ -1,0 +1,214 @@
+"""What remat asks of devices, and how much memory their allocators give for what is asked for.
+
+Whatever PyTorch calls an accelerator goes one way, through `torch.accelerator`: CUDA, ROCm, XPU and devices of others'
+that keep statistics of their allocator. What it has no word for is here. MPS has neither such statistics nor streams,
+so limits could not be kept there: it is refused. The CPU's memory is measured by PyTorch's profiler (`meter`).
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from remat.errors import RematError, UnsupportedModel
+from remat.formatting import format_bytes
+from remat.runtime.fakes import in_earnest
+from remat.utils.packages import available_bytes
+
+UNSPLIT = 1 << 20  # larger blocks are not split for a rest of up to so many bytes, which count as given out
+_GRANULES = {"cuda": 512, "xpu": 512}  # bytes, of which they give whole multiples; the CPU's gives what is asked for
+_OF_HOST: ContextVar[int | None] = ContextVar("granule of the host", default=None)
+
+
+@contextmanager
+def granule_of_host(granule: int | None) -> Iterator[None]:
+    """Inside, the CPU's memory counts in whole granules, since it stands in for a device's."""
+    token = _OF_HOST.set(granule)
+    try:
+        yield
+    finally:
+        _OF_HOST.reset(token)
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether a device has memory, time and random numbers of its own."""
+    return device.type not in ("cpu", "meta")
+
+
+def granule_of(device: torch.device) -> int:
+    """Bytes of which the allocator of a device gives whole multiples.
+
+    Raises:
+        UnsupportedModel: it keeps no statistics, so that limits would not be kept, and in silence.
+    """
+    if not is_accelerator(device):
+        return (_OF_HOST.get() if device.type == "cpu" else None) or 1
+    return _GRANULES.get(device.type) or _granule_found(device)
+
+
+def refuse_untried(device: torch.device) -> None:
+    """Raises UnsupportedModel where limits would not be kept."""
+    granule_of(device)
+
+
+def _granule_found(device: torch.device) -> int:
+    """What the allocator of a device gives for a byte: it does not say."""
+    here = torch.accelerator.current_accelerator()
+    given = 0
+    if here is not None and here.type == device.type:
+        with in_earnest():
+            before = allocated_bytes(device)
+            byte = torch.empty(1, dtype=torch.uint8, device=device)
+            given = allocated_bytes(device) - before
+            del byte
+    if given <= 0:
+        raise UnsupportedModel(
+            f"remat works on CPUs and on devices whose allocator tells torch.accelerator how much it has given out, "
+            f"which {device.type!r} does not; move the model to one of those"
+        )
+    _GRANULES[device.type] = given
+    return given
+
+
+def rounded(size: int, device: torch.device) -> int:
+    """What the allocator of a device gives for `size` bytes."""
+    granule = granule_of(device)
+    return size if granule == 1 else -(-size // granule) * granule
+
+
+def slack_of(size: int, device: torch.device) -> int:
+    """What the allocator of a device may give out besides where `size` bytes are asked for: how much depends on what
+    was freed before."""
+    return UNSPLIT if is_accelerator(device) and size > UNSPLIT else 0
+
+
+def bytes_of(storage: torch.UntypedStorage) -> int:
+    """What was given for a storage."""
+    size: int = storage.nbytes()
+    return size if torch.accelerator.current_accelerator() is None else rounded(size, storage.device)
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """What an accelerator's allocator has given out."""
+    return torch.accelerator.memory_allocated(device)
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """What an accelerator's allocator holds, whether it has given it out or not."""
+    return torch.accelerator.memory_reserved(device)
+
+
+def allocated_so_far(device: torch.device) -> int:
+    """Bytes that an accelerator's allocator has ever given out, whether they were given back or not."""
+    return int(torch.accelerator.memory_stats(device)["allocated_bytes.all.allocated"])
+
+
+def level_of(device: torch.device) -> Callable[[], int] | None:
+    """What tells how many bytes a device's allocator has given out; None where it does not count them."""
+    return partial(allocated_bytes, device) if is_accelerator(device) else None
+
+
+def level_of_accelerator() -> Callable[[], int] | None:
+    """The same for the accelerator that is in use, if one is."""
+    device = accelerator_in_use()
+    return None if device is None else level_of(device)
+
+
+def accelerator_in_use() -> torch.device | None:
+    """The current device of the accelerator, if there is one and anything was done on it: asking would begin to."""
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or not _module_of(kind).is_initialized():
+        return None
+    return torch.device(kind.type, torch.accelerator.current_device_index())
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that PyTorch can still get on `device`.
+
+    Raises:
+        RematError: the operating system does not say.
+    """
+    if not is_accelerator(device):
+        return available_bytes()
+    cached = reserved_bytes(device) - allocated_bytes(device)
+    return torch.accelerator.get_memory_info(device)[0] + cached
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Of an accelerator, in all."""
+    return torch.accelerator.get_memory_info(device)[1]
+
+
+def give_back(device: torch.device) -> None:
+    """Has the allocator return what it holds in reserve, where it does."""
+    if is_accelerator(device):
+        torch.accelerator.empty_cache()
+
+
+def synchronise(device: torch.device) -> None:
+    """Waits until a device has done what it was given."""
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+
+
+def name_of(device: torch.device) -> str:
+    """What an accelerator calls itself."""
+    named = getattr(_module_of(device), "get_device_name", None)
+    return device.type if named is None else str(named(device))
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The one that operators on a device draw from where they are given none."""
+    if not is_accelerator(device):
+        return torch.default_generator
+    generators = _module_of(device).default_generators
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    found: torch.Generator = generators[index]
+    return found
+
+
+def pinned(size: int) -> torch.Tensor:
+    """So many bytes of the host's memory that an accelerator copies from and to by itself.
+
+    Raises:
+        RematError: there is not so much.
+    """
+    kind = torch.accelerator.current_accelerator()
+    if kind is not None and kind.type == "cuda":
+        return _registered(size)  # PyTorch's own comes in powers of two: up to twice of what a limit allows
+    try:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        raise _not_pinned(size, error) from error
+
+
+def _registered(size: int) -> torch.Tensor:
+    pages = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+    address = pages.ctypes.data
+    try:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+    except torch.cuda.CudaError as error:
+        raise _not_pinned(size, error) from error
+    weakref.finalize(pages, _unregister, address).atexit = False
+    return torch.from_numpy(pages)
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.synchronize()  # a copy may still be under way
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _not_pinned(size: int, error: Exception) -> RematError:
+    return RematError(f"cannot pin {format_bytes(size)} of CPU memory ({error}); lower host_limit")
+
+
+def _module_of(device: torch.device) -> Any:
+    return torch.get_device_module(device)

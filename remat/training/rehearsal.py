@@ -1,0 +1,69 @@
+"""What steps by a schedule take on an accelerator: told by its allocator, which some are run on before training.
+
+Plans count what is asked for. An allocator gives more: it rounds, does not split a large block for a small rest, and
+reserves segments. How much depends on all that was freed before, so it is not reckoned but seen, with the real kernels
+and their workspaces.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from remat.comparison.bench import Bench
+from remat.runtime.accelerator import allocated_bytes, give_back, reserved_bytes
+from remat.runtime.executor import BySchedule
+from remat.runtime.planned.executor import Known
+from remat.schedule import Schedule
+from remat.training.setup import Setup
+
+
+class Rehearsal(NamedTuple):
+    """What steps took, the sample included.
+
+    Attributes:
+        peak_bytes: allocated at most, beyond what was before.
+        reserved_bytes: what the allocator reserved for that.
+        known: what they have taught of each stage.
+    """
+
+    peak_bytes: int
+    reserved_bytes: int
+    known: tuple[Known, ...]
+
+    def of(self, what: str) -> int:
+        """Those that the limit is of (`Setup.of`)."""
+        return self.reserved_bytes if what == "reserved" else self.peak_bytes
+
+
+def rehearse(model: nn.Module, setup: Setup, sample: Any, schedule: Schedule) -> Rehearsal | None:
+    """Runs two steps by a schedule, the first without anything in the allocator's reserve; the model stays as it was.
+
+    They run on a stream of their own: what is free for other streams is not used there, so that what they reserve does
+    not depend on holes between the model's parameters.
+
+    Returns:
+        None where the device has run out of memory.
+    """
+    way = BySchedule(schedule)
+    try:
+        with Bench(model, sample, setup.loss, output_held=setup.output_held) as bench:
+            device = bench.device
+            bench.step(way)
+            stream, current = torch.Stream(device), torch.accelerator.current_stream(device)
+            stream.wait_stream(current)
+            give_back(device)
+            allocated, held = allocated_bytes(device), reserved_bytes(device)
+            with stream:
+                step = bench.step(way)
+                workspaces = allocated_bytes(device) - allocated  # of products, kept for each stream
+                give_back(device)
+                peaks = [bench.peak(step) for _ in range(2)]
+            current.wait_stream(stream)
+            reserved = max(peak.reserved_bytes or 0 for peak in peaks) - held - workspaces
+            known = () if way.executor is None else way.executor.known
+            return Rehearsal(max(peak.bytes for peak in peaks), reserved + bench.sample_bytes, known)
+    except torch.OutOfMemoryError:
+        return None
