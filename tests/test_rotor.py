@@ -236,7 +236,7 @@ def test_train_flags_are_part_of_what_a_plan_is_for(sample: torch.Tensor) -> Non
 
 
 def test_the_limit_without_one_is_nine_tenths_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("remat.runtime.meter.available_bytes", lambda: 10**8)
+    monkeypatch.setattr("remat.runtime.accelerator.available_bytes", lambda: 10**8)
     model = network()
     wrapped = rotor.Checkpointable(model)
     own = sum(parameter.nbytes for parameter in model.parameters())

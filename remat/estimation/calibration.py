@@ -34,7 +34,7 @@ def calibrate(device: str = "cpu", name: str | None = None) -> Device:
     """
     place = torch.device(device)
     here = torch.accelerator.current_accelerator(check_available=True)
-    if is_accelerator(place) and (here is None or place.type != here.type):
+    if place.type != "cpu" and (here is None or place.type != here.type):
         found = "" if here is None else f" and {here.type!r}"
         raise RematError(f"cannot calibrate {device!r}: this PyTorch finds 'cpu'{found} here")
     rates = {}

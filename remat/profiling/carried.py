@@ -14,6 +14,7 @@ import torch
 
 from remat.layout import Skip
 from remat.measuring.facts import Facts, Handed
+from remat.runtime.accelerator import rounded
 
 
 class Carried(NamedTuple):
@@ -84,7 +85,7 @@ def carried_by_leaves(leaves: Mapping[int, set[torch.Tensor]]) -> list[Carried]:
     """The gradients of parameters that several stages use."""
     found = []
     for leaf, (first, second, *others) in users_of_leaves(leaves).items():
-        size = leaf.numel() * leaf.element_size()
+        size = rounded(leaf.numel() * leaf.element_size(), leaf.device)
         found.append(Carried(first, [second, *others][-1], size, [second], measured=True))
     return found
 

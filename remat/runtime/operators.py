@@ -112,6 +112,11 @@ class Traits(NamedTuple):
     foreign: bool = False
     turns: bool = False
 
+    @property
+    def may_run_twice(self) -> bool:
+        """Whether a call that has failed may have left nothing behind; what it draws aside."""
+        return self.repeatable and not (self.writes or self.statistics)
+
     def sized_by_data(self, args: Sequence[Any]) -> bool:
         """Whether the size of what a call makes, or of its scratch memory, depends on data. Indexing by numbers is
         among such operators by its tags, but only indexing by masks is one."""

@@ -14,6 +14,7 @@ from remat.budgets import resolve_budget
 from remat.chain import Chain
 from remat.distributed import agree, held_by_others, solved
 from remat.errors import InfeasibleBudget, RematError
+from remat.formatting import format_bytes
 from remat.profiling.profile import Loss, profile
 from remat.report import Report
 from remat.runtime.accelerator import free_bytes, is_accelerator
@@ -248,8 +249,11 @@ class Planned:
         schedule_here = replace(schedule, layout=layout)
         executor = Executor(self.model, schedule_here, preserve_random=self.setup.preserve_random)
         executor.lock, executor.host, executor.in_flight = self.lock, self.host, in_flight
+        if chain is not None:
+            executor.planned = f"this step was planned to take {format_bytes(simulate(chain, schedule).peak_bytes)}"
         if self.rehearsal is not None:
             executor.taught_by(self.rehearsal.known)
+            executor.planned += f" (tried before training: {self.rehearsal})"
         self.plan = RunningPlan(chain, schedule, executor)
 
     def forget(self) -> None:

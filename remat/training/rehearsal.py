@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from remat.comparison.bench import Bench
+from remat.formatting import format_bytes
 from remat.runtime.accelerator import allocated_bytes, give_back, reserved_bytes
 from remat.runtime.executor import BySchedule
 from remat.runtime.planned.executor import Known
@@ -32,6 +33,9 @@ class Rehearsal(NamedTuple):
     peak_bytes: int
     reserved_bytes: int
     known: tuple[Known, ...]
+
+    def __str__(self) -> str:
+        return f"{format_bytes(self.peak_bytes)} allocated, {format_bytes(self.reserved_bytes)} reserved"
 
     def of(self, what: str) -> int:
         """Those that the limit is of (`Setup.of`)."""

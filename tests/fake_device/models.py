@@ -81,8 +81,7 @@ def mean(output: Any) -> torch.Tensor:
 
 
 class Seen(NamedTuple):
-    """What a step was seen to do: its peak and what was reserved, beyond what was before; how often the host waited; what
-    it left."""
+    """What a step was seen to do: bytes beyond what was there before, how often the host waited, what it left."""
 
     peak_bytes: int
     reserved_bytes: int

@@ -1,4 +1,4 @@
-"""What remat promises holds on a device: bits, limits by its own statistics, and no waiting that PyTorch does not do."""
+"""What remat promises holds on a device: bits, limits by its statistics, no waiting that PyTorch does not do."""
 
 from __future__ import annotations
 

@@ -51,15 +51,19 @@ class Attributes:
             self._changed += [(module, name, _without_graphs(was)) for name, was in changes]
         self._before = []
 
+    def undo(self) -> None:
+        """Puts back what the run, which is over, has changed."""
+        for module, name, was in self._changed:
+            put(module, name, was)
+        for container, held in self._contents:
+            fill(container, held)
+
     @contextmanager
     def again(self) -> Iterator[None]:
         """Inside, they are as before the run; afterwards as they are now."""
         present = [(module, dict(vars(module))) for module in self._modules]
         contents = [(each, each.copy()) for module in self._modules for each in containers(module)]
-        for module, name, was in self._changed:
-            put(module, name, was)
-        for container, held in self._contents:
-            fill(container, held)
+        self.undo()
         try:
             yield
         finally:

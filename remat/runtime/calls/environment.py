@@ -76,6 +76,11 @@ class _Before(NamedTuple):
         return self.copy is None or self.copy is not self.buffer or self.copy._version == self.version
 
     @property
+    def can_be_undone(self) -> bool:
+        """Whether the old values are still somewhere."""
+        return self.buffer is None or self.copy is not None or self.buffer._version == self.version
+
+    @property
     def kept_bytes(self) -> int:
         return 0 if self.copy is None else rounded(self.copy.numel() * self.copy.element_size(), self.copy.device)
 
@@ -278,6 +283,24 @@ class FirstRun:
         now = None if self._random is None else self._random.now()
         if self._random is not None and now is not None and not self._random.keep_changed(now):
             self._random = None
+
+    def undo(self) -> bool:
+        """Puts back what a run that has failed in the middle has drawn and changed; False where it cannot."""
+        if self._is_steady:
+            return True
+        if self._parameters.changed() or not all(was.can_be_undone for was in self._before.values()):
+            return False
+        for (position, name), was in self._before.items():
+            part = self._stage.parts[position]
+            holder: dict[str, Any] = part._parameters if name in part._parameters else part._buffers
+            holder[name] = was.buffer
+            if was.buffer is not None and was.copy is not None:
+                was.buffer.detach().copy_(was.copy)
+        self._attributes.ended()
+        self._attributes.undo()
+        if self._random is not None:
+            self._random.restore()
+        return True
 
     @property
     def rewrites(self) -> bool:

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from remat.runtime.accelerator import bytes_of
 from remat.runtime.calls.environment import state_bytes
 from remat.runtime.dtr import _kernels as k
-from remat.runtime.live.costs import SHARED, Knowledge, OperatorFacts, in_key, observe, working_device
+from remat.runtime.generators import RandomState
+from remat.runtime.live.costs import SHARED, Knowledge, Observed, OperatorFacts, in_key, observe, working_device
 from remat.runtime.live.keeping_aside import cut_loose, preserve
 from remat.runtime.live.made import NUMBER_BYTES, can_be_evicted, parts_of, storages_made
 from remat.runtime.live.operator_calls import (
@@ -175,7 +176,10 @@ class Dispatcher(TorchDispatchMode):
         size = facts.total_bytes
         if ledger.memory + size + facts.scratch_bytes > ledger.ceiling:
             return False, None
-        result = function(*args)
+        try:
+            result = function(*args)
+        except torch.OutOfMemoryError:
+            return False, None  # others may give way
         price = facts.model_nanoseconds if self.by_model else facts.nanoseconds
         tensor = ledger.add_one(traits.label, price, numbers, inputs, size, facts.scratch_bytes)
         operator = Operator(function, template, surroundings, torch.is_grad_enabled())
@@ -369,7 +373,7 @@ class Dispatcher(TorchDispatchMode):
     def _carry_out(self, call: OperatorCall, action: Action) -> Any:
         """Makes room for a call, runs it and writes it down."""
         ledger, store = self.ledger, self.store
-        traits, facts, function, args, kwargs = call.traits, call.facts, call.function, call.args, call.kwargs
+        traits, facts, kwargs = call.traits, call.facts, call.kwargs
         changed = action.changed
         scratch = facts.working_bytes + (STATE_BYTES if traits.random else 0) + action.discarded_bytes
         pending = Pending(
@@ -383,17 +387,7 @@ class Dispatcher(TorchDispatchMode):
         if call.missing or ledger.memory + facts.total_bytes + scratch > ledger.ceiling:
             self._make_room(pending, call, changed)
         random = random_before(traits, call.device or CPU, kwargs) if traits.random and action.repeatable else None
-        try:
-            if facts.settled:
-                result, peak = function(*args, **kwargs), None
-            else:
-                device = working_device(tensors_in([*args, *kwargs.values()]), kwargs)
-                result, peak = observe(facts, function, args, kwargs, device)
-                if peak is None and not facts.measured:
-                    store.limits.not_measured(traits.label, ledger.memory + facts.total_bytes, ledger.budget)
-        except BaseException:
-            self._take_back(pending, resident=True)
-            raise
+        result, peak = self._run(call, pending, changed, random)
         made = storages_made(result, call.sources, self.store.versions)
         if action.repeatable and not can_be_evicted(result, made):
             for source in call.sources:  # it may be part of what was made
@@ -415,7 +409,7 @@ class Dispatcher(TorchDispatchMode):
         tensors = self._written_down(pending, sizes)
         operator = None
         if action.repeatable:
-            operator = Operator(function, call.template, call.surroundings, torch.is_grad_enabled())
+            operator = Operator(call.function, call.template, call.surroundings, torch.is_grad_enabled())
             operator.kwargs = call.names
             if random is not None and (not traits.foreign or random != random.now()):
                 operator.random = random
@@ -443,6 +437,39 @@ class Dispatcher(TorchDispatchMode):
         except BaseException:
             self._take_back(pending, resident=False)
             raise
+
+    def _run(
+        self,
+        call: OperatorCall,
+        pending: Pending,
+        changed: list[tuple[Version, torch.UntypedStorage]],
+        random: RandomState | None,
+    ) -> Observed:
+        """Runs a call; again where the device has no memory left for it and others can give way.
+
+        Args:
+            random: what it draws from, as it is before.
+        """
+        facts, ledger, function, args, kwargs = call.facts, self.ledger, call.function, call.args, call.kwargs
+        while True:
+            try:
+                if facts.settled:
+                    return Observed(function(*args, **kwargs), None)
+                device = working_device(tensors_in([*args, *kwargs.values()]), kwargs)
+                found = observe(facts, function, args, kwargs, device)
+                if found.peak_bytes is None and not facts.measured:
+                    taken = ledger.memory + facts.total_bytes
+                    self.store.limits.not_measured(call.traits.label, taken, ledger.budget)
+                return found
+            except BaseException as error:
+                self._take_back(pending, resident=True)
+                again = isinstance(error, torch.OutOfMemoryError) and self.store.limited
+                if not again or not call.traits.may_run_twice or (call.traits.random and random is None):
+                    raise
+                if random is not None:
+                    random.restore()
+                ledger.stay_below(ledger.memory + facts.total_bytes + pending.scratch)
+                self._make_room(pending, call, changed)
 
     def _take_back(self, pending: Pending, *, resident: bool) -> None:
         """What was announced did not come to be."""

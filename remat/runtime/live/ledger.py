@@ -14,6 +14,7 @@ from remat.runtime.dtr.graph import Graph
 from remat.runtime.dtr.heuristics import Heuristic
 
 _SEARCH_SECONDS = 5.0  # that the search for the least budget may take
+_STEPS = 16  # in as many a budget is lowered that is more than the device gives
 _HOPELESS = 5.0  # times the operators' own time, spent on recomputing: such a budget is not worth naming
 
 
@@ -148,6 +149,15 @@ class Ledger(Notes):
         self.memory = self.core.scalar(k.MEMORY)
         self.peak = max(self.peak, self.core.scalar(k.PEAK))
         return answer
+
+    def lower(self, budget: int) -> None:
+        """The device has less memory: from now on this is the budget."""
+        self.budget, self.ceiling = budget, min(self.ceiling, budget)
+        self.core.limit_memory(budget)
+
+    def stay_below(self, size: int) -> None:
+        """So much is more than the device gives."""
+        self.lower(min(self.budget, size) * (_STEPS - 1) // _STEPS)
 
     def accept(self) -> None:
         """Tells the core what has happened although it does not fit; what it says cannot be, it passes over."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from remat.errors import OutOfBudget, Thrashing, ThrashingWarning
@@ -31,6 +32,7 @@ class Limits:
         thrash_limit: multiple of the operators' own time above which their time, recomputation included, counts as
             thrashing; None for no such limit.
         reserved_bytes: what the budget holds besides what the ledger knows of.
+        budget: that of the ledger as it begins, which may give way to what the device has.
 
     Attributes:
         thrashes: whether it was reached.
@@ -40,9 +42,9 @@ class Limits:
         whole: what an earlier block at this place of the program did, from its beginning to its end.
     """
 
-    def __init__(self, thrash_limit: float | None, reserved_bytes: int = 0) -> None:
+    def __init__(self, thrash_limit: float | None, reserved_bytes: int = 0, budget: int = 0) -> None:
         self.thrash_limit = thrash_limit
-        self.reserved_bytes = reserved_bytes
+        self.reserved_bytes, self.budget = reserved_bytes, budget
         self.thrashes = self.gave_up = False
         self.over: Over | None = None
         self.unmeasured = ""
@@ -50,6 +52,8 @@ class Limits:
 
     def went_over(self, where: str, peak_bytes: int) -> None:
         """Notes that more was taken than the budget allows."""
+        if peak_bytes <= self.budget:
+            return  # the device gives less, and nobody was promised that
         if self.over is None or peak_bytes > self.over.peak_bytes:
             self.over = Over(where, peak_bytes)
 
@@ -84,6 +88,11 @@ class Limits:
         if self.whole is not None and self.whole.begins_like(ledger.graph):  # what is yet to come is known
             found.append(ledger.least_budget(self.whole))
         least = max((least + reserved for least in found if least is not None), default=None)
+        if ledger.budget < self.budget and answer == k.OUT_OF_MEMORY:
+            raise torch.OutOfMemoryError(
+                f"the device has {format_bytes(budget)} for this block of DTR, and {call} needs "
+                f"{format_bytes(needed + reserved)} with what cannot be evicted"
+            )
         if answer == k.THRASHING:
             self.thrashes = True
             raise Thrashing(call, budget, max(_HOPELESS, self.thrash_limit or 0), least)

@@ -62,9 +62,11 @@ def report_of(
         notes = [f"{format_seconds(max(seconds - spent, 0.0))} of it to learn this step", *notes]
     elif own:
         overhead = seconds / (own * 1e-9)
+    if ledger.budget < limits.budget:
+        notes = [f"the device gave {format_bytes(ledger.budget + limits.reserved_bytes)}", *notes]
     peak = max(ledger.peak, limits.over.peak_bytes if limits.over is not None else 0)
     if outcome == "pass":
-        outcome = "thrash" if limits.thrashes else "over" if peak > ledger.budget else "pass"
+        outcome = "thrash" if limits.thrashes else "over" if peak > limits.budget else "pass"
     return Report(
         strategy=strategy,
         outcome=outcome,

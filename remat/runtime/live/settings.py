@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
+from remat.runtime.accelerator import free_on_accelerator
 from remat.runtime.dtr.heuristics import Heuristic
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
@@ -37,12 +38,15 @@ class Settings(NamedTuple):
         return self.reserved + NUMBERS * FLOAT_BYTES
 
     def ledger(self) -> Ledger:
-        """A new one."""
-        return Ledger(self.budget - self._reserved, self.heuristic, **self.options)
+        """A new one, of no more than the device has."""
+        ledger, free = Ledger(self.budget - self._reserved, self.heuristic, **self.options), free_on_accelerator()
+        if free is not None and free < ledger.budget:
+            ledger.lower(free)
+        return ledger
 
     def limits(self) -> Limits:
         """New ones."""
-        return Limits(self.thrash_limit, self._reserved)
+        return Limits(self.thrash_limit, self._reserved, self.budget - self._reserved)
 
     @property
     def site(self) -> Site:

@@ -25,6 +25,7 @@ from remat.runtime.offload import HostMemory
 from remat.runtime.patching import Forward, intercepted
 from remat.runtime.planned.forward_run import Run
 from remat.runtime.planned.order import Calls
+from remat.runtime.planned.out_of_memory import explained
 from remat.runtime.planned.program import compile_schedule
 from remat.runtime.pytree import Arguments, tensors
 from remat.schedule import Operation, Schedule
@@ -85,6 +86,7 @@ class Executor:
             modules for a while; executors of one model share it.
         holders: modules that hold random number generators of the program's own.
         known: what is known of each stage.
+        planned: for what its steps were planned, in words.
         in_flight: how many forwards a memory limit counts before the first of their backwards; 0: there is no limit.
         host: where what leaves the device waits; executors of one model share it.
 
@@ -101,7 +103,7 @@ class Executor:
         self.program = compile_schedule(schedule, self.places.fixed)
         self.holders = [module for module in model.modules() if held_by([module])]
         self.observer: Observer | None = None
-        self.in_flight = 0
+        self.planned, self.in_flight = "", 0
         self.lock, self.host = Lock(), HostMemory()
         self.known = tuple(map(self._known, self.places.stages, _found_right(layout, len(self.places.stages))))
         self._structure = Structure(model)
@@ -144,6 +146,15 @@ class Executor:
             forward: the model's own.
             left: called with the reason where the forward takes another path than the chain's.
         """
+        try:
+            return self._run_counted(forward, args, kwargs, left)
+        except torch.OutOfMemoryError as error:
+            raise explained(error, self.model, self.planned) from error
+
+    def _run_counted(
+        self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]
+    ) -> Any:
+        """As `run`, which says more where the device has no memory."""
         if not self.in_flight:
             return self._run(forward, args, kwargs, left)
         if len(self._waiting) >= self.in_flight:
@@ -168,12 +179,16 @@ class Executor:
         run = Run(self)
         calls = Calls(self.places, run)
         with self.lock, caches_off(self._configs):
-            if self.places.in_a_row:
-                output = calls.in_turn(input_of(Arguments(args, kwargs)))
-            else:
-                with intercepted(self.places.names, calls.arrive):
-                    output = forward(*args, **kwargs)
-            calls.forward_ended()
+            try:
+                if self.places.in_a_row:
+                    output = calls.in_turn(input_of(Arguments(args, kwargs)))
+                else:
+                    with intercepted(self.places.names, calls.arrive):
+                        output = forward(*args, **kwargs)
+                calls.forward_ended()
+            except BaseException as error:
+                run.abandon(f"the forward has failed: {error}")
+                raise
         run.in_forward = False
         if run.left:
             left(run.left)

@@ -16,6 +16,7 @@ from remat.runtime.calls.passed import Passed
 from remat.runtime.calls.saved import Saved
 from remat.runtime.calls.stage_call import StageCall
 from remat.runtime.generators import held_by
+from remat.runtime.planned.out_of_memory import explained
 from remat.runtime.planned.program import Step
 from remat.runtime.planned.stored import Stored, versions_of
 from remat.runtime.planned.transfers import Transfers
@@ -196,8 +197,9 @@ class Run:
             with nullcontext() if self.in_forward else self.executor.lock, hearing_subclasses(self._subclasses):
                 self._advance(index)
         except BaseException as error:
-            self._broken = f"the backward has already failed: {error}; run the forward again"
-            self._release()
+            self.abandon(f"the backward has already failed: {error}")
+            if isinstance(error, torch.OutOfMemoryError):
+                raise explained(error, self.executor.model, self.executor.planned) from error
             raise
         if self._pending < self._lowest:
             self._release()
@@ -268,6 +270,11 @@ class Run:
             raise ReplayError(
                 f"a tensor that {saved.call.name} saved is needed outside of its backward; use the store_all schedule"
             )
+
+    def abandon(self, why: str) -> None:
+        """Nothing of this run is needed any more: it and the graph, which refer to each other, would stay for good."""
+        self._broken = f"{why}; run the forward again"
+        self._release()
 
     def _release(self) -> None:
         self.stored.clear()

@@ -271,6 +271,46 @@ def test_memory_comes_back_after_an_error_at_any_step_of_a_backward(found: bool)
     still_trains(module, plain, sample)
 
 
+def _mixed(switch: Fails) -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), switch, nn.Linear(256, 64), switch)
+
+
+class InPlace(nn.Module):
+    """Found and patched in place; its blocks fail in between what they save."""
+
+    def __init__(self, switch: Fails) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_mixed(switch) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("options", [True, False])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_memory_comes_back_after_an_error_anywhere_in_a_forward(in_place: bool, options: bool) -> None:
+    """The graph so far and the run refer to each other, through C++, where no garbage collector looks."""
+    switch, sample = Fails(), torch.randn(300, 64)
+    model = InPlace(switch) if in_place else nn.Sequential(*(_mixed(switch) for _ in range(6)))
+    plain = copy.deepcopy(model)
+    remat.fit(model, sample, 0.6, quiet=True, options=options)
+    for _ in range(2):
+        model(sample).sum().backward()
+    for when in range(1, 13):
+        switch.left = when
+        meter = MemoryMeter(torch.device("cpu"), may_be_idle=True)
+        with meter.session(), meter.region():
+            with pytest.raises(ValueError, match="on purpose"):
+                model(sample)
+            gc.collect()
+        (region,) = meter.regions
+        assert region.end_bytes <= region.start_bytes, f"after an error in call {when}"
+    switch.left = 10**9
+    still_trains(model, plain, sample)
+
+
 def test_nothing_is_held_after_a_step() -> None:
     """A run dies with its graph, whether a backward followed or not, and without waiting for the garbage collector."""
 

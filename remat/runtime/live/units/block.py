@@ -161,7 +161,8 @@ class UnitsBlock:
             self.outcome = outcome_of(error)
         pool = self.calls.pool
         self._peak = pool.peak
-        if (self._peak > pool.budget or pool.too_large) and self.outcome == "pass":
+        budget = pool.limits.budget
+        if (self._peak > budget or (pool.too_large and pool.budget == budget)) and self.outcome == "pass":
             self.outcome = "over"
         if self._history is not None:
             self._history.learn(self.calls, self.outcome, failed=error is not None)

@@ -51,6 +51,7 @@ class Calls:
         self.turn = self.recorded = 0
         self.ahead: dict[int, weakref.ref[UnitCall]] = {}
         self._in_call = False
+        self._attempt: tuple[UnitCall, int] | None = None  # a call that runs, and the memory before
         self._held: list[Decision] = []  # that a plan evicts, and somebody else holds
         self.stays = False
         pool.on_backward = self._backward
@@ -73,6 +74,28 @@ class Calls:
             self.pool.log.wake()
 
     def called(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs a module's forward; again where the device has no memory left for it and others can give way."""
+        before = None
+        while True:
+            try:
+                return self._called(module, forward, args, kwargs)
+            except torch.OutOfMemoryError:  # which keeps what the call has made until this block is over
+                present, attempt, self._attempt = self.pool.account.memory, self._attempt, None
+                if attempt is None or (before is not None and present >= before) or not self._gives_way(*attempt):
+                    raise
+                before = present
+
+    def _gives_way(self, call: UnitCall, before: int) -> bool:
+        """What there was before a call that has failed is too much for the device: has less from now on."""
+        pool, taken = self.pool, call.unit.bytes.forward
+        if pool.replaying or not pool.limited or not (call.context is None or call.context.undo()):
+            return False
+        pool.stay_below(max(before + taken, pool.account.memory))
+        return True
+
+    def _called(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Runs a module's forward."""
@@ -108,6 +131,7 @@ class Calls:
             pool.room(unit.name, more + unit.bytes.working)
             course.ready()
         call = UnitCall(pool, bound, unit, forward, args, kwargs)
+        self._attempt = (call, pool.account.memory)
         call.turn = self.turn
         pool.log.rows.append(call.row)
         self.ahead[self.turn] = call.row.call
@@ -129,6 +153,7 @@ class Calls:
         finally:
             self._in_call, pool.forward_of = False, None
             self.nodes.note()
+        self._attempt = None
         self._returned(call, note_returned(call, output), made, is_followed=expected is not None)
         return output
 

@@ -64,9 +64,20 @@ class Counting(TorchDispatchMode):
     ) -> Any:
         if any(kind is not Tensor and kind is not Parameter for kind in types):
             return NotImplemented  # a subclass that takes the call apart; its parts come here
-        kwargs = kwargs or {}
-        pool = self._pool
         traits = traits_of(function)
+        while True:
+            try:
+                return self._dispatch(traits, function, args, kwargs or {})
+            except torch.OutOfMemoryError:
+                if traits.random or not traits.may_run_twice or not self._gives_way(traits.label):
+                    raise
+
+    def _gives_way(self, label: str) -> bool:
+        with torch._C._ForceDispatchKeyGuard(*self._outside):
+            return self._pool.give_way(label, 0)
+
+    def _dispatch(self, traits: Traits, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        pool = self._pool
         if traits.is_view or pool.replaying or self.rests:
             return function(*args, **kwargs)
         key, given = _key_of(traits, function, args, kwargs)

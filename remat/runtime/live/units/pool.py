@@ -73,6 +73,21 @@ class Pool:
         precedent = self.log.precedent
         return max(self.account.peak, 0 if precedent is None else precedent.peak)
 
+    def stay_below(self, size: int) -> None:
+        """So much is more than the device gives."""
+        self.log.wake()
+        self.ledger.stay_below(size)
+        self.budget = self.ledger.budget
+
+    def give_way(self, label: str, more: int) -> bool:
+        """The device has no memory for `more` bytes: has less in it; returns whether anything was evicted."""
+        if self.replaying or not self.limited:
+            return False
+        before = self.account.memory
+        self.stay_below(before + more)
+        self.room(label, more)
+        return self.account.memory < before
+
     def carry_out(self, decisions: Sequence[Decision]) -> list[Decision]:
         """Does what a plan says; returns what could not be evicted, since somebody else still holds it."""
         began = time.perf_counter_ns()

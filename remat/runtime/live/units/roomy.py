@@ -22,6 +22,7 @@ from torch import nn
 from remat.errors import OverBudgetWarning
 from remat.formatting import format_bytes
 from remat.report import Report
+from remat.runtime.accelerator import free_on_accelerator
 from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.live.advice import Advice, advice_on
 from remat.runtime.live.ledger import Ledger
@@ -104,9 +105,12 @@ class Repeats:
 
 
 def repeats_for(settings: Settings) -> list[Repeats]:
-    """What blocks there repeat, of which twice the most fits into the budget."""
-    room = settings.budget - settings.reserved
-    return [each for each in settings.site.repeats if each.root() is not None and has_twice(each.most, room)]
+    """What blocks there repeat, of which twice the most fits into the budget, and into what the device has."""
+    found = [each for each in settings.site.repeats if each.root() is not None]
+    if not found:
+        return found
+    room, free = settings.budget - settings.reserved, free_on_accelerator()
+    return [each for each in found if has_twice(each.most, room if free is None else min(room, free))]
 
 
 def has_twice(most: int, room: int) -> bool:
