@@ -17,13 +17,14 @@ import remat
 from remat.check.workloads import CHAINS, Workload, make
 from remat.errors import OutOfBudget, Thrashing
 from remat.formatting import format_bytes
-from remat.runtime.accelerator import UNSPLIT, allocated_bytes, is_accelerator, rounded
+from remat.runtime.accelerator import allocated_bytes, is_accelerator, rounded, slack_of
 from remat.runtime.meter import MemoryMeter
 from remat.simulation import store_all_peak
 
 Found = dict[str, Any]
 _LIMITS = 10
 _DTR_SHARES = (0.9, 0.7, 0.5)
+_ESTIMATED = (0.5, 1.5)  # of what is measured is estimated: kernels differ between devices, and so does what they save
 _STEPS = 4  # of DTR at each budget: found by operators, recorded, repeated
 
 
@@ -140,9 +141,10 @@ def allocator(device: torch.device, small: bool) -> Found:
         kept = torch.empty(size, dtype=torch.uint8, device=device)
         given = allocated_bytes(device) - before
         del kept
-        if given != rounded(size, device):
-            wrong[size] = (given, rounded(size, device))
-    assert all(given - counted <= UNSPLIT for given, counted in wrong.values()), wrong  # a block that was not split
+        counted = rounded(size, device)
+        assert counted <= given <= counted + slack_of(size, device), f"{size} bytes: {given} given, {counted} counted"
+        if given != counted:
+            wrong[size] = (given, counted)  # a block that was not split
     return {"given_and_counted": {str(size): both for size, both in wrong.items()}}
 
 
@@ -236,11 +238,15 @@ def two_devices(device: torch.device, small: bool) -> Found:
             y: torch.Tensor = self.right(self.left(x).to(second))
             return y
 
-    work = Workload(Split(), torch.randn(1024, 512, device=first), _mean)
+    work = Workload(Split(), torch.randn(4096, 512, device=first), _mean)
     plain = _left_by(work)
+    with remat.DTR(2**50, granularity="operator") as block:
+        _backward(work, work.model)
+    _left(work.model)
+    budget = int(0.7 * block.report().peak_bytes)  # in which workspaces of threads that recompute are little
     for granularity in ("module", "operator"):
         for _ in range(_STEPS):
-            with remat.DTR("12MiB", granularity=granularity, thrash_limit=20):
+            with remat.DTR(budget, granularity=granularity, thrash_limit=20):
                 _backward(work, work.model)
             _same_bits(plain, _left(work.model), f"two devices, {granularity}")
     return {}
@@ -288,6 +294,9 @@ def estimates(device: torch.device, small: bool) -> Found:
             "activations_equal": reckoned.act_bytes == chain.act_bytes,
             "seconds": reckoned.store_all_seconds / chain.store_all_seconds,
         }
+        least, most = _ESTIMATED
+        share = found[name]["store_all"]
+        assert least <= share <= most, f"{name}: estimated to need {share:.2f} x what was measured"
     return found
 
 

@@ -55,7 +55,7 @@ def fit(
     keep: Collection[str] = (),
     recompute: Collection[str] = (),
     host_limit: int | str | None = None,
-    of: str = "allocated",
+    of: str | None = None,
 ) -> nn.Module:
     """Makes the training steps of `model` stay within `memory`, by the fastest plan of all planners.
 
@@ -93,7 +93,8 @@ def fit(
         host_limit: how much of the host's memory offloaded activations may take, as for `rotor.Checkpointable`; DTR
             does not offload.
         of: what the limit is of, on an accelerator: bytes "allocated", or bytes "reserved" by PyTorch's allocator,
-            which are more. Some steps by the plan are tried there; where they take more than the limit, it plans again.
+            which are more; None: reserved for "auto", else allocated. Some steps by the plan are tried there, and where
+            they take more than the limit, it plans again. DTR keeps a limit of what is allocated.
 
     Returns:
         The model itself, the same object of the same class, trained within the limit until `remat.remove(model)`.
@@ -116,7 +117,7 @@ def fit(
         keep=keep,
         recompute=recompute,
         host_limit=host_limit,
-        of=of,
+        of=of or ("reserved" if memory == AUTO else "allocated"),
         when_short=when_short,
     )
     wish = Wish(setup, memory, longest, quiet).checked()
@@ -205,7 +206,7 @@ def _fit(model: nn.Module, sample: Any, wish: Wish, patch: PatchedForward | None
     planned = Planned(model, setup)
     if wish.longest is not None:
         sample = _longest(model, sample, wish.longest)
-    by_calls_too = setup.stages is None and setup.group is None and setup.of == "allocated"
+    by_calls_too = setup.stages is None and setup.group is None and (setup.of == "allocated" or wish.memory == AUTO)
     limit = wish.limit_for(planned)
     try:
         planned.measure(sample, progress=not quiet, again=False, enough=partial(_refuse_hopeless, limit))

@@ -7,6 +7,7 @@ and their workspaces.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +15,13 @@ from torch import nn
 
 from remat.comparison.bench import Bench
 from remat.formatting import format_bytes
-from remat.runtime.accelerator import allocated_bytes, give_back, reserved_bytes
+from remat.runtime.accelerator import allocated_bytes, drop_workspaces, give_back, reserved_bytes
 from remat.runtime.executor import BySchedule
 from remat.runtime.planned.executor import Known
 from remat.schedule import Schedule
 from remat.training.setup import Setup
+
+_stream_of = functools.cache(torch.Stream)  # of a device, always the same, since products leave workspaces on each
 
 
 class Rehearsal(NamedTuple):
@@ -43,10 +46,10 @@ class Rehearsal(NamedTuple):
 
 
 def rehearse(model: nn.Module, setup: Setup, sample: Any, schedule: Schedule) -> Rehearsal | None:
-    """Runs two steps by a schedule, the first without anything in the allocator's reserve; the model stays as it was.
+    """Runs some steps by a schedule, the first without anything in the allocator's reserve; the model stays as it was.
 
-    They run on a stream of their own: what is free for other streams is not used there, so that what they reserve does
-    not depend on holes between the model's parameters.
+    They run where training will, and on a stream of their own: what is free for other streams is not used there, so
+    that what they reserve does not depend on holes between the model's parameters.
 
     Returns:
         None where the device has run out of memory.
@@ -55,8 +58,10 @@ def rehearse(model: nn.Module, setup: Setup, sample: Any, schedule: Schedule) ->
     try:
         with Bench(model, sample, setup.loss, output_held=setup.output_held) as bench:
             device = bench.device
-            bench.step(way)
-            stream, current = torch.Stream(device), torch.accelerator.current_stream(device)
+            step = bench.step(way)
+            give_back(device)
+            peaks = [bench.peak(step).bytes for _ in range(2)]
+            stream, current = _stream_of(device), torch.accelerator.current_stream(device)
             stream.wait_stream(current)
             give_back(device)
             allocated, held = allocated_bytes(device), reserved_bytes(device)
@@ -64,10 +69,13 @@ def rehearse(model: nn.Module, setup: Setup, sample: Any, schedule: Schedule) ->
                 step = bench.step(way)
                 workspaces = allocated_bytes(device) - allocated  # of products, kept for each stream
                 give_back(device)
-                peaks = [bench.peak(step) for _ in range(2)]
+                alone = [bench.peak(step) for _ in range(2)]
             current.wait_stream(stream)
-            reserved = max(peak.reserved_bytes or 0 for peak in peaks) - held - workspaces
+            drop_workspaces(device)
+            give_back(device)
+            peak = max(*peaks, *(each.bytes for each in alone))
+            reserved = max(each.reserved_bytes or 0 for each in alone) - held - workspaces + bench.sample_bytes
             known = () if way.executor is None else way.executor.known
-            return Rehearsal(max(peak.bytes for peak in peaks), reserved + bench.sample_bytes, known)
+            return Rehearsal(peak, max(reserved, peak), known)
     except torch.OutOfMemoryError:
         return None

@@ -7,6 +7,7 @@ a thread of its own; a generator of its own; poison in memory that nobody owns. 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import fcntl
 import functools
@@ -15,6 +16,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ def load() -> types.ModuleType:
     torch.utils.rename_privateuse1_backend("fake")
     module = _module(ctypes.CDLL(str(_built())))
     torch._register_device_module("fake", module)
+    # A process that ends right after a backward aborts, on any accelerator: its thread still lets go of objects.
+    atexit.register(time.sleep, 0.1)
     torch.utils.generate_methods_for_privateuse1_backend(for_packed_sequence=True, for_storage=True)
     module.default_generators = tuple(
         torch.ops.fake_device.default_generator(index) for index in range(module.device_count())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ def _the_device(request: pytest.FixtureRequest) -> None:
         pytest.skip("the fake device is built by g++, which is not here")
     if any("fake_device" not in item.keywords for item in request.session.items):
         pytest.skip('in a process of its own: pytest -m fake_device, as in "make test"')
+    os.environ.setdefault("FAKE_DEVICES", "2")
     fake_device.load()
 
 

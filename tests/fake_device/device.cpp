@@ -3,6 +3,7 @@
 #include "operators.h"
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/transformers/attention.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 namespace fake {
@@ -42,7 +43,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   // Whose own kernels raise before a fallback is asked:
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&any_operator>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&any_operator>());
-  m.impl("_fused_sdp_choice", choice_of_attention);
   m.impl("histc", histc);
   m.impl("_thnn_fused_lstm_cell", lstm_cell);
   m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
@@ -161,6 +161,10 @@ const bool is_registered = [] {
 }();
 
 }  // namespace fake
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &fake::choice_of_attention)
+}
 
 // For Python, by ctypes: what a test sets and looks at.
 extern "C" {

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 import fake_device
+from remat.models import resnet50
 
 
 def _mlp() -> tuple[nn.Module, torch.Tensor]:
@@ -64,6 +67,46 @@ def _mixtral() -> tuple[nn.Module, torch.Tensor]:
     return MixtralForCausalLM(MixtralConfig(**sizes, use_cache=False)), torch.randint(0, 256, (4, 32))
 
 
+def _vit() -> tuple[nn.Module, torch.Tensor]:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 384}
+    return ViTForImageClassification(ViTConfig(**sizes, image_size=64, patch_size=8)), torch.randn(16, 3, 64, 64)
+
+
+def _llama() -> tuple[nn.Module, torch.Tensor]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 6, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=1000, use_cache=False)
+    return LlamaForCausalLM(config), torch.randint(0, 1000, (8, 128))
+
+
+def _bert() -> tuple[nn.Module, torch.Tensor]:
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}
+    return BertForMaskedLM(BertConfig(**sizes, vocab_size=1000)), torch.randint(0, 1000, (8, 128))
+
+
+def _resnet() -> tuple[nn.Module, torch.Tensor]:
+    return resnet50(10), torch.randn(2, 3, 64, 64)
+
+
+def _wide() -> tuple[nn.Module, torch.Tensor]:
+    blocks = [nn.Sequential(nn.Linear(700, 1500), nn.ReLU(), nn.Linear(1500, 700)) for _ in range(6)]
+    return nn.Sequential(*blocks), torch.randn(900, 700)
+
+
+class _Feedforward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.last = nn.LayerNorm(128), nn.Linear(128, 512), nn.Linear(512, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.last(functional.gelu(self.first(self.norm(x))))
+
+
 _MAKERS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "MLP": _mlp,
     "convolutions": _convolutions,
@@ -73,6 +116,15 @@ _MAKERS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "Mixtral": _mixtral,
 }
 MODELS = tuple(_MAKERS)
+_OTHERS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+    "ViT": _vit,
+    "Llama": _llama,
+    "BERT": _bert,
+    "ResNet-50": _resnet,
+    "wide MLP": _wide,
+    "residual MLP": lambda: (nn.Sequential(*(_Feedforward() for _ in range(10))), torch.randn(16, 100, 128)),
+}
+OTHERS = tuple(_OTHERS)
 
 
 def mean(output: Any) -> torch.Tensor:
@@ -92,14 +144,18 @@ class Seen(NamedTuple):
 class Training:
     """A model on the fake device, whose gradients are allocated; each step begins as the first one did.
 
+    Args:
+        around: what forwards run in.
+
     Attributes:
         plain: what a step of plain PyTorch does.
         blocks_wait: whether its own blocks have the host wait, as they then do when they run again.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         torch.manual_seed(1)
-        model, sample = _MAKERS[name]()
+        self._around = around
+        model, sample = (_MAKERS | _OTHERS)[name]()
         self.model, self.sample = fake_device.moved(model).train(), sample.to("fake")
         self._run()  # whose products leave workspaces
         self._begun = {key: value.clone() for key, value in self.model.state_dict().items()}
@@ -109,7 +165,9 @@ class Training:
 
     def _run(self) -> None:
         torch.manual_seed(7)
-        mean(self.model(self.sample)).backward()
+        with self._around():
+            loss = mean(self.model(self.sample))
+        loss.backward()
 
     def _clear(self) -> None:
         self.model.load_state_dict(self._begun)

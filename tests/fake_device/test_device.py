@@ -211,7 +211,7 @@ def test_the_first_product_of_a_thread_keeps_a_workspace() -> None:
     thread = threading.Thread(target=product)
     thread.start()
     thread.join()
-    assert kept == [64 << 10, 0]
+    assert kept == [32 * MIB, 0]
 
 
 @pytest.mark.parametrize("module", [nn.Linear(6, 6), nn.GRU(6, 6), nn.LSTM(6, 6), nn.LayerNorm(6), nn.Conv1d(5, 3, 2)])
