@@ -115,7 +115,7 @@ class PlansByInput:
             planned.measure(call)
         if state == self._state:
             if planned.plan is None:
-                planned.plan_as(planned.request, call)
+                planned.plan_as(planned.request, call, planned.setup.loss)
                 self.drop()
             assert planned.plan is not None
             return planned.plan
@@ -221,8 +221,9 @@ class PlansByInput:
                     raise
                 # A loss often captures the targets of one batch, whose shape does not match another input.
                 note = f"; the loss fails on it ({error}) and is assumed to take no memory or time"
+                loss = None
                 planned.chain = planned.profile(call, None, **more)
-            planned.plan_as(request or planned.request, None if estimate else call)
+            planned.plan_as(request or planned.request, None if estimate else call, loss)
             assert planned.plan is not None
             return planned.plan._replace(estimated=estimate), note
         finally:

@@ -221,7 +221,7 @@ def _fit(model: nn.Module, sample: Any, wish: Wish, patch: PatchedForward | None
     if not quiet and patch is None:
         say(choices(kind, chain, solver))
     try:
-        planned.plan_with("fastest", limit, call=call_of(model, sample))
+        planned.plan_with("fastest", limit, tried_on=call_of(model, sample))
     except InfeasibleBudget as error:
         error.args = (f"{error}{what_is_outside(chain, error.minimum)}",)
         if not by_calls_too or _is_hopeless(error.budget, error.minimum):

@@ -35,7 +35,7 @@ from remat.training.setup import Setup
 from remat.utils.progress import Progress, shown
 
 FREE_SHARE = 0.9  # of the free memory is the limit where none is given
-_STEP = 16  # share of its plan by which a limit is lowered where the device has run out of memory
+_STEPS = 64  # in as many a limit is lowered, at least, that was seen not to be kept
 Limit = int | str | float
 
 
@@ -177,23 +177,27 @@ class Planned:
         limit: Limit | None = None,
         *,
         bounded: bool = True,
-        call: Arguments | None = None,
+        tried_on: Arguments | None = None,
     ) -> None:
         """Plans for the measured chain, and drops the plans for other inputs, which followed the old request.
 
         Args:
             bounded: False: the schedule of least memory, whatever that needs.
-            call: what was measured, to try steps by the plan on, on an accelerator.
+            tried_on: what was measured, to try steps by the plan on, on an accelerator.
 
         Raises:
             InfeasibleBudget: nothing fits; the plan from before stays.
             RematError: an unknown name, or nothing was measured.
         """
-        self.plan_as(Request(self.solver(solver), limit, bounded=bounded), call)
+        self.plan_as(Request(self.solver(solver), limit, bounded=bounded), tried_on, self.setup.loss)
         self.inputs.drop()
 
-    def plan_as(self, request: Request | None, call: Arguments | None = None) -> None:
-        """Plans for the measured chain by this request; None: with `persistent` and the default limit."""
+    def plan_as(self, request: Request | None, tried_on: Arguments | None = None, loss: Loss | None = None) -> None:
+        """Plans for the measured chain by this request; None: with `persistent` and the default limit.
+
+        Args:
+            tried_on: as for `plan_with`; loss: with which that was measured.
+        """
         chain, setup, self.rehearsal = self.measured, self.setup, None
         request = request or Request(self.solver("persistent"))
         if request.bounded:
@@ -203,8 +207,8 @@ class Planned:
             if isinstance(limit, float) and setup.group is None and setup.in_flight == 1:
                 limit = max(resolve_budget(limit, store_all_peak(chain)), request.least)
                 request = request._replace(least=limit)
-            if call is not None and self._may_rehearse():
-                schedule, self.rehearsal = self._rehearsed(request.solver, limit, call)
+            if tried_on is not None and self._may_rehearse():
+                schedule, self.rehearsal = self._rehearsed(request.solver, limit, tried_on, loss)
             else:
                 schedule = solved(chain, request.solver, limit, in_flight=setup.in_flight, group=setup.group)
         else:
@@ -218,7 +222,9 @@ class Planned:
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         return is_accelerator(device) and self.setup.group is None and self.setup.in_flight == 1
 
-    def _rehearsed(self, solver: Solver, limit: Limit, call: Arguments) -> tuple[Schedule, Rehearsal]:
+    def _rehearsed(
+        self, solver: Solver, limit: Limit, call: Arguments, loss: Loss | None
+    ) -> tuple[Schedule, Rehearsal]:
         """A schedule that was seen to stay within the limit: where steps by the first one do not, one for less.
 
         Raises:
@@ -232,11 +238,11 @@ class Planned:
                 schedule = solved(chain, solver, asked, in_flight=1, group=None)
             except InfeasibleBudget as error:
                 raise InfeasibleBudget(limit, error.minimum + limit - asked, error.solver) from None
-            found = rehearse(self.model, self.setup, call, schedule)
+            found = rehearse(self.model, call, loss, schedule, output_held=self.setup.output_held)
             if found is not None and found.of(of) <= limit:
                 return schedule, found
             planned = min(asked, simulate(chain, schedule).peak_bytes)
-            asked = planned - (planned // _STEP if found is None else found.of(of) - limit)
+            asked = planned - max(planned // _STEPS, 0 if found is None else found.of(of) - limit)
 
     def adopt(self, schedule: Schedule) -> None:
         """Takes a schedule that was made elsewhere, for every input."""

@@ -16,10 +16,10 @@ from torch import nn
 from remat.comparison.bench import Bench
 from remat.formatting import format_bytes
 from remat.runtime.accelerator import allocated_bytes, drop_workspaces, give_back, reserved_bytes
+from remat.runtime.checks import Loss
 from remat.runtime.executor import BySchedule
 from remat.runtime.planned.executor import Known
 from remat.schedule import Schedule
-from remat.training.setup import Setup
 
 _stream_of = functools.cache(torch.Stream)  # of a device, always the same, since products leave workspaces on each
 
@@ -45,7 +45,9 @@ class Rehearsal(NamedTuple):
         return self.reserved_bytes if what == "reserved" else self.peak_bytes
 
 
-def rehearse(model: nn.Module, setup: Setup, sample: Any, schedule: Schedule) -> Rehearsal | None:
+def rehearse(
+    model: nn.Module, sample: Any, loss: Loss | None, schedule: Schedule, *, output_held: bool
+) -> Rehearsal | None:
     """Runs some steps by a schedule, the first without anything in the allocator's reserve; the model stays as it was.
 
     They run where training will, and on a stream of their own: what is free for other streams is not used there, so
@@ -56,7 +58,7 @@ def rehearse(model: nn.Module, setup: Setup, sample: Any, schedule: Schedule) ->
     """
     way = BySchedule(schedule)
     try:
-        with Bench(model, sample, setup.loss, output_held=setup.output_held) as bench:
+        with Bench(model, sample, loss, output_held=output_held) as bench:
             device = bench.device
             step = bench.step(way)
             give_back(device)

@@ -43,15 +43,16 @@ def test_chains_count_whole_granules() -> None:
 def test_dtr_makes_room_where_the_device_has_none(name: str, granularity: str) -> None:
     """The budget is more than the device has."""
     trained, switches = Training(name), torch.fake.switches
-    torch.accelerator.empty_cache()
-    switches.set_limit(torch.accelerator.memory_reserved() + int(0.7 * trained.plain.reserved_bytes))
-    with pytest.raises(torch.OutOfMemoryError):
-        trained.step()
-    block = remat.DTR("1TiB", granularity=granularity, thrash_limit=100)
-    seen = trained.under(block)
-    assert trained.has_equal_bits(seen)
-    assert block.report().evictions and block.report().outcome == "pass"
-    assert "the device gave" in block.report().note
+    for share in (0.85, 0.8, 0.75, 0.7):  # so that it is another call which finds nothing
+        torch.accelerator.empty_cache()
+        switches.set_limit(torch.accelerator.memory_reserved() + int(share * trained.plain.reserved_bytes))
+        with pytest.raises(torch.OutOfMemoryError):
+            trained.step()
+        block = remat.DTR("1TiB", granularity=granularity, thrash_limit=100)
+        seen = trained.under(block)
+        assert trained.has_equal_bits(seen)
+        assert block.report().evictions and block.report().outcome == "pass"
+        assert "the device gave" in block.report().note
 
 
 def test_a_plan_says_who_holds_the_memory_that_is_missing() -> None:

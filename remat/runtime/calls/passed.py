@@ -250,7 +250,8 @@ class Passed:
         return [tensor for tensor in (each.there() for each in self.inputs) if tensor is not None]
 
     def release(self) -> None:
-        """They will not be made again: releases the inputs, too."""
+        """They will not be made again, nor go on: releases the inputs, too."""
+        self.complete()
         self.inputs, self._calls = [], []
 
     def again(self, given: Sequence[torch.Tensor], activation: Any = None, *, all_of_them: bool = False) -> list[Any]:

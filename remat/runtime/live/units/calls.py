@@ -77,6 +77,8 @@ class Calls:
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Runs a module's forward; again where the device has no memory left for it and others can give way."""
+        if self._in_call or self.pool.replaying or not torch.is_grad_enabled() or others_are_at_work():
+            return forward(*args, **kwargs)
         before = None
         while True:
             try:
@@ -88,9 +90,9 @@ class Calls:
                 before = present
 
     def _gives_way(self, call: UnitCall, before: int) -> bool:
-        """What there was before a call that has failed is too much for the device: has less from now on."""
+        """A call has failed, since what there was before is too much for the device: less may be there from now on."""
         pool, taken = self.pool, call.unit.bytes.forward
-        if pool.replaying or not pool.limited or not (call.context is None or call.context.undo()):
+        if not pool.limited or not (call.context is None or call.context.undo()):
             return False
         pool.stay_below(max(before + taken, pool.account.memory))
         return True
@@ -98,15 +100,11 @@ class Calls:
     def _called(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs a module's forward."""
-        pool = self.pool
-        if self._in_call or pool.replaying or not torch.is_grad_enabled() or others_are_at_work():
-            return forward(*args, **kwargs)
         unit = self.known.of(module, args, kwargs)
         if unit is None:
             return forward(*args, **kwargs)
         if unit.varies and self._is_short_for(unit):
-            pool.log.wake()
+            self.pool.log.wake()
             self.course.leave_before(unit, watched=self._sees)
             self.watch.turn(on=True)
             return forward(*args, **kwargs)
