@@ -298,7 +298,7 @@ def test_memory_comes_back_after_an_error_anywhere_in_a_forward(in_place: bool, 
     remat.fit(model, sample, 0.6, quiet=True, options=options)
     for _ in range(2):
         model(sample).sum().backward()
-    for when in range(1, 19):
+    for when in (3, 4, 8, 11, 14):
         switch.left = when
         meter = MemoryMeter(torch.device("cpu"), may_be_idle=True)
         with meter.session(), meter.region():
