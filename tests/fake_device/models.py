@@ -169,6 +169,10 @@ class Training:
             loss = mean(self.model(self.sample))
         loss.backward()
 
+    def run_twice(self) -> None:
+        self._run()
+        self._run()
+
     def _clear(self) -> None:
         self.model.load_state_dict(self._begun)
         self.model.zero_grad(set_to_none=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,10 +21,9 @@ from remat.measuring import preserving
 from remat.runtime import accelerator
 from remat.runtime.live import costs
 from remat.runtime.live.costs import Knowledge, OperatorFacts, observe, working_device
-from remat.runtime.live.units import block
 from remat.runtime.meter import MemoryMeter
 from remat.runtime.operators import traits_of
-from support.unit_blocks import Model, blocks, by_calls, left_by, memory_of, mlp, mlps, step_of
+from support.unit_blocks import Model, blocks, by_calls, memory_of, mlp, mlps, step_of
 
 _CUDA = torch.device("cuda")
 
@@ -64,35 +62,6 @@ def test_work_is_done_where_the_data_is() -> None:
     assert working_device([], {}) == torch.device("cpu")
     assert working_device([cpu], {"device": "cuda:1"}) == torch.device("cuda:1")
     assert working_device([meta, cpu], {}) == torch.device("meta")
-
-
-@pytest.mark.usefixtures("nothing_known")
-def test_what_an_allocator_has_given_out_besides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workspaces, and blocks that are larger than what they hold: less is left for what a block keeps."""
-    hidden, begun = [0], [False]
-
-    def level() -> int:
-        found = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
-        found = [each for each in found if each.layout == torch.strided]  # others that other tests have left
-        in_use = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in found}
-        first, begun[0] = not begun[0], True
-        return sum(in_use.values()) + (0 if first else hidden[0])
-
-    model = mlps()
-    step = step_of(model)
-    budget = int(1.1 * memory_of(step))
-    left_by(model)
-    step()
-    plain = left_by(model)
-    monkeypatch.setattr(block, "level_of", lambda device: level)
-    for more in (0, 0, 0, budget // 4, budget // 4, budget // 4):
-        hidden[0], begun[0] = more, False
-        left_by(model)
-        (dtr,) = blocks(step, budget, 1)
-        assert all(map(torch.equal, plain, left_by(model)))
-        assert dtr.report().outcome == "pass"
-        assert (dtr.report().evictions > 0) == (more > 0)
-        assert more < dtr.report().peak_bytes <= budget or not by_calls(dtr)
 
 
 def test_memory_is_given_back_between_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
