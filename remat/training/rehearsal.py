@@ -21,6 +21,7 @@ from remat.runtime.executor import BySchedule
 from remat.runtime.planned.executor import Known
 from remat.schedule import Schedule
 
+_SEGMENT = 2 << 20  # bytes, the least that allocators reserve
 _stream_of = functools.cache(torch.Stream)  # of a device, always the same, since products leave workspaces on each
 
 
@@ -41,8 +42,8 @@ class Rehearsal(NamedTuple):
         return f"{format_bytes(self.peak_bytes)} allocated, {format_bytes(self.reserved_bytes)} reserved"
 
     def of(self, what: str) -> int:
-        """Those that the limit is of (`Setup.of`)."""
-        return self.reserved_bytes if what == "reserved" else self.peak_bytes
+        """Those that the limit is of (`Setup.of`); of what is reserved, a small segment more, which chance decides."""
+        return self.reserved_bytes + _SEGMENT if what == "reserved" else self.peak_bytes
 
 
 def rehearse(

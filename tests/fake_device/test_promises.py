@@ -110,14 +110,14 @@ def test_a_limit_of_what_is_reserved(trained: Training) -> None:
 @pytest.mark.slow
 @of_models("MLP", "convolutions", "GPT-2", "cells", *OTHERS)
 def test_what_will_be_reserved_is_known_before(trained: Training) -> None:
-    """Within 2 %, or a large segment more, which is a matter of chance where blocks are about as large as its rests."""
+    """Within 2 %, or by one segment: where blocks are about as large as its rests, that is a matter of chance."""
     for share in (0.9, 0.7, 0.5):
         with fitted(trained, int(share * trained.plain.peak_bytes)):
             patch: Any = patched_forward_of(trained.model)
             said = patch.choose.__self__.rehearsal
             found = _reserved(trained) + trained.sample.nbytes
         more = said.reserved_bytes - found
-        assert abs(more) <= 0.02 * found or 0 <= more - (20 << 20) < 512, share
+        assert abs(more) <= max(0.02 * found, 2 << 20) or 0 <= more - (20 << 20) < 512, share
 
 
 def _copied_at_once(link: Any, pairs: Any) -> Any:
