@@ -54,11 +54,6 @@ def granule_of(device: torch.device) -> int:
     return _GRANULES.get(device.type) or _granule_found(device)
 
 
-def refuse_untried(device: torch.device) -> None:
-    """Raises UnsupportedModel where limits would not be kept."""
-    granule_of(device)
-
-
 def _granule_found(device: torch.device) -> int:
     """What the allocator of a device gives for a byte: it does not say."""
     here = torch.accelerator.current_accelerator()
@@ -133,7 +128,7 @@ def level_of_accelerator() -> Callable[[], int] | None:
 def accelerator_in_use() -> torch.device | None:
     """The current device of the accelerator, if there is one and anything was done on it: asking would begin to."""
     kind = torch.accelerator.current_accelerator()
-    if kind is None or not _module_of(kind).is_initialized():
+    if kind is None or not torch.get_device_module(kind).is_initialized():
         return None
     return torch.device(kind.type, torch.accelerator.current_device_index())
 
@@ -185,7 +180,7 @@ def synchronise(device: torch.device) -> None:
 
 def name_of(device: torch.device) -> str:
     """What an accelerator calls itself."""
-    named = getattr(_module_of(device), "get_device_name", None)
+    named = getattr(torch.get_device_module(device), "get_device_name", None)
     return device.type if named is None else str(named(device))
 
 
@@ -193,9 +188,9 @@ def default_generator(device: torch.device) -> torch.Generator:
     """The one that operators on a device draw from where they are given none."""
     if not is_accelerator(device):
         return torch.default_generator
-    generators = _module_of(device).default_generators
+    module: Any = torch.get_device_module(device)
     index = torch.accelerator.current_device_index() if device.index is None else device.index
-    found: torch.Generator = generators[index]
+    found: torch.Generator = module.default_generators[index]
     return found
 
 
@@ -232,7 +227,3 @@ def _unregister(address: int) -> None:
 
 def _not_pinned(size: int, error: Exception) -> RematError:
     return RematError(f"cannot pin {format_bytes(size)} of CPU memory ({error}); lower host_limit")
-
-
-def _module_of(device: torch.device) -> Any:
-    return torch.get_device_module(device)

@@ -210,7 +210,7 @@ class PlansByInput:
     ) -> tuple[RunningPlan, str]:
         """A plan for this input, for `request` or else the present one; and a remark for the warning."""
         planned, note = self._planned, ""
-        before = planned.chain, planned.plan, planned.request, planned.rehearsal
+        before = planned.chain, planned.plan, planned.request
         loss = planned.setup.loss
         more: Any = {"estimate": True} if estimate else {}
         try:
@@ -227,7 +227,7 @@ class PlansByInput:
             assert planned.plan is not None
             return planned.plan._replace(estimated=estimate), note
         finally:
-            planned.chain, planned.plan, planned.request, planned.rehearsal = before
+            planned.chain, planned.plan, planned.request = before
 
     def _beside_a_profiler(self, call: Arguments) -> RunningPlan:
         """A plan for one call during which a profiler prevents measuring: by an estimate, or else the present plan."""

@@ -239,7 +239,7 @@ def _fit(model: nn.Module, sample: Any, wish: Wish, patch: PatchedForward | None
         return
     patch = planned.take_place(patch)
     assert planned.plan is not None
-    text = in_a_line(kind, chain, planned.plan.schedule, limit, solver.minimum_budget(chain), planned.rehearsal)
+    text = in_a_line(kind, chain, planned.plan.schedule, limit, solver.minimum_budget(chain), planned.plan.rehearsal)
     conclude(patch, text, quiet, lambda: {"limit": limit, **planned.figures()})
 
 

@@ -69,12 +69,14 @@ class RunningPlan(NamedTuple):
 
     Attributes:
         chain: the chain that it was planned for; None for a schedule that the user assigned without measuring.
+        rehearsal: what steps by it were seen to take; None where none were tried.
         estimated: whether the chain was estimated instead of measured; the plan is then for one call only.
     """
 
     chain: Chain | None
     schedule: Schedule
     executor: Executor
+    rehearsal: Rehearsal | None = None
     estimated: bool = False
 
 
@@ -87,7 +89,6 @@ class Planned:
     Attributes:
         chain: the chain that was measured last.
         plan: the plan for that chain; None before planning.
-        rehearsal: what steps by the plan were seen to take; None where none were tried.
         request: the solver and limit of the plan; None for an assigned schedule, which is used for every input.
         patch: the patch with which the model itself follows the plan; None if it is not patched.
         slots: memory units of the dynamic programs.
@@ -99,7 +100,6 @@ class Planned:
         self.chain: Chain | None = None
         self.plan: RunningPlan | None = None
         self.request: Request | None = None
-        self.rehearsal: Rehearsal | None = None
         self.patch: PatchedForward | None = None
         self.on_measured: Callable[[], None] = lambda: None
         self.on_planned: Callable[[], None] = lambda: None
@@ -198,7 +198,7 @@ class Planned:
         Args:
             tried_on: as for `plan_with`; loss: with which that was measured.
         """
-        chain, setup, self.rehearsal = self.measured, self.setup, None
+        chain, setup, rehearsal = self.measured, self.setup, None
         request = request or Request(self.solver("persistent"))
         if request.bounded:
             limit = request.limit if request.limit is not None else self.limit
@@ -208,13 +208,13 @@ class Planned:
                 limit = max(resolve_budget(limit, store_all_peak(chain)), request.least)
                 request = request._replace(least=limit)
             if tried_on is not None and self._may_rehearse():
-                schedule, self.rehearsal = self._rehearsed(request.solver, limit, tried_on, loss)
+                schedule, rehearsal = self._rehearsed(request.solver, limit, tried_on, loss)
             else:
                 schedule = solved(chain, request.solver, limit, in_flight=setup.in_flight, group=setup.group)
         else:
             operations = request.solver.least_memory(chain)
             schedule = Schedule(operations, strategy=request.solver.name, layout=chain.layout)
-        self._bind(chain, schedule, setup.in_flight if request.bounded else 0)
+        self._bind(chain, schedule, setup.in_flight if request.bounded else 0, rehearsal)
         self.request = request
         self.on_planned()
 
@@ -250,17 +250,19 @@ class Planned:
         self.inputs.drop()
         self.request = None
 
-    def _bind(self, chain: Chain | None, schedule: Schedule, in_flight: int = 0) -> None:
+    def _bind(
+        self, chain: Chain | None, schedule: Schedule, in_flight: int = 0, rehearsal: Rehearsal | None = None
+    ) -> None:
         layout = schedule.layout or (chain.layout if chain is not None else None)
         schedule_here = replace(schedule, layout=layout)
         executor = Executor(self.model, schedule_here, preserve_random=self.setup.preserve_random)
         executor.lock, executor.host, executor.in_flight = self.lock, self.host, in_flight
         if chain is not None:
             executor.planned = f"this step was planned to take {format_bytes(simulate(chain, schedule).peak_bytes)}"
-        if self.rehearsal is not None:
-            executor.taught_by(self.rehearsal.known)
-            executor.planned += f" (tried before training: {self.rehearsal})"
-        self.plan = RunningPlan(chain, schedule, executor)
+        if rehearsal is not None:
+            executor.taught_by(rehearsal.known)
+            executor.planned += f" (tried before training: {rehearsal})"
+        self.plan = RunningPlan(chain, schedule, executor, rehearsal)
 
     def forget(self) -> None:
         """Drops what was measured and planned, since the model is another."""

@@ -8,6 +8,8 @@ and their workspaces.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -64,21 +66,30 @@ def rehearse(
             step = bench.step(way)
             give_back(device)
             peaks = [bench.peak(step).bytes for _ in range(2)]
-            stream, current = _stream_of(device), torch.accelerator.current_stream(device)
-            stream.wait_stream(current)
             give_back(device)
             allocated, held = allocated_bytes(device), reserved_bytes(device)
-            with stream:
+            with _on_own_stream(device):
                 step = bench.step(way)
                 workspaces = allocated_bytes(device) - allocated  # of products, kept for each stream
                 give_back(device)
                 alone = [bench.peak(step) for _ in range(2)]
-            current.wait_stream(stream)
-            drop_workspaces(device)
-            give_back(device)
             peak = max(*peaks, *(each.bytes for each in alone))
             reserved = max(each.reserved_bytes or 0 for each in alone) - held - workspaces + bench.sample_bytes
             known = () if way.executor is None else way.executor.known
             return Rehearsal(peak, max(reserved, peak), known)
     except torch.OutOfMemoryError:
         return None
+
+
+@contextmanager
+def _on_own_stream(device: torch.device) -> Iterator[None]:
+    """Inside, work goes to another stream; what comes behind, on the current one, waits for it, whatever happens."""
+    stream, current = _stream_of(device), torch.accelerator.current_stream(device)
+    stream.wait_stream(current)
+    try:
+        with stream:
+            yield
+    finally:
+        current.wait_stream(stream)
+        drop_workspaces(device)
+        give_back(device)

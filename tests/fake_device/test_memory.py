@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch import nn
 import fake_device
 import remat
 from fake_device.models import Training, mean
+from support.unit_blocks import by_calls
 
 _GRANULE = 512
 
@@ -43,16 +46,46 @@ def test_chains_count_whole_granules() -> None:
 def test_dtr_makes_room_where_the_device_has_none(name: str, granularity: str) -> None:
     """The budget is more than the device has."""
     trained, switches = Training(name), torch.fake.switches
+    short = 0
     for share in (0.85, 0.8, 0.75, 0.7):  # so that it is another call which finds nothing
         torch.accelerator.empty_cache()
         switches.set_limit(torch.accelerator.memory_reserved() + int(share * trained.plain.reserved_bytes))
-        with pytest.raises(torch.OutOfMemoryError):
+        try:
             trained.step()
+            continue  # in holes of segments that are there
+        except torch.OutOfMemoryError:
+            short += 1
         block = remat.DTR("1TiB", granularity=granularity, thrash_limit=100)
         seen = trained.under(block)
         assert trained.has_equal_bits(seen)
         assert block.report().evictions and block.report().outcome == "pass"
         assert "the device gave" in block.report().note
+    assert short
+
+
+def test_what_others_allocate_meanwhile_counts() -> None:
+    """Workspaces, say, or another thread: less is left for what a block keeps. It is looked at before module calls."""
+    trained = Training("MLP")
+    budget, held = int(0.9 * trained.plain.peak_bytes), []
+
+    def others(*_: object) -> None:
+        size = budget // 4
+        thread = threading.Thread(target=lambda: held.append(torch.empty(size, dtype=torch.uint8, device="fake")))
+        thread.start()
+        thread.join()
+
+    hook = trained.model[0].register_forward_pre_hook(others)
+    looked_at = 0
+    for _ in range(6):
+        block = remat.DTR(budget, thrash_limit=100)
+        seen = trained.under(block)
+        held.clear()
+        assert trained.has_equal_bits(seen)
+        if by_calls(block):
+            looked_at += 1
+            assert seen.peak_bytes <= budget
+    assert looked_at >= 2
+    hook.remove()
 
 
 def test_a_plan_says_who_holds_the_memory_that_is_missing() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from remat.errors import ReplayError
-from remat.runtime.accelerator import is_accelerator, refuse_untried, rounded
+from remat.runtime.accelerator import granule_of, is_accelerator, rounded
 from remat.runtime.calls.attributes import Attributes
 from remat.runtime.calls.early_stop import sum_of
 from remat.runtime.calls.hooks import Hooks
@@ -52,7 +52,7 @@ def accelerators(stage: Stage, value: Any) -> set[torch.device]:
     devices.update(parameter.device for parameter in stage.parameters())
     found = {device for device in devices if is_accelerator(device)}
     for device in found:
-        refuse_untried(device)
+        granule_of(device)  # refuses those whose limits would not be kept
     return found
 
 

@@ -18,7 +18,6 @@ from remat.runtime.accelerator import (
     allocated_so_far,
     is_accelerator,
     name_of,
-    refuse_untried,
     rounded,
     slack_of,
     synchronise,
@@ -127,7 +126,6 @@ class Knowledge:
         """
         inputs = tensors_in([*args, *kwargs.values()])
         device = _output_device(inputs, kwargs)
-        refuse_untried(device)
         sizes, grown, shadow = _predicted_outputs(traits, function, args, kwargs, inputs)
         sizes = [rounded(size, device) for size in sizes]
         facts = OperatorFacts(sizes, _model_nanoseconds(function, args, kwargs, inputs, shadow, sum(sizes)))

@@ -9,9 +9,7 @@ from remat.formatting import format_bytes
 from remat.runtime.accelerator import (
     allocated_bytes,
     bytes_of,
-    free_bytes,
     is_accelerator,
-    memory_bytes,
     reserved_bytes,
 )
 from remat.runtime.pytree import storage_of
@@ -36,11 +34,12 @@ def explained(error: torch.OutOfMemoryError, model: nn.Module, planned: str) -> 
     held, taken, reserved = sum(found.values()), allocated_bytes(device), reserved_bytes(device)
     found["this step, optimiser state and other tensors"] = max(taken - held, 0)
     found["reserved, but not given out"] = reserved - taken
-    found["others than PyTorch"] = max(memory_bytes(device) - reserved - (free_bytes(device) - (reserved - taken)), 0)
+    free, whole = torch.accelerator.get_memory_info(device)
+    found["others than PyTorch"] = max(whole - reserved - free, 0)
     table = ", ".join(f"{name} {format_bytes(size)}" for name, size in found.items() if size)
-    whole = f"of the {format_bytes(memory_bytes(device))} of {device}: {table}"
+    holders = f"of the {format_bytes(whole)} of {device}: {table}"
     advice = "Free some of that, or plan for less: remat.fit(model, sample, memory=...)"
-    return torch.OutOfMemoryError(f"{error}\nremat: {planned}{'; ' if planned else ''}{whole}. {advice}")
+    return torch.OutOfMemoryError(f"{error}\nremat: {planned}{'; ' if planned else ''}{holders}. {advice}")
 
 
 def _taken(tensors: list[torch.Tensor]) -> int:

@@ -100,6 +100,7 @@ class Calls:
     def _called(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """Runs it once, as the call of a unit if it is one."""
         unit = self.known.of(module, args, kwargs)
         if unit is None:
             return forward(*args, **kwargs)
