@@ -43,7 +43,7 @@ test-slow: $(DONE)
 	$(BIN)/python -m pytest -q $(PARALLEL) -m slow tests/fake_device
 
 gpu: $(DONE)
-	$(BIN)/python -m pytest -q -m cuda tests/check/test_cuda.py
+	$(BIN)/python -m pytest -q -m "cuda or fake_device" tests/check/test_cuda.py tests/fake_device
 	$(BIN)/python -m remat.check --out benchmarks/results
 
 mutants: $(DONE)

@@ -18,6 +18,7 @@ from benchmarks.learned import learned
 from benchmarks.live import live
 from benchmarks.live_units import live_units
 from benchmarks.offload import offload
+from benchmarks.on_gpu import on_gpu
 from benchmarks.options import options
 from benchmarks.peaks import peaks
 from benchmarks.planners import planners
@@ -56,6 +57,7 @@ BENCHMARKS = {
     "rivals": rivals,
     "options": options,
     "offload": offload,
+    "on_gpu": on_gpu,
     "rotor": rotor,
     "rotor_planned": rotor_planned,
     "rotor_growing": rotor_growing,

@@ -6,7 +6,6 @@ The roofline model (Williams, Waterman, Patterson, CACM 2009), with a share for 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from remat.devices import Device
+from remat.runtime.arithmetic import operations_of
 from remat.runtime.operators import only_views, tensors_in
 
 _TRANSCENDENTAL = frozenset(
@@ -39,8 +39,7 @@ class Roofline:
         device, kind = self._device, kind_of(operator)
         moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
         by_memory = moved / device.bytes_per_second
-        count = _formula(operator)
-        operations = count(*args, **kwargs, out_val=output) if count is not None else 0
+        operations = operations_of(operator, args, kwargs, output)
         if operations:
             rate = self._rate(kind, next((tensor.dtype for tensor in inputs), torch.float32))
             work = max(operations / (rate * device.efficiency[kind]), by_memory / device.efficiency["copy"])
@@ -88,25 +87,3 @@ def kind_of(operator: Any) -> str:
     elif label in _COPIES:
         found = "copy"
     return found
-
-
-def _formula(operator: Any) -> Any:
-    found = flop_registry.get(operator._overloadpacket)
-    return found if found is not None else _MORE.get(operator._schema.name)
-
-
-def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Two products for each head: of queries and keys, and of weights and values."""
-    heads = math.prod(query.shape[:-2])
-    return 2 * heads * query.shape[-2] * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-
-
-def _attention_backward(gradient: torch.Tensor, *given: torch.Tensor, **_: Any) -> int:
-    """Five products for two: one is made again."""
-    return 5 * _attention(*given[:3]) // 2
-
-
-_MORE = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
-}

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from remat.errors import OverBudgetWarning
 from remat.runtime.accelerator import rounded
+from remat.runtime.arithmetic import operations_of
 from remat.runtime.calls.tape import identity_of
 from remat.runtime.generators import passed_to
 from remat.runtime.operators import looks_at_data, only_views, tensors_in, written
@@ -31,9 +31,8 @@ def work_of(
     outputs: Sequence[torch.Tensor],
 ) -> float:
     """The work of one operator in bytes: the bytes that it reads and writes, plus its arithmetic expressed in bytes."""
-    count = flop_registry.get(operator._overloadpacket)
-    operations = count(*args, **kwargs, out_val=output) if count is not None else 0
-    return sum(map(_bytes, (*inputs, *outputs))) + float(operations) / _OPERATIONS_PER_BYTE
+    operations = operations_of(operator, args, kwargs, output)
+    return sum(map(_bytes, (*inputs, *outputs))) + operations / _OPERATIONS_PER_BYTE
 
 
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)

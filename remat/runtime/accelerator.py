@@ -8,6 +8,7 @@ so limits could not be kept there: it is refused. The CPU's memory is measured b
 from __future__ import annotations
 
 import mmap
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -141,8 +142,12 @@ def free_bytes(device: torch.device) -> int:
     """
     if not is_accelerator(device):
         return available_bytes()
-    cached = reserved_bytes(device) - allocated_bytes(device)
-    return torch.accelerator.get_memory_info(device)[0] + cached
+    free, whole = torch.accelerator.get_memory_info(device)
+    reserved = reserved_bytes(device)
+    share = getattr(torch.get_device_module(device), "get_per_process_memory_fraction", None)
+    if share is not None:
+        free = min(free, int(share(device) * whole) - reserved)
+    return free + reserved - allocated_bytes(device)
 
 
 def free_on_accelerator() -> int | None:
@@ -166,10 +171,32 @@ def give_back(device: torch.device) -> None:
         torch.accelerator.empty_cache()
 
 
+def make_workspaces() -> None:
+    """Has libraries allocate what they keep for products: for the current stream, this thread and that of backwards.
+
+    It stays, as parameters do, and on a large GPU it is 64 MiB. A step that is the first to multiply would allocate it
+    beyond its limit.
+    """
+    device = accelerator_in_use()
+    if device is None or not reserved_bytes(device) or torch.is_inference_mode_enabled():
+        return
+    where = (device, torch.accelerator.current_stream(device).stream_id, threading.get_ident())
+    if where in _have_workspaces:
+        return
+    with in_earnest(), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        one = torch.ones(1, 1, device=device, requires_grad=True)
+        (one @ one).backward()
+    _have_workspaces.add(where)
+
+
+_have_workspaces: set[tuple[torch.device, int, int]] = set()
+
+
 def drop_workspaces(device: torch.device) -> None:
     """Has libraries return what they keep for their products, on each stream, where there is a way."""
     if device.type == "cuda":
         torch._C._cuda_clearCublasWorkspaces()
+        _have_workspaces.clear()
 
 
 def synchronise(device: torch.device) -> None:

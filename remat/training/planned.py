@@ -36,6 +36,7 @@ from remat.utils.progress import Progress, shown
 
 FREE_SHARE = 0.9  # of the free memory is the limit where none is given
 _STEPS = 64  # in as many a limit is lowered, at least, that was seen not to be kept
+_WORTH_TRYING = 0.99  # of the seconds, what a plan for what is left must take
 Limit = int | str | float
 
 
@@ -225,7 +226,8 @@ class Planned:
     def _rehearsed(
         self, solver: Solver, limit: Limit, call: Arguments, loss: Loss | None
     ) -> tuple[Schedule, Rehearsal]:
-        """A schedule that was seen to stay within the limit: where steps by the first one do not, one for less.
+        """A schedule that was seen to stay within the limit: where steps by the first one do not, one for less; where
+        they leave much of it, one for more.
 
         Raises:
             InfeasibleBudget: none does.
@@ -238,11 +240,20 @@ class Planned:
                 schedule = solved(chain, solver, asked, in_flight=1, group=None)
             except InfeasibleBudget as error:
                 raise InfeasibleBudget(limit, error.minimum + limit - asked, error.solver) from None
-            found = rehearse(self.model, call, loss, schedule, output_held=self.setup.output_held)
+            found, reckoned = self._tried(schedule, call, loss), simulate(chain, schedule)
+            planned = min(asked, reckoned.peak_bytes)
             if found is not None and found.of(of) <= limit:
-                return schedule, found
-            planned = min(asked, simulate(chain, schedule).peak_bytes)
+                break
             asked = planned - max(planned // _STEPS, 0 if found is None else found.of(of) - limit)
+        more = solved(chain, solver, planned + limit - found.of(of), in_flight=1, group=None)
+        if simulate(chain, more).seconds < _WORTH_TRYING * reckoned.seconds:
+            seen = self._tried(more, call, loss)
+            if seen is not None and seen.of(of) <= limit:
+                return more, seen
+        return schedule, found
+
+    def _tried(self, schedule: Schedule, call: Arguments, loss: Loss | None) -> Rehearsal | None:
+        return rehearse(self.model, call, loss, schedule, output_held=self.setup.output_held)
 
     def adopt(self, schedule: Schedule) -> None:
         """Takes a schedule that was made elsewhere, for every input."""

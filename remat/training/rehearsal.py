@@ -17,7 +17,7 @@ from torch import nn
 
 from remat.comparison.bench import Bench
 from remat.formatting import format_bytes
-from remat.runtime.accelerator import allocated_bytes, drop_workspaces, give_back, reserved_bytes
+from remat.runtime.accelerator import allocated_bytes, drop_workspaces, give_back, make_workspaces, reserved_bytes
 from remat.runtime.checks import Loss
 from remat.runtime.executor import BySchedule
 from remat.runtime.planned.executor import Known
@@ -93,3 +93,4 @@ def _on_own_stream(device: torch.device) -> Iterator[None]:
         current.wait_stream(stream)
         drop_workspaces(device)
         give_back(device)
+        make_workspaces()

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 COMPILER = shutil.which("g++")
+KIND = "cuda" if torch.cuda.is_available() else "fake"  # a machine with a GPU shows what holds on that
 _HERE = Path(__file__).parent
 
 
@@ -41,12 +42,22 @@ def load() -> types.ModuleType:
     return module
 
 
+@functools.cache
+def switches() -> Any:
+    """What tests set and look at."""
+    if KIND == "fake":
+        return torch.fake.switches
+    from fake_device.cuda import Switches
+
+    return Switches()
+
+
 def moved(model: torch.nn.Module) -> torch.nn.Module:
-    """`model.to("fake")`, with the parameters as they were, as on CUDA: by itself it makes new ones, and tied ones come
+    """`model.to(KIND)`, with the parameters as they were, as on CUDA: by itself it makes new ones, and tied ones come
     apart."""
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        return model.to("fake")
+        return model.to(KIND)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
 

@@ -1,4 +1,4 @@
-"""Models that train on the fake device, each with a sample and what its step must leave behind."""
+"""Models that train on the accelerator, each with a sample and what its step must leave behind."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Seen(NamedTuple):
 
 
 class Training:
-    """A model on the fake device, whose gradients are allocated; each step begins as the first one did.
+    """A model on the accelerator, whose gradients are allocated; each step begins as the first one did.
 
     Args:
         around: what forwards run in.
@@ -154,31 +154,31 @@ class Training:
 
     def __init__(self, name: str, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         torch.manual_seed(1)
-        self._around = around
+        self.name, self._around = name, around
         model, sample = (_MAKERS | _OTHERS)[name]()
-        self.model, self.sample = fake_device.moved(model).train(), sample.to("fake")
-        self._run()  # whose products leave workspaces
+        self.model, self.sample = fake_device.moved(model).train(), sample.to(fake_device.KIND)
+        self.run()  # whose products leave workspaces
         self._begun = {key: value.clone() for key, value in self.model.state_dict().items()}
         self._clear()
         self.plain = self.step()
         self.blocks_wait = self.step(lambda: self.model(self.sample)).waits > 1
 
-    def _run(self) -> None:
+    def run(self) -> None:
         torch.manual_seed(7)
         with self._around():
             loss = mean(self.model(self.sample))
         loss.backward()
 
     def run_twice(self) -> None:
-        self._run()
-        self._run()
+        self.run()
+        self.run()
 
     def _clear(self) -> None:
         self.model.load_state_dict(self._begun)
         self.model.zero_grad(set_to_none=False)
 
     def step(self, run: Callable[[], object] | None = None) -> Seen:
-        switches, device = torch.fake.switches, torch.accelerator
+        switches, device = fake_device.switches(), torch.accelerator
         gc.collect()
         device.synchronize()
         device.empty_cache()
@@ -186,7 +186,7 @@ class Training:
         switches.highest(begin_anew=True)
         device.reset_peak_memory_stats()
         try:
-            (run or self._run)()
+            (run or self.run)()
             waits = switches.waits() - waits
             peak, reserved = switches.highest() - before, device.max_memory_reserved() - held
             left = [parameter.grad.cpu() for parameter in self.model.parameters() if parameter.grad is not None]
@@ -200,7 +200,7 @@ class Training:
 
         def run() -> None:
             with block:
-                self._run()
+                self.run()
 
         return self.step(run)
 

@@ -13,11 +13,12 @@ from torch import nn
 import fake_device
 import remat
 from fake_device.models import Training, mean
+from remat.runtime.accelerator import name_of
 from remat.runtime.planned.patched_forward import patched_forward_of
 
 
 def _autocast(dtype: torch.dtype) -> Callable[[], AbstractContextManager[Any]]:
-    return lambda: torch.autocast("fake", dtype)
+    return lambda: torch.autocast(fake_device.KIND, dtype)
 
 
 @pytest.mark.parametrize("way", ["fit", "module", "operator"])
@@ -27,7 +28,7 @@ def test_under_autocast(name: str, dtype: torch.dtype, way: str) -> None:
     trained = Training(name, around=_autocast(dtype))
     limit = int(0.6 * trained.plain.peak_bytes)
     if way == "fit":
-        with torch.autocast("fake", dtype):
+        with torch.autocast(fake_device.KIND, dtype):
             remat.fit(trained.model, trained.sample, limit, mean, quiet=True)
     for _ in range(3):
         block = nullcontext() if way == "fit" else remat.DTR(limit, granularity=way, thrash_limit=100)
@@ -53,7 +54,7 @@ def test_two_forwards_on_streams_of_their_own() -> None:
     both = [Training("MLP"), Training("convolutions")]
     for trained in both:
         remat.fit(trained.model, trained.sample, int(0.6 * trained.plain.peak_bytes), mean, quiet=True)
-    current, streams = torch.accelerator.current_stream(), [torch.Stream("fake") for _ in both]
+    current, streams = torch.accelerator.current_stream(), [torch.Stream(fake_device.KIND) for _ in both]
     losses = []
     for trained, stream in zip(both, streams, strict=True):
         stream.wait_stream(current)
@@ -73,7 +74,7 @@ def test_without_a_limit_it_is_what_the_device_has_free() -> None:
     """Where plain PyTorch runs out of memory; by a plan, or else under DTR."""
     trained, device = Training("GPT-2"), torch.accelerator
     device.empty_cache()
-    torch.fake.switches.set_limit(device.memory_reserved() + int(0.9 * trained.plain.reserved_bytes))
+    fake_device.switches().set_limit(device.memory_reserved() + int(0.9 * trained.plain.reserved_bytes))
     with pytest.raises(torch.OutOfMemoryError):
         trained.step()
     remat.fit(trained.model, trained.sample, loss=mean, quiet=True)
@@ -89,7 +90,7 @@ def test_a_user_who_runs_out_of_memory_in_a_block() -> None:
     before = torch.accelerator.memory_allocated()
     for granularity in ("module", "operator"):
         with pytest.raises(torch.OutOfMemoryError), remat.DTR("4TiB", granularity=granularity):
-            kept = [trained.model(trained.sample), torch.empty(1 << 40, dtype=torch.uint8, device="fake")]
+            kept = [trained.model(trained.sample), torch.empty(1 << 40, dtype=torch.uint8, device=fake_device.KIND)]
         kept = []
         assert torch.accelerator.memory_allocated() <= before
         assert trained.has_equal_bits(trained.under(remat.DTR("1GiB", granularity=granularity)))
@@ -104,7 +105,7 @@ def test_compared_and_estimated() -> None:
     rows = [entry.measured for entry in found.entries if entry.measured is not None]
     assert {row.outcome for row in rows} == {"pass"}
     assert all(row.reserved_bytes and row.reserved_bytes >= row.peak_bytes for row in rows)
-    assert found.machine["accelerator"] == "fake accelerator"
+    assert found.machine["accelerator"] == name_of(trained.sample.device)
 
 
 def test_tied_parameters_stay_tied() -> None:
@@ -122,7 +123,7 @@ def test_tied_parameters_stay_tied() -> None:
             found: torch.Tensor = self.head(x)
             return found
 
-    model, tokens = fake_device.moved(Tied()), torch.randint(0, 64, (64, 128), device="fake")
+    model, tokens = fake_device.moved(Tied()), torch.randint(0, 64, (64, 128), device=fake_device.KIND)
     mean(model(tokens)).backward()
     expected = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad()

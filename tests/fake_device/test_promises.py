@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import fake_device
 import remat
 from fake_device.models import MODELS, OTHERS, Training, mean
 from remat.runtime import links, meter
@@ -17,6 +18,7 @@ from remat.runtime.planned.patched_forward import patched_forward_of
 
 IN_A_ROW = [name for name in MODELS if name != "LSTM"]  # which is one module, so that no plan frees anything
 SHARES = (0.8, 0.5)
+of_the_fake = pytest.mark.skipif(fake_device.KIND != "fake", reason="on a real device copies come when they come")
 
 _training = functools.cache(Training)
 
@@ -40,7 +42,7 @@ def fitted(trained: Training, limit: int, **options: object) -> Iterator[None]:
 @of_models(*IN_A_ROW)
 @pytest.mark.parametrize("copies", ["none", "late", "early"])
 def test_fit(trained: Training, copies: str) -> None:
-    torch.fake.switches.set_late(copies == "late")
+    fake_device.switches().set_late(copies == "late")
     options = {} if copies == "none" else {"host_limit": "1GiB"}
     for share in SHARES:
         limit = int(share * trained.plain.peak_bytes)
@@ -66,7 +68,8 @@ def test_whole_stages(trained: Training) -> None:
 @of_models(*MODELS, "residual MLP")  # which has blocks that are not split
 @pytest.mark.parametrize("granularity", ["module", "operator"])
 def test_dtr(trained: Training, granularity: str) -> None:
-    for share in SHARES:
+    by_cudnn = trained.name == "LSTM" and fake_device.KIND == "cuda"  # which keeps more, and in one piece
+    for share in (0.9,) if by_cudnn else SHARES:
         budget = int(share * trained.plain.peak_bytes)
         for _ in range(4):
             block = remat.DTR(budget, granularity=granularity, thrash_limit=100)
@@ -88,7 +91,7 @@ def test_dtr_that_evicts_nothing_waits_for_nothing(trained: Training, granularit
 
 def _reserved(trained: Training) -> int:
     """By a step on a stream of its own, where no hole between the model's parameters is used."""
-    current, own = torch.accelerator.current_stream(), torch.Stream("fake")
+    current, own = torch.accelerator.current_stream(), torch.Stream(fake_device.KIND)
     own.wait_stream(current)
     with own:
         trained.step()  # whose products leave workspaces
@@ -128,6 +131,7 @@ def _copied_at_once(link: Any, pairs: Any) -> Any:
     return links._Event(link._device, link._stream.record_event())
 
 
+@of_the_fake
 @pytest.mark.parametrize("forgotten", ["wait", "wait_stream"])
 def test_that_nobody_waits_for_a_copy_is_noticed(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading too early: by the bits; copying too early: by races. Else what holds here would say little of copies."""
@@ -135,7 +139,7 @@ def test_that_nobody_waits_for_a_copy_is_noticed(forgotten: str, monkeypatch: py
     trained = Training("MLP")
     with fitted(trained, int(0.8 * trained.plain.peak_bytes), host_limit="1GiB"):
         assert trained.has_equal_bits(trained.step())
-        assert torch.fake.switches.races() == []
+        assert fake_device.switches().races() == []
         if forgotten == "wait":
             monkeypatch.setattr(links._Event, "wait", lambda self: None)
             assert not trained.has_equal_bits(trained.step())
@@ -143,4 +147,4 @@ def test_that_nobody_waits_for_a_copy_is_noticed(forgotten: str, monkeypatch: py
             monkeypatch.setattr(links.StreamLink, "copy", _copied_at_once)
             trained.step()
         torch.accelerator.synchronize()  # or copies would still come to memory that is somebody else's by then
-        assert torch.fake.switches.races()
+        assert fake_device.switches().races()

@@ -11,6 +11,7 @@ from remat.budgets import resolve_budget
 from remat.errors import InvalidBudget, RematError
 from remat.formatting import card, format_bytes
 from remat.report import Report
+from remat.runtime.accelerator import make_workspaces
 from remat.runtime.dtr.heuristics import Heuristic, make_heuristic
 from remat.runtime.dtr.trace import Trace
 from remat.runtime.live.advice import Advice
@@ -122,6 +123,7 @@ class DTR:
     def __enter__(self) -> DTR:
         refuse_inside()
         say_if_newer()
+        make_workspaces()
         ways = self._begin_at(self.where or place())
         if ways:
             roomy = self._roomy(ways)

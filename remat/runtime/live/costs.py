@@ -22,6 +22,7 @@ from remat.runtime.accelerator import (
     slack_of,
     synchronise,
 )
+from remat.runtime.arithmetic import operations_of
 from remat.runtime.fakes import in_earnest
 from remat.runtime.meter import MemoryMeter
 from remat.runtime.operators import EXPONENTIAL, INDEXING, MAKING_SPARSE, PUTTING, Traits, on_meta, tensors_in
@@ -423,12 +424,7 @@ def _model_nanoseconds(
     output_bytes: int,
 ) -> int:
     """Time by the fixed cost model; `shadow` is what the call returns on the meta device."""
-    from torch.utils.flop_counter import flop_registry
-
     rates = rates_of(inputs[0].device, inputs[0].dtype) if inputs else _ON_CPUS
     moved = output_bytes + _bytes(inputs)
-    operations = 0
-    formula = flop_registry.get(getattr(function, "overloadpacket", None))
-    if formula is not None and shadow is not None:
-        operations = formula(*args, **kwargs, out_val=shadow)
+    operations = 0.0 if shadow is None else operations_of(function, args, kwargs, shadow)
     return rates.call_nanoseconds + math.ceil(moved / rates.bytes_each + operations / rates.operations_each)

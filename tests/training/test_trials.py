@@ -1,0 +1,49 @@
+"""Steps by a plan are tried on an accelerator; here, with what a trial would have seen told to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.runtime.planned.executor import Executor
+from remat.runtime.planned.patched_forward import patched_forward_of
+from remat.training.planned import Planned
+from remat.training.rehearsal import Rehearsal
+
+LIMIT = 300_000
+
+
+def _planned(seen: Callable[[int], int], monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[int]]:
+    """What the plan takes on paper, and what was tried; `seen`: the peak of steps, of that on paper."""
+    tried: list[int] = []
+
+    def trial(self: Planned, schedule: remat.Schedule, *_: object) -> Rehearsal:
+        tried.append(remat.simulate(self.measured, schedule).peak_bytes)
+        return Rehearsal(seen(tried[-1]), 0, ())
+
+    monkeypatch.setattr(Planned, "_may_rehearse", lambda self: True)
+    monkeypatch.setattr(Planned, "_tried", trial)
+    monkeypatch.setattr(Executor, "taught_by", lambda self, known: None)  # as nothing was run
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(16)))
+    remat.fit(model, torch.randn(64, 64), LIMIT, quiet=True)
+    plan = patched_forward_of(model).choose.__self__.plan  # type: ignore[union-attr, attr-defined]
+    return remat.simulate(plan.chain, plan.schedule).peak_bytes, tried
+
+
+def test_one_for_less_where_it_takes_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, tried = _planned(lambda peak: int(1.2 * peak), monkeypatch)
+    assert 1.2 * found <= LIMIT < 1.2 * tried[0]
+
+
+def test_one_for_more_where_it_leaves_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, tried = _planned(lambda peak: int(0.8 * peak), monkeypatch)
+    assert [tried[0] <= LIMIT, found > LIMIT, found == tried[-1], len(tried)] == [True, True, True, 2]
+
+
+def test_the_first_one_where_more_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, tried = _planned(lambda peak: int((0.8 if peak <= LIMIT else 1.2) * peak), monkeypatch)
+    assert [found == tried[0], len(tried)] == [True, 2]
