@@ -6,6 +6,7 @@ import argparse
 
 from benchmarks.any_model import against_compile, against_libraries, any_model
 from benchmarks.comparing import comparing
+from benchmarks.compiled import compiled
 from benchmarks.dtr import dtr
 from benchmarks.dtr_logs import dtr_logs
 from benchmarks.dtr_run import dtr_run
@@ -51,6 +52,7 @@ BENCHMARKS = {
     "estimates": estimates,
     "frontier": lambda: frontier(6),
     "compare": comparing,
+    "compiled": compiled,
     "any_model": any_model,
     "any_model_libraries": against_libraries,
     "any_model_compile": against_compile,

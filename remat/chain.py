@@ -149,7 +149,7 @@ class Chain:
         """The same chain without partial recomputation, as in the paper: F_all keeps everything."""
         if not any(self.options):
             return self
-        layout = None if self.layout is None else replace(self.layout, dropped=(), offloaded=())
+        layout = None if self.layout is None else replace(self.layout, dropped=(), offloaded=(), variants=())
         return replace(self, options=(), layout=layout)
 
     @property
@@ -340,7 +340,7 @@ def _options(stages: Iterable[Iterable[Option]]) -> tuple[tuple[Option, ...], ..
             kept, save, host = _sizes(name, (option.saved_bytes, option.save_overhead_bytes, option.host_bytes))
             (extra,) = _sizes(name, (option.bwd_overhead_bytes,), signed=True)
             seconds, link = _times(name, (option.replay_seconds, option.link_seconds))
-            checked.append(Option(kept, save, extra, seconds, option.without, host, link))
+            checked.append(Option(kept, save, extra, seconds, option.without, host, link, option.variant))
         found.append(tuple(checked))
     return tuple(found)
 

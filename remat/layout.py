@@ -25,6 +25,7 @@ class Layout:
         dropped: for each stage but the loss, and each of its options, the saved tensors that are not kept, as indices
             from 0 in the order in which autograd saves them; empty: no stage has options.
         offloaded: the same for the saved tensors that are offloaded; empty: none are.
+        variants: the same for what compiled blocks are compiled for (`Option.variant`); empty: as they were compiled.
     """
 
     modules: tuple[int, ...]
@@ -35,6 +36,7 @@ class Layout:
     ends_early: tuple[bool, ...] = ()
     dropped: tuple[tuple[frozenset[int], ...], ...] = ()
     offloaded: tuple[tuple[frozenset[int], ...], ...] = ()
+    variants: tuple[tuple[float | None, ...], ...] = ()
 
     def to_fields(self) -> dict[str, Any]:
         calls = None if self.calls is None else [list(names) for names in self.calls]
@@ -44,7 +46,7 @@ class Layout:
             name: [[sorted(each) for each in options] for options in getattr(self, name)]
             for name in ("dropped", "offloaded")
         }
-        return {**own, "calls": calls, **others, **numbers}
+        return {**own, "calls": calls, **others, **numbers, "variants": [list(each) for each in self.variants]}
 
     @classmethod
     def from_fields(cls, content: dict[str, Any] | None) -> Layout | None:
@@ -57,7 +59,8 @@ class Layout:
             name: tuple(tuple(map(frozenset, options)) for options in content.get(name, ()))
             for name in ("dropped", "offloaded")
         }
-        return cls(tuple(content["modules"]), tuple(content["inputs"]), named, **others, **numbers)
+        variants = tuple(map(tuple, content.get("variants", ())))
+        return cls(tuple(content["modules"]), tuple(content["inputs"]), named, **others, **numbers, variants=variants)
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ class Option:
 
     An option may also offload tensors to the host's memory. They are copied out during the next forward operation,
     their device memory is freed when it ends, and they are copied back during the next stage's backward
-    (`remat.simulation`).
+    (`remat.simulation`). Of a compiled block an option may be another variant of it, which saves less and whose
+    backward computes more; that more is its replay.
 
     Attributes:
         saved_bytes: size of the tensors kept on the device, with the stage's output, without its input.
@@ -77,6 +81,7 @@ class Option:
         without: names of the operators whose results are not kept, for display: "native_layer_norm, gelu".
         host_bytes: size of the offloaded tensors.
         link_seconds: time to copy them over the link, one way.
+        variant: of a compiled block: the compiler's `activation_memory_budget` that it is compiled for.
     """
 
     saved_bytes: int
@@ -86,10 +91,14 @@ class Option:
     without: str = ""
     host_bytes: int = 0
     link_seconds: float = 0.0
+    variant: float | None = None
 
     def described(self, saved_bytes: int, fwd_seconds: float) -> str:
         """The option in words, for a stage of these costs: "without gelu: keeps 48% of the bytes, ..."."""
         kept = self.saved_bytes / saved_bytes if saved_bytes else 1.0
+        if self.variant is not None:
+            more = f", takes {self.replay_seconds / fwd_seconds:.0%} of the forward more" if fwd_seconds else ""
+            return f"compiled for a budget of {self.variant:g}: keeps {kept:.0%} of the bytes{more}"
         again = f", reruns {self.replay_seconds / fwd_seconds:.0%} of the forward" if fwd_seconds else ""
         if self.host_bytes:
             away = f"offloads {format_bytes(self.host_bytes)}: keeps {kept:.0%} of the bytes"

@@ -13,6 +13,7 @@ from remat.measuring.facts import Facts
 from remat.measuring.gauges import Span
 from remat.measuring.stage_costs import NOTHING, Sizes, as_executed, executor_reserve, sizes_of_stage, unneeded
 from remat.options.units import AlikeStages, measured_option
+from remat.options.variants import MeasuredVariants
 from remat.profiling.carried import (
     Carried,
     Carrying,
@@ -76,6 +77,7 @@ class MeasuredOptions(NamedTuple):
     units: list[AlikeStages]
     regions: dict[Span, Region]
     seconds: Sequence[Seconds]
+    variants: MeasuredVariants
 
 
 class _Terms(NamedTuple):
@@ -124,7 +126,7 @@ def chain_of(
     recomputed = [index for index in range(last) if not fixed[index]]
     of_recomputed = [marks[index] for index in recomputed], [sizes[index] for index in recomputed]
     extras = carrying.extras([size.bwd_extra for size in sizes])
-    options, dropped = _options(ways, terms, extras, facts, last)
+    options, dropped, variants = _options(ways, terms, extras, facts, last)
     sizes = _without_passed(sizes, extras, variables.passed)
     return Chain(
         act_bytes=tuple(stage.act for stage in facts.stages),
@@ -145,30 +147,48 @@ def chain_of(
         fixed=fixed,
         skips=tuple(skips_of(facts, fixed)),
         layout=replace(
-            layout, ends_early=tuple(stage.ends_early for stage in facts.stages[1 : last + 1]), dropped=dropped
+            layout,
+            ends_early=tuple(stage.ends_early for stage in facts.stages[1 : last + 1]),
+            dropped=dropped,
+            variants=variants,
         ),
     )
 
 
+_Dropped = tuple[tuple[frozenset[int], ...], ...]
+_Variants = tuple[tuple[float | None, ...], ...]
+
+
 def _options(
     ways: MeasuredOptions | None, terms: _Terms, extras: Sequence[int], facts: Facts, last: int
-) -> tuple[tuple[tuple[Option, ...], ...], tuple[tuple[frozenset[int], ...], ...]]:
-    """The options of each stage and of the loss, and of the stages which saved tensors each option drops."""
-    if ways is None or not ways.units:
-        return (), ()
+) -> tuple[tuple[tuple[Option, ...], ...], _Dropped, _Variants]:
+    """The options of each stage and of the loss, and of the stages which saved tensors each option drops, and which
+    variant it is."""
+    if ways is None or not (ways.units or ways.variants.blocks):
+        return (), (), ()
     options: list[tuple[Option, ...]] = [()] * (last + 1)
     dropped: list[tuple[frozenset[int], ...]] = [()] * last
+    variants: list[tuple[float | None, ...]] = [()] * last
+
+    def size_of(index: int) -> Sizes:
+        return replace(terms.sizes[index - 1], bwd_extra=extras[index - 1])
+
     for unit in ways.units:
         for index in unit.stages:
-            size = replace(terms.sizes[index - 1], bwd_extra=extras[index - 1])
             how: Any = {"held": terms.held[index - 1]}
             measured = (ways.regions, ways.seconds, unit.stages[0])
             options[index - 1] = tuple(
-                measured_option(number, choice, size, facts[index], *measured, **how)
+                measured_option(number, choice, size_of(index), facts[index], *measured, **how)
                 for number, choice in enumerate(unit.choices, start=1)
             )
             dropped[index - 1] = tuple(choice.dropped for choice in unit.choices)
-    return tuple(options), tuple(dropped)
+    for block in ways.variants.blocks:
+        for index in block.stages:
+            found = ways.variants.options(block, size_of(index), facts[index])
+            options[index - 1] = tuple(found)
+            dropped[index - 1] = (frozenset[int](),) * len(found)
+            variants[index - 1] = tuple(each.variant for each in found)
+    return tuple(options), tuple(dropped), tuple(variants) if any(variants) else ()
 
 
 class _Times:

@@ -30,6 +30,7 @@ from remat.runtime.checks import Loss, check_count, check_model, check_sample, c
 from remat.runtime.planned.patched_forward import unpatched
 from remat.runtime.pytree import Arguments
 from remat.runtime.sharding import refuse_flat_shards, refuse_shards_of_others
+from remat.runtime.variants import offer_variants
 from remat.utils.progress import Passes, Progress
 
 
@@ -116,6 +117,8 @@ def profile(
     check_sample(sample)
     if repeats is not None:
         check_count("repeats", repeats)
+    if options and agreed is None:
+        offer_variants(model)
     given |= {"repeats": repeats, "loss": loss}
     measure = partial(_profiled, model, sample, enough=enough, **given)
     return measure() if agreed is not None else remembered(model, sample, given, measure, again=again)

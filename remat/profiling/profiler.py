@@ -17,6 +17,7 @@ from remat.measuring.isolating import RandomGradients, Sink
 from remat.measuring.preserving import ForeignGradients, Replaced
 from remat.options.sending import Parcel, with_offload
 from remat.options.units import MeasuringVisitor, RecordingVisitor, Visitor
+from remat.options.variants import CompilingVisitor, MeasuredVariants, VariantsVisitor, alike_blocks
 from remat.profiling.assembling import MeasuredOptions, Measurement, chain_of
 from remat.profiling.model_pass import ModelPass
 from remat.profiling.sequence_pass import SequencePass
@@ -29,7 +30,7 @@ from remat.runtime.calls.places import Places
 from remat.runtime.calls.stages import group
 from remat.runtime.checks import Loss
 from remat.runtime.executor import BySchedule, executing
-from remat.runtime.meter import instruments, undisturbed
+from remat.runtime.meter import Region, instruments, undisturbed
 from remat.runtime.pytree import Arguments, loss_in, tensors
 from remat.runtime.sharding import refuse_shards_of_others
 from remat.schedule import Schedule
@@ -170,6 +171,7 @@ class Profiler:
         def look(gauge: Gauge, visitor: Visitor) -> None:
             self._pass(gauge, "finding parts to keep", known=facts, visitor=visitor)
 
+        variants = self._variants(facts, repeats, saved)
         recomputed = [i for i in range(1, len(stages) + 1) if places is None or not places.fixed[i - 1]]
         in_part = {index: stages[index - 1] for index in recomputed if Ending(stages[index - 1]).allowed is not False}
         recording = RecordingVisitor(in_part)
@@ -179,20 +181,45 @@ class Profiler:
         units = recording.units(
             wanted.keep, wanted.recompute, lambda alike: sum(saved[index - 1] for index in alike) > least
         )
-        found = None
+        regions: dict[Span, Region] = {}
+        sweeps: list[Mapping[Span, float]] = []
         if units:
             measuring = MeasuringVisitor(stages, units, {index: facts[index].ends_early for index in recomputed})
             gauge = measuring.gauge = Bytes(self.device)
             with undisturbed(), gauge.meter.session():
                 look(gauge, measuring)
-            sweeps: list[Mapping[Span, float]] = []
+            regions = gauge.regions()
             while not _suffices(sweeps, repeats):
                 seconds = measuring.gauge = Seconds(self.device)
                 look(seconds, measuring)
                 sweeps.append(seconds.seconds)
             units = [unit for unit in units if not measuring.failed(unit.stages[0])]
-            found = MeasuredOptions(units, gauge.regions(), sweeps)
+        found = MeasuredOptions(units, regions, sweeps, variants)
         return found, recording.parcels() if wanted.offload else {}
+
+    def _variants(self, facts: Facts, repeats: int | None, saved: Sequence[int]) -> MeasuredVariants:
+        """The measured variants of compiled blocks."""
+        fixed = (False,) * len(self.stages) if self.places is None else self.places.fixed
+        recomputed = [index for index in range(1, len(self.stages) + 1) if not fixed[index - 1]]
+        groups = alike_blocks(self.stages, recomputed, saved) if instruments().computes else []
+        if not groups:
+            return MeasuredVariants([], {}, [])
+
+        def look(gauge: Gauge, what: str, visitor: Visitor) -> None:
+            self._pass(gauge, what, known=facts, visitor=visitor)
+
+        compiling = CompilingVisitor(groups, self.passes.of_its_own("compiling variants of blocks"))
+        look(Seconds(self.device), "compiling variants of blocks", compiling)
+        measuring = VariantsVisitor(compiling.found)
+        gauge = measuring.gauge = Bytes(self.device)
+        with undisturbed(), gauge.meter.session():
+            look(gauge, "measuring variants of blocks", measuring)
+        sweeps: list[Mapping[Span, float]] = []
+        while not _suffices(sweeps, repeats):
+            seconds = measuring.gauge = Seconds(self.device)
+            look(seconds, "measuring variants of blocks", measuring)
+            sweeps.append(seconds.seconds)
+        return MeasuredVariants(compiling.found, gauge.regions(), sweeps)
 
     def excess(self, chain: Chain) -> int:
         """By how many bytes steps exceed what the chain predicts: by the schedule of least memory, and by one of more.

@@ -24,7 +24,7 @@ from remat.errors import UnsupportedModel
 
 Forward = Callable[..., Any]
 Handler = Callable[[nn.Module, Forward, tuple[Any, ...], dict[str, Any]], Any]
-_COMPILED = "_compiled_call_impl"  # where nn.Module keeps what compile() made
+COMPILED = "_compiled_call_impl"  # where nn.Module keeps what compile() made
 _STATE = "__getstate__"  # what copies and pickles of an object are made of
 _MISSING = object()
 
@@ -98,7 +98,7 @@ def intercepted(modules: Iterable[nn.Module], handler: Handler) -> Iterator[None
     undone: list[Callable[[], None]] = []
     try:
         for module in dict.fromkeys(modules):
-            name = _COMPILED if is_compiled(module) else "forward"
+            name = COMPILED if is_compiled(module) else "forward"
             forward = getattr(module, name)
             runs = _bound(handler, module, forward, get_ident())
             own = module.__dict__.get("forward") if name == "forward" else None
@@ -111,7 +111,7 @@ def intercepted(modules: Iterable[nn.Module], handler: Handler) -> Iterator[None
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether the module was compiled in place."""
-    return module.__dict__.get(_COMPILED) is not None
+    return module.__dict__.get(COMPILED) is not None
 
 
 def refuse_compiled(model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +26,7 @@ from remat.solvers.bounds import least_of_any
 from remat.solvers.fastest import compile_planners
 from remat.solvers.persistent import Persistent
 from remat.training.by_calls import fits_by_operators, train_by_calls
+from remat.training.compiling import CompiledBlocks
 from remat.training.planned import Limit, Planned, trains
 from remat.training.said import choices, conclude, in_a_line, say, what_is_outside
 from remat.training.setup import Setup
@@ -56,6 +58,7 @@ def fit(
     recompute: Collection[str] = (),
     host_limit: int | str | None = None,
     of: str | None = None,
+    compile: bool = False,
 ) -> nn.Module:
     """Makes the training steps of `model` stay within `memory`, by the fastest plan of all planners.
 
@@ -95,6 +98,10 @@ def fit(
         of: what the limit is of, on an accelerator: bytes "allocated", or bytes "reserved" by PyTorch's allocator,
             which are more; None: reserved for "auto", else allocated. Some steps by the plan are tried there, and where
             they take more than the limit, it plans again. DTR keeps a limit of what is allocated.
+        compile: compile the blocks of the model one by one (`block.compile()`), where that makes them faster, and have
+            the compiler choose what they save so that the limit holds. Blocks that you have compiled yourself are
+            planned in the same way, by the backend that you chose for them. Bits are then the compiled blocks' own,
+            the same at each limit.
 
     Returns:
         The model itself, the same object of the same class, trained within the limit until `remat.remove(model)`.
@@ -120,7 +127,7 @@ def fit(
         of=of or ("reserved" if memory == AUTO else "allocated"),
         when_short=when_short,
     )
-    wish = Wish(setup, memory, longest, quiet).checked()
+    wish = Wish(setup, memory, longest, quiet, compile).checked()
     if sample is None:
         fit_at_first_call(model, wish)
     else:
@@ -137,6 +144,7 @@ class Wish(NamedTuple):
     memory: Limit = AUTO
     longest: int | None = None
     quiet: bool = False
+    compile: bool = False
 
     def checked(self) -> Wish:
         """This request, after validation.
@@ -202,10 +210,30 @@ def _by_estimate(model: nn.Module, call: Arguments, wish: Wish) -> Runs | None:
 
 def _fit(model: nn.Module, sample: Any, wish: Wish, patch: PatchedForward | None = None) -> None:
     """Measures, plans, and makes the model follow the plan; `patch`: reuse this patch of its forward."""
-    kind, quiet, setup = type(model).__name__, wish.quiet, wish.setup
-    planned = Planned(model, setup)
     if wish.longest is not None:
         sample = _longest(model, sample, wish.longest)
+    if not wish.compile:
+        _fit_as_it_is(model, sample, wish, patch)
+        return
+    blocks = CompiledBlocks(model)
+    try:
+        with suppress(NoChain):
+            most = blocks.choose(sample, wish.setup, progress=not wish.quiet)
+            if wish.memory != AUTO:
+                wish = wish._replace(memory=resolve_budget(wish.memory, most))
+        _fit_as_it_is(model, sample, wish, patch)
+    except BaseException:
+        blocks.give_up()
+        raise
+    fitted = patched_forward_of(model)
+    assert fitted is not None
+    fitted.when_removed(blocks.removed)
+
+
+def _fit_as_it_is(model: nn.Module, sample: Any, wish: Wish, patch: PatchedForward | None) -> None:
+    """As `_fit`, with blocks compiled or not, as they are."""
+    kind, quiet, setup = type(model).__name__, wish.quiet, wish.setup
+    planned = Planned(model, setup)
     by_calls_too = setup.stages is None and setup.group is None and (setup.of == "allocated" or wish.memory == AUTO)
     limit = wish.limit_for(planned)
     try:

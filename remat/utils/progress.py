@@ -63,6 +63,10 @@ class Passes:
     def __init__(self, tell: Progress, expected: int) -> None:
         self._tell, self._expected, self._begun = tell, expected, 0
 
+    def of_its_own(self, what: str) -> Callable[[int, int], None]:
+        """What to tell of work that is no pass: how much of it is done, and of how much."""
+        return lambda done, total: self._tell(what, done, total)
+
     def begin(self, what: str, stages: int) -> Callable[[int], None]:
         """The next pass. Returns a function to call with the number, from 1 on, of each stage that begins."""
         before, self._begun = self._begun * stages, self._begun + 1

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from remat.errors import OverBudgetWarning
+from remat.errors import OverBudgetWarning, PlanMismatch
 from remat.layout import Layout
 from remat.runtime.caches import caches_off, configs_with_caches, refuse_checkpointing, switches_of
 from remat.runtime.calls.early_stop import Ending
@@ -22,13 +22,14 @@ from remat.runtime.calls.structure import Containers, Structure
 from remat.runtime.calls.tapes import Tapes
 from remat.runtime.generators import held_by
 from remat.runtime.offload import HostMemory
-from remat.runtime.patching import Forward, intercepted
+from remat.runtime.patching import Forward, intercepted, is_compiled
 from remat.runtime.planned.forward_run import Run
 from remat.runtime.planned.order import Calls
 from remat.runtime.planned.out_of_memory import explained
 from remat.runtime.planned.program import compile_schedule
 from remat.runtime.pytree import Arguments, tensors
-from remat.schedule import Operation, Schedule
+from remat.runtime.variants import offer_variants
+from remat.schedule import F_ALL, Operation, Schedule
 from remat.utils.warn import warn
 
 Observer = Callable[[Operation], None]
@@ -110,6 +111,9 @@ class Executor:
         self._containers = Containers(model) if self.places.in_a_row else None
         self._dropped = layout.dropped if layout is not None else ()
         self._sent = layout.offloaded if layout is not None else ()
+        self.variants = _variants_of(schedule, self.places.stages)
+        if self.variants:
+            offer_variants(model)
         self._configs, self._switches = configs_with_caches(model.modules()), switches_of(model)
         self._waiting = _AllWaiting()
         self._task: int | None = None  # autograd's, of the backward that began last
@@ -129,6 +133,10 @@ class Executor:
     def dropped(self, operation: Operation) -> frozenset[int]:
         """The numbers of what a stage saves and this operation does not keep."""
         return _of_option(self._dropped, operation)
+
+    def keeps_all(self, operation: Operation) -> bool:
+        """Whether all that a stage saves stays where it is."""
+        return operation.kind == F_ALL and not (self.dropped(operation) or self.sent(operation))
 
     def sent(self, operation: Operation) -> frozenset[int]:
         """The numbers of what a stage saves and this operation sends to the host."""
@@ -231,12 +239,38 @@ class Executor:
     @property
     def is_plain(self) -> bool:
         """Whether the model runs as it is: nothing is recomputed or sent away, and nobody looks on."""
-        return self.program.is_plain and self.observer is None
+        return self.program.is_plain and self.observer is None and not self.variants
 
 
 def _found_right(layout: Layout | None, stages: int) -> Sequence[bool]:
     """Of each stage, whether ending its recomputations early was seen to be right."""
     return layout.ends_early if layout is not None and layout.ends_early else (False,) * stages
+
+
+def _variants_of(schedule: Schedule, stages: Sequence[Stage]) -> dict[int, float]:
+    """By stage, what its compiled blocks are compiled for, in all of its runs: what autograd waits for comes from the
+    variant that its graph is of.
+
+    Raises:
+        PlanMismatch: they are not compiled.
+    """
+    named = schedule.layout.variants if schedule.layout is not None else ()
+    found: dict[int, float] = {}
+    for operation in schedule.operations if any(named) else ():
+        if operation.kind == F_ALL and operation.stage <= len(stages):
+            own = named[operation.stage - 1]
+            variant = own[operation.option - 1] if own and operation.option else None
+            found.pop(operation.stage, None)
+            if variant is not None:
+                found[operation.stage] = variant
+    for index in found:
+        stage = stages[index - 1]
+        if not any(map(is_compiled, stage.parts)):
+            raise PlanMismatch(
+                f"the schedule has variants of {stage.name!r}, which is not compiled here: compile it as it was when "
+                "the model was profiled (block.compile()), or plan anew"
+            )
+    return found
 
 
 def _of_option(numbers: Sequence[Sequence[frozenset[int]]], operation: Operation) -> frozenset[int]:

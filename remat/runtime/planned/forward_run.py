@@ -87,7 +87,7 @@ class Run:
     def saving(self, opened: Open) -> AbstractContextManager[Any]:
         """What a first run, or a part of it, runs in: nothing where all is stored (rule 2), else hooks (rule 3)."""
         operation, call = opened.step.operation, opened.call
-        if call is None or (operation.kind == F_ALL and not operation.option):
+        if call is None or self.executor.keeps_all(operation):
             return nullcontext()
         return call.saving(self, self.executor.dropped(operation) if operation.kind == F_ALL else None)
 
@@ -121,7 +121,8 @@ class Run:
         Where something is sent away, the end of each stage lets go of what the one before it has sent (rule 7).
         """
         looked_on = self.executor.observer is not None or self.program.sends
-        return step.is_plain and not looked_on and step.operation.stage - 1 not in self.stored
+        once = step.first and step.last and self.executor.keeps_all(step.operation)
+        return once and not looked_on and step.operation.stage - 1 not in self.stored
 
     def passed(self, step: Step, output: Any, returned: Any) -> None:
         """Such a stage has run; `output` and `returned` as for `ended`."""

@@ -22,6 +22,7 @@ from remat.runtime.generators import RandomState, held_by
 from remat.runtime.patching import Forward
 from remat.runtime.planned.forward_run import Open, Run
 from remat.runtime.planned.program import Step
+from remat.runtime.variants import running
 
 
 class Calls:
@@ -66,6 +67,7 @@ class Calls:
     def _call(self, place: Place, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a stage, which is under way unless the forward has left the program."""
         run = self._run
+        forward = running(forward, run.executor.variants.get(place.stage))
         opened, passed = self._open, self._passed
         if not run.left and self._passing is not None:
             self._route.passed()

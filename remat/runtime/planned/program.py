@@ -35,11 +35,6 @@ class Step(NamedTuple):
     ends_early: bool = False
     completes: bool = False
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the stage runs once, and all that it saves is kept."""
-        return self.first and self.last and self.operation.kind == F_ALL and not self.operation.option
-
 
 @dataclass(frozen=True)
 class Program:
