@@ -17,9 +17,8 @@ from benchmarks.any_model import Made, _images, gpt2, llama
 from benchmarks.keeping import Kept
 from benchmarks.pairing import in_turn, quartiles
 from remat.comparison.bench import Bench
+from remat.runtime.library import _blocks
 from remat.runtime.planned.patched_forward import unpatched
-from remat.training.compiling import CompiledBlocks
-from remat.training.setup import Setup
 
 SHARES = (0.8, 0.6, 0.45)  # of the peak of the model with its blocks compiled
 _ROUNDS = 9
@@ -68,13 +67,11 @@ def _rows(name: str, model: nn.Module, sample: Any) -> Iterator[dict[str, Any]]:
     for parameter in (*written.parameters(), *model.parameters()):
         parameter.grad = torch.zeros_like(parameter)
     for compile in (False, True):
-        remat.fit(model, sample, most // 2, quiet=True, compile=compile)
+        remat.fit(model, sample, most // 2, quiet=True, output_held=False, compile=compile)
         yield _row(name, "fit, compile=True" if compile else "fit", most // 2, model, sample, eager, ours)
         remat.remove(model)
-    blocks = CompiledBlocks(model)
-    blocks.choose(sample, Setup(), progress=False)
-    if str(blocks).startswith("0 "):
-        return
+    for block in _blocks(model):
+        block.compile()
     chain = remat.profile(model, sample)
     with Bench(model, sample) as bench:
         steps = [bench.step(None)]
@@ -92,7 +89,6 @@ def _rows(name: str, model: nn.Module, sample: Any) -> Iterator[dict[str, Any]]:
         found |= {"peak_over_limit": round(peaks[number] / (share * peak), 4)}
         found |= {"predicted": round(remat.simulate(chain, schedules[number - 1]).overhead or 0, 4)}
         yield _said({**found, "over compiled": quartiles(times[number], times[0])})
-    blocks.give_up()
 
 
 def _row(name: str, way: str, limit: int, model: nn.Module, sample: Any, eager: _Step, ours: _Step) -> dict[str, Any]:

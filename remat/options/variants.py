@@ -119,15 +119,14 @@ class VariantsVisitor:
 
     def visit(self, index: int, run: Run, given: Sequence[Any], end_of: Ends) -> Any:
         assert self.gauge is not None
-        if index not in self._blocks:
-            return _without_saving(run, given)
-        for number, budget in enumerate([None, *self._blocks[index].budgets]):
+        following = _without_saving(run, given)
+        budgets = [None, *self._blocks[index].budgets] if index in self._blocks else []
+        for number, budget in enumerate(budgets):
             with compiled_for(budget):
                 source = cut(detached(given))
                 with self.gauge.span(f"forward {number}", index):
                     output = run(source)
                 del source
-                following = detached(output)
                 end = _end(index, output, end_of)
                 del output
                 with self.gauge.span(f"backward {number}", index):

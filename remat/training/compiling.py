@@ -2,88 +2,114 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from remat.budgets import resolve_budget
 from remat.chain import Chain
+from remat.errors import InfeasibleBudget
 from remat.runtime.calls.places import Places
 from remat.runtime.patching import COMPILED, is_compiled, outside_of_compiled
 from remat.runtime.variants import offer_variants
-from remat.simulation import store_all_peak
-from remat.training.planned import Planned
+from remat.simulation import simulate, store_all_peak
+from remat.training.planned import Limit, Planned
 from remat.training.setup import Setup
 from remat.utils.warn import warn
 
-_FASTER = 0.98  # of the seconds that a block takes as it is written, what the compiled one has to take
+_SLOWER = 1.25  # times what a block takes as it is written, from which on no limit makes the compiled one worth it
 _made: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()  # the compiled calls that are remat's
 
 
 class CompiledBlocks:
-    """The blocks of a model that remat has compiled for a plan; those of an earlier plan are as written until then."""
+    """The blocks of a model that remat has compiled for a plan; those of an earlier plan are as written until then.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    Args:
+        how: arguments of `torch.compile`.
+    """
+
+    def __init__(self, model: nn.Module, how: Mapping[str, Any]) -> None:
+        self._model, self._how = model, how
         self._before = {module: module.__dict__.get(COMPILED) for module in model.modules()}
-        self._compiled: list[nn.Module] = []
+        self._compiled: dict[nn.Module, Any] = {}
         for module, call in self._before.items():
             if call is not None and _made.get(module) is call:
                 del module.__dict__[COMPILED]
 
-    def choose(self, sample: Any, setup: Setup, *, progress: bool) -> int:
-        """Measures the blocks as they are written and compiled, and leaves each in the faster way.
+    def choose(self, sample: Any, setup: Setup, limit: Callable[[Planned], Limit], *, progress: bool) -> Planned:
+        """Plans for the model as it is written and for its blocks compiled, and leaves it in the way that is faster.
+
+        Args:
+            limit: as `fit` is given it; of a share, that of the model as it is written.
 
         Returns:
-            The peak of a step of the model as it is written, to which limits refer that are a share.
+            What was measured of that way, with its limit.
 
         Raises:
-            NoChain: there are none.
+            NoChain: there are no blocks.
         """
         from torch._dynamo.exc import TorchDynamoException
 
-        whole = replace(setup, options=False, host_limit=None)
-        planned = Planned(self._model, whole)
-        planned.measure(sample, progress=progress, again=False)
-        written = planned.measured
-        blocks = dict(_blocks_of(self._model, written))
-        for module in blocks:
-            module.compile()
-        self._compiled = [*blocks]
-        offer_variants(self._model)
-        _made.update({module: module.__dict__[COMPILED] for module in blocks})
+        how: Any = {"progress": progress, "again": False}
+        written = Planned(self._model, setup)
+        asked = limit(written)
+        written.measure(sample, **how)
+        written.limit = resolve_budget(asked, store_all_peak(written.measured))
+        took = dict(_blocks_of(self._model, written.measured))
+        self._compile([*took])
         try:
-            planned.measure(sample, progress=progress, again=False)
+            quickly = Planned(self._model, replace(setup, options=False, host_limit=None))
+            quickly.measure(sample, **how)
+            takes = dict(_blocks_of(self._model, quickly.measured, compiled=True))
+            self._leave([block for block in took if takes.get(block, math.inf) > _SLOWER * took[block]])
+            if self._compiled:
+                compiled = Planned(self._model, setup, written.limit)
+                compiled.measure(sample, **how)
+                if _seconds(compiled) < _seconds(written):
+                    return compiled
         except TorchDynamoException as error:
-            self._leave(self._compiled)
             warn(f"compile=True: the compiler cannot compile blocks of this model, which stay as written: {error}")
-            return store_all_peak(written)
-        compiled = dict(_blocks_of(self._model, planned.measured, compiled=True))
-        self._leave([block for block, took in blocks.items() if compiled.get(block, took) >= _FASTER * took])
-        return store_all_peak(written)
+        self.removed()
+        return written
 
-    def _leave(self, blocks: list[nn.Module]) -> None:
-        """These are as written."""
+    def _compile(self, blocks: Sequence[nn.Module]) -> None:
         for block in blocks:
-            block.__dict__.pop(COMPILED, None)
-            _made.pop(block, None)
-        self._compiled = [block for block in self._compiled if block not in blocks]
+            block.compile(**self._how)
+        offer_variants(self._model)
+        self._compiled = {block: block.__dict__[COMPILED] for block in blocks}
+        _made.update(self._compiled)
+
+    def _leave(self, blocks: Iterable[nn.Module]) -> None:
+        """These are as written, unless somebody has compiled them since."""
+        for block in blocks:
+            call = self._compiled.pop(block)
+            if block.__dict__.get(COMPILED) is call:
+                del block.__dict__[COMPILED]
 
     def give_up(self) -> None:
         """All blocks are as they were before."""
-        self._leave(self._compiled)
+        self.removed()
         for module, call in self._before.items():
             if call is not None:
                 module.__dict__[COMPILED] = call
 
     def removed(self) -> None:
-        """The plan is gone; those that another one has compiled since stay."""
-        self._leave([block for block in self._compiled if _made.get(block) is block.__dict__.get(COMPILED)])
+        """The plan is gone."""
+        self._leave([*self._compiled])
 
-    def __str__(self) -> str:
-        return f"{len(self._compiled)} blocks compiled"
+
+def _seconds(planned: Planned) -> float:
+    """Of a step within the limit; without end where nothing fits."""
+    assert planned.limit is not None
+    try:
+        schedule = planned.solver("fastest").solve(planned.measured, planned.limit)
+    except InfeasibleBudget:
+        return math.inf
+    return simulate(planned.measured, schedule).seconds
 
 
 def _blocks_of(model: nn.Module, chain: Chain, *, compiled: bool = False) -> Iterator[tuple[nn.Module, float]]:

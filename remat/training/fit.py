@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -58,7 +58,7 @@ def fit(
     recompute: Collection[str] = (),
     host_limit: int | str | None = None,
     of: str | None = None,
-    compile: bool = False,
+    compile: bool | Mapping[str, Any] = False,
 ) -> nn.Module:
     """Makes the training steps of `model` stay within `memory`, by the fastest plan of all planners.
 
@@ -98,10 +98,10 @@ def fit(
         of: what the limit is of, on an accelerator: bytes "allocated", or bytes "reserved" by PyTorch's allocator,
             which are more; None: reserved for "auto", else allocated. Some steps by the plan are tried there, and where
             they take more than the limit, it plans again. DTR keeps a limit of what is allocated.
-        compile: compile the blocks of the model one by one (`block.compile()`), where that makes them faster, and have
-            the compiler choose what they save so that the limit holds. Blocks that you have compiled yourself are
-            planned in the same way, by the backend that you chose for them. Bits are then the compiled blocks' own,
-            the same at each limit.
+        compile: compile the blocks of the model one by one (`block.compile()`) and have the compiler choose what they
+            save so that the limit holds, where a step within it is then faster; or the arguments of `torch.compile` to
+            do so with. Blocks that you have compiled yourself are planned in the same way, by the backend that you
+            chose for them. Bits are then those of the compiled blocks, the same at each limit.
 
     Returns:
         The model itself, the same object of the same class, trained within the limit until `remat.remove(model)`.
@@ -144,7 +144,7 @@ class Wish(NamedTuple):
     memory: Limit = AUTO
     longest: int | None = None
     quiet: bool = False
-    compile: bool = False
+    compile: bool | Mapping[str, Any] = False
 
     def checked(self) -> Wish:
         """This request, after validation.
@@ -212,16 +212,15 @@ def _fit(model: nn.Module, sample: Any, wish: Wish, patch: PatchedForward | None
     """Measures, plans, and makes the model follow the plan; `patch`: reuse this patch of its forward."""
     if wish.longest is not None:
         sample = _longest(model, sample, wish.longest)
-    if not wish.compile:
-        _fit_as_it_is(model, sample, wish, patch)
+    if wish.compile is False:
+        _fit_as_it_is(model, sample, wish, Planned(model, wish.setup), patch)
         return
-    blocks = CompiledBlocks(model)
+    blocks = CompiledBlocks(model, {} if wish.compile is True else wish.compile)
     try:
+        planned = Planned(model, wish.setup)
         with suppress(NoChain):
-            most = blocks.choose(sample, wish.setup, progress=not wish.quiet)
-            if wish.memory != AUTO:
-                wish = wish._replace(memory=resolve_budget(wish.memory, most))
-        _fit_as_it_is(model, sample, wish, patch)
+            planned = blocks.choose(sample, wish.setup, wish.limit_for, progress=not wish.quiet)
+        _fit_as_it_is(model, sample, wish, planned, patch)
     except BaseException:
         blocks.give_up()
         raise
@@ -230,14 +229,14 @@ def _fit(model: nn.Module, sample: Any, wish: Wish, patch: PatchedForward | None
     fitted.when_removed(blocks.removed)
 
 
-def _fit_as_it_is(model: nn.Module, sample: Any, wish: Wish, patch: PatchedForward | None) -> None:
-    """As `_fit`, with blocks compiled or not, as they are."""
+def _fit_as_it_is(model: nn.Module, sample: Any, wish: Wish, planned: Planned, patch: PatchedForward | None) -> None:
+    """As `_fit`, with blocks compiled or not, as they are; `planned` may have been measured."""
     kind, quiet, setup = type(model).__name__, wish.quiet, wish.setup
-    planned = Planned(model, setup)
     by_calls_too = setup.stages is None and setup.group is None and (setup.of == "allocated" or wish.memory == AUTO)
-    limit = wish.limit_for(planned)
+    limit = wish.limit_for(planned) if planned.limit is None else planned.limit
     try:
-        planned.measure(sample, progress=not quiet, again=False, enough=partial(_refuse_hopeless, limit))
+        if planned.chain is None:
+            planned.measure(sample, progress=not quiet, again=False, enough=partial(_refuse_hopeless, limit))
     except NoChain:
         if not by_calls_too:
             raise

@@ -1,0 +1,135 @@
+"""Compiled blocks: variants of them that save less are options, and a plan runs the ones that it chose."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import remat
+from remat.comparison.bench import Bench
+from remat.errors import PlanMismatch
+from remat.layout import Layout
+from remat.options.variants import MOST
+from remat.runtime.patching import is_compiled
+from remat.runtime.variants import compiled_for, has_variants, offer_variants
+from remat.simulation import store_all_peak
+from support.compiled_models import BACKEND, Model, compiled, in_a_row, left_by, loss
+
+SAMPLE = torch.randn(256, 16)
+
+
+@pytest.fixture(autouse=True)
+def _no_code_of_others() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("make", [Model, in_a_row])
+def test_plans_choose_among_variants(make: Any) -> None:
+    """Bits are those of the compiled blocks, peaks within the limit, and little runs twice."""
+    torch.manual_seed(0)
+    model = compiled(make())
+    plain = left_by(model, SAMPLE)
+    chain = remat.profile(model, SAMPLE, loss=loss)
+    options = next(filter(None, chain.options))
+    assert options and all(option.variant is not None for option in options)
+    saved = [option.saved_bytes for option in options]
+    assert saved == sorted(saved, reverse=True) and saved[-1] < 0.5 * max(chain.saved_bytes)
+    least, most = remat.minimum_budget(chain), store_all_peak(chain)
+    chosen, ran_twice = 0, False
+    for share in (0.0, 0.1, 0.3, 0.5, 0.7, 0.9):
+        limit = int(least + share * (most - least))
+        schedule = remat.solve(chain, limit)
+        with Bench(model, SAMPLE, loss) as bench:
+            assert bench.peak_bytes(bench.step(schedule)) <= limit
+        remat.fit(model, SAMPLE, limit, loss, quiet=True)
+        found = left_by(model, SAMPLE)
+        remat.remove(model)
+        assert all(map(torch.equal, found, plain)) and len(found) == len(plain)
+        chosen += schedule.parts
+        ran_twice |= schedule.recomputations > 0
+    assert chosen >= 6 and ran_twice
+    assert all(map(torch.equal, left_by(model, SAMPLE), plain))
+
+
+def test_a_stage_that_runs_again_does_so_as_its_variant() -> None:
+    """Autograd waits for what the variant of the first run saves."""
+    model = compiled(Model())
+    plain = left_by(model, SAMPLE)
+    chain = remat.profile(model, SAMPLE, loss=loss)
+    last, variant = chain.length, len(chain.options[1])
+    forward = [f"F_all{stage}" for stage in range(1, last + 1)]
+    forward[1] = "F_ck2"
+    backward = [f"B{stage}" for stage in range(last, 0, -1)]
+    backward.insert(backward.index("B2"), f"F_all2/{variant}")
+    operations = remat.Schedule.parse(" ".join([*forward, *backward])).operations
+    schedule = remat.Schedule(operations, layout=chain.layout)
+    left = left_by(remat.apply(model, schedule), SAMPLE)
+    assert all(map(torch.equal, left, plain))
+
+
+def test_blocks_alike_share_what_is_compiled() -> None:
+    """As many graphs as one block has variants, and the one that it was compiled for, with gradients and without."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    counts = []
+    for depth in (2, 6):
+        graphs = []
+
+        def counting(graph: Any, inputs: Any, graphs: list[Any] = graphs) -> Any:
+            graphs.append(graph)
+            return lookup_backend(BACKEND)(graph, inputs)
+
+        assert any(remat.profile(compiled(Model(depth), counting), SAMPLE, loss=loss).options)
+        counts.append(len(graphs))
+    assert counts[0] == counts[1] and 2 <= counts[0] <= MOST + 2
+
+
+def test_a_backend_without_budgets_has_no_variants() -> None:
+    chain = remat.profile(compiled(Model(), "eager"), SAMPLE, loss=loss)
+    assert not any(chain.options)
+
+
+def test_without_a_choice_a_block_runs_as_it_was_compiled() -> None:
+    model: Any = compiled(Model(1))
+    expected = left_by(model, SAMPLE)
+    offer_variants(model)
+    block = model.blocks[0]
+    assert has_variants(block) and is_compiled(block)
+    assert all(map(torch.equal, left_by(model, SAMPLE), expected))
+    with compiled_for(0.0):
+        assert all(map(torch.equal, left_by(model, SAMPLE), expected))
+    assert not is_compiled(copy.deepcopy(model).blocks[0])
+    offer_variants(model)
+    assert not has_variants(block.norm)
+
+
+def test_files_hold_them(tmp_path: Path) -> None:
+    model = compiled(Model())
+    chain = remat.profile(model, SAMPLE, loss=loss)
+    chain.save(tmp_path / "chain.json")
+    again = remat.Chain.load(tmp_path / "chain.json")
+    assert again == chain and isinstance(again.layout, Layout) and any(again.layout.variants)
+    schedule = remat.solve(again, int(0.6 * store_all_peak(again)))
+    assert schedule.parts
+    schedule.save(tmp_path / "schedule.json")
+    left = left_by(remat.apply(model, remat.Schedule.load(tmp_path / "schedule.json")), SAMPLE)
+    assert all(map(torch.equal, left, left_by(model, SAMPLE)))
+
+
+def test_a_plan_with_variants_needs_compiled_blocks() -> None:
+    chain = remat.profile(compiled(Model()), SAMPLE, loss=loss)
+    schedule = remat.solve(chain, int(0.6 * store_all_peak(chain)))
+    with pytest.raises(PlanMismatch, match="not compiled"):
+        remat.apply(Model(), schedule)
+
+
+def test_what_is_said_of_them() -> None:
+    chain = remat.profile(compiled(Model()), SAMPLE, loss=loss)
+    assert "compiled for a budget of 0: keeps" in chain._repr_html_()
