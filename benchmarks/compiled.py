@@ -17,7 +17,7 @@ from benchmarks.any_model import Made, _images, gpt2, llama
 from benchmarks.keeping import Kept
 from benchmarks.pairing import in_turn, quartiles
 from remat.comparison.bench import Bench
-from remat.runtime.library import _blocks
+from remat.runtime.library import blocks_of
 from remat.runtime.planned.patched_forward import unpatched
 
 SHARES = (0.8, 0.6, 0.45)  # of the peak of the model with its blocks compiled
@@ -70,7 +70,7 @@ def _rows(name: str, model: nn.Module, sample: Any) -> Iterator[dict[str, Any]]:
         remat.fit(model, sample, most // 2, quiet=True, output_held=False, compile=compile)
         yield _row(name, "fit, compile=True" if compile else "fit", most // 2, model, sample, eager, ours)
         remat.remove(model)
-    for block in _blocks(model):
+    for block in blocks_of(model):
         block.compile()
     chain = remat.profile(model, sample)
     with Bench(model, sample) as bench:

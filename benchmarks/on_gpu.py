@@ -19,11 +19,12 @@ from torch import nn
 
 import remat
 from benchmarks.any_model import _images, _language
-from benchmarks.keeping import write
+from benchmarks.keeping import Kept
 from benchmarks.pairing import in_turn, quartiles
 from remat.errors import RematError
 from remat.runtime.accelerator import allocated_bytes, give_back, name_of
-from remat.runtime.library import BlockCheckpointing
+from remat.runtime.library import BlockCheckpointing, blocks_of
+from remat.runtime.patching import COMPILED, blocks_as_written, is_compiled
 from remat.runtime.planned.patched_forward import unpatched
 
 _SHARES = (0.7, 0.5, 0.3)
@@ -127,7 +128,7 @@ class _Rows:
 
     def __init__(self, name: str, training: _Training) -> None:
         self._name, self._training = name, training
-        self.plain = _Way(training, lambda: unpatched(training.model))
+        self.plain = _Way(training, lambda: _as_written(training.model))
         for _ in range(2):
             with self.plain.around():
                 self.plain()
@@ -155,6 +156,13 @@ class _Rows:
 
 
 @contextmanager
+def _as_written(model: nn.Module) -> Iterator[None]:
+    """Inside, it is neither planned nor compiled."""
+    with unpatched(model), blocks_as_written():
+        yield
+
+
+@contextmanager
 def _fitted(training: _Training, limit: int, **options: Any) -> Iterator[float]:
     began = training.now()
     with training.cast():
@@ -175,8 +183,16 @@ def _of(name: str, make: Callable[[], Program], device: torch.device) -> Iterato
         theirs = rows.row(way.name, _Way(training, lambda way=way: way.around(training.model)))  # type: ignore[misc]
         limits[f"at the peak of {way.name}"] = theirs["peak_bytes"]
         yield theirs
+    yield from _tried(f"{name}, blocks compiled", lambda: _compiled(rows, training))
     for what, limit in limits.items():
         yield from _tried(f"{name}, fit {what}", lambda limit=limit, what=what: _by_fit(rows, training, limit, what))  # type: ignore[misc]
+    for share in (0.7, 0.5):
+        limit = int(share * rows.peak)
+        what = f"at {share:g} of plain, compile=True"
+        yield from _tried(
+            f"{name}, fit {what}",
+            lambda limit=limit, what=what: _by_fit(rows, training, limit, what, compile=True),  # type: ignore[misc]
+        )
     for share in _SHARES[:2]:
         budget = int(share * rows.peak)
 
@@ -187,9 +203,22 @@ def _of(name: str, make: Callable[[], Program], device: torch.device) -> Iterato
         yield from _tried(f"{name}, DTR", by_calls)
 
 
-def _by_fit(rows: _Rows, training: _Training, limit: int, what: str) -> dict[str, Any]:
-    with _fitted(training, limit) as seconds:
-        return rows.row(f"fit {what}", _Way(training), limit, fit_seconds=seconds)
+def _compiled(rows: _Rows, training: _Training) -> dict[str, Any]:
+    """By PyTorch alone."""
+    blocks = blocks_of(training.model)
+    for block in blocks:
+        block.compile()
+    try:
+        return rows.row("blocks compiled", _Way(training), warm_up=3)
+    finally:
+        for block in blocks:
+            del block.__dict__[COMPILED]
+
+
+def _by_fit(rows: _Rows, training: _Training, limit: int, what: str, **options: Any) -> dict[str, Any]:
+    with _fitted(training, limit, **options) as seconds:
+        compiled = sum(map(is_compiled, training.model.modules()))
+        return rows.row(f"fit {what}", _Way(training), limit, fit_seconds=seconds, compiled_blocks=compiled)
 
 
 def _tried(what: str, make: Callable[[], dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -201,17 +230,14 @@ def _tried(what: str, make: Callable[[], dict[str, Any]]) -> Iterator[dict[str, 
         yield row
 
 
-def on_gpu(names: list[str] | None = None) -> list[dict[str, Any]]:
-    """Written after each row, for a machine that is lent may be taken back."""
+def on_gpu() -> None:
+    """Each model by itself, since a machine that is lent may be taken back."""
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         print("on_gpu: there is no accelerator here")
-        return []
+        return
     warnings.simplefilter("ignore")
-    rows: list[dict[str, Any]] = []
-    for name in names or MODELS:
-        for row in _of(name, MODELS[name], device):
-            rows.append(row)
-            write("on_gpu", rows, __doc__ or "")
+    kept = Kept("on_gpu", (__doc__ or "").strip())
+    for name, make in MODELS.items():
+        kept.part(name, lambda name=name, make=make: _of(name, make, device))  # type: ignore[misc]
         give_back(device)
-    return rows

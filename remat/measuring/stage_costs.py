@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ from remat.runtime.calls.attributes import MISSING, containers, items_of, undone
 from remat.runtime.calls.environment import working_bytes
 from remat.runtime.calls.stages import Stage
 from remat.runtime.calls.tape import is_cast_of_a_leaf
-from remat.runtime.meter import Region, instruments
+from remat.runtime.meter import Region, instruments, undisturbed
 from remat.runtime.patching import blocks_as_written, uncompiled
 from remat.runtime.pytree import storage_of, tensors
 
@@ -197,9 +199,12 @@ def cast_bytes(device: torch.device, forward: Callable[[], object]) -> int:
     """
     if not (torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled()):
         return 0
+    if "torch._dynamo" in sys.modules:
+        forward()  # compiles what is compiled, and leaves garbage
+    gc.collect()
     torch.clear_autocast_cache()
     meter = instruments().meter(device, may_be_idle=True)
-    with meter.session(), meter.region():
+    with undisturbed(), meter.session(), meter.region():
         forward()
     (region,) = meter.regions
     return region.end_bytes - region.start_bytes

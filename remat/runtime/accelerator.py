@@ -184,8 +184,15 @@ def make_workspaces() -> None:
     if where in _have_workspaces:
         return
     with in_earnest(), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        one = torch.ones(1, 1, device=device, requires_grad=True)
-        (one @ one).backward()
+        few = torch.ones(8, 8, device=device)
+
+        def multiply(_: torch.Tensor) -> None:
+            torch.addmm(few[0], few, few) @ few  # with a bias, CUDA has another library do it
+
+        multiply(few)
+        end = few.clone().requires_grad_()
+        end.register_hook(multiply)  # as recomputations do
+        end.sum().backward()
     _have_workspaces.add(where)
 
 

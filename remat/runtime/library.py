@@ -46,7 +46,7 @@ class BlockCheckpointing(Execution):
         options: dict[str, Any] = {"use_reentrant": False}
         if self.selective:
             options["context_fn"] = partial(create_selective_checkpoint_contexts, _saves_products)
-        blocks = _blocks(model)
+        blocks = blocks_of(model)
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, **options)
         try:
@@ -56,7 +56,7 @@ class BlockCheckpointing(Execution):
                 del block.forward
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
+def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The members of the longest list or `nn.Sequential` of modules of one class."""
     from torch import nn
 
