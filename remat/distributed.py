@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 from remat.budgets import resolve_budget
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget, PlanMismatch, RematError
+from remat.layout import Option
 from remat.schedule import B, Schedule, store_all_operations
 from remat.simulation import simulate, store_all_peak
 from remat.solvers.base import Solver
+from remat.utils.ranks import Ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -19,17 +21,13 @@ if TYPE_CHECKING:
 _TRIED = 48  # budgets for one forward, between the least and the limit
 
 
-def agree(chain: Chain, group: ProcessGroup) -> Chain:
-    """The chain that all processes of `group` plan for: each size and time is the largest that any process measured.
+def agree(chain: Chain, ranks: Ranks) -> Chain:
+    """The chain that all of `ranks` plan for: each size and time is the largest that any process measured.
 
     Raises:
         PlanMismatch: they found different stages.
     """
-    import torch.distributed as dist
-
-    chains: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(chains, chain, group)
-    return largest(chains)
+    return largest(ranks.all(chain))
 
 
 def largest(chains: Sequence[Chain]) -> Chain:
@@ -38,10 +36,12 @@ def largest(chains: Sequence[Chain]) -> Chain:
     Raises:
         PlanMismatch: their stages differ.
     """
-    chains = [chain.without_options for chain in chains]  # each has found options of its own
-    first = chains[0]
+    options = _options_of(chains)
+    layout = chains[0].layout
+    chains = [chain.without_options for chain in chains]
+    first = chains[0] if options is None else replace(chains[0], options=options, layout=layout)
     rules = {each.name: each.metadata["merged"] for each in fields(Chain)}
-    same = [name for name, rule in rules.items() if rule == "same"]
+    same = [name for name, rule in rules.items() if rule == "same" and name != "options"]
     for rank, other in enumerate(chains):
         if _calls(other) != _calls(first) or any(getattr(other, name) != getattr(first, name) for name in same):
             raise PlanMismatch(
@@ -52,6 +52,30 @@ def largest(chains: Sequence[Chain]) -> Chain:
     merged = {name: _largest([getattr(chain, name) for chain in chains]) for name in numbers}
     least = {name: min(getattr(chain, name) for chain in chains) for name, rule in rules.items() if rule == "smallest"}
     return replace(first, **merged, **least)
+
+
+def _options_of(chains: Sequence[Chain]) -> tuple[tuple[Option, ...], ...] | None:
+    """The options of each stage with the largest sizes and times; None where not all have the same."""
+    ways = [
+        None if chain.layout is None else (chain.layout.dropped, chain.layout.offloaded, chain.layout.variants)
+        for chain in chains
+    ]
+    counts = [[*map(len, chain.options)] for chain in chains]
+    if any(ways[0] != each for each in ways) or any(counts[0] != each for each in counts):
+        return None
+    return tuple(
+        tuple(_largest_option(each) for each in zip(*stage, strict=True))
+        for stage in zip(*(chain.options for chain in chains), strict=True)
+    )
+
+
+def _largest_option(options: Sequence[Option]) -> Option:
+    numbers = {
+        field.name: max(getattr(each, field.name) for each in options)
+        for field in fields(Option)
+        if field.name not in ("without", "variant")
+    }
+    return replace(options[0], **numbers)
 
 
 def _calls(chain: Chain) -> Any:

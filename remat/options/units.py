@@ -29,6 +29,7 @@ from remat.runtime.calls.tape import Recorder, Tape
 from remat.runtime.calls.tapes import Tapes
 from remat.runtime.meter import Region
 from remat.runtime.pytree import tensors
+from remat.utils.ranks import Ranks
 
 _FEW = 4  # options of stages that hardly any other is like, which have others to choose between in other stages
 _ROOT = 8  # bytes of the loss's gradient, which is allocated during the replay before the first backward
@@ -126,6 +127,27 @@ class RecordingVisitor:
             if chosen:
                 found.append(AlikeStages(group, tape, chosen))
         return found
+
+    def agreed(self, units: Sequence[AlikeStages], ranks: Ranks) -> list[AlikeStages]:
+        """Those of the first rank, as far as all ranks have recorded the same of their stages.
+
+        Each would choose others by its own clock, and samples of other sizes have tapes of other sizes.
+        """
+        proposed = ranks.first([(unit.stages, unit.choices) for unit in units])
+        looks = ranks.all([self._look(stages) for stages, _ in proposed])
+        return [
+            AlikeStages(stages, self._tapes[stages[0]], chosen)
+            for (stages, chosen), *by_ranks in zip(proposed, *looks, strict=True)
+            if by_ranks[0] is not None and all(look == by_ranks[0] for look in by_ranks)
+        ]
+
+    def _look(self, stages: Sequence[int]) -> Any:
+        """What the tape of these stages is but for sizes; None where they have no common one that can run in part."""
+        tapes = [self._tapes.get(index) for index in stages]
+        first = tapes[0]
+        if first is None or first.whole or any(tape is None or not first.is_like(tape) for tape in tapes):
+            return None
+        return [str(operator.function) for operator in first.operators], [value.storage for value in first.saved]
 
     def parcels(self) -> dict[int, list[Parcel]]:
         """What each stage may send to the host."""

@@ -24,6 +24,7 @@ from remat.runtime.meter import Region
 from remat.runtime.patching import uncompiled
 from remat.runtime.pytree import tensors
 from remat.runtime.variants import compiled_for, has_variants
+from remat.utils.ranks import Ranks
 
 MOST = 5  # variants of a stage that are compiled
 _SLIGHT = 0.1  # of what a stage saves: two variants that differ by less leave nothing worth compiling between them
@@ -63,9 +64,9 @@ class CompilingVisitor:
         found: what is worth measuring.
     """
 
-    def __init__(self, groups: Sequence[list[int]], tell: Callable[[int, int], None]) -> None:
+    def __init__(self, groups: Sequence[list[int]], tell: Callable[[int, int], None], ranks: Ranks) -> None:
         self._groups = {group[0]: group for group in groups}
-        self._tell, self._compiled = tell, 0
+        self._tell, self._compiled, self._ranks = tell, 0, ranks
         self.found: list[AlikeBlocks] = []
 
     def visit(self, index: int, run: Run, given: Sequence[Any], end_of: Ends) -> Any:
@@ -89,7 +90,7 @@ class CompilingVisitor:
         return output
 
     def _saves(self, budget: float | None, index: int, run: Run, given: Sequence[Any], end_of: Ends) -> int:
-        """Bytes; forward and backward run, so that both are compiled."""
+        """Bytes, on the rank with the most; forward and backward run, so that both are compiled."""
         with compiled_for(budget):
             saved: list[torch.Tensor] = []
             with saved_tensors_hooks(uncompiled(saved.append), no_backward):
@@ -98,7 +99,7 @@ class CompilingVisitor:
             end = _end(index, run(source), end_of)
             if end is not None:
                 end.backward()
-            return storage_bytes(saved)
+            return int(max(self._ranks.all(storage_bytes(saved))))
 
 
 def _next(saves: Mapping[float, int]) -> float | None:

@@ -32,6 +32,7 @@ from remat.runtime.pytree import Arguments
 from remat.runtime.sharding import refuse_flat_shards, refuse_shards_of_others
 from remat.runtime.variants import offer_variants
 from remat.utils.progress import Passes, Progress
+from remat.utils.ranks import Ranks
 
 
 def profile(
@@ -44,6 +45,7 @@ def profile(
     stages: Sequence[str | nn.Module] | None = None,
     progress: Progress | None = None,
     agreed: Callable[[Chain], Chain] | None = None,
+    ranks: Ranks | None = None,
     enough: Callable[[Chain], None] = lambda chain: None,
     output_held: bool = True,
     options: bool = True,
@@ -91,6 +93,7 @@ def profile(
         again: False: return the last profile of this model if no visible condition has changed: shapes, dtypes, flags,
             hooks, numbers and functions in attributes, but not the values of the sample.
         agreed: converts the measured chain into the chain to plan for, as for processes that train together.
+        ranks: they, so that all measure the same options; with `agreed`, and without them, there are none.
         enough: called with the chain as soon as its sizes are known, before its times; an exception from it ends the
             measuring.
         progress: called with what is being done, how many steps of it are done, and how many there are.
@@ -107,7 +110,7 @@ def profile(
     check_model(model)
     if offload and not (options and agreed is None):
         raise RematError("offload=True needs options=True and one process: offloaded tensors are options of a stage")
-    given: Any = {"small": small, "stages": stages, "progress": progress, "agreed": agreed}
+    given: Any = {"small": small, "stages": stages, "progress": progress, "agreed": agreed, "ranks": ranks}
     given |= {"output_held": output_held, "options": options, "offload": offload, "keep": keep, "recompute": recompute}
     if estimate:
         return estimate_in(World(device_named(device or "cpu")), model, sample, loss, given)
@@ -117,7 +120,7 @@ def profile(
     check_sample(sample)
     if repeats is not None:
         check_count("repeats", repeats)
-    if options and agreed is None:
+    if options and (agreed is None or ranks is not None):
         offer_variants(model)
     given |= {"repeats": repeats, "loss": loss}
     measure = partial(_profiled, model, sample, enough=enough, **given)
@@ -134,6 +137,7 @@ def _profiled(
     stages: Sequence[str | nn.Module] | None,
     progress: Progress | None,
     agreed: Callable[[Chain], Chain] | None,
+    ranks: Ranks | None,
     enough: Callable[[Chain], None],
     output_held: bool,
     options: bool,
@@ -169,11 +173,11 @@ def _profiled(
             tell("finding chains", 1, 1)
         forward = partial(_forward_only, model, call, end)
         casts = casts_made_again(model, _recomputed(model, layout), forward) + cast_bytes(place, forward)
-        own = options and agreed is None  # several processes would each find others
+        own = options and (agreed is None or ranks is not None)
         sweeps = SWEEPS if repeats is None else repeats
         passes = Passes(tell, 2 + sweeps + own * (RECORDINGS + 1 + sweeps) + 2 * (layout.calls is not None))
         profiler = Profiler(model, call, layout, place, end, output_held, foreign, replaced, passes)
-        chain = profiler.chain(repeats, Wanted(own, keep, recompute, offload), enough)
+        chain = profiler.chain(repeats, Wanted(own, keep, recompute, offload, ranks or Ranks()), enough)
         set_up = storage_bytes(replaced.among(everything.parts))
         chain = replace(chain, reserve_bytes=chain.reserve_bytes + casts + set_up)
         if agreed is not None:  # before the check, whose stages have to run in the same order in all processes

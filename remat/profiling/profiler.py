@@ -37,6 +37,7 @@ from remat.schedule import Schedule
 from remat.simulation import peak_and_makespan, store_all_peak
 from remat.solvers.persistent import Persistent
 from remat.utils.progress import Passes
+from remat.utils.ranks import Ranks
 
 SWEEPS = 3  # for times, where no number is asked for
 _LONG = 1.0  # seconds of sweeps, from which on there are no more of them
@@ -46,12 +47,13 @@ _MANY_STEPS = 1500  # operations, each of which runs a stage without computing i
 
 
 class Wanted(NamedTuple):
-    """The options to measure: any at all, operators to keep or to recompute, and offloading."""
+    """The options to measure: any at all, operators to keep or to recompute, offloading; and who measures together."""
 
     any: bool
     keep: Collection[str]
     recompute: Collection[str]
     offload: bool
+    ranks: Ranks
 
 
 class Profiler:
@@ -113,7 +115,7 @@ class Profiler:
 
         sizes = assembled(None)
         enough(sizes)
-        while not _suffices(times, repeats):
+        while not self._suffices(times, repeats, wanted.ranks):
             seconds = Seconds(self.device)
             self._pass(seconds, "measuring time", known=memory.facts)
             times.append(seconds.seconds)
@@ -171,15 +173,19 @@ class Profiler:
         def look(gauge: Gauge, visitor: Visitor) -> None:
             self._pass(gauge, "finding parts to keep", known=facts, visitor=visitor)
 
-        variants = self._variants(facts, repeats, saved)
+        ranks = wanted.ranks
+        variants = self._variants(facts, repeats, saved, ranks)
         recomputed = [i for i in range(1, len(stages) + 1) if places is None or not places.fixed[i - 1]]
         in_part = {index: stages[index - 1] for index in recomputed if Ending(stages[index - 1]).allowed is not False}
         recording = RecordingVisitor(in_part)
         for _ in range(RECORDINGS):
             look(Seconds(self.device), recording)
         least = _SLIGHT * sum(saved)
-        units = recording.units(
-            wanted.keep, wanted.recompute, lambda alike: sum(saved[index - 1] for index in alike) > least
+        units = recording.agreed(
+            recording.units(
+                wanted.keep, wanted.recompute, lambda alike: sum(saved[index - 1] for index in alike) > least
+            ),
+            ranks,
         )
         regions: dict[Span, Region] = {}
         sweeps: list[Mapping[Span, float]] = []
@@ -189,37 +195,42 @@ class Profiler:
             with undisturbed(), gauge.meter.session():
                 look(gauge, measuring)
             regions = gauge.regions()
-            while not _suffices(sweeps, repeats):
+            while not self._suffices(sweeps, repeats, ranks):
                 seconds = measuring.gauge = Seconds(self.device)
                 look(seconds, measuring)
                 sweeps.append(seconds.seconds)
-            units = [unit for unit in units if not measuring.failed(unit.stages[0])]
+            failed = ranks.all([measuring.failed(unit.stages[0]) for unit in units])
+            units = [unit for unit, *by_ranks in zip(units, *failed, strict=True) if not any(by_ranks)]
         found = MeasuredOptions(units, regions, sweeps, variants)
         return found, recording.parcels() if wanted.offload else {}
 
-    def _variants(self, facts: Facts, repeats: int | None, saved: Sequence[int]) -> MeasuredVariants:
+    def _variants(self, facts: Facts, repeats: int | None, saved: Sequence[int], ranks: Ranks) -> MeasuredVariants:
         """The measured variants of compiled blocks."""
         fixed = (False,) * len(self.stages) if self.places is None else self.places.fixed
         recomputed = [index for index in range(1, len(self.stages) + 1) if not fixed[index - 1]]
-        groups = alike_blocks(self.stages, recomputed, saved) if instruments().computes else []
+        groups = ranks.first(alike_blocks(self.stages, recomputed, saved)) if instruments().computes else []
         if not groups:
             return MeasuredVariants([], {}, [])
 
         def look(gauge: Gauge, what: str, visitor: Visitor) -> None:
             self._pass(gauge, what, known=facts, visitor=visitor)
 
-        compiling = CompilingVisitor(groups, self.passes.of_its_own("compiling variants of blocks"))
+        compiling = CompilingVisitor(groups, self.passes.of_its_own("compiling variants of blocks"), ranks)
         look(Seconds(self.device), "compiling variants of blocks", compiling)
         measuring = VariantsVisitor(compiling.found)
         gauge = measuring.gauge = Bytes(self.device)
         with undisturbed(), gauge.meter.session():
             look(gauge, "measuring variants of blocks", measuring)
         sweeps: list[Mapping[Span, float]] = []
-        while not _suffices(sweeps, repeats):
+        while not self._suffices(sweeps, repeats, ranks):
             seconds = measuring.gauge = Seconds(self.device)
             look(seconds, "measuring variants of blocks", measuring)
             sweeps.append(seconds.seconds)
         return MeasuredVariants(compiling.found, gauge.regions(), sweeps)
+
+    @staticmethod
+    def _suffices(sweeps: Sequence[Mapping[Span, float]], repeats: int | None, ranks: Ranks) -> bool:
+        return any(ranks.all(_suffices(sweeps, repeats)))
 
     def excess(self, chain: Chain) -> int:
         """By how many bytes steps exceed what the chain predicts: by the schedule of least memory, and by one of more.

@@ -33,6 +33,7 @@ from remat.training.by_input import PlansByInput
 from remat.training.rehearsal import Rehearsal, rehearse
 from remat.training.setup import Setup
 from remat.utils.progress import Progress, shown
+from remat.utils.ranks import Ranks
 
 FREE_SHARE = 0.9  # of the free memory is the limit where none is given
 _STEPS = 64  # in as many a limit is lowered, at least, that was seen not to be kept
@@ -150,7 +151,8 @@ class Planned:
         options |= {"keep": setup.keep, "recompute": setup.recompute}
         if setup.group is None:
             return profile(self.model, sample, again=again, **options, **more)
-        return profile(self.model, sample, agreed=partial(agree, group=setup.group), **options)
+        ranks = Ranks(setup.group)
+        return profile(self.model, sample, agreed=partial(agree, ranks=ranks), ranks=ranks, **options)
 
     @property
     def measured(self) -> Chain:

@@ -40,8 +40,12 @@ class Ending:
     """
 
     def __init__(self, stage: Stage, *, found_right: bool = True) -> None:
-        # FSDP's hooks behind a module's forward must run; a compiled block is run as a whole anyway.
-        whole = any(is_sharded(part) or is_compiled(part) or hasattr(part, "_orig_mod") for part in stage.parts)
+        # FSDP's hooks behind the forward of a module inside must run, those of the stage's own are outside of what runs
+        # again; a compiled block is run as a whole anyway.
+        inside = [part for part in stage.parts if part not in stage.modules]
+        whole = any(map(is_sharded, inside)) or any(
+            is_compiled(part) or hasattr(part, "_orig_mod") for part in stage.parts
+        )
         self.allowed = None if found_right and not whole else False
 
     def learn(self, saved: Checksums) -> None:
