@@ -29,7 +29,7 @@ from remat.runtime.calls.stages import Stage, call_of, check_device, flatten, gr
 from remat.runtime.checks import Loss, check_count, check_model, check_sample, checked_loss
 from remat.runtime.planned.patched_forward import unpatched
 from remat.runtime.pytree import Arguments
-from remat.runtime.sharding import refuse_flat_shards, refuse_shards_of_others
+from remat.runtime.sharding import gathering_nothing_ahead, is_sharded, refuse_flat_shards, refuse_shards_of_others
 from remat.runtime.variants import offer_variants
 from remat.utils.progress import Passes, Progress
 from remat.utils.ranks import Ranks
@@ -177,12 +177,13 @@ def _profiled(
         sweeps = SWEEPS if repeats is None else repeats
         passes = Passes(tell, 2 + sweeps + own * (RECORDINGS + 1 + sweeps) + 2 * (layout.calls is not None))
         profiler = Profiler(model, call, layout, place, end, output_held, foreign, replaced, passes)
-        chain = profiler.chain(repeats, Wanted(own, keep, recompute, offload, ranks or Ranks()), enough)
+        with gathering_nothing_ahead(model):
+            chain = profiler.chain(repeats, Wanted(own, keep, recompute, offload, ranks or Ranks()), enough)
         set_up = storage_bytes(replaced.among(everything.parts))
         chain = replace(chain, reserve_bytes=chain.reserve_bytes + casts + set_up)
         if agreed is not None:  # before the check, whose stages have to run in the same order in all processes
             chain = agreed(chain)
-        if not any(chain.fixed):
+        if not any(chain.fixed) and not any(map(is_sharded, model.modules())):
             return chain
         passes.begin("checking", chain.length)(1)
         try:

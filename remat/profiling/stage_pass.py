@@ -28,6 +28,7 @@ from remat.runtime.calls.stages import Stage, detached
 from remat.runtime.checks import Loss
 from remat.runtime.generators import RandomState, held_by, of_python
 from remat.runtime.pytree import Arguments, tensors
+from remat.runtime.sharding import drop_whole_gradients
 
 
 @contextmanager
@@ -145,6 +146,7 @@ class Pass(ABC):
                 end.backward()
             del end
             self._handed.clear()
+            drop_whole_gradients(self.stages[index - 1].modules if index <= len(self.stages) else ())
             if self.gauge.of_memory:
                 with self.gauge.span("left", index):
                     pass

@@ -7,7 +7,7 @@ time for most stages, so it gathers them itself. `fully_shard` belongs on the mo
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,31 @@ def _unsharded(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for module in opened:
             module.reshard()
+
+
+@contextmanager
+def gathering_nothing_ahead(model: nn.Module) -> Iterator[None]:
+    """Inside, a backward gathers no parameters of the module whose backward comes next in a step.
+
+    Where stages run one by one, nobody would let go of them: they would count as lasting, all at once.
+    """
+    states = [each._get_fsdp_state() for each in model.modules() if is_sharded(each)]  # type: ignore[operator]
+    before = [state._states_to_backward_prefetch for state in states]
+    for state in states:
+        state._states_to_backward_prefetch = [state]  # which is there; of none it would choose one
+    try:
+        yield
+    finally:
+        for state, others in zip(states, before, strict=True):
+            state._states_to_backward_prefetch = others
+
+
+def drop_whole_gradients(modules: Iterable[nn.Module]) -> None:
+    """Drops the gradients of gathered parameters, which FSDP reduces to shards right after the backward of a step."""
+    for module in modules:
+        if is_sharded(module) and not has_shards(module):
+            for parameter in module.parameters():
+                parameter.grad = None
 
 
 def refuse_flat_shards(model: nn.Module) -> None:
