@@ -29,6 +29,7 @@ from benchmarks.rivals import rivals
 from benchmarks.rotor import rotor
 from benchmarks.rotor_growing import rotor_growing
 from benchmarks.rotor_planned import rotor_planned
+from benchmarks.sharded import sharded
 from benchmarks.skips import skips
 from benchmarks.speed import sequential, store_all
 from benchmarks.step_cost import step_cost
@@ -64,6 +65,7 @@ BENCHMARKS = {
     "rotor_planned": rotor_planned,
     "rotor_growing": rotor_growing,
     "protocol": protocol,
+    "sharded": sharded,
     "skips": skips,
     "step_cost": step_cost,
     "table1": table1,

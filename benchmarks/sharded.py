@@ -1,0 +1,136 @@
+"""FSDP2 within limits, beside PyTorch's own checkpointing: two processes over gloo, CPU time of one thread, in turn.
+
+A Llama of six blocks of 256, 4 x 128 tokens on each rank, blocks and model sharded. Rivals: every block checkpointed,
+and selective checkpointing that saves matrix products and attention, inside of `fully_shard`. remat gets their peaks.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import remat
+from benchmarks.any_model import llama
+from benchmarks.keeping import Rows, write
+from benchmarks.pairing import in_turn, quartiles
+from remat import rotor
+from remat.runtime.library import BlockCheckpointing
+from remat.runtime.meter import MemoryMeter
+from remat.simulation import peak_and_makespan
+
+_SHARES = (0.9, 0.7, 0.5)
+_ROUNDS = 9
+
+
+def sharded() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_process, (folder,), nprocs=2)
+        rows: Rows = torch.load(f"{folder}/rows", weights_only=False)
+    write("sharded", rows, (__doc__ or "").strip())
+
+
+def _process(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    rows = _rows(rank)
+    if rank == 0:
+        torch.save(rows, f"{folder}/rows")
+    dist.barrier()
+    os._exit(0)  # threads of gloo that still run would abort a process that ends in order
+
+
+class _Step:
+    """A step of a sharded model, which leaves it as it was."""
+
+    def __init__(self, model: nn.Module, sample: Any, around: Callable[[], AbstractContextManager[Any]] = nullcontext):
+        self.model, self._sample, self.around = model, sample, around
+
+    def __call__(self) -> None:
+        self.model(**self._sample).loss.backward()
+        self.model.zero_grad(set_to_none=False)
+
+    def seen(self) -> tuple[int, int]:
+        """The peak beyond what was there before, with the sample; and how often parameters were gathered."""
+        from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+
+        for _ in range(2):
+            with self.around():
+                self()
+        meter, gather, gathered = MemoryMeter(torch.device("cpu")), groups.foreach_all_gather, []
+        groups.foreach_all_gather = lambda *args, **kwargs: (gathered.append(1), gather(*args, **kwargs))[1]
+        try:
+            with self.around(), meter.session(), meter.region():
+                self()
+        finally:
+            groups.foreach_all_gather = gather
+        (region,) = meter.regions
+        sample = sum(tensor.nbytes for tensor in self._sample.values())
+        return region.peak_bytes - region.start_bytes + sample, len(gathered)
+
+
+def _made(rank: int) -> tuple[nn.Module, Any]:
+    from torch.distributed.fsdp import fully_shard
+
+    model, _ = llama(layers=6)
+    model.config.use_cache = False  # type: ignore[union-attr]  # which checkpointing cannot stand
+    mesh = dist.init_device_mesh("cpu", (2,))
+    for block in model.model.layers:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    torch.manual_seed(rank)
+    tokens = torch.randint(2, 2000, (4, 128))
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+def _rows(rank: int) -> Rows:
+    model, sample = _made(rank)
+    plain = _Step(model, sample)
+    most, gathers = plain.seen()
+    rows: Rows = [{"way": "plain", "peak_bytes": most, "gathers": gathers}]
+    ours, _ = _made(rank)
+    planned = rotor.Checkpointable(
+        ours, sample, group=dist.group.WORLD, stages=["model.layers"], output_held=False, in_place=True
+    )
+    assert planned.chain is not None
+    least = remat.minimum_budget(planned.chain)
+
+    def within(limit: int, **more: Any) -> dict[str, Any]:
+        planned.compute_sequence(limit)
+        assert planned.chain is not None and planned.sequence is not None
+        step = _Step(ours, sample)
+        peak, gathered = step.seen()
+        predicted = peak_and_makespan(planned.chain, planned.sequence.operations)[0]
+        found = {**more, "limit_bytes": limit, "peak_over_limit": round(peak / limit, 4)}
+        return found | {"predicted_over_peak": round(predicted / peak, 4), "gathers": gathered, "step": step}
+
+    for way in (BlockCheckpointing("every block checkpointed"), BlockCheckpointing("selective", selective=True)):
+        theirs = _Step(model, sample, lambda way=way: way.around(model))  # type: ignore[misc]
+        peak, gathered = theirs.seen()
+        row: dict[str, Any] = {"way": way.name, "peak_bytes": peak, "gathers": gathered}
+        row["least_over_peak"] = round(least / peak, 4)
+        try:
+            found = within(max(peak, least))
+            times = in_turn([plain, theirs, found.pop("step")], _ROUNDS)
+            row |= {"remat": found, "remat_over_rival": quartiles(times[2], times[1])}
+            row |= {"rival_over_plain": quartiles(times[1], times[0])}
+        except remat.InfeasibleBudget as error:
+            row["remat"] = str(error)
+        rows.append(row)
+    for share in _SHARES:
+        found = within(int(share * most), way=f"remat at {share:g}")
+        times = in_turn([plain, found.pop("step")], _ROUNDS)
+        rows.append({**found, "over_plain": quartiles(times[1], times[0])})
+    if rank == 0:
+        for row in rows:
+            print(row, flush=True)
+    return rows
