@@ -32,7 +32,7 @@ from remat.runtime.checks import Loss
 from remat.runtime.executor import BySchedule, executing
 from remat.runtime.meter import Region, instruments, undisturbed
 from remat.runtime.pytree import Arguments, loss_in, tensors
-from remat.runtime.sharding import refuse_shards_of_others
+from remat.runtime.sharding import is_sharded, refuse_shards_of_others
 from remat.schedule import Schedule
 from remat.simulation import peak_and_makespan, store_all_peak
 from remat.solvers.persistent import Persistent
@@ -43,6 +43,7 @@ SWEEPS = 3  # for times, where no number is asked for
 _LONG = 1.0  # seconds of sweeps, from which on there are no more of them
 _SLIGHT = 0.02  # share of the saved bytes up to which it is not worth measuring parts of stages
 RECORDINGS = 2  # of each stage's operators; the second has no first times in it
+_STEPS_IN_SHARDS = 3  # when gloo lets go of what it has sent is for its threads to choose
 _MANY_STEPS = 1500  # operations, each of which runs a stage without computing it
 
 
@@ -265,12 +266,15 @@ class Profiler:
 
         if instruments().computes:
             step()  # what is set up once
-        torch.clear_autocast_cache()  # the copies in it count
-        meter = instruments().meter(self.device)
-        with undisturbed(), meter.session(), meter.region():
-            step()
-        (region,) = meter.regions
-        measured = region.peak_bytes - region.start_bytes + chain.act_bytes[0]
+        in_shards = any(map(is_sharded, self.model.modules()))
+        measured = 0
+        for _ in range(_STEPS_IN_SHARDS if in_shards else 1):
+            torch.clear_autocast_cache()  # the copies in it count
+            meter = instruments().meter(self.device)
+            with undisturbed(), meter.session(), meter.region():
+                step()
+            (region,) = meter.regions
+            measured = max(measured, region.peak_bytes - region.start_bytes + chain.act_bytes[0])
         return max(measured - peak_and_makespan(chain, schedule.operations)[0], 0)
 
 

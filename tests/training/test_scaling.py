@@ -105,6 +105,23 @@ def _data_parallel(rank: int) -> None:
     assert peak_of_a_step(parallel, part) <= module.sequence.budget_bytes
     with pytest.raises(PlanMismatch, match="without the others"):
         parallel(data)
+    in_part = network()
+    module = rotor.Checkpointable(in_part, part, group=dist.group.WORLD)
+    module.sequence = _in_part(module)
+    parallel = nn.parallel.DistributedDataParallel(in_part, bucket_cap_mb=0.02)
+    torch.testing.assert_close(losses_of(parallel, part, together=True), expected)
+
+
+def _in_part(module: rotor.Checkpointable) -> remat.Schedule:
+    """Of each block a part is kept, by an option that all ranks have found."""
+    chain = module.chain
+    assert chain is not None
+    ways = [f"/{len(options)}" if options else "" for options in chain.options]
+    assert sum(map(bool, ways)) == 6
+    forward = [f"F_all{stage}{way}" for stage, way in enumerate(ways, start=1)]
+    backward = [f"B{stage}" for stage in range(chain.length, 0, -1)]
+    schedule = remat.Schedule.parse(" ".join([*forward, *backward]))
+    return replace(schedule, layout=chain.layout)
 
 
 def test_distributed_data_parallel(tmp_path: Path) -> None:
@@ -137,6 +154,10 @@ def _sharded(rank: int) -> None:
         torch.testing.assert_close(found, expected)
         assert module.sequence.budget_bytes is not None
         assert peak_of_a_step(model, part) <= module.sequence.budget_bytes
+        model = sharded()
+        module = rotor.Checkpointable(model, part, group=dist.group.WORLD, stages=["blocks"])
+        module.sequence = _in_part(module)
+        assert losses_of(model, part, together=True) == plain  # to the bit
 
 
 class Wasteful(nn.Module):
