@@ -11,6 +11,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +23,11 @@ import remat
 from benchmarks.any_model import llama
 from benchmarks.keeping import Rows, write
 from benchmarks.pairing import in_turn, quartiles
-from remat import rotor
+from remat.distributed import agree
 from remat.runtime.library import BlockCheckpointing
 from remat.runtime.meter import MemoryMeter
-from remat.simulation import peak_and_makespan
+from remat.runtime.planned.patched_forward import patched_forward_of
+from remat.utils.ranks import Ranks
 
 _SHARES = (0.9, 0.7, 0.5)
 _ROUNDS = 9
@@ -98,20 +100,19 @@ def _rows(rank: int) -> Rows:
     most, gathers = plain.seen()
     rows: Rows = [{"way": "plain", "peak_bytes": most, "gathers": gathers}]
     ours, _ = _made(rank)
-    planned = rotor.Checkpointable(
-        ours, sample, group=dist.group.WORLD, stages=["model.layers"], output_held=False, in_place=True
-    )
-    assert planned.chain is not None
-    least = remat.minimum_budget(planned.chain)
+    ranks = Ranks(dist.group.WORLD)
+    together: dict[str, Any] = {"agreed": partial(agree, ranks=ranks), "ranks": ranks}
+    least = remat.minimum_budget(remat.profile(ours, sample, stages=["model.layers"], output_held=False, **together))
 
     def within(limit: int, **more: Any) -> dict[str, Any]:
-        planned.compute_sequence(limit)
-        assert planned.chain is not None and planned.sequence is not None
+        options: dict[str, Any] = {"stages": ["model.layers"], "group": dist.group.WORLD, "output_held": False}
+        remat.fit(ours, sample, limit, quiet=True, **options)
+        plan = patched_forward_of(ours).choose.__self__.plan  # type: ignore[union-attr, attr-defined]
         step = _Step(ours, sample)
         peak, gathered = step.seen()
-        predicted = peak_and_makespan(planned.chain, planned.sequence.operations)[0]
         found = {**more, "limit_bytes": limit, "peak_over_limit": round(peak / limit, 4)}
-        return found | {"predicted_over_peak": round(predicted / peak, 4), "gathers": gathered, "step": step}
+        found["said_over_peak"] = round(plan.rehearsal.peak_bytes / peak, 4)
+        return found | {"gathers": gathered, "step": step}
 
     for way in (BlockCheckpointing("every block checkpointed"), BlockCheckpointing("selective", selective=True)):
         theirs = _Step(model, sample, lambda way=way: way.around(model))  # type: ignore[misc]
@@ -119,7 +120,7 @@ def _rows(rank: int) -> Rows:
         row: dict[str, Any] = {"way": way.name, "peak_bytes": peak, "gathers": gathered}
         row["least_over_peak"] = round(least / peak, 4)
         try:
-            found = within(max(peak, least))
+            found = within(peak)
             times = in_turn([plain, theirs, found.pop("step")], _ROUNDS)
             row |= {"remat": found, "remat_over_rival": quartiles(times[2], times[1])}
             row |= {"rival_over_plain": quartiles(times[1], times[0])}

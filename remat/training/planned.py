@@ -24,19 +24,21 @@ from remat.runtime.planned.executor import Executor, Lock
 from remat.runtime.planned.patched_forward import PatchedForward, patched_forward_of
 from remat.runtime.planned.validity import training
 from remat.runtime.pytree import Arguments, tensors
-from remat.runtime.sharding import refuse_first_forward
+from remat.runtime.sharding import is_sharded, refuse_first_forward
 from remat.schedule import Schedule
 from remat.simulation import simulate, store_all_peak
 from remat.solvers import WITH_HOST, planner
 from remat.solvers.base import Solver
 from remat.training.by_input import PlansByInput
-from remat.training.rehearsal import Rehearsal, rehearse
+from remat.training.rehearsal import Rehearsal, most_of, rehearse
 from remat.training.setup import Setup
 from remat.utils.progress import Progress, shown
 from remat.utils.ranks import Ranks
 
 FREE_SHARE = 0.9  # of the free memory is the limit where none is given
 _STEPS = 64  # in as many a limit is lowered, at least, that was seen not to be kept
+_NEARLY = 1.5  # times a limit: a least budget up to which it is tried whether steps need as much as is reckoned
+_TRIALS = 3  # of plans for what one that was tried has left
 _WORTH_TRYING = 0.99  # of the seconds, what a plan for what is left must take
 Limit = int | str | float
 
@@ -223,7 +225,8 @@ class Planned:
 
     def _may_rehearse(self) -> bool:
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
-        return is_accelerator(device) and self.setup.group is None and self.setup.in_flight == 1
+        takes_more = is_accelerator(device) or any(map(is_sharded, self.model.modules()))
+        return takes_more and self.setup.in_flight == 1
 
     def _rehearsed(
         self, solver: Solver, limit: Limit, call: Arguments, loss: Loss | None
@@ -234,28 +237,36 @@ class Planned:
         Raises:
             InfeasibleBudget: none does.
         """
-        chain, of = self.measured, self.setup.of
+        chain, of, group = self.measured, self.setup.of, self.setup.group
         limit = resolve_budget(limit, store_all_peak(chain))
         asked = limit
         while True:
             try:
-                schedule = solved(chain, solver, asked, in_flight=1, group=None)
+                schedule = solved(chain, solver, asked, group=group)
             except InfeasibleBudget as error:
+                if asked == limit and error.minimum <= _NEARLY * limit:  # on paper: steps may take less
+                    asked = error.minimum
+                    continue
                 raise InfeasibleBudget(limit, error.minimum + limit - asked, error.solver) from None
-            found, reckoned = self._tried(schedule, call, loss), simulate(chain, schedule)
-            planned = min(asked, reckoned.peak_bytes)
+            found = self._tried(schedule, call, loss)
+            planned = min(asked, simulate(chain, schedule).peak_bytes)
             if found is not None and found.of(of) <= limit:
                 break
             asked = planned - max(planned // _STEPS, 0 if found is None else found.of(of) - limit)
-        more = solved(chain, solver, planned + limit - found.of(of), in_flight=1, group=None)
-        if simulate(chain, more).seconds < _WORTH_TRYING * reckoned.seconds:
+        for _ in range(_TRIALS):
+            more = solved(chain, solver, planned + limit - found.of(of), group=group)
+            if simulate(chain, more).seconds >= _WORTH_TRYING * simulate(chain, schedule).seconds:
+                break
             seen = self._tried(more, call, loss)
-            if seen is not None and seen.of(of) <= limit:
-                return more, seen
+            if seen is None or seen.of(of) > limit:
+                break
+            schedule, found, planned = more, seen, simulate(chain, more).peak_bytes
         return schedule, found
 
     def _tried(self, schedule: Schedule, call: Arguments, loss: Loss | None) -> Rehearsal | None:
-        return rehearse(self.model, call, loss, schedule, output_held=self.setup.output_held)
+        found = rehearse(self.model, call, loss, schedule, output_held=self.setup.output_held)
+        told = None if found is None else found._replace(known=())
+        return most_of(Ranks(self.setup.group).all(told), found)
 
     def adopt(self, schedule: Schedule) -> None:
         """Takes a schedule that was made elsewhere, for every input."""

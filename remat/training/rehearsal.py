@@ -8,7 +8,7 @@ and their workspaces.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,12 +17,20 @@ from torch import nn
 
 from remat.comparison.bench import Bench
 from remat.formatting import format_bytes
-from remat.runtime.accelerator import allocated_bytes, drop_workspaces, give_back, make_workspaces, reserved_bytes
+from remat.runtime.accelerator import (
+    allocated_bytes,
+    drop_workspaces,
+    give_back,
+    is_accelerator,
+    make_workspaces,
+    reserved_bytes,
+)
 from remat.runtime.checks import Loss
 from remat.runtime.executor import BySchedule
 from remat.runtime.planned.executor import Known
 from remat.schedule import Schedule
 
+_STEPS = 3  # of a model in shards on the CPU, where threads of gloo choose when they let go of what they have sent
 _SEGMENT = 2 << 20  # bytes, the least that allocators reserve
 _stream_of = functools.cache(torch.Stream)  # of a device, always the same, since products leave workspaces on each
 
@@ -64,6 +72,9 @@ def rehearse(
         with Bench(model, sample, loss, output_held=output_held) as bench:
             device = bench.device
             step = bench.step(way)
+            if not is_accelerator(device):
+                peak = max(bench.peak(step).bytes for _ in range(_STEPS))
+                return Rehearsal(peak, peak, () if way.executor is None else way.executor.known)
             give_back(device)
             peaks = [bench.peak(step).bytes for _ in range(2)]
             give_back(device)
@@ -79,6 +90,15 @@ def rehearse(
             return Rehearsal(peak, max(reserved, peak), known)
     except torch.OutOfMemoryError:
         return None
+
+
+def most_of(found: Sequence[Rehearsal | None], own: Rehearsal | None) -> Rehearsal | None:
+    """What it took on the rank where it took most; None where one had no memory left."""
+    seen = [each for each in found if each is not None]
+    if own is None or len(seen) < len(found):
+        return None
+    peak, reserved = (max(getattr(each, name) for each in seen) for name in ("peak_bytes", "reserved_bytes"))
+    return own._replace(peak_bytes=peak, reserved_bytes=reserved)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from remat import rotor
 from remat.distributed import held_after_forward, largest, plan_in_flight
 from remat.errors import InfeasibleBudget, PlanMismatch, RematError
 from remat.runtime.meter import MemoryMeter
+from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.simulation import peak_and_makespan, simulate, store_all_peak
 from remat.solvers.persistent import Persistent
 from support.chains import chains
@@ -157,6 +158,13 @@ def _sharded(rank: int) -> None:
         model = sharded()
         module = rotor.Checkpointable(model, part, group=dist.group.WORLD, stages=["blocks"])
         module.sequence = _in_part(module)
+        assert losses_of(model, part, together=True) == plain  # to the bit
+        model = sharded()
+        remat.fit(model, part, share, quiet=True, group=dist.group.WORLD, stages=["blocks"])
+        patch: Any = patched_forward_of(model)
+        said: list[Any] = [None, None]
+        dist.all_gather_object(said, patch.choose.__self__.plan.rehearsal.peak_bytes)
+        assert said[0] == said[1] <= share * store_all_peak(patch.choose.__self__.chain)
         assert losses_of(model, part, together=True) == plain  # to the bit
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import remat
+from remat.errors import InfeasibleBudget
 from remat.runtime.planned.executor import Executor
 from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.training.planned import Planned
@@ -17,7 +18,7 @@ from remat.training.rehearsal import Rehearsal
 LIMIT = 300_000
 
 
-def _planned(seen: Callable[[int], int], monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[int]]:
+def _planned(seen: Callable[[int], int], monkeypatch: pytest.MonkeyPatch, limit: int = LIMIT) -> tuple[int, list[int]]:
     """What the plan takes on paper, and what was tried; `seen`: the peak of steps, of that on paper."""
     tried: list[int] = []
 
@@ -29,7 +30,7 @@ def _planned(seen: Callable[[int], int], monkeypatch: pytest.MonkeyPatch) -> tup
     monkeypatch.setattr(Planned, "_tried", trial)
     monkeypatch.setattr(Executor, "taught_by", lambda self, known: None)  # as nothing was run
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(16)))
-    remat.fit(model, torch.randn(64, 64), LIMIT, quiet=True)
+    remat.fit(model, torch.randn(64, 64), limit, quiet=True)
     plan = patched_forward_of(model).choose.__self__.plan  # type: ignore[union-attr, attr-defined]
     return remat.simulate(plan.chain, plan.schedule).peak_bytes, tried
 
@@ -47,3 +48,15 @@ def test_one_for_more_where_it_leaves_much(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_first_one_where_more_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     found, tried = _planned(lambda peak: int((0.8 if peak <= LIMIT else 1.2) * peak), monkeypatch)
     assert [found == tried[0], len(tried)] == [True, 2]
+
+
+def test_what_no_plan_keeps_on_paper_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the plan of least memory; what its steps leave is used."""
+    with pytest.raises(InfeasibleBudget) as caught:
+        _planned(lambda peak: peak, monkeypatch, 20_000)
+    least = caught.value.minimum
+    found, tried = _planned(lambda peak: int(0.4 * peak), monkeypatch, int(0.7 * least))
+    assert tried[0] == least and least < found <= 0.7 * least / 0.4
+    with pytest.raises(InfeasibleBudget) as caught:
+        _planned(lambda peak: int(0.9 * peak), monkeypatch, int(0.7 * least))
+    assert abs(caught.value.minimum - 0.9 * least) <= 2
