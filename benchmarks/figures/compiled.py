@@ -1,4 +1,4 @@
-"""Figures of compiled blocks, and of a GPU."""
+"""Figures of compiled blocks, of a GPU, and of models in shards."""
 
 from __future__ import annotations
 
@@ -80,3 +80,24 @@ def compiled__table() -> str:
     shares = [row["way"].removeprefix("compiled blocks at ") for row in next(iter(models.values()))]
     lines = [[name, *(f"{row['over compiled'][1]:.2f}" for row in found)] for name, found in models.items()]
     return table(["memory", *(f"{float(share):.0%}" for share in shares)], lines)
+
+
+@figure
+def sharded__table() -> str:
+    plain = rows("sharded", way="plain")[0]["peak_bytes"]
+    lines = []
+    for row in rows("sharded"):
+        if "remat_over_rival" in row:
+            share = f"{row['peak_bytes'] / plain:.0%}"
+            lines.append([f"PyTorch, {row['way']}", share, f"{row['rival_over_plain'][1]:.2f}", str(row["gathers"])])
+            ours = row["remat"]
+            time = row["remat_over_rival"][1] * row["rival_over_plain"][1]
+            lines.append(["`fit` at its peak", _share_of(ours, plain), f"{time:.2f}", str(ours["gathers"])])
+        elif "over_plain" in row:
+            title = f"`fit` at {float(row['way'].removeprefix('remat at ')):.0%}"
+            lines.append([title, _share_of(row, plain), f"{row['over_plain'][1]:.2f}", str(row["gathers"])])
+    return table(["", "peak", "time", "gathers"], lines)
+
+
+def _share_of(row: dict[str, Any], plain: int) -> str:
+    return f"{row['peak_over_limit'] * row['limit_bytes'] / plain:.0%}"

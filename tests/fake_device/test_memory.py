@@ -46,21 +46,31 @@ def test_chains_count_whole_granules() -> None:
 def test_dtr_makes_room_where_the_device_has_none(name: str, granularity: str) -> None:
     """The budget is more than the device has."""
     trained, switches = Training(name), fake_device.switches()
-    short = 0
+    made = 0
     for share in (0.85, 0.8, 0.75, 0.7):  # so that it is another call which finds nothing
         torch.accelerator.empty_cache()
         switches.set_limit(torch.accelerator.memory_reserved() + int(share * trained.plain.reserved_bytes))
-        try:
-            trained.step()
-            continue  # in holes of segments that are there
-        except torch.OutOfMemoryError:
-            short += 1
+        if not _runs_out_of_memory(trained):  # there are holes in segments
+            continue
         block = remat.DTR("1TiB", granularity=granularity, thrash_limit=100)
-        seen = trained.under(block)
+        try:
+            seen = trained.under(block)
+        except torch.OutOfMemoryError:  # in autograd's own backward, where no call can be made again
+            assert granularity == "module"
+            continue
         assert trained.has_equal_bits(seen)
         assert block.report().evictions and block.report().outcome == "pass"
         assert "the device gave" in block.report().note
-    assert short or fake_device.KIND != "fake"  # cuDNN's convolutions make do with less
+        made += 1
+    assert made or fake_device.KIND != "fake"  # cuDNN's convolutions make do with less
+
+
+def _runs_out_of_memory(trained: Training) -> bool:
+    try:
+        trained.step()
+    except torch.OutOfMemoryError:
+        return True
+    return False
 
 
 def test_what_others_allocate_meanwhile_counts() -> None:
