@@ -72,7 +72,7 @@ class RecordingVisitor:
 
     def visit(self, index: int, run: Run, given: Sequence[Any], end_of: Ends) -> Any:
         if index not in self._wanted:
-            return _without_saving(run, given)
+            return without_saving(run, given)
         modules = self._wanted[index].modules
         recorder = Recorder(timed=True, within=modules if len(modules) == 1 else ())
 
@@ -175,7 +175,7 @@ class MeasuringVisitor:
 
     def visit(self, index: int, run: Run, given: Sequence[Any], end_of: Ends) -> Any:
         assert self.gauge is not None
-        output = _without_saving(run, given)
+        output = without_saving(run, given)
         if index in self._units:
             if self.gauge.of_memory:
                 self._keep_all(index, run, given, end_of)
@@ -190,7 +190,7 @@ class MeasuringVisitor:
         with self.gauge.span("kept 0", index):
             output = run(source)
         del source
-        end = _end(index, output, end_of)
+        end = end_of_run(index, output, end_of)
         del output
         with self.gauge.span("backward 0", index):
             if end is not None:
@@ -217,7 +217,7 @@ class MeasuringVisitor:
         call.ended(output)
         with self.gauge.span(f"level {number}", index):
             pass  # what the environment no longer holds is gone
-        end = _end(index, output, end_of) if self.gauge.of_memory else None
+        end = end_of_run(index, output, end_of) if self.gauge.of_memory else None
         with self.gauge.span(f"rest {number}", index):
             call.complete(given[0])
         if self.gauge.of_memory:
@@ -238,12 +238,12 @@ class _Filled:
         """It is there."""
 
 
-def _end(index: int, output: Any, end_of: Ends) -> torch.Tensor | None:
+def end_of_run(index: int, output: Any, end_of: Ends) -> torch.Tensor | None:
     ends = [tensor for tensor in tensors(output) if tensor.requires_grad]
     return end_of(index, ends) if ends else None
 
 
-def _without_saving(run: Run, given: Sequence[Any]) -> Any:
+def without_saving(run: Run, given: Sequence[Any]) -> Any:
     source = cut(detached(given))
     with saving_nothing():
         return detached(run(source))

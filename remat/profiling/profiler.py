@@ -216,7 +216,7 @@ class Profiler:
         def look(gauge: Gauge, what: str, visitor: Visitor) -> None:
             self._pass(gauge, what, known=facts, visitor=visitor)
 
-        compiling = CompilingVisitor(groups, self.passes.of_its_own("compiling variants of blocks"), ranks)
+        compiling = CompilingVisitor(self.stages, groups, self.passes.of_its_own("compiling variants of blocks"), ranks)
         look(Seconds(self.device), "compiling variants of blocks", compiling)
         measuring = VariantsVisitor(compiling.found)
         gauge = measuring.gauge = Bytes(self.device)

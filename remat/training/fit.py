@@ -101,7 +101,8 @@ def fit(
         compile: compile the blocks of the model one by one (`block.compile()`) and have the compiler choose what they
             save so that the limit holds, where a step within it is then faster; or the arguments of `torch.compile` to
             do so with. Blocks that you have compiled yourself are planned in the same way, by the backend that you
-            chose for them. Bits are then those of the compiled blocks, the same at each limit.
+            chose for them. Bits are then those of the compiled blocks, the same at each limit; in bfloat16 but for
+            rounding.
 
     Returns:
         The model itself, the same object of the same class, trained within the limit until `remat.remove(model)`.

@@ -74,6 +74,25 @@ def test_a_stage_that_runs_again_does_so_as_its_variant() -> None:
     assert all(map(torch.equal, left, plain))
 
 
+def test_variants_that_would_drop_out_other_numbers_are_none() -> None:
+    """At low budgets the compiler makes dropout anew in the backward, from numbers that come next."""
+    torch.manual_seed(0)
+    model: Any = compiled(Model(dropout=0.3))
+    plain = left_by(model, SAMPLE)
+    offer_variants(model)
+    with compiled_for(0.0):
+        wrong = left_by(model, SAMPLE)
+    assert not all(map(torch.equal, wrong, plain))
+    chain = remat.profile(model, SAMPLE, loss=loss)
+    for options in filter(None, chain.options):
+        assert min(option.variant or 0.0 for option in options) > 0
+    least, most = remat.minimum_budget(chain), store_all_peak(chain)
+    for share in (0.0, 0.3, 0.6, 0.9):
+        remat.fit(model, SAMPLE, int(least + share * (most - least)), loss, quiet=True)
+        assert all(map(torch.equal, left_by(model, SAMPLE), plain))
+        remat.remove(model)
+
+
 def test_blocks_alike_share_what_is_compiled() -> None:
     """As many graphs as one block has variants, and the one that it was compiled for, with gradients and without."""
     from torch._dynamo.backends.registry import lookup_backend
@@ -133,3 +152,10 @@ def test_a_plan_with_variants_needs_compiled_blocks() -> None:
 def test_what_is_said_of_them() -> None:
     chain = remat.profile(compiled(Model()), SAMPLE, loss=loss)
     assert "compiled for a budget of 0: keeps" in chain._repr_html_()
+
+
+def test_variants_in_bfloat16_are_used() -> None:
+    """Where what is made again may be rounded or not."""
+    model = compiled(Model().bfloat16())
+    chain = remat.profile(model, SAMPLE.bfloat16(), loss=loss)
+    assert any(chain.options)
