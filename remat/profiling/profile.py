@@ -27,6 +27,7 @@ from remat.runtime.calls.environment import accelerators
 from remat.runtime.calls.places import Places
 from remat.runtime.calls.stages import Stage, call_of, check_device, flatten, group, is_sequential
 from remat.runtime.checks import Loss, check_count, check_model, check_sample, checked_loss
+from remat.runtime.patching import is_compiled
 from remat.runtime.planned.patched_forward import unpatched
 from remat.runtime.pytree import Arguments
 from remat.runtime.sharding import gathering_nothing_ahead, is_sharded, refuse_flat_shards, refuse_shards_of_others
@@ -117,6 +118,7 @@ def profile(
     if device is not None:
         raise RematError("device= is for estimates; a model is measured where it is. Pass estimate=True too")
     refuse_flat_shards(model)
+    _refuse_compiled_hooks(model)
     check_sample(sample)
     if repeats is not None:
         check_count("repeats", repeats)
@@ -125,6 +127,16 @@ def profile(
     given |= {"repeats": repeats, "loss": loss}
     measure = partial(_profiled, model, sample, enough=enough, **given)
     return measure() if agreed is not None else remembered(model, sample, given, measure, again=again)
+
+
+def _refuse_compiled_hooks(model: nn.Module) -> None:
+    """Raises UnsupportedModel where a compiled call has FSDP's hooks in it, which a recomputation would run again."""
+    if any(is_sharded(module) and is_compiled(module) for module in model.modules()):
+        raise UnsupportedModel(
+            "a block that block.compile() has compiled and that is sharded gathers its parameters inside of the compiled "
+            "call, so it cannot run again; compile it first, blocks[i] = torch.compile(block), and shard what that "
+            "returns: fully_shard(blocks[i])"
+        )
 
 
 def _profiled(

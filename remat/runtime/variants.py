@@ -46,14 +46,23 @@ def offer_variants(model: nn.Module) -> None:
     """Has the compiled blocks of a model look which variant is chosen. Outside of `compiled_for` that changes nothing,
     and a copy of a block is not compiled, as before."""
     for module in outside_of_compiled(model):
-        if is_compiled(module) and not isinstance(getattr(module, COMPILED), _Variants):
-            chosen = _chosen_by(getattr(module, COMPILED))
+        name = _where_compiled(module)
+        if name and not has_variants(module):
+            chosen = _chosen_by(module.__dict__[name])
             if chosen is not None:
-                module.__dict__[COMPILED] = _Variants(module, *chosen)
+                module.__dict__[name] = _Variants(getattr(module, "_orig_mod", module), *chosen)
 
 
 def has_variants(module: nn.Module) -> bool:
-    return isinstance(module.__dict__.get(COMPILED), _Variants)
+    name = _where_compiled(module)
+    return bool(name) and isinstance(module.__dict__[name], _Variants)
+
+
+def _where_compiled(module: nn.Module) -> str:
+    """The attribute in which a module has its compiled call: of `module.compile()`, or of `torch.compile(module)`."""
+    if is_compiled(module):
+        return COMPILED
+    return "forward" if hasattr(module, "_orig_mod") and "forward" in module.__dict__ else ""
 
 
 def _chosen_by(compiled: Any) -> tuple[Any, Any, dict[str, Any]] | None:

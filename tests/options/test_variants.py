@@ -93,6 +93,21 @@ def test_variants_that_would_drop_out_other_numbers_are_none() -> None:
         remat.remove(model)
 
 
+def test_blocks_that_torch_compile_returned() -> None:
+    """As torchtitan has them."""
+    torch.manual_seed(0)
+    model = Model()
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = torch.compile(block, backend=BACKEND)  # type: ignore[call-overload]
+    plain = left_by(model, SAMPLE)
+    chain = remat.profile(model, SAMPLE, loss=loss)
+    assert any(chain.options)
+    remat.fit(model, SAMPLE, 0.6, loss, quiet=True)
+    assert all(map(torch.equal, left_by(model, SAMPLE), plain))
+    remat.remove(model)
+    assert all(map(torch.equal, left_by(copy.deepcopy(model), SAMPLE), plain))
+
+
 def test_blocks_alike_share_what_is_compiled() -> None:
     """As many graphs as one block has variants, and the one that it was compiled for, with gradients and without."""
     from torch._dynamo.backends.registry import lookup_backend

@@ -1,4 +1,4 @@
-"""`examples/distributed.py` as its users start it: two processes under torchrun, on the CPU, with and without remat."""
+"""The examples of several processes as their users start them: two of them under torchrun, on the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from conftest import ROOT
 
-SCRIPT = ROOT / "examples" / "distributed.py"
 STEPS = 3
 SECONDS = 120  # after which ranks that wait for each other are ended; a run takes some 15
 
@@ -22,8 +21,8 @@ pytestmark = [
 ]
 
 
-def torchrun(*options: str) -> str:
-    """What the script prints, run by two processes."""
+def torchrun(script: str, *options: str) -> str:
+    """What an example prints, run by two processes."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {
         **os.environ,
@@ -33,7 +32,7 @@ def torchrun(*options: str) -> str:
         "PYTHONWARNINGS": "error:remat,error:rotor.Checkpointable",
     }
     with subprocess.Popen(
-        [*launcher, str(SCRIPT), *options],
+        [*launcher, str(ROOT / "examples" / script), *options],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -51,7 +50,7 @@ def torchrun(*options: str) -> str:
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp", "pipeline"])
 def test_it_trains_as_without_remat(how: str) -> None:
-    printed = torchrun("--how", how, "--memory", "none", "0.7", "--steps", str(STEPS))
+    printed = torchrun("distributed.py", "--how", how, "--memory", "none", "0.7", "--steps", str(STEPS))
     plain, limited = printed.split(f"{how} on 2 x cpu")[1:]
     losses, found = (re.findall(r"^step \d+: loss (\S+)$", text, re.MULTILINE) for text in (plain, limited))
     assert losses == found  # to the bit: nine digits tell any two float32 apart
@@ -62,3 +61,14 @@ def test_it_trains_as_without_remat(how: str) -> None:
     assert plan is not None, printed
     size, again, parts = map(int, plan.groups())
     assert size > 0 and again + parts > 0  # which of them is the faster way depends on the times that were measured
+
+
+@pytest.mark.parametrize("compiled", ["--compile", "--no-compile"])
+def test_a_sharded_llama_trains_to_the_same_loss_within_each_limit(compiled: str) -> None:
+    printed = torchrun("large.py", compiled, "--layers", "4", "--width", "64", "--batch", "8")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line.startswith("|")]
+    found = {name: (peak, loss) for name, peak, _, loss in rows[2:]}
+    assert len({loss for peak, loss in found.values() if peak != "-"}) == 1
+    size = {name: float(peak.split()[0]) for name, (peak, _) in found.items() if peak != "-"}
+    assert size["remat.fit at 80%"] <= 0.8 * size["plain FSDP2"] + 0.05  # as it is rounded
+    assert size["remat.fit at 60%"] <= 0.6 * size["plain FSDP2"] + 0.05

@@ -20,7 +20,7 @@ from torch import nn
 import remat
 from remat import rotor
 from remat.distributed import held_after_forward, largest, plan_in_flight
-from remat.errors import InfeasibleBudget, PlanMismatch, RematError
+from remat.errors import InfeasibleBudget, PlanMismatch, RematError, UnsupportedModel
 from remat.runtime.meter import MemoryMeter
 from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.simulation import peak_and_makespan, simulate, store_all_peak
@@ -166,6 +166,22 @@ def _sharded(rank: int) -> None:
         dist.all_gather_object(said, patch.choose.__self__.plan.rehearsal.peak_bytes)
         assert said[0] == said[1] <= share * store_all_peak(patch.choose.__self__.chain)
         assert losses_of(model, part, together=True) == plain  # to the bit
+
+
+def test_compiled_hooks_of_fsdp_are_refused() -> None:
+    """With how to do it instead."""
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = network()
+        for block in model.blocks:
+            block.compile()
+            fully_shard(block)
+        with pytest.raises(UnsupportedModel, match=r"fully_shard\(blocks\[i\]\)"):
+            remat.fit(fully_shard(model), _data(), 0.8, group=dist.group.WORLD, stages=["blocks"])
+    finally:
+        dist.destroy_process_group()
 
 
 class Wasteful(nn.Module):

@@ -265,7 +265,7 @@ def _variants_of(schedule: Schedule, stages: Sequence[Stage]) -> dict[int, float
                 found[operation.stage] = variant
     for index in found:
         stage = stages[index - 1]
-        if not any(map(is_compiled, stage.parts)):
+        if not any(is_compiled(part) or hasattr(part, "_orig_mod") for part in stage.parts):
             raise PlanMismatch(
                 f"the schedule has variants of {stage.name!r}, which is not compiled here: compile it as it was when "
                 "the model was profiled (block.compile()), or plan anew"
