@@ -133,7 +133,7 @@ def _refuse_compiled_hooks(model: nn.Module) -> None:
     """Raises UnsupportedModel where a compiled call has FSDP's hooks in it, which a recomputation would run again."""
     if any(is_sharded(module) and is_compiled(module) for module in model.modules()):
         raise UnsupportedModel(
-            "a block that block.compile() has compiled and that is sharded gathers its parameters inside of the compiled "
+            "a sharded block that block.compile() has compiled gathers its parameters inside of the compiled "
             "call, so it cannot run again; compile it first, blocks[i] = torch.compile(block), and shard what that "
             "returns: fully_shard(blocks[i])"
         )
