@@ -15,6 +15,7 @@ from remat.chain import Chain
 from remat.errors import InfeasibleBudget
 from remat.runtime.calls.places import Places
 from remat.runtime.patching import COMPILED, is_compiled, outside_of_compiled
+from remat.runtime.sharding import is_sharded
 from remat.runtime.variants import offer_variants
 from remat.simulation import simulate, store_all_peak
 from remat.training.planned import Limit, Planned
@@ -113,13 +114,27 @@ def _seconds(planned: Planned) -> float:
 
 
 def _blocks_of(model: nn.Module, chain: Chain, *, compiled: bool = False) -> Iterator[tuple[nn.Module, float]]:
-    """The modules of stages that the compiler may see, with the seconds of their stages."""
+    """The modules of stages that the compiler may see, with the seconds of their stages; none in shards, which FSDP
+    gathers in hooks that would be compiled with them."""
     places = Places(model, chain.layout)
-    open_ones = outside_of_compiled(model)
+    open_ones = [
+        module
+        for module in outside_of_compiled(model)
+        if is_compiled(module) == compiled and any(module.children()) and not _is_in_shards(module)
+    ]
     for index, stage in enumerate(places.stages):
         if places.fixed[index]:
             continue
         seconds = chain.fwd_seconds[index] + chain.bwd_seconds[index]
         for module in stage.modules:
-            if module in open_ones and is_compiled(module) == compiled and any(module.children()):
+            if (
+                module in open_ones
+                and is_compiled(module) == compiled
+                and any(module.children())
+                and not _is_in_shards(module)
+            ):
                 yield module, seconds
+
+
+def _is_in_shards(module: nn.Module) -> bool:
+    return any(map(is_sharded, module.modules()))

@@ -213,7 +213,8 @@ class Planned:
                 limit = max(resolve_budget(limit, store_all_peak(chain)), request.least)
                 request = request._replace(least=limit)
             if tried_on is not None and self._may_rehearse():
-                schedule, rehearsal = self._rehearsed(request.solver, limit, tried_on, loss)
+                each = Ranks(setup.group).all(resolve_budget(limit, store_all_peak(chain)))  # what is free differs
+                schedule, rehearsal = self._rehearsed(request.solver, min(each), tried_on, loss)
             else:
                 schedule = solved(chain, request.solver, limit, in_flight=setup.in_flight, group=setup.group)
         else:
@@ -228,9 +229,7 @@ class Planned:
         takes_more = is_accelerator(device) or any(map(is_sharded, self.model.modules()))
         return takes_more and self.setup.in_flight == 1
 
-    def _rehearsed(
-        self, solver: Solver, limit: Limit, call: Arguments, loss: Loss | None
-    ) -> tuple[Schedule, Rehearsal]:
+    def _rehearsed(self, solver: Solver, limit: int, call: Arguments, loss: Loss | None) -> tuple[Schedule, Rehearsal]:
         """A schedule that was seen to stay within the limit: where steps by the first one do not, one for less; where
         they leave much of it, one for more.
 
@@ -238,7 +237,6 @@ class Planned:
             InfeasibleBudget: none does.
         """
         chain, of, group = self.measured, self.setup.of, self.setup.group
-        limit = resolve_budget(limit, store_all_peak(chain))
         asked = limit
         while True:
             try:
