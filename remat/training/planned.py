@@ -237,16 +237,16 @@ class Planned:
             InfeasibleBudget: none does.
         """
         chain, of, group = self.measured, self.setup.of, self.setup.group
-        asked = limit
+        asked, tried = limit, False
         while True:
             try:
                 schedule = solved(chain, solver, asked, group=group)
             except InfeasibleBudget as error:
-                if asked == limit and error.minimum <= _NEARLY * limit:  # on paper: steps may take less
+                if not tried and error.minimum <= _NEARLY * limit:  # on paper: steps may take less
                     asked = error.minimum
                     continue
                 raise InfeasibleBudget(limit, error.minimum + limit - asked, error.solver) from None
-            found = self._tried(schedule, call, loss)
+            found, tried = self._tried(schedule, call, loss), True
             planned = min(asked, simulate(chain, schedule).peak_bytes)
             if found is not None and found.of(of) <= limit:
                 break

@@ -60,3 +60,6 @@ def test_what_no_plan_keeps_on_paper_is_tried(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(InfeasibleBudget) as caught:
         _planned(lambda peak: int(0.9 * peak), monkeypatch, int(0.7 * least))
     assert abs(caught.value.minimum - 0.9 * least) <= 2
+    with pytest.raises(InfeasibleBudget) as caught:  # it takes what is reckoned, to the byte
+        _planned(lambda peak: peak, monkeypatch, int(0.7 * least))
+    assert caught.value.minimum == least
