@@ -78,8 +78,7 @@ class _Seen(NamedTuple):
 class CompilingVisitor:
     """Compiles variants of the first stage of each group, as long as they differ in what they save.
 
-    One whose gradients or random numbers are others is of no use: at lower budgets PyTorch's compiler (2.13) makes
-    dropout anew in the backward, with other numbers than in the forward, which is wrong.
+    One whose gradients or random numbers are not those of the block is of no use.
 
     Attributes:
         found: what is worth measuring.

@@ -127,12 +127,7 @@ def _blocks_of(model: nn.Module, chain: Chain, *, compiled: bool = False) -> Ite
             continue
         seconds = chain.fwd_seconds[index] + chain.bwd_seconds[index]
         for module in stage.modules:
-            if (
-                module in open_ones
-                and is_compiled(module) == compiled
-                and any(module.children())
-                and not _is_in_shards(module)
-            ):
+            if module in open_ones:
                 yield module, seconds
 
 

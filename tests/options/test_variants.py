@@ -84,8 +84,7 @@ def test_variants_that_would_drop_out_other_numbers_are_none() -> None:
         wrong = left_by(model, SAMPLE)
     assert not all(map(torch.equal, wrong, plain))
     chain = remat.profile(model, SAMPLE, loss=loss)
-    for options in filter(None, chain.options):
-        assert min(option.variant or 0.0 for option in options) > 0
+    assert not any(chain.options)
     least, most = remat.minimum_budget(chain), store_all_peak(chain)
     for share in (0.0, 0.3, 0.6, 0.9):
         remat.fit(model, SAMPLE, int(least + share * (most - least)), loss, quiet=True)
