@@ -9,6 +9,7 @@ everything takes there; none: without remat, to the same losses. Several are tra
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 from collections.abc import Callable
 from functools import partial
@@ -119,6 +120,7 @@ def main() -> None:
             train(options.how, memory, options.steps, device)
     finally:
         dist.destroy_process_group()
+        gc.collect()  # the model holds its group: threads of gloo's that outlive Python abort the process
 
 
 if __name__ == "__main__":
