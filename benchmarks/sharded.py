@@ -11,7 +11,6 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ import remat
 from benchmarks.any_model import llama
 from benchmarks.keeping import Rows, write
 from benchmarks.pairing import in_turn, quartiles
-from remat.distributed import agree
 from remat.runtime.library import BlockCheckpointing
 from remat.runtime.meter import MemoryMeter
 from remat.runtime.planned.patched_forward import patched_forward_of
@@ -100,9 +98,8 @@ def _rows(rank: int) -> Rows:
     most, gathers = plain.seen()
     rows: Rows = [{"way": "plain", "peak_bytes": most, "gathers": gathers}]
     ours, _ = _made(rank)
-    ranks = Ranks(dist.group.WORLD)
-    together: dict[str, Any] = {"agreed": partial(agree, ranks=ranks), "ranks": ranks}
-    least = remat.minimum_budget(remat.profile(ours, sample, stages=["model.layers"], output_held=False, **together))
+    together: dict[str, Any] = {"stages": ["model.layers"], "output_held": False, "ranks": Ranks(dist.group.WORLD)}
+    least = remat.minimum_budget(remat.profile(ours, sample, **together))
 
     def within(limit: int, **more: Any) -> dict[str, Any]:
         options: dict[str, Any] = {"stages": ["model.layers"], "group": dist.group.WORLD, "output_held": False}

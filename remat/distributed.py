@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from remat.budgets import resolve_budget
 from remat.chain import Chain
-from remat.errors import InfeasibleBudget, PlanMismatch, RematError
+from remat.errors import InfeasibleBudget, PlanMismatch
 from remat.layout import Option
 from remat.schedule import B, Schedule, store_all_operations
 from remat.simulation import simulate, store_all_peak
 from remat.solvers.base import Solver
 from remat.utils.ranks import Ranks
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _TRIED = 48  # budgets for one forward, between the least and the limit
 
@@ -27,7 +24,7 @@ def agree(chain: Chain, ranks: Ranks) -> Chain:
     Raises:
         PlanMismatch: they found different stages.
     """
-    return largest(ranks.all(chain))
+    return largest(ranks.all(chain)) if ranks.are_several else chain
 
 
 def largest(chains: Sequence[Chain]) -> Chain:
@@ -86,26 +83,10 @@ def _largest(values: Sequence[Any]) -> Any:
     return tuple(map(max, zip(*values, strict=True))) if isinstance(values[0], tuple) else max(values)
 
 
-def from_first(plan: Callable[[], Schedule], group: ProcessGroup) -> Schedule:
-    """The schedule that the first process of `group` plans, in all processes. If it fails, all raise its error."""
-    import torch.distributed as dist
-
-    box: list[Any] = [None]
-    if dist.get_rank(group) == 0:
-        try:
-            box[0] = plan()
-        except RematError as error:
-            box[0] = error
-    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
-    if isinstance(box[0], RematError):
-        raise box[0]
-    return box[0]
-
-
 def solved(
-    chain: Chain, solver: Solver, limit: int | str | float, *, in_flight: int = 1, group: ProcessGroup | None = None
+    chain: Chain, solver: Solver, limit: int | str | float, *, in_flight: int = 1, ranks: Ranks | None = None
 ) -> Schedule:
-    """The solver's schedule within `limit`, which covers `in_flight` forwards; in a group the first process solves.
+    """The solver's schedule within `limit`, which covers `in_flight` forwards; of several ranks the first one solves.
 
     Raises:
         InfeasibleBudget: nothing fits.
@@ -118,7 +99,7 @@ def solved(
         most = store_all_peak(chain) + held_by_others(chain, store_all, in_flight)
         return plan_in_flight(chain, solver, resolve_budget(limit, most), in_flight)
 
-    return plan() if group is None else from_first(plan, group)
+    return (ranks or Ranks()).first(plan)
 
 
 def held_by_others(chain: Chain, schedule: Schedule, in_flight: int) -> int:

@@ -7,7 +7,7 @@ options get such an option.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -47,6 +47,18 @@ def parcels(tape: Tape, held: frozenset[int]) -> list[Parcel]:
         if storage not in held
     ]
     return sorted(found, key=lambda parcel: -parcel.size_bytes)
+
+
+def common(offers: Iterable[Mapping[int, Sequence[Parcel]]]) -> dict[int, list[Parcel]]:
+    """What each stage may send in all of several processes, in the sizes of the largest."""
+    first, *others = ({stage: dict(each) for stage, each in by_stage.items()} for by_stage in offers)
+    found: dict[int, list[Parcel]] = {}
+    for stage, sizes in first.items():
+        rest = [other.get(stage, {}) for other in others]
+        shared = [numbers for numbers in sizes if all(numbers in each for each in rest)]
+        largest = [Parcel(numbers, max(each[numbers] for each in (sizes, *rest))) for numbers in shared]
+        found[stage] = sorted(largest, key=lambda parcel: -parcel.size_bytes)
+    return found
 
 
 def with_offload(chain: Chain, offers: Mapping[int, Sequence[Parcel]], bytes_per_second: float) -> Chain:

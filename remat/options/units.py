@@ -133,7 +133,7 @@ class RecordingVisitor:
 
         Each would choose others by its own clock, and samples of other sizes have tapes of other sizes.
         """
-        proposed = ranks.first([(unit.stages, unit.choices) for unit in units])
+        proposed = ranks.first(lambda: [(unit.stages, unit.choices) for unit in units])
         looks = ranks.all([self._look(stages) for stages, _ in proposed])
         return [
             AlikeStages(stages, self._tapes[stages[0]], chosen)

@@ -12,6 +12,7 @@ from torch import nn
 
 from remat.chain import Chain
 from remat.devices import device_named
+from remat.distributed import agree
 from remat.errors import LeftChain, RematError, UnsupportedModel
 from remat.estimation.world import LOOKS_AT_VALUES, World
 from remat.finding.find import SMALL, locate
@@ -45,7 +46,6 @@ def profile(
     small: float = SMALL,
     stages: Sequence[str | nn.Module] | None = None,
     progress: Progress | None = None,
-    agreed: Callable[[Chain], Chain] | None = None,
     ranks: Ranks | None = None,
     enough: Callable[[Chain], None] = lambda chain: None,
     output_held: bool = True,
@@ -93,8 +93,8 @@ def profile(
             `remat calibrate` wrote. By default "cpu".
         again: False: return the last profile of this model if no visible condition has changed: shapes, dtypes, flags,
             hooks, numbers and functions in attributes, but not the values of the sample.
-        agreed: converts the measured chain into the chain to plan for, as for processes that train together.
-        ranks: they, so that all measure the same options; with `agreed`, and without them, there are none.
+        ranks: processes that train the model together: all measure the same options, and get the chain of the largest
+            sizes and times that any of them has measured.
         enough: called with the chain as soon as its sizes are known, before its times; an exception from it ends the
             measuring.
         progress: called with what is being done, how many steps of it are done, and how many there are.
@@ -109,12 +109,12 @@ def profile(
         RematError: no such device, or one is given although nothing is estimated.
     """
     check_model(model)
-    if offload and not (options and agreed is None):
-        raise RematError("offload=True needs options=True and one process: offloaded tensors are options of a stage")
-    given: Any = {"small": small, "stages": stages, "progress": progress, "agreed": agreed, "ranks": ranks}
+    if offload and not options:
+        raise RematError("offload=True needs options=True: offloaded tensors are options of a stage")
+    given: Any = {"small": small, "stages": stages, "progress": progress}
     given |= {"output_held": output_held, "options": options, "offload": offload, "keep": keep, "recompute": recompute}
     if estimate:
-        return estimate_in(World(device_named(device or "cpu")), model, sample, loss, given)
+        return estimate_in(World(device_named(device or "cpu")), model, sample, loss, given | {"ranks": ranks})
     if device is not None:
         raise RematError("device= is for estimates; a model is measured where it is. Pass estimate=True too")
     refuse_flat_shards(model)
@@ -122,11 +122,13 @@ def profile(
     check_sample(sample)
     if repeats is not None:
         check_count("repeats", repeats)
-    if options and (agreed is None or ranks is not None):
+    if options:
         offer_variants(model)
     given |= {"repeats": repeats, "loss": loss}
-    measure = partial(_profiled, model, sample, enough=enough, **given)
-    return measure() if agreed is not None else remembered(model, sample, given, measure, again=again)
+    measure = partial(_profiled, model, sample, enough=enough, ranks=ranks or Ranks(), **given)
+    if ranks is not None and ranks.are_several:  # what one remembers the others may not
+        return measure()
+    return remembered(model, sample, given, measure, again=again)
 
 
 def _refuse_compiled_hooks(model: nn.Module) -> None:
@@ -148,8 +150,7 @@ def _profiled(
     small: float,
     stages: Sequence[str | nn.Module] | None,
     progress: Progress | None,
-    agreed: Callable[[Chain], Chain] | None,
-    ranks: Ranks | None,
+    ranks: Ranks,
     enough: Callable[[Chain], None],
     output_held: bool,
     options: bool,
@@ -178,23 +179,21 @@ def _profiled(
     ):
         if in_sequence:
             # Which stages are too small may differ between processes, because their samples do.
-            layout = in_a_row(model, call, small if agreed is None else 0.0, tell)
+            layout = in_a_row(model, call, 0.0 if ranks.are_several else small, tell)
         else:
             tell("finding chains", 0, 1)
             layout = locate(model, call, stages=stages, small=small).layout(call)
             tell("finding chains", 1, 1)
         forward = partial(_forward_only, model, call, end)
         casts = casts_made_again(model, _recomputed(model, layout), forward) + cast_bytes(place, forward)
-        own = options and (agreed is None or ranks is not None)
         sweeps = SWEEPS if repeats is None else repeats
-        passes = Passes(tell, 2 + sweeps + own * (RECORDINGS + 1 + sweeps) + 2 * (layout.calls is not None))
+        passes = Passes(tell, 2 + sweeps + options * (RECORDINGS + 1 + sweeps) + 2 * (layout.calls is not None))
         profiler = Profiler(model, call, layout, place, end, output_held, foreign, replaced, passes)
         with gathering_nothing_ahead(model):
-            chain = profiler.chain(repeats, Wanted(own, keep, recompute, offload, ranks or Ranks()), enough)
+            chain = profiler.chain(repeats, Wanted(options, keep, recompute, offload, ranks), enough)
         set_up = storage_bytes(replaced.among(everything.parts))
         chain = replace(chain, reserve_bytes=chain.reserve_bytes + casts + set_up)
-        if agreed is not None:  # before the check, whose stages have to run in the same order in all processes
-            chain = agreed(chain)
+        chain = agree(chain, ranks)  # before the check, whose stages have to run in the same order in all processes
         if not any(chain.fixed) and not any(map(is_sharded, model.modules())):
             return chain
         passes.begin("checking", chain.length)(1)
@@ -204,8 +203,7 @@ def _profiled(
             raise UnsupportedModel(
                 f"{error}: the model takes another path each time. Train it under remat.DTR"
             ) from error
-    chain = replace(chain, reserve_bytes=chain.reserve_bytes + excess)
-    return chain if agreed is None else agreed(chain)
+    return agree(replace(chain, reserve_bytes=chain.reserve_bytes + excess), ranks)
 
 
 def estimate_in(world: World, model: nn.Module, sample: Any, loss: Loss | None, options: dict[str, Any]) -> Chain:

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from remat.chain import Chain
+from remat.distributed import agree
 from remat.layout import Layout
 from remat.measuring.facts import Facts
 from remat.measuring.gauges import Bytes, Gauge, Seconds, Span
 from remat.measuring.isolating import RandomGradients, Sink
 from remat.measuring.preserving import ForeignGradients, Replaced
-from remat.options.sending import Parcel, with_offload
+from remat.options.sending import Parcel, common, with_offload
 from remat.options.units import MeasuringVisitor, RecordingVisitor, Visitor
 from remat.options.variants import CompilingVisitor, MeasuredVariants, VariantsVisitor, alike_blocks
 from remat.profiling.assembling import MeasuredOptions, Measurement, chain_of
@@ -123,7 +124,12 @@ class Profiler:
         ways, offers = self._ways(memory.facts, wanted, repeats, sizes.saved_bytes)
         chain = assembled(ways)
         chain = replace(chain, reserve_bytes=chain.reserve_bytes + slack_of(max(chain.saved_bytes), self.device))
-        return with_offload(chain, offers, instruments().link_bytes_per_second(self.device)) if offers else chain
+        return self._with_offload(chain, offers, wanted.ranks) if wanted.offload else chain
+
+    def _with_offload(self, chain: Chain, offers: Mapping[int, Sequence[Parcel]], ranks: Ranks) -> Chain:
+        """With options that send what all ranks can, at the pace of the slowest link."""
+        found = ranks.all((offers, instruments().link_bytes_per_second(self.device)))
+        return with_offload(agree(chain, ranks), common(each for each, _ in found), min(pace for _, pace in found))
 
     def _pass(self, gauge: Gauge, what: str, *, variables: Variables | None = None, **options: Any) -> Pass:
         """Every stage run by itself, forward and backward, in the order of the model's forward."""
@@ -214,7 +220,7 @@ class Profiler:
         fixed = (False,) * len(self.stages) if self.places is None else self.places.fixed
         numbers = [index for index in range(1, len(self.stages) + 1) if not fixed[index - 1]]
         recomputed = [index for index in numbers if not facts[index].marks.draws_random]
-        groups = ranks.first(alike_blocks(self.stages, recomputed, saved)) if instruments().computes else []
+        groups = ranks.first(lambda: alike_blocks(self.stages, recomputed, saved)) if instruments().computes else []
         if not groups:
             return MeasuredVariants([], {}, [])
 

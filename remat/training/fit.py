@@ -211,27 +211,43 @@ def _by_estimate(model: nn.Module, call: Arguments, wish: Wish) -> Runs | None:
 
 def _fit(model: nn.Module, sample: Any, wish: Wish, patch: PatchedForward | None = None) -> None:
     """Measures, plans, and makes the model follow the plan; `patch`: reuse this patch of its forward."""
-    if wish.longest is not None:
-        sample = _longest(model, sample, wish.longest)
-    if wish.compile is False:
-        _fit_as_it_is(model, sample, wish, Planned(model, wish.setup), patch)
-        return
-    blocks = CompiledBlocks(model, {} if wish.compile is True else wish.compile)
+    setup, planned = wish.setup, Planned(model, wish.setup)
+    blocks = None if wish.compile is False else CompiledBlocks(model, {} if wish.compile is True else wish.compile)
     try:
-        planned = Planned(model, wish.setup)
-        with suppress(NoChain):
-            planned = blocks.choose(sample, wish.setup, wish.limit_for, progress=not wish.quiet)
-        _fit_as_it_is(model, sample, wish, planned, patch)
+        with planned.together():
+            if wish.longest is not None:
+                sample = _longest(model, sample, wish.longest)
+            if blocks is not None:
+                with suppress(NoChain):
+                    planned = blocks.choose(sample, setup, wish.limit_for, progress=not wish.quiet)
+            limit = _planned(model, sample, wish, planned, patch)
+        if limit is not None:
+            _train_by(planned, limit, wish, patch)
     except BaseException:
-        blocks.give_up()
+        if blocks is not None:
+            blocks.give_up()
         raise
-    fitted = patched_forward_of(model)
-    assert fitted is not None
-    fitted.when_removed(blocks.removed)
+    if blocks is not None:
+        fitted = patched_forward_of(model)
+        assert fitted is not None
+        fitted.when_removed(blocks.removed)
 
 
-def _fit_as_it_is(model: nn.Module, sample: Any, wish: Wish, planned: Planned, patch: PatchedForward | None) -> None:
-    """As `_fit`, with blocks compiled or not, as they are; `planned` may have been measured."""
+def _train_by(planned: Planned, limit: int, wish: Wish, patch: PatchedForward | None) -> None:
+    """Makes the model follow the plan."""
+    chain, kind = planned.measured, type(planned.model).__name__
+    patch = planned.take_place(patch)
+    assert planned.plan is not None
+    least = planned.solver("fastest").minimum_budget(chain)
+    text = in_a_line(kind, chain, planned.plan.schedule, limit, least, planned.plan.rehearsal)
+    conclude(patch, text, wish.quiet, lambda: {"limit": limit, **planned.figures()})
+
+
+def _planned(model: nn.Module, sample: Any, wish: Wish, planned: Planned, patch: PatchedForward | None) -> int | None:
+    """Plans, for blocks compiled or not, as they are, and gives the limit; None where it trains by calls instead.
+
+    `planned` may have been measured.
+    """
     kind, quiet, setup = type(model).__name__, wish.quiet, wish.setup
     by_calls_too = setup.stages is None and setup.group is None and (setup.of == "allocated" or wish.memory == AUTO)
     limit = wish.limit_for(planned) if planned.limit is None else planned.limit
@@ -242,7 +258,7 @@ def _fit_as_it_is(model: nn.Module, sample: Any, wish: Wish, planned: Planned, p
         if not by_calls_too:
             raise
         train_by_calls(model, sample, limit, setup, patch, f"no chain of blocks found in {kind}", quiet=quiet)
-        return
+        return None
     chain = planned.measured
     limit = resolve_budget(limit, store_all_peak(chain))  # of what comes later, too
     solver = planned.solver("fastest")
@@ -264,11 +280,8 @@ def _fit_as_it_is(model: nn.Module, sample: Any, wish: Wish, planned: Planned, p
             last = by_calls if isinstance(by_calls, InfeasibleBudget) else error
             last.args = (f"{last}{fits_by_operators(model, sample, limit, setup)}",)
             raise last from None
-        return
-    patch = planned.take_place(patch)
-    assert planned.plan is not None
-    text = in_a_line(kind, chain, planned.plan.schedule, limit, solver.minimum_budget(chain), planned.plan.rehearsal)
-    conclude(patch, text, quiet, lambda: {"limit": limit, **planned.figures()})
+        return None
+    return limit
 
 
 def _longest(model: nn.Module, sample: Any, length: int) -> Arguments:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 
 from remat.budgets import resolve_budget
 from remat.chain import Chain
-from remat.distributed import agree, held_by_others, solved
+from remat.distributed import held_by_others, solved
 from remat.errors import InfeasibleBudget, RematError
 from remat.formatting import format_bytes
 from remat.profiling.profile import Loss, profile
@@ -33,7 +33,6 @@ from remat.training.by_input import PlansByInput
 from remat.training.rehearsal import Rehearsal, most_of, rehearse
 from remat.training.setup import Setup
 from remat.utils.progress import Progress, shown
-from remat.utils.ranks import Ranks
 
 FREE_SHARE = 0.9  # of the free memory is the limit where none is given
 _STEPS = 64  # in as many a limit is lowered, at least, that was seen not to be kept
@@ -126,10 +125,12 @@ class Planned:
         Args:
             progress: show on stderr what is measured.
             again: False: take what was measured last, where the model and the sample look the same.
-            enough: as for `remat.profile`; several processes do not call it.
+            enough: as for `remat.profile`.
         """
         with training(self.model), shown(progress) as tell:
-            self.chain = self.profile(sample, self.setup.loss, tell, again=again, enough=enough)
+            with self.together():
+                chain = self.profile(sample, self.setup.loss, tell, again=again, enough=enough)
+            self.chain = chain
             self._was_measured(sample)
         self.on_measured()
 
@@ -151,10 +152,11 @@ class Planned:
         options: dict[str, Any] = {"loss": loss, "stages": setup.stages, "output_held": setup.output_held}
         options |= {"progress": tell, "options": setup.options, "offload": setup.host_limit is not None}
         options |= {"keep": setup.keep, "recompute": setup.recompute}
-        if setup.group is None:
-            return profile(self.model, sample, again=again, **options, **more)
-        ranks = Ranks(setup.group)
-        return profile(self.model, sample, agreed=partial(agree, ranks=ranks), ranks=ranks, **options)
+        return profile(self.model, sample, again=again, ranks=setup.ranks, **options, **more)
+
+    def together(self) -> AbstractContextManager[None]:
+        """Inside, an error in one process is one in all of the group; in shards once that process has ended."""
+        return self.setup.ranks.together(tell=not any(map(is_sharded, self.model.modules())))
 
     @property
     def measured(self) -> Chain:
@@ -205,21 +207,22 @@ class Planned:
         """
         chain, setup, rehearsal = self.measured, self.setup, None
         request = request or Request(self.solver("persistent"))
-        if request.bounded:
-            limit = request.limit if request.limit is not None else self.limit
-            if limit is None:
-                limit = self.automatic_limit()
-            if isinstance(limit, float) and setup.group is None and setup.in_flight == 1:
-                limit = max(resolve_budget(limit, store_all_peak(chain)), request.least)
-                request = request._replace(least=limit)
-            if tried_on is not None and self._may_rehearse():
-                each = Ranks(setup.group).all(resolve_budget(limit, store_all_peak(chain)))  # what is free differs
-                schedule, rehearsal = self._rehearsed(request.solver, min(each), tried_on, loss)
+        with self.together():
+            if request.bounded:
+                limit = request.limit if request.limit is not None else self.limit
+                if limit is None:
+                    limit = self.automatic_limit()
+                if isinstance(limit, float) and setup.group is None and setup.in_flight == 1:
+                    limit = max(resolve_budget(limit, store_all_peak(chain)), request.least)
+                    request = request._replace(least=limit)
+                if tried_on is not None and self._may_rehearse():
+                    each = setup.ranks.all(resolve_budget(limit, store_all_peak(chain)))  # what is free differs
+                    schedule, rehearsal = self._rehearsed(request.solver, min(each), tried_on, loss)
+                else:
+                    schedule = solved(chain, request.solver, limit, in_flight=setup.in_flight, ranks=setup.ranks)
             else:
-                schedule = solved(chain, request.solver, limit, in_flight=setup.in_flight, group=setup.group)
-        else:
-            operations = request.solver.least_memory(chain)
-            schedule = Schedule(operations, strategy=request.solver.name, layout=chain.layout)
+                operations = request.solver.least_memory(chain)
+                schedule = Schedule(operations, strategy=request.solver.name, layout=chain.layout)
         self._bind(chain, schedule, setup.in_flight if request.bounded else 0, rehearsal)
         self.request = request
         self.on_planned()
@@ -236,11 +239,11 @@ class Planned:
         Raises:
             InfeasibleBudget: none does.
         """
-        chain, of, group = self.measured, self.setup.of, self.setup.group
+        chain, of, ranks = self.measured, self.setup.of, self.setup.ranks
         asked, tried = limit, False
         while True:
             try:
-                schedule = solved(chain, solver, asked, group=group)
+                schedule = solved(chain, solver, asked, ranks=ranks)
             except InfeasibleBudget as error:
                 if not tried and error.minimum <= _NEARLY * limit:  # on paper: steps may take less
                     asked = error.minimum
@@ -252,7 +255,7 @@ class Planned:
                 break
             asked = planned - max(planned // _STEPS, 0 if found is None else found.of(of) - limit)
         for _ in range(_TRIALS):
-            more = solved(chain, solver, planned + limit - found.of(of), group=group)
+            more = solved(chain, solver, planned + limit - found.of(of), ranks=ranks)
             if simulate(chain, more).seconds >= _WORTH_TRYING * simulate(chain, schedule).seconds:
                 break
             seen = self._tried(more, call, loss)
@@ -264,7 +267,7 @@ class Planned:
     def _tried(self, schedule: Schedule, call: Arguments, loss: Loss | None) -> Rehearsal | None:
         found = rehearse(self.model, call, loss, schedule, output_held=self.setup.output_held)
         told = None if found is None else found._replace(known=())
-        return most_of(Ranks(self.setup.group).all(told), found)
+        return most_of(self.setup.ranks.all(told), found)
 
     def adopt(self, schedule: Schedule) -> None:
         """Takes a schedule that was made elsewhere, for every input."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -12,6 +13,7 @@ from remat.budgets import resolve_budget
 from remat.errors import RematError
 from remat.runtime.checks import Loss, check_count, check_when_short, checked_loss
 from remat.runtime.planned.patched_forward import check_other_path
+from remat.utils.ranks import Ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -50,8 +52,12 @@ class Setup:
             raise RematError(f"of={self.of!r}: a limit is of what is 'allocated' or 'reserved'")
         if self.host_limit is not None:
             resolve_budget(self.host_limit)
-            if not self.options or self.group is not None:
+            if not self.options:
                 raise RematError(
-                    "host_limit needs options=True and no `group`: offloaded tensors are options of a stage; leave out "
-                    "host_limit"
+                    "host_limit needs options=True: offloaded tensors are options of a stage; leave out host_limit"
                 )
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        """Those of `group`."""
+        return Ranks(self.group)

@@ -260,3 +260,16 @@ ORDINARY: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "resnet50": resnet50,
 }
 EVERY = LIBRARY | ORDINARY
+
+
+def mixture_of_experts(kind: str) -> nn.Module:
+    """A small one of transformers, whose routers choose two of four experts for each token."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 200, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 64}
+    heads = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
+    experts = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
+    more = {"shared_expert_intermediate_size": 64, "decoder_sparse_step": 1} if kind == "qwen2_moe" else {}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **sizes, **heads, **experts, **more)
+    return AutoModelForCausalLM.from_config(config).train()  # type: ignore[no-any-return]

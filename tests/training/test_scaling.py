@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -21,13 +20,16 @@ import remat
 from remat import rotor
 from remat.distributed import held_after_forward, largest, plan_in_flight
 from remat.errors import InfeasibleBudget, PlanMismatch, RematError, UnsupportedModel
-from remat.runtime.meter import MemoryMeter
+from remat.options import sending
+from remat.runtime.meter import Instruments, MemoryMeter
 from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.simulation import peak_and_makespan, simulate, store_all_peak
 from remat.solvers.persistent import Persistent
 from support.chains import chains
 from support.judges import judge
-from support.library_models import Blocks
+from support.library_models import Blocks, mixture_of_experts
+from support.offloading import sending_all
+from support.processes import spawn
 
 STEPS = 3
 
@@ -60,23 +62,6 @@ def peak_of_a_step(model: nn.Module, data: torch.Tensor) -> int:
         model(data).square().mean().backward()
     (region,) = meter.regions
     return region.peak_bytes - region.start_bytes + data.numel() * data.element_size()
-
-
-def spawn(work: Callable[[int], None], folder: Path) -> None:
-    mp.spawn(_process, (work, str(folder)), nprocs=2)
-    assert (folder / "done0").exists() and (folder / "done1").exists()
-
-
-def _process(rank: int, work: Callable[[int], None], folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    try:
-        torch.set_num_threads(1)
-        work(rank)
-        Path(folder, f"done{rank}").touch()
-        dist.barrier()  # no process leaves while the other still needs it
-    finally:
-        dist.destroy_process_group()
-    os._exit(0)  # threads of gloo that still run would abort a process that ends in order
 
 
 def _data() -> torch.Tensor:
@@ -129,19 +114,19 @@ def test_distributed_data_parallel(tmp_path: Path) -> None:
     spawn(_data_parallel, tmp_path)
 
 
-def _sharded(rank: int) -> None:
+def in_shards(*shape: int) -> nn.Module:
+    """Over two processes; with a second dimension replicated over the first, in shards over the second (HSDP)."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (2,))
+    model, mesh = network(), init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
-    def sharded() -> nn.Module:
-        model = network()
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
 
-    data = _data()
+def _sharded(rank: int) -> None:
+    sharded, data = partial(in_shards, 2), _data()
     part = data[32 * rank : 32 * rank + 32]
     expected = losses_of(network(), data)
     plain = losses_of(sharded(), part, together=True)
@@ -166,6 +151,119 @@ def _sharded(rank: int) -> None:
         dist.all_gather_object(said, patch.choose.__self__.plan.rehearsal.peak_bytes)
         assert said[0] == said[1] <= share * store_all_peak(patch.choose.__self__.chain)
         assert losses_of(model, part, together=True) == plain  # to the bit
+
+
+def _hybrid(rank: int) -> None:
+    _is_the_same_within_limits(partial(in_shards, 2, 1), _data()[32 * rank : 32 * rank + 32], 0.9)
+
+
+def _tensor_parallel(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    def made() -> nn.Module:
+        model, mesh = network(), init_device_mesh("cpu", (2,))
+        for block in model.blocks:
+            parallelize_module(block, mesh, {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
+        return model
+
+    _is_the_same_within_limits(made, _data(), 0.5)
+
+
+def _is_the_same_within_limits(made: Callable[[], nn.Module], part: torch.Tensor, least: float) -> None:
+    plain = losses_of(made(), part, together=True)
+    for share in (0.95, least):
+        model = made()
+        remat.fit(model, part, share, quiet=True, group=dist.group.WORLD, stages=["blocks"])
+        planned: Any = patched_forward_of(model).choose.__self__  # type: ignore[union-attr, attr-defined]
+        assert losses_of(model, part, together=True) == plain  # to the bit
+        late = 2 * 4 * 64 * len(part)  # bytes of activations that threads of gloo may hold for longer
+        assert peak_of_a_step(model, part) <= share * store_all_peak(planned.chain) + late
+
+
+def _offloading(rank: int) -> None:
+    """Ranks offload the same storages, each to its own memory."""
+    part = _data()[32 * rank : 32 * rank + 32]
+    for made in (network, partial(in_shards, 2)):
+        plain = losses_of(made(), part, together=True)
+        with pytest.MonkeyPatch.context() as patching:
+            patching.setattr(sending, "COPY_SECONDS", 0.0)
+            patching.setattr(Instruments, "link_bytes_per_second", lambda self, device: 10**18 * (1 + rank))
+            model = made()
+            options: Any = {"group": dist.group.WORLD, "stages": ["blocks"], "host_limit": "1MiB"}
+            module = rotor.Checkpointable(model, part, **options)
+            module.compute_sequence(0.9)
+        chain = module.chain
+        assert chain is not None
+        module.sequence = sending_all(chain)
+        chains: list[Any] = [None, None]
+        dist.all_gather_object(chains, chain)
+        assert chains[0] == chains[1] and sum(option.host_bytes for way in chain.options for option in way) > 0
+        assert losses_of(model, part, together=True) == plain  # to the bit
+
+
+@pytest.mark.parametrize("work", [_hybrid, _tensor_parallel, _offloading])
+def test_other_ways_to_spread(work: Callable[[int], None], tmp_path: Path) -> None:
+    spawn(work, tmp_path)
+
+
+def _experts(rank: int) -> None:
+    """Which experts get a token is found again where a block is recomputed in shards."""
+    from torch.distributed.fsdp import fully_shard
+
+    for kind in ("mixtral", "qwen2_moe"):
+
+        def made(kind: str = kind) -> nn.Module:
+            model = mixture_of_experts(kind)
+            for block in model.model.layers:  # type: ignore[union-attr]
+                fully_shard(block)
+            return fully_shard(model)
+
+        torch.manual_seed(rank)
+        tokens = torch.randint(0, 200, (8, 32))
+        batch = {"input_ids": tokens, "labels": tokens}
+        plain = losses_of_language(made(), batch)
+        for share in (0.8, 0.6):
+            model = made()
+            remat.fit(model, batch, share, quiet=True, group=dist.group.WORLD, stages=["model.layers"])
+            assert losses_of_language(model, batch) == plain  # to the bit
+
+
+def losses_of_language(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad(set_to_none=False)
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+def test_experts_in_shards(tmp_path: Path) -> None:
+    spawn(_experts, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
+def test_compiled_experts(kind: str) -> None:
+    torch.manual_seed(1)
+    tokens = torch.randint(0, 200, (8, 32))
+    batch = {"input_ids": tokens, "labels": tokens}
+
+    def made() -> nn.Module:
+        model = mixture_of_experts(kind)
+        for block in model.model.layers:  # type: ignore[union-attr]
+            block.compile(backend="aot_eager")
+        return model
+
+    plain = losses_of_language(made(), batch)
+    for share in (0.8, 0.6):
+        model = made()
+        remat.fit(model, batch, share, quiet=True, stages=["model.layers"])
+        assert losses_of_language(model, batch) == plain  # to the bit
 
 
 def test_compiled_hooks_of_fsdp_are_refused() -> None:
