@@ -51,6 +51,9 @@ _Value = TypeVar("_Value")
 class World(Instruments):
     """Stands in for a device.
 
+    Args:
+        asks_kernels: on a CPU, find out what operators take that tensors without data do not show, by running some.
+
     Attributes:
         level, peak: bytes in use, and the most of them since `peak` was set.
         seconds: that the operators so far take.
@@ -58,14 +61,14 @@ class World(Instruments):
 
     computes = False
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, asks_kernels: bool = True) -> None:
         self.device = device
         self.level = self.peak = 0
         self.seconds = 0.0
         self.values = Values()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._roofline = Roofline(device)
-        self._kernels = shared() if device.kind == "cpu" else None
+        self._kernels = shared() if asks_kernels and device.kind == "cpu" else None
         self._there: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         # Of storages and tensors that are stood in for, by identity; with the tensors, so that none is given again.
         self._shadows: dict[int, torch.UntypedStorage] = {}

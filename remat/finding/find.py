@@ -19,6 +19,7 @@ from remat.finding.selecting import Candidate, Selector
 from remat.measuring.isolating import saving_nothing
 from remat.measuring.preserving import preserved
 from remat.measuring.work import warn_of_data
+from remat.runtime.accelerator import device_of
 from remat.runtime.caches import caches_off, configs_with_caches, refuse_checkpointing, switches_of
 from remat.runtime.calls.environment import accelerators
 from remat.runtime.calls.stages import Stage
@@ -184,7 +185,7 @@ def _timed(model: nn.Module, sample: Arguments, units: Sequence[Candidate]) -> t
     names = {call.module: call.name.partition("#")[0] for unit in units for call in unit.calls}
     seconds = [0.0] * len(units)
     counts: dict[nn.Module, int] = {}
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
     now = partial(instruments().now, device)
 
     def call(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from remat.errors import RematError, UnsupportedModel
 from remat.formatting import format_bytes
@@ -25,6 +26,7 @@ from remat.runtime.fakes import in_earnest
 from remat.utils.packages import available_bytes
 
 UNSPLIT = 1 << 20  # larger blocks are not split for a rest of up to so many bytes, which count as given out
+_SEGMENT, _SHARED_SEGMENT = 2 << 20, 20 << 20  # bytes that are reserved at once
 _GRANULES = {"cuda": 512, "xpu": 512}  # bytes, of which they give whole multiples; the CPU's gives what is asked for
 _OF_HOST: ContextVar[int | None] = ContextVar("granule of the host", default=None)
 
@@ -37,6 +39,11 @@ def granule_of_host(granule: int | None) -> Iterator[None]:
         yield
     finally:
         _OF_HOST.reset(token)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where its parameters are; the CPU where it has none."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -78,6 +85,18 @@ def rounded(size: int, device: torch.device) -> int:
     """What the allocator of a device gives for `size` bytes."""
     granule = granule_of(device)
     return size if granule == 1 else -(-size // granule) * granule
+
+
+def reserved_for(sizes: Sequence[int], device: torch.device) -> int:
+    """What an allocator reserves for tensors of these sizes, that stay: small ones share segments of 2 MiB, those of up
+    to 10 MiB some of 20, and larger ones have their own, of whole 2 MiB (PyTorch's caching allocator)."""
+    given = [rounded(size, device) for size in sizes]
+    if not is_accelerator(device):
+        return sum(given)
+    small = sum(size for size in given if size <= 1 << 20)
+    middle = sum(size for size in given if 1 << 20 < size < 10 << 20)
+    large = sum(-(-size // _SEGMENT) * _SEGMENT for size in given if size >= 10 << 20)
+    return -(-small // _SEGMENT) * _SEGMENT + -(-middle // _SHARED_SEGMENT) * _SHARED_SEGMENT + large
 
 
 def slack_of(size: int, device: torch.device) -> int:

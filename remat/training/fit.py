@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
+from torch.optim.optimizer import Optimizer
 
 from remat.budgets import resolve_budget
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget, NoChain, OverBudgetWarning, RematError, UnsupportedModel
 from remat.formatting import format_bytes
+from remat.runtime.accelerator import device_of, free_bytes
 from remat.runtime.calls.stages import call_of, is_sequential
 from remat.runtime.checks import Loss, check_count, check_model
 from remat.runtime.meter import is_profiled
@@ -27,7 +29,8 @@ from remat.solvers.fastest import compile_planners
 from remat.solvers.persistent import Persistent
 from remat.training.by_calls import fits_by_operators, train_by_calls
 from remat.training.compiling import CompiledBlocks
-from remat.training.planned import Limit, Planned, trains
+from remat.training.holdings import Holdings, checked_optimizers, holdings_of
+from remat.training.planned import FREE_SHARE, Limit, Planned, trains
 from remat.training.said import choices, conclude, in_a_line, say, what_is_outside
 from remat.training.setup import Setup
 from remat.utils.warn import warn
@@ -58,6 +61,7 @@ def fit(
     recompute: Collection[str] = (),
     host_limit: int | str | None = None,
     of: str | None = None,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
     compile: bool | Mapping[str, Any] = False,
 ) -> nn.Module:
     """Makes the training steps of `model` stay within `memory`, by the fastest plan of all planners.
@@ -78,7 +82,7 @@ def fit(
         memory: int (bytes), string ("8GiB"), float in (0, 1] of the peak without recomputation for this sample, or
             "auto": 0.9 of the free memory, less the size of gradients that are not allocated yet and of Adam's state.
             It covers the sample, activations, their gradients and scratch memory; not parameters, their gradients and
-            optimiser state.
+            optimiser state, unless `optimizer` is given, or of="device".
         loss: a function of the output that returns a scalar; without one, the output's own loss (`output.loss`) is
             measured, or the loss is assumed to take no memory or time.
         longest: the most tokens that a sequence will have. The sample is padded to that length before measuring, and
@@ -95,9 +99,13 @@ def fit(
         options, keep, recompute: plan with ways to keep a part of what a stage saves, as for `rotor.Checkpointable`.
         host_limit: how much of the host's memory offloaded activations may take, as for `rotor.Checkpointable`; DTR
             does not offload.
-        of: what the limit is of, on an accelerator: bytes "allocated", or bytes "reserved" by PyTorch's allocator,
-            which are more; None: reserved for "auto", else allocated. Some steps by the plan are tried there, and where
-            they take more than the limit, it plans again. DTR keeps a limit of what is allocated.
+        of: what the limit is of: what a step adds, in bytes "allocated", or on an accelerator in bytes "reserved" by
+            PyTorch's allocator, which are more; or all that the process holds on the "device", in reserved bytes. None:
+            reserved for "auto", else allocated. On an accelerator some steps by the plan are tried, and where they take
+            more than the limit, it plans again. DTR keeps a limit of what is allocated.
+        optimizer: the optimiser of the training loop, or all of them. The limit is then of the "device": parameters,
+            gradients and state that will be there count, as does the memory that the optimiser's own step takes. A copy
+            of it makes its first step on tensors without data to tell. `memory` is in bytes then, or "auto".
         compile: compile the blocks of the model one by one (`block.compile()`) and have the compiler choose what they
             save so that the limit holds, where a step within it is then faster; or the arguments of `torch.compile` to
             do so with. Blocks that you have compiled yourself are planned in the same way, by the backend that you
@@ -125,10 +133,10 @@ def fit(
         keep=keep,
         recompute=recompute,
         host_limit=host_limit,
-        of=of or ("reserved" if memory == AUTO else "allocated"),
+        of=of or ("device" if optimizer is not None else "reserved" if memory == AUTO else "allocated"),
         when_short=when_short,
     )
-    wish = Wish(setup, memory, longest, quiet, compile).checked()
+    wish = Wish(setup, memory, longest, quiet, compile, checked_optimizers(optimizer)).checked()
     if sample is None:
         fit_at_first_call(model, wish)
     else:
@@ -139,13 +147,19 @@ def fit(
 
 
 class Wish(NamedTuple):
-    """What `fit` is asked for."""
+    """What `fit` is asked for.
+
+    Attributes:
+        holdings: what the device holds besides a step, where the limit is of the device.
+    """
 
     setup: Setup
     memory: Limit = AUTO
     longest: int | None = None
     quiet: bool = False
     compile: bool | Mapping[str, Any] = False
+    optimizers: tuple[Optimizer, ...] = ()
+    holdings: Holdings | None = None
 
     def checked(self) -> Wish:
         """This request, after validation.
@@ -157,9 +171,60 @@ class Wish(NamedTuple):
             check_count("longest", self.longest)
         if self.memory != AUTO:
             resolve_budget(self.memory, store_all_bytes=2**62)
+        if self.setup.of != "device":
+            if self.optimizers:
+                raise RematError(
+                    f"of={self.setup.of!r}: with optimizer= the limit is of the device; leave out one of both"
+                )
+        elif isinstance(self.memory, float):
+            raise RematError(
+                f"memory={self.memory}: a share is of what a step takes, and with optimizer= or of='device' the limit "
+                "is of the device. Give it in bytes, such as '80GiB'"
+            )
         return self
 
+    def with_holdings(self, model: nn.Module, sample: Any) -> Wish:
+        """This request, knowing what the device holds besides a step, where the limit is for all of it.
+
+        Raises:
+            InfeasibleBudget: the optimiser's own step does not fit.
+        """
+        if self.setup.of != "device":
+            return self
+        holdings = holdings_of(model, self.optimizers, sample)
+        memory = holdings.now + int(FREE_SHARE * free_bytes(device_of(model))) if self.memory == AUTO else self.memory
+        memory = resolve_budget(memory)
+        if holdings.total + holdings.working > memory:
+            error = InfeasibleBudget(memory, holdings.total + holdings.working)
+            error.args = (
+                f"{error} Without any activation there are {format_bytes(holdings.total)}, and the optimiser's step "
+                f"takes {format_bytes(holdings.working)} more. Shards (FSDP2), an optimiser with less state, "
+                f"fused=True or foreach=False take less.\n{holdings}",
+            )
+            raise error
+        return self._replace(memory=memory, holdings=holdings)
+
+    @property
+    def besides(self) -> int:
+        """Bytes of the limit that a step has not."""
+        return 0 if self.holdings is None else self.holdings.total
+
+    def of_the_device(self, error: InfeasibleBudget) -> InfeasibleBudget:
+        """The same error, of the device instead of a step."""
+        assert self.holdings is not None and isinstance(self.memory, int)
+        whole = InfeasibleBudget(self.memory, self.holdings.total + error.minimum, error.solver, exact=error.exact)
+        left = format_bytes(max(self.memory - self.holdings.total, 0))
+        whole.args = (
+            f"{whole} What is there besides leaves {left} to a step, which needs {format_bytes(error.minimum)}."
+            f"\n{self.holdings}",
+        )
+        return whole
+
     def limit_for(self, planned: Planned) -> Limit:
+        """Of a step."""
+        if self.holdings is not None:
+            assert isinstance(self.memory, int)
+            return max(self.memory - self.holdings.total, 1)
         return planned.automatic_limit() if self.memory == AUTO else self.memory
 
 
@@ -217,10 +282,16 @@ def _fit(model: nn.Module, sample: Any, wish: Wish, patch: PatchedForward | None
         with planned.together():
             if wish.longest is not None:
                 sample = _longest(model, sample, wish.longest)
+            wish = wish.with_holdings(model, sample)
             if blocks is not None:
                 with suppress(NoChain):
                     planned = blocks.choose(sample, setup, wish.limit_for, progress=not wish.quiet)
-            limit = _planned(model, sample, wish, planned, patch)
+            try:
+                limit = _planned(model, sample, wish, planned, patch)
+            except InfeasibleBudget as error:
+                if wish.holdings is None:
+                    raise
+                raise wish.of_the_device(error) from None
         if limit is not None:
             _train_by(planned, limit, wish, patch)
     except BaseException:
@@ -239,7 +310,10 @@ def _train_by(planned: Planned, limit: int, wish: Wish, patch: PatchedForward | 
     patch = planned.take_place(patch)
     assert planned.plan is not None
     least = planned.solver("fastest").minimum_budget(chain)
-    text = in_a_line(kind, chain, planned.plan.schedule, limit, least, planned.plan.rehearsal)
+    rehearsal, schedule = planned.plan.rehearsal, planned.plan.schedule
+    text = in_a_line(kind, chain, schedule, limit, least, rehearsal, besides=wish.besides)
+    if wish.holdings is not None and not wish.quiet:
+        say(wish.holdings.table(planned.expected_bytes() if rehearsal is None else rehearsal.of(planned.of)))
     conclude(patch, text, wish.quiet, lambda: {"limit": limit, **planned.figures()})
 
 
@@ -249,7 +323,7 @@ def _planned(model: nn.Module, sample: Any, wish: Wish, planned: Planned, patch:
     `planned` may have been measured.
     """
     kind, quiet, setup = type(model).__name__, wish.quiet, wish.setup
-    by_calls_too = setup.stages is None and setup.group is None and (setup.of == "allocated" or wish.memory == AUTO)
+    by_calls_too = setup.stages is None and setup.group is None and (setup.of != "reserved" or wish.memory == AUTO)
     limit = wish.limit_for(planned) if planned.limit is None else planned.limit
     try:
         if planned.chain is None:
@@ -263,7 +337,7 @@ def _planned(model: nn.Module, sample: Any, wish: Wish, planned: Planned, patch:
     limit = resolve_budget(limit, store_all_peak(chain))  # of what comes later, too
     solver = planned.solver("fastest")
     if not quiet and patch is None:
-        say(choices(kind, chain, solver))
+        say(choices(kind, chain, solver, besides=wish.besides))
     try:
         planned.plan_with("fastest", limit, tried_on=call_of(model, sample))
     except InfeasibleBudget as error:

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from remat.budgets import resolve_budget
@@ -17,7 +16,7 @@ from remat.errors import InfeasibleBudget, RematError
 from remat.formatting import format_bytes
 from remat.profiling.profile import Loss, profile
 from remat.report import Report
-from remat.runtime.accelerator import free_bytes, is_accelerator
+from remat.runtime.accelerator import device_of, free_bytes, is_accelerator
 from remat.runtime.calls.stages import call_of
 from remat.runtime.offload import HostMemory
 from remat.runtime.planned.executor import Executor, Lock
@@ -227,9 +226,13 @@ class Planned:
         self.request = request
         self.on_planned()
 
+    @property
+    def of(self) -> str:
+        """What of a trial the limit is of: the CPU's allocator reserves nothing."""
+        return "allocated" if not is_accelerator(device_of(self.model)) or self.setup.of == "allocated" else "reserved"
+
     def _may_rehearse(self) -> bool:
-        device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
-        takes_more = is_accelerator(device) or any(map(is_sharded, self.model.modules()))
+        takes_more = is_accelerator(device_of(self.model)) or any(map(is_sharded, self.model.modules()))
         return takes_more and self.setup.in_flight == 1
 
     def _rehearsed(self, solver: Solver, limit: int, call: Arguments, loss: Loss | None) -> tuple[Schedule, Rehearsal]:
@@ -239,7 +242,7 @@ class Planned:
         Raises:
             InfeasibleBudget: none does.
         """
-        chain, of, ranks = self.measured, self.setup.of, self.setup.ranks
+        chain, of, ranks = self.measured, self.of, self.setup.ranks
         asked, tried = limit, False
         while True:
             try:
@@ -298,8 +301,9 @@ class Planned:
         """90 % of the free memory, minus gradients that are not allocated yet and Adam's state."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         missing = sum(parameter.nbytes for parameter in parameters if parameter.grad is None)
-        device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
-        return max(int(FREE_SHARE * free_bytes(device)) - missing - 2 * sum(p.nbytes for p in parameters), 1)
+        return max(
+            int(FREE_SHARE * free_bytes(device_of(self.model))) - missing - 2 * sum(p.nbytes for p in parameters), 1
+        )
 
     def prediction(self) -> Report:
         """What the plan costs.

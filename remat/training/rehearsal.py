@@ -101,6 +101,13 @@ def most_of(found: Sequence[Rehearsal | None], own: Rehearsal | None) -> Rehears
     return own._replace(peak_bytes=peak, reserved_bytes=reserved)
 
 
+def leave_workspaces(device: torch.device) -> None:
+    """What trials leave in the device's memory is there: workspaces of libraries that do not give them back."""
+    if is_accelerator(device):
+        with _on_own_stream(device):
+            make_workspaces()
+
+
 @contextmanager
 def _on_own_stream(device: torch.device) -> Iterator[None]:
     """Inside, work goes to another stream; what comes behind, on the current one, waits for it, whatever happens."""

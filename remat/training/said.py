@@ -29,11 +29,23 @@ def conclude(patch: PatchedForward, text: str, quiet: bool, figures: Callable[[]
         say(text)
 
 
-def in_a_line(name: str, chain: Chain, schedule: Schedule, limit: int, least: int, rehearsal: Rehearsal | None) -> str:
-    report, most = simulate(chain, schedule), store_all_peak(chain)
-    takes = format_bytes(report.peak_bytes)
+def in_a_line(
+    name: str,
+    chain: Chain,
+    schedule: Schedule,
+    limit: int,
+    least: int,
+    rehearsal: Rehearsal | None,
+    *,
+    besides: int = 0,
+) -> str:
+    """How the model trains; `besides`: bytes that the device holds besides a step, if the limit is of the device."""
+    report, most = simulate(chain, schedule), store_all_peak(chain) + besides
+    limit, least = limit + besides, least + besides
+    takes = format_bytes(report.peak_bytes + besides)
     if rehearsal is not None:
-        takes = f"{format_bytes(rehearsal.peak_bytes)} ({format_bytes(rehearsal.reserved_bytes)} reserved)"
+        allocated, reserved = rehearsal.peak_bytes + besides, rehearsal.reserved_bytes + besides
+        takes = f"{format_bytes(allocated)} ({format_bytes(reserved)} reserved)"
     if not schedule.recomputations and not report.host_bytes:
         needs = format_bytes(most) if rehearsal is None else takes
         return f"remat.fit: {name} needs {needs} and fits {format_bytes(limit)}: nothing is recomputed"
@@ -48,8 +60,9 @@ def in_a_line(name: str, chain: Chain, schedule: Schedule, limit: int, least: in
     )
 
 
-def choices(kind: str, chain: Chain, solver: Solver) -> str:
-    """The table of possible limits: the minimum, and the limits for the overheads in `_OVERHEADS`."""
+def choices(kind: str, chain: Chain, solver: Solver, *, besides: int = 0) -> str:
+    """The table of possible limits: the minimum, and the limits for the overheads in `_OVERHEADS`; `besides`: as for
+    `in_a_line`."""
     least, most = solver.minimum_budget(chain), store_all_peak(chain)
     if least >= most:
         return f"remat.fit: plans free nothing of the {format_bytes(most)} that {kind} needs"
@@ -62,7 +75,7 @@ def choices(kind: str, chain: Chain, solver: Solver) -> str:
     rows = [("minimum", *found[0])]
     rows += [(f"{wanted:.0%} slower", *next(each for each in found if each[1] <= 1 + wanted)) for wanted in _OVERHEADS]
     rows.append(("plain PyTorch", most, 1.0))
-    shown = [(f"  {name}", format_bytes(limit), f"{overhead:.2f} x") for name, limit, overhead in rows]
+    shown = [(f"  {name}", format_bytes(limit + besides), f"{overhead:.2f} x") for name, limit, overhead in rows]
     return "\n".join(text_table(("remat.fit:", "limit", "predicted time"), shown))
 
 

@@ -48,8 +48,10 @@ class Setup:
         check_other_path(self.other_path)
         check_when_short(self.when_short)
         checked_loss(self.loss)
-        if self.of not in ("allocated", "reserved"):
-            raise RematError(f"of={self.of!r}: a limit is of what is 'allocated' or 'reserved'")
+        if self.of not in ("allocated", "reserved", "device"):
+            raise RematError(
+                f"of={self.of!r}: a limit is of what a step has 'allocated' or 'reserved', or of the whole 'device'"
+            )
         if self.host_limit is not None:
             resolve_budget(self.host_limit)
             if not self.options:

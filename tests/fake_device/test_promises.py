@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +17,7 @@ import remat
 from fake_device.models import MODELS, OTHERS, Training, mean
 from remat.runtime import links, meter
 from remat.runtime.planned.patched_forward import patched_forward_of
+from remat.training.holdings import holdings_of
 
 IN_A_ROW = [name for name in MODELS if name != "LSTM"]  # which is one module, so that no plan frees anything
 SHARES = (0.8, 0.5)
@@ -108,6 +111,32 @@ def test_a_limit_of_what_is_reserved(trained: Training) -> None:
         seen = trained.step()
     assert seen.reserved_bytes <= limit
     assert trained.has_equal_bits(seen)
+
+
+@of_models("MLP", "convolutions", "GPT-2")
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor])
+def test_a_limit_of_the_whole_device(trained: Training, optimizer: Any) -> None:
+    """Counted by the allocator, over some steps with the optimiser's, from the first gradient on."""
+    for share in (1.1, 0.8):
+        model = copy.deepcopy(trained.model)
+        model.zero_grad()
+        optim = optimizer(model.parameters(), lr=1e-3)
+        gc.collect()
+        torch.accelerator.empty_cache()
+        there = holdings_of(model, [optim], trained.sample)
+        assert there.now + trained.sample.nbytes == torch.accelerator.memory_reserved()
+        limit = there.total + max(int(share * trained.plain.reserved_bytes), there.working)
+        remat.fit(model, trained.sample, limit, optimizer=optim, quiet=True)
+        gc.collect()
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
+        for _ in range(3):
+            mean(model(trained.sample)).backward()
+            optim.step()
+            optim.zero_grad(set_to_none=False)
+        assert torch.accelerator.max_memory_allocated() <= limit
+        assert torch.accelerator.max_memory_reserved() <= limit
+        del model, optim
 
 
 @pytest.mark.slow
