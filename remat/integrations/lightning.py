@@ -31,7 +31,8 @@ class RematCallback(Callback):
 
     Args:
         memory: as for `remat.fit`: int (bytes), string ("20GiB"), float in (0, 1] of what plain PyTorch needs for the
-            first call, or "auto".
+            first call, or "auto". With of="device" the limit is for all that is on the device, the trainer's optimiser
+            included.
         network: name of the module in the LightningModule that is to train so, "" for the LightningModule itself where
             its training step calls `self(...)`; None: the one that holds nearly all of its parameters.
         fit: what else `remat.fit` takes, such as `longest=` and `when_short="least"`.
@@ -46,7 +47,7 @@ class RematCallback(Callback):
         self._network = network
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._training.begin(network_of(pl_module, self._network))
+        self._training.begin(network_of(pl_module, self._network), optimizers=trainer.optimizers)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

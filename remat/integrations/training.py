@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from torch import nn
@@ -12,7 +12,8 @@ from torch import nn
 from remat.errors import OverBudgetWarning, RematError
 from remat.runtime.caches import SWITCHES
 from remat.runtime.planned.patched_forward import PatchedForward
-from remat.training.fit import Wish, fit_at_first_call
+from remat.training.fit import AUTO, Wish, fit_at_first_call
+from remat.training.holdings import checked_optimizers
 from remat.training.setup import Setup
 from remat.utils.warn import warn
 
@@ -43,16 +44,21 @@ class Training:
         self._switched: list[tuple[Any, str]] = []
         self._said = self._warned = False
 
-    def begin(self, model: nn.Module, settings: Any = None) -> None:
+    def begin(self, model: nn.Module, settings: Any = None, optimizers: Iterable[Any] = ()) -> None:
         """From now on the model trains within the limit; checkpointing of its own is off until `end`.
 
         Args:
             settings: what else has a switch for that.
+            optimizers: the trainer's, for limits of the whole device, and of what is free.
         """
         self.end()
+        wish, optimizers = self.wish, [each for each in optimizers if each is not None]
+        if optimizers and (wish.memory == AUTO or wish.setup.of == "device"):
+            setup = replace(wish.setup, of="device")
+            wish = wish._replace(setup=setup, optimizers=checked_optimizers(optimizers))
         try:
             self._switch_off([*model.modules(), *([] if settings is None else [settings])])
-            self._patch = fit_at_first_call(model, self.wish)
+            self._patch = fit_at_first_call(model, wish)
             self._patch.when_removed(self._switch_on)
         except BaseException:
             self._switch_on()

@@ -29,7 +29,8 @@ class RematCallback(TrainerCallback):
 
     Args:
         memory: as for `remat.fit`: int (bytes), string ("20GiB"), float in (0, 1] of what plain PyTorch needs for the
-            first call, or "auto".
+            first call, or "auto". With of="device" the limit is for all that is on the device, the trainer's optimiser
+            included.
         fit: what else `remat.fit` takes, such as `longest=` (the most tokens of a sequence) and `when_short="least"`.
 
     Raises:
@@ -42,7 +43,7 @@ class RematCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **more: Any) -> None:
         assert model is not None
-        self._training.begin(model, args)
+        self._training.begin(model, args, [more.get("optimizer")])
         _first_of_callbacks(self)
         _when_training_is_left(self._training)
 

@@ -128,7 +128,8 @@ def checked_optimizers(given: Any) -> tuple[Optimizer, ...]:
     """
     if given is None:
         return ()
-    found = (given,) if isinstance(given, Optimizer) else tuple(given) if isinstance(given, Iterable) else (None,)
+    several = given if isinstance(given, Iterable) else [given]
+    found = tuple(map(_unwrapped, several))
     for each in found:
         if not isinstance(each, Optimizer):
             raise RematError(
@@ -136,6 +137,13 @@ def checked_optimizers(given: Any) -> tuple[Optimizer, ...]:
                 "or all of them in a list"
             )
     return found
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """The optimiser inside of those that trainers make of one."""
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -80,6 +81,19 @@ def test_what_a_step_takes_is_logged(tmp_path: Path) -> None:
     figures = trainer.callback_metrics
     assert 0 < figures["remat/peak"] <= figures["remat/limit"] and figures["remat/recomputations"] > 0
     assert "remat/limit" in next(tmp_path.rglob("metrics.csv")).read_text()
+
+
+def test_a_limit_for_the_whole_device_counts_the_optimizer_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    size = sum(parameter.nbytes for parameter in llama().parameters())
+    with pytest.raises(remat.InfeasibleBudget, match="optimiser's state") as caught:
+        trained(callbacks.RematCallback(4 * size + 2**19, of="device"))
+    least = caught.value.minimum
+    del caught  # which holds a network, as others do that are still there
+    expected = trained()[0].losses
+    gc.collect()
+    driven, _ = trained(callbacks.RematCallback(least + 2**16, of="device"))
+    assert driven.losses == expected
+    assert "optimiser's state" in capsys.readouterr().err
 
 
 def test_a_training_that_fails_leaves_the_network_as_it_was() -> None:

@@ -183,6 +183,18 @@ def test_a_limit_that_is_too_small_ends_the_training_before_its_first_step(tmp_p
     assert any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
 
 
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adafactor"])
+def test_a_limit_for_the_whole_device_counts_the_optimizer_of_the_trainer(optim: str, tmp_path: Path) -> None:
+    expected = outcome(trainer_of(tmp_path, optim=optim))
+    size = sum(parameter.nbytes for parameter in llama().parameters())
+    trainer = trainer_of(tmp_path, callbacks.RematCallback("64MiB", of="device"), optim=optim)
+    found = outcome(trainer)
+    assert found.losses == expected.losses
+    copies = 0 if optim == "adafactor" else 2
+    besides = (64 << 20) - found.logs[0]["remat/limit"]
+    assert (2 + copies) * size <= besides
+
+
 def test_a_training_that_fails_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     class Fails(transformers.TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
