@@ -35,6 +35,7 @@ from benchmarks.speed import sequential, store_all
 from benchmarks.step_cost import step_cost
 from benchmarks.table1 import table1
 from benchmarks.trainers import trainers
+from benchmarks.whole_device import whole_device
 
 BENCHMARKS = {
     "planners": planners,
@@ -70,6 +71,7 @@ BENCHMARKS = {
     "step_cost": step_cost,
     "table1": table1,
     "trainers": trainers,
+    "whole_device": whole_device,
 }
 
 

@@ -266,7 +266,7 @@ def _by_estimate(model: nn.Module, call: Arguments, wish: Wish) -> Runs | None:
         warn(f"a profiler is running, so this step has no memory limit: {error}", OverBudgetWarning)
         return None
     try:
-        planned.plan_with("fastest", wish.limit_for(planned))
+        planned.plan_with("fastest", wish.with_holdings(model, call).limit_for(planned))
     except InfeasibleBudget as error:  # which an estimate is not sure of
         warn(f"a profiler is running, so this step runs by the schedule of least memory: {error}", OverBudgetWarning)
         planned.plan_with("persistent", bounded=False)
@@ -314,7 +314,13 @@ def _train_by(planned: Planned, limit: int, wish: Wish, patch: PatchedForward | 
     text = in_a_line(kind, chain, schedule, limit, least, rehearsal, besides=wish.besides)
     if wish.holdings is not None and not wish.quiet:
         say(wish.holdings.table(planned.expected_bytes() if rehearsal is None else rehearsal.of(planned.of)))
-    conclude(patch, text, wish.quiet, lambda: {"limit": limit, **planned.figures()})
+    conclude(patch, text, wish.quiet, partial(_figures, planned, limit, wish.besides))
+
+
+def _figures(planned: Planned, limit: int, besides: int) -> dict[str, int]:
+    """Those that trainers log."""
+    figures = {"limit": limit, **planned.figures()}
+    return {name: value + besides * (name in ("limit", "peak")) for name, value in figures.items()}
 
 
 def _planned(model: nn.Module, sample: Any, wish: Wish, planned: Planned, patch: PatchedForward | None) -> int | None:
@@ -347,7 +353,7 @@ def _planned(model: nn.Module, sample: Any, wish: Wish, planned: Planned, patch:
         if is_sequential(model):
             error.args = (f"{error}{fits_by_operators(model, sample, limit, setup)}",)
             raise
-        why = f"plans for {kind} need at least {format_bytes(error.minimum)}"
+        why = f"plans for {kind} need at least {format_bytes(error.minimum + wish.besides)}"
         try:
             train_by_calls(model, sample, limit, setup, patch, why, quiet=quiet, below=error.minimum)
         except (UnsupportedModel, InfeasibleBudget) as by_calls:

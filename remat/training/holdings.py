@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, _default_to_fused_or_foreach
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,10 +33,12 @@ from remat.runtime.accelerator import (
     reserved_for,
     rounded,
 )
+from remat.runtime.fakes import is_fake
 from remat.runtime.pytree import map_tensors, storage_of, tensors
 from remat.training.rehearsal import leave_workspaces
 from remat.utils.warn import warn
 
+_NUMBERS = 64  # bytes of those that an optimiser writes as tensors, which no mode sees
 _UNKNOWN = 2  # times the bytes of its parameters, as Adam's: the state of an optimiser that cannot be asked
 
 
@@ -53,7 +56,7 @@ class Holdings(NamedTuple):
     Attributes:
         rows: by who holds it.
         later_reserved: what the allocator will reserve for what is still to come, in whole segments.
-        working: scratch memory of the optimiser's own step, when no activation is there.
+        working: what the optimiser's own step takes, when of a training step only the batch is still there.
     """
 
     rows: tuple[Held, ...]
@@ -104,11 +107,11 @@ def holdings_of(model: nn.Module, optimizers: Sequence[Optimizer], sample: Any) 
         ("optimiser's state", _bytes_of(states, device, seen), [size for each in asked for size in each.state]),
         ("buffers", _bytes_of(map(_local, model.buffers()), device, seen), []),
     ]
-    seen |= {storage_of(tensor)._cdata for tensor in tensors(sample)}
+    sample_bytes = _bytes_of(tensors(sample), device, seen)
     rows.append(("copies of the model", _bytes_of(_copies_of(model), device, seen), []))
     if is_accelerator(device):
         give_back(device)
-        allocated, sample_bytes = allocated_bytes(device), _bytes_of(tensors(sample), device, set())
+        allocated = allocated_bytes(device)
         rows.append(("others", max(allocated - sample_bytes - sum(now for _, now, _ in rows), 0), []))
         rows.append(("the allocator's holes", reserved_bytes(device) - allocated, []))
     else:
@@ -116,7 +119,7 @@ def holdings_of(model: nn.Module, optimizers: Sequence[Optimizer], sample: Any) 
     return Holdings(
         tuple(Held(name, now, now + sum(rounded(size, device) for size in more)) for name, now, more in rows),
         reserved_for([size for _, _, more in rows for size in more], device),
-        max((each.working for each in asked), default=0),
+        max((each.working for each in asked), default=0) + sample_bytes,
     )
 
 
@@ -169,7 +172,7 @@ def _bytes_of(found: Iterable[torch.Tensor], device: torch.device, seen: set[int
     """Of those on the device, each storage once; `seen`: those that count already, to which they are added."""
     total = 0
     for tensor in found:
-        if tensor.device.type != device.type or tensor.layout != torch.strided:
+        if tensor.device.type != device.type or tensor.layout != torch.strided or is_fake(tensor):
             continue
         storage = storage_of(tensor)
         if storage._cdata not in seen:
@@ -185,14 +188,14 @@ def _copies_of(model: nn.Module) -> Iterator[torch.Tensor]:
     for each in gc.get_objects():
         if issubclass(type(each), nn.Module) and id(each) not in own and hasattr(each, "_parameters"):
             parameters = list(each.parameters())
-            if [parameter.shape for parameter in parameters] == shapes:
+            if not any(map(is_lazy, parameters)) and [parameter.shape for parameter in parameters] == shapes:
                 yield from map(_local, (*parameters, *each.buffers()))
 
 
 def _alive() -> Iterator[torch.Tensor]:
     """All tensors that Python holds and that have memory."""
     for each in gc.get_objects():
-        if type(each) in (torch.Tensor, nn.Parameter, nn.Buffer) and each.layout == torch.strided:
+        if type(each) in (torch.Tensor, nn.Parameter) and each.layout == torch.strided:
             yield each
 
 
@@ -235,7 +238,7 @@ def _asked(optimizer: Optimizer, device: torch.device) -> _Asked:
             found.remove(size)
     (region,) = meter.regions
     more = sum(rounded(size, device) for size in found)
-    return _Asked(found, max(region.peak_bytes - region.start_bytes - more, 0))
+    return _Asked(found, max(region.peak_bytes - region.start_bytes - more, 0) + _NUMBERS)
 
 
 def _sizes(state: Any, device: torch.device) -> list[int]:

@@ -214,9 +214,11 @@ class Planned:
                 if isinstance(limit, float) and setup.group is None and setup.in_flight == 1:
                     limit = max(resolve_budget(limit, store_all_peak(chain)), request.least)
                     request = request._replace(least=limit)
+                if setup.in_flight == 1:  # what is free, and what is held besides, differs between ranks
+                    limit = min(setup.ranks.all(resolve_budget(limit, store_all_peak(chain))))
                 if tried_on is not None and self._may_rehearse():
-                    each = setup.ranks.all(resolve_budget(limit, store_all_peak(chain)))  # what is free differs
-                    schedule, rehearsal = self._rehearsed(request.solver, min(each), tried_on, loss)
+                    assert isinstance(limit, int)
+                    schedule, rehearsal = self._rehearsed(request.solver, limit, tried_on, loss)
                 else:
                     schedule = solved(chain, request.solver, limit, in_flight=setup.in_flight, ranks=setup.ranks)
             else:

@@ -111,6 +111,9 @@ def _differs(rank: int) -> None:
     with pytest.raises(RematError, match=("rank 1 of the group failed", "no tensor of the call looks like")[rank]):
         remat.fit(_made(), torch.randn(16, 8), 0.8, longest=(None, 4)[rank], group=dist.group.WORLD, quiet=True)
     module = rotor.Checkpointable(_made(), torch.randn(16, 8), group=dist.group.WORLD)
+    assert module.chain is not None
+    module.compute_sequence(module.chain.store_all_bytes - 10**3 * rank)  # the least of all limits holds
+    assert module.sequence is not None and module.sequence.recomputations > 0
     with pytest.raises(InfeasibleBudget):
         module.compute_sequence(10)
     module.compute_sequence(0.8)

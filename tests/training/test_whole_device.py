@@ -18,7 +18,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel
 
 import remat
+from remat.devices import device_named
 from remat.errors import InfeasibleBudget, RematError
+from remat.estimation.world import World
 from remat.runtime.meter import MemoryMeter
 from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.runtime.pytree import tensors
@@ -101,8 +103,8 @@ def test_what_an_optimizer_will_hold_and_take(name: str) -> None:
         (region,) = meter.regions
         assert later(found, "optimiser's state") == state_bytes(optimizer)
         working = region.peak_bytes - region.start_bytes - (state_bytes(optimizer) - had)
-        assert found.working >= 0.999 * working - 64  # numbers that optimisers make of nothing
-        assert found.working <= 1.001 * working + 64 or name == "ASGD"  # which averages only in its millionth step
+        assert found.working >= working
+        assert found.working <= 1.001 * working + 100 or name == "ASGD"  # which averages only in its millionth step
         before = copy.deepcopy(model.state_dict())
         called.clear()
     scheduler.step()
@@ -123,7 +125,8 @@ def test_an_optimizer_that_cannot_be_asked() -> None:
 def test_who_holds_what() -> None:
     model = nn.Sequential(nn.Linear(30, 20), nn.BatchNorm1d(20))
     model[1].weight.requires_grad_(False)
-    average, other = AveragedModel(model), torch.zeros(1000)
+    average, other, lazy = AveragedModel(model), torch.zeros(1000), nn.LazyLinear(3)
+    stand_in = World(device_named("cpu")).stand_in_for(model)  # without data
     sample = torch.randn(50, 30)
     gc.collect()
     found = {row.name: (row.now, row.later) for row in holdings_of(model, [], sample).rows}
@@ -135,7 +138,7 @@ def test_who_holds_what() -> None:
     assert found["buffers"] == (buffers, buffers)
     assert found["copies of the model"] == (size + buffers + average.n_averaged.nbytes,) * 2
     assert found["others"][0] >= other.nbytes
-    del average
+    del average, lazy, stand_in
     gc.collect()
     assert {row.name: row.now for row in holdings_of(model, [], sample).rows}["copies of the model"] == 0
     without = holdings_of(model, [], torch.randn(1)).now
@@ -204,8 +207,8 @@ def test_a_limit_too_small_says_who_holds_what(capsys: pytest.CaptureFixture[str
     model, sample = small_gpt()
     optimizer: torch.optim.Optimizer = OPTIM.SGD(model.parameters(), lr=0.1, momentum=0.9)
     there = holdings_of(model, [optimizer], sample)
-    with pytest.raises(InfeasibleBudget, match=r"(?s)leaves 1.00 KiB to a step.*optimiser's state") as caught:
-        remat.fit(model, sample, there.total + 1024, optimizer=optimizer, quiet=True)
+    with pytest.raises(InfeasibleBudget, match=r"(?s)leaves 4.00 KiB to a step.*optimiser's state") as caught:
+        remat.fit(model, sample, there.total + 4096, optimizer=optimizer, quiet=True)
     assert patched_forward_of(model) is None
     least = caught.value.minimum
     del caught  # and with it tensors of what has failed, which count as held
