@@ -89,13 +89,16 @@ def holdings_of(model: nn.Module, optimizers: Sequence[Optimizer], sample: Any) 
     """Of the device that the model is on; the sample is a step's.
 
     Args:
-        optimizers: all of the loop; where there are none, only what they hold already counts.
+        optimizers: all of the loop, of other parameters than the model's too; where there are none, only what they hold
+            already counts.
     """
     gc.collect()  # nobody holds what waits for it
     device = device_of(model)
     leave_workspaces(device)
-    parameters = [_local(parameter) for parameter in model.parameters()]
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimised = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+    everything = list(dict.fromkeys([*model.parameters(), *optimised]))
+    parameters = [_local(parameter) for parameter in everything]
+    trained = [parameter for parameter in everything if parameter.requires_grad]
     gradients = [_local(each.grad) for each in trained if each.grad is not None]
     missing = _gradients_to_come(trained)
     states = [_local(each) for optimizer in optimizers for each in tensors(list(optimizer.state.values()))]
@@ -172,7 +175,7 @@ def _bytes_of(found: Iterable[torch.Tensor], device: torch.device, seen: set[int
     """Of those on the device, each storage once; `seen`: those that count already, to which they are added."""
     total = 0
     for tensor in found:
-        if tensor.device.type != device.type or tensor.layout != torch.strided or is_fake(tensor):
+        if tensor.device != device or tensor.layout != torch.strided or is_fake(tensor):
             continue
         storage = storage_of(tensor)
         if storage._cdata not in seen:

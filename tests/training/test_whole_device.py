@@ -146,6 +146,15 @@ def test_who_holds_what() -> None:
     assert holdings_of(model, [], torch.randn(1)).now == without - 4000
 
 
+def test_parameters_of_the_loss_count_too() -> None:
+    model, centres = nn.Linear(30, 20), nn.Parameter(torch.zeros(500))
+    optimizer = OPTIM.Adam([*model.parameters(), centres])
+    found = holdings_of(model, [optimizer], torch.randn(3, 30))
+    size = 4 * (30 * 20 + 20 + 500)
+    assert later(found, "parameters") == later(found, "gradients") == size
+    assert later(found, "optimiser's state") == 2 * size + 4 * 3
+
+
 def test_optimizers_in_the_backward_keep_one_gradient_at_a_time() -> None:
     model = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 30))
     optimizers = {parameter: OPTIM.Adam([parameter]) for parameter in model.parameters()}
