@@ -73,7 +73,7 @@ def plan(
     batch: Batch = 8,
     device: Planned = "cpu",
     optimiser: Annotated[
-        str, typer.Option(help="For an estimate: none, sgd, momentum, adam or adam-mixed.", metavar="NAME")
+        str, typer.Option(help="For an estimate: none, sgd, momentum, adam, adam-mixed or adam-8bit.", metavar="NAME")
     ] = "adam",
     shards: Annotated[
         int, typer.Option(help="For an estimate: devices that share the parameters (FSDP).", metavar="N", min=1)

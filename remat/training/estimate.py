@@ -25,10 +25,12 @@ from remat.solvers import planner
 from remat.solvers.base import Solver
 
 # Bytes of optimiser state per byte of parameters, and, in addition, per element: mixed precision keeps parameters and
-# both moments in float32.
-OPTIMISERS: Mapping[str, tuple[int, int]] = {
+# both moments in float32. In eight bits each moment has a byte, and a scale in float32 for 256 elements.
+OPTIMISERS: Mapping[str, tuple[float, float]] = {
     **{"none": (0, 0), "sgd": (0, 0), "momentum": (1, 0), "adam": (2, 0), "adam-mixed": (0, 12)},
+    "adam-8bit": (0, 2 + 2 * 4 / 256),
 }
+_SHARDS = 1024  # devices up to which shards are a remedy
 _USABLE = 0.95  # of a device's memory: its context and the fragmentation of its allocator take the rest
 _TRIES = 6  # of batches that are looked at for the largest
 
@@ -70,7 +72,10 @@ class Estimate:
     static: StaticMemory
     batch: int
     host_limit: int | str | None = None
+    optimiser: str = "adam"
+    shards: int = 1
     _again: Any = field(default=None, repr=False, compare=False)  # the chain for another number of rows
+    _static: Any = field(default=None, repr=False, compare=False)  # the static memory of another optimiser, or shards
 
     @property
     def left_bytes(self) -> int:
@@ -128,6 +133,26 @@ class Estimate:
                 wanted = min(wanted, int(fails) - 1)
         return fits
 
+    def remedies(self) -> list[tuple[str, int]]:
+        """What would make it fit, one change at a time, with the least bytes of the device that it then takes; empty if
+        it fits, or nothing does."""
+        if self.fits or self._static is None:
+            return []
+        usable = int(_USABLE * self.device.memory_bytes)
+        found: list[tuple[str, int]] = []
+        if self.optimiser in ("momentum", "adam", "adam-mixed"):
+            found.append(("adam-8bit", self._static("adam-8bit", self.shards).total + self.least_bytes))
+        shards = 2 * self.shards
+        while shards <= _SHARDS:
+            found.append((f"{shards} shards (FSDP2)", self._static(self.optimiser, shards).total + self.least_bytes))
+            if found[-1][1] <= usable:
+                break
+            shards *= 2
+        rows = self.largest_batch() if self._again is not None and self.batch > 1 else 0
+        if rows:
+            found.append((f"a batch of {rows}", self.static.total + self._solver.minimum_budget(self._again(rows))))
+        return [(name, size) for name, size in found if size <= usable]
+
     def __str__(self) -> str:
         rows = [(f"  {name}", size, note) for name, size, note in self._budget()]
         return "\n".join([self._verdict(), *text_table(("", "", ""), rows)[1:]])
@@ -139,20 +164,29 @@ class Estimate:
 
     def _verdict(self) -> str:
         """Whether it fits, and how fast it is then."""
-        name, plain = self.device.name, format_seconds(self.chain.store_all_seconds)
-        if self.left_bytes <= 0:
-            return f"does not fit {name}: no memory is left for activations"
+        name, seconds, most = self.device.name, self.chain.store_all_seconds, store_all_peak(self.chain)
+        memory, static = format_bytes(self.device.memory_bytes), self.static.total
         try:
-            overhead = self.overhead()
+            if self.left_bytes <= 0:
+                raise InfeasibleBudget(0, self.least_bytes)
+            schedule = self._solver.solve(self.chain, self.left_bytes)
         except InfeasibleBudget:
-            return f"does not fit {name}, even with recomputation: use a smaller batch, or more devices"
-        if store_all_peak(self.chain) <= self.left_bytes:
-            return f"fits {name} without recomputation: {plain} a step (estimated)"
+            least = format_bytes(static + self.least_bytes)
+            return f"does not fit {name}: {least} of {memory} at least, with recomputation (estimated)"
+        if most <= self.left_bytes:
+            takes = format_bytes(static + most)
+            return (
+                f"fits {name} without recomputation: {takes} of {memory}, {format_seconds(seconds)} a step (estimated)"
+            )
+        peak, took = peak_and_makespan(self.chain, schedule.operations)
         host = (
             "" if self.host_limit is None else f", with up to {format_bytes(resolve_budget(self.host_limit))} offloaded"
         )
-        seconds = format_seconds(overhead * self.chain.store_all_seconds)
-        return f"fits {name}: {seconds} a step, {overhead - 1:.1%} slower than plain PyTorch (estimated){host}"
+        return (
+            f"fits {name}: {format_bytes(static + peak)} of {memory}, {format_seconds(took)} a step, "
+            f"{took / max(seconds, 1e-12):.2f} x the time of no recomputation, which needs "
+            f"{format_bytes(static + most)} (estimated){host}"
+        )
 
     def _budget(self) -> list[tuple[str, str, str]]:
         """Where the device's memory goes, and what activations need of it."""
@@ -168,6 +202,7 @@ class Estimate:
             ("plain PyTorch", store_all_peak(self.chain), ""),
             ("minimum", self.least_bytes, "with recomputation"),
         ]
+        rows += [("would fit", size, f"with {name}") for name, size in self.remedies()]
         return [(name, format_bytes(size), note) for name, size, note in rows]
 
 
@@ -188,8 +223,8 @@ def estimate(
         model: any module; its parameters may be on the meta device: `with torch.device("meta"): model = ...`.
         sample: its input, as for `profile`. The estimate reads the values of integer tensors (masks, positions).
         device: as for `profile`.
-        optimiser: whose state is counted: "none", "sgd", "momentum", "adam" (both moments in the parameters' dtype) or
-            "adam-mixed" (also parameters and both moments in float32).
+        optimiser: whose state is counted: "none", "sgd", "momentum", "adam" (both moments in the parameters' dtype),
+            "adam-mixed" (also parameters and both moments in float32) or "adam-8bit" (both moments in a byte).
         shards: devices over which parameters, gradients and optimiser state are sharded, block by block (FSDP).
         host_limit: how much of the host's memory offloaded activations may take (an int, or "64GiB").
         options: keyword arguments of `profile`.
@@ -230,8 +265,20 @@ def estimated_in(
             other = map_tensors(lambda tensor: tensor.new_zeros((rows, *tensor.shape[1:])), world.stand_in(sample))
         return estimate_in(world, model, other, loss, dict(options))
 
-    static = static_bytes(model, chain, optimiser=optimiser, shards=shards)
-    return Estimate(world.device, chain, static, batch, host_limit, again if batch else None)
+    def static(optimiser: str, shards: int) -> StaticMemory:
+        return static_bytes(model, chain, optimiser=optimiser, shards=shards)
+
+    return Estimate(
+        world.device,
+        chain,
+        static(optimiser, shards),
+        batch,
+        host_limit,
+        optimiser,
+        shards,
+        again if batch else None,
+        static,
+    )
 
 
 def static_bytes(model: nn.Module, chain: Chain, *, optimiser: str = "adam", shards: int = 1) -> StaticMemory:
@@ -241,7 +288,7 @@ def static_bytes(model: nn.Module, chain: Chain, *, optimiser: str = "adam", sha
     sizes = {key: tensor.numel() * tensor.element_size() for key, tensor in parameters.items()}
     trained = [tensor for tensor in parameters.values() if tensor.requires_grad]
     gradients = sum(tensor.numel() * tensor.element_size() for tensor in trained)
-    state = own * gradients + wide * sum(tensor.numel() for tensor in trained)
+    state = math.ceil(own * gradients + wide * sum(tensor.numel() for tensor in trained))
     buffers = sum(tensor.numel() * tensor.element_size() for tensor in _once(model.buffers()).values())
     gathered = 0
     if shards > 1:

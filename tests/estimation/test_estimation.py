@@ -20,6 +20,7 @@ from remat.estimation import calibration
 from remat.estimation.kernels import Kernels
 from remat.estimation.roofline import Roofline, kind_of
 from remat.estimation.world import World
+from remat.formatting import format_bytes
 from remat.runtime.meter import MemoryMeter
 from remat.simulation import store_all_peak
 from remat.training.estimate import static_bytes
@@ -445,5 +446,34 @@ def test_what_fits_and_the_largest_batch(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(DEVICES, "tiny", tiny)
     nothing = remat.estimate(model, sample, device="tiny")
     assert not nothing.fits and nothing.largest_batch() == 0 and "does not fit" in str(nothing)
+
+
+def test_what_would_make_it_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each remedy by itself, on a device for which the batch is too large; and what is said holds where it is taken."""
+    model, sample = MODELS["gpt"]()[0], torch.zeros(16, 32, dtype=torch.int64)
+    plain = remat.estimate(model, sample, device="l4", optimiser="adam")
+    memory = int((plain.static.total + plain.least_bytes) / 0.95) - 2**16
+    monkeypatch.setitem(DEVICES, "small", Device(**{**DEVICES["l4"].__dict__, "name": "small", "memory_bytes": memory}))
+    found = remat.estimate(model, sample, device="small", optimiser="adam")
+    remedies = dict(found.remedies())
+    assert not found.fits and set(remedies) >= {"adam-8bit"} and len(remedies) >= 2
+    assert all(f"with {name}" in str(found) for name in remedies)
+    for name, size in remedies.items():
+        more: dict[str, Any] = {"optimiser": "adam"}
+        rows = 16
+        if name == "adam-8bit":
+            more["optimiser"] = name
+        elif "shards" in name:
+            more["shards"] = int(name.split()[0])
+        else:
+            rows = int(name.split()[-1])
+        taken = remat.estimate(model, torch.zeros(rows, 32, dtype=torch.int64), device="small", **more)
+        assert taken.fits and not taken.remedies(), name
+        assert taken.static.total + taken.least_bytes == size
+    assert f"{format_bytes(memory)} at least" in str(found).partition("\n")[0]
+    assert "no recomputation, which needs" in str(taken) or "without recomputation" in str(taken)
+
+
+def test_inputs_without_a_batch() -> None:
     with pytest.raises(RematError, match="no common first dimension"):
         remat.estimate(_Two(), (torch.randn(3, 8), torch.randn(2, 8)), device="l4").largest_batch()
