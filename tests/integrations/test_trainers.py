@@ -187,10 +187,8 @@ def test_a_limit_that_is_too_small_ends_the_training_before_its_first_step(tmp_p
 def test_a_limit_for_the_whole_device_counts_the_optimizer_of_the_trainer(optim: str, tmp_path: Path) -> None:
     expected = outcome(trainer_of(tmp_path, optim=optim))
     size = sum(parameter.nbytes for parameter in llama().parameters())
-    trainer = trainer_of(
-        tmp_path, callbacks.RematCallback("4GiB", of="device"), optim=optim
-    )  # for what other tests hold, too
-    found = outcome(trainer)
+    callback = callbacks.RematCallback("4GiB", of="device")  # for what other tests hold, too
+    found = outcome(trainer_of(tmp_path, callback, optim=optim))
     assert found.losses == expected.losses
     moments = 0 if optim == "adafactor" else 2
     for log in found.logs:
