@@ -26,7 +26,7 @@ from remat.runtime.fakes import in_earnest
 from remat.utils.packages import available_bytes
 
 UNSPLIT = 1 << 20  # larger blocks are not split for a rest of up to so many bytes, which count as given out
-_SEGMENT, _SHARED_SEGMENT = 2 << 20, 20 << 20  # bytes that are reserved at once
+SEGMENT, _SHARED_SEGMENT = 2 << 20, 20 << 20  # bytes that allocators reserve at once, the least of all first
 _GRANULES = {"cuda": 512, "xpu": 512}  # bytes, of which they give whole multiples; the CPU's gives what is asked for
 _OF_HOST: ContextVar[int | None] = ContextVar("granule of the host", default=None)
 
@@ -95,8 +95,8 @@ def reserved_for(sizes: Sequence[int], device: torch.device) -> int:
         return sum(given)
     small = sum(size for size in given if size <= 1 << 20)
     middle = sum(size for size in given if 1 << 20 < size < 10 << 20)
-    large = sum(-(-size // _SEGMENT) * _SEGMENT for size in given if size >= 10 << 20)
-    return -(-small // _SEGMENT) * _SEGMENT + -(-middle // _SHARED_SEGMENT) * _SHARED_SEGMENT + large
+    large = sum(-(-size // SEGMENT) * SEGMENT for size in given if size >= 10 << 20)
+    return -(-small // SEGMENT) * SEGMENT + -(-middle // _SHARED_SEGMENT) * _SHARED_SEGMENT + large
 
 
 def slack_of(size: int, device: torch.device) -> int:

@@ -14,7 +14,7 @@ from remat.budgets import resolve_budget
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget, NoChain, OverBudgetWarning, RematError, UnsupportedModel
 from remat.formatting import format_bytes
-from remat.runtime.accelerator import device_of, free_bytes
+from remat.runtime.accelerator import allocated_bytes, device_of, free_bytes, is_accelerator
 from remat.runtime.calls.stages import call_of, is_sequential
 from remat.runtime.checks import Loss, check_count, check_model
 from remat.runtime.meter import is_profiled
@@ -192,8 +192,13 @@ class Wish(NamedTuple):
         if self.setup.of != "device":
             return self
         holdings = holdings_of(model, self.optimizers, sample)
-        memory = holdings.now + int(FREE_SHARE * free_bytes(device_of(model))) if self.memory == AUTO else self.memory
-        memory = resolve_budget(memory)
+        device = device_of(model)
+        if self.memory == AUTO:
+            memory = holdings.now + int(FREE_SHARE * free_bytes(device))
+        else:
+            memory = resolve_budget(self.memory)
+            if is_accelerator(device):  # of what a device is said to have its context and other processes take a part
+                memory = min(memory, allocated_bytes(device) + free_bytes(device))
         if holdings.total + holdings.working > memory:
             error = InfeasibleBudget(memory, holdings.total + holdings.working)
             error.args = (

@@ -263,10 +263,11 @@ def _stand_in(optimizer: Optimizer, world: World) -> Any:
     for tensor in tensors([value for name, value in held.items() if name != "param_groups"]):
         known.setdefault(id(tensor), map_tensors(lambda each: world.like(_local(each)), tensor))
     stand_in = object.__new__(type(optimizer))
-    vars(stand_in).update({name: _copied(value, known) for name, value in held.items() if name != "step"})
-    for name in held:
+    for name, value in held.items():
         if name.endswith("_hooks"):
             setattr(stand_in, name, OrderedDict())
+        elif name not in ("state", "step"):  # a scheduler of learning rates puts its own `step` there
+            setattr(stand_in, name, _copied(value, known))
     stand_in.state = copy.copy(optimizer.state)
     stand_in.state.clear()
     for key, value in optimizer.state.items():
@@ -293,7 +294,6 @@ class _AnyNumber(TorchDispatchMode):
         except LOOKS_AT_VALUES:
             if operator is not torch.ops.aten._local_scalar_dense.default:
                 raise
-            dtype = args[0].dtype
-            return (
-                0.5 if dtype.is_floating_point else True if dtype == torch.bool else 1
-            )  # neither 0 nor its complement
+            if args[0].dtype.is_floating_point:
+                return 0.5  # optimisers divide by x and by 1 - x
+            return True if args[0].dtype == torch.bool else 1

@@ -18,6 +18,7 @@ from torch import nn
 from remat.comparison.bench import Bench
 from remat.formatting import format_bytes
 from remat.runtime.accelerator import (
+    SEGMENT,
     allocated_bytes,
     drop_workspaces,
     give_back,
@@ -31,7 +32,6 @@ from remat.runtime.planned.executor import Known
 from remat.schedule import Schedule
 
 _STEPS = 3  # of a model in shards on the CPU, where threads of gloo choose when they let go of what they have sent
-_SEGMENT = 2 << 20  # bytes, the least that allocators reserve
 _stream_of = functools.cache(torch.Stream)  # of a device, always the same, since products leave workspaces on each
 
 
@@ -53,7 +53,7 @@ class Rehearsal(NamedTuple):
 
     def of(self, what: str) -> int:
         """Those that the limit is of (`Setup.of`); of what is reserved, a small segment more, which chance decides."""
-        return self.reserved_bytes + _SEGMENT if what == "reserved" else self.peak_bytes
+        return self.reserved_bytes + SEGMENT if what == "reserved" else self.peak_bytes
 
 
 def rehearse(

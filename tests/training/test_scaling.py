@@ -226,7 +226,13 @@ def _experts(rank: int) -> None:
         for share in (0.8, 0.6):
             model = made()
             remat.fit(model, batch, share, quiet=True, group=dist.group.WORLD, stages=["model.layers"])
+            assert _plan_of(model).recomputations > 0
             assert losses_of_language(model, batch) == plain  # to the bit
+
+
+def _plan_of(model: nn.Module) -> remat.Schedule:
+    planned: Any = patched_forward_of(model).choose.__self__  # type: ignore[union-attr, attr-defined]
+    return planned.plan.schedule  # type: ignore[no-any-return]
 
 
 def losses_of_language(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[float]:
@@ -263,6 +269,8 @@ def test_compiled_experts(kind: str) -> None:
     for share in (0.8, 0.6):
         model = made()
         remat.fit(model, batch, share, quiet=True, stages=["model.layers"])
+        plan = _plan_of(model)
+        assert plan.recomputations > 0 or any(operation.option for operation in plan.operations)  # a variant
         assert losses_of_language(model, batch) == plain  # to the bit
 
 
