@@ -24,6 +24,7 @@ from remat.runtime.caches import caches_off, configs_with_caches, refuse_checkpo
 from remat.runtime.calls.environment import accelerators
 from remat.runtime.calls.stages import Stage
 from remat.runtime.checks import check_model, check_sample
+from remat.runtime.logits import logits_layer
 from remat.runtime.meter import instruments
 from remat.runtime.patching import Forward, blocks_as_written, intercepted, outside_of_compiled, refuse_compiled
 from remat.runtime.planned.patched_forward import unpatched
@@ -33,6 +34,7 @@ SMALL = 0.05  # share of the upper quartile of work under which a stage is fused
 _MINOR = 0.25  # the same, if autograd saves nothing between the two
 _SPARED = 0.05  # trimming the ends of a run may lose at most this share of the memory that the run can free
 _SLIGHT = 0.01  # an end is trimmed only if it does little work, or can free less than this share of that memory
+_LOGITS = 0.1  # share of the model's memory from which on logits are named
 _SHOWN = 8  # calls outside the stages that are listed by name
 
 
@@ -94,7 +96,19 @@ def locate(
         uncalled=_uncalled(model, written),
         skips=tuple(selector.skips(units)),
         crossing=_crossing(selector, units),
+        logits=_logits(model, written, units),
     )
+
+
+def _logits(model: nn.Module, written: Recording, units: Sequence[Candidate]) -> tuple[str, int]:
+    """The layer outside of the units that computes logits, and their bytes, where these are many."""
+    layer = logits_layer(model)
+    for call in written.calls():
+        if call.module is layer and call.returned and not call.uncomputed and not any(unit.has(call) for unit in units):
+            size = written.storages[call.returned[0].storage].size
+            if size > _LOGITS * written.saved_bytes:
+                return call.name, size
+    return "", 0
 
 
 def _crossing(selector: Selector, units: Sequence[Candidate]) -> str:

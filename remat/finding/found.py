@@ -48,6 +48,7 @@ class FoundChain:
         uncalled: modules that this forward does not call.
         skips: what stages take besides their activation: the stage that makes it, the one that takes it, and bytes.
         crossing: which tensor is in the way where one stage holds most of the memory.
+        logits: the layer that computes logits outside of the stages, and their bytes; an empty name: none of note.
     """
 
     model: str
@@ -59,6 +60,7 @@ class FoundChain:
     uncalled: tuple[str, ...] = ()
     skips: tuple[tuple[str, str, int], ...] = ()
     crossing: str = ""
+    logits: tuple[str, int] = ("", 0)
 
     @property
     def chains(self) -> tuple[tuple[FoundStage, ...], ...]:
@@ -99,6 +101,8 @@ class FoundChain:
             lines.append(f"  {ends}: {count(len(chain), 'stage')}, {self._saved(saved)}")
         lines += [f"  skip: {maker} -> {user}, {format_bytes(size)}" for maker, user, size in self.skips]
         lines += [f"  outside: {name}, {self._saved(size)}" for name, size in self._worth_telling()]
+        if self.logits[0]:
+            lines.append(f"  {self._remedy()}")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -114,7 +118,8 @@ class FoundChain:
             for maker, user, size in self.skips
         ]
         rows += [(escape(name), "outside", format_bytes(size), "") for name, size in self._worth_telling()]
-        return f"<p>{escape(self._summary())}</p>{table(('stage', '', 'saved', 'forward'), rows)}"
+        said = f"{self._summary()}. {self._remedy()}" if self.logits[0] else self._summary()
+        return f"<p>{escape(said)}</p>{table(('stage', '', 'saved', 'forward'), rows)}"
 
     def _summary(self) -> str:
         largest = max((stage.saved_bytes for stage in self.stages), default=0)
@@ -129,6 +134,13 @@ class FoundChain:
             f"{self.model}: {count(len(self.stages), 'stage')} in {count(len(self.chains), 'chain')}. Plans can free "
             f"up to {self.memory_share:.0%} of the {format_bytes(self.saved_bytes)} that autograd saves for the "
             f"backward, by recomputing up to {self.time_share:.0%} of the forward"
+        )
+
+    def _remedy(self) -> str:
+        name, size = self.logits
+        return (
+            f"logits: {name} computes {format_bytes(size)} of them, and a loss as much again; "
+            "fit(..., chunk_head=True) has a part of them at a time"
         )
 
     def _crossing(self) -> str:

@@ -24,7 +24,17 @@ from remat.runtime.generators import held_by, passed_to, refuse_foreign
 from remat.runtime.operators import looks_at_data, only_views, statistics, tensors_in
 from remat.runtime.operators import written as written_by
 from remat.runtime.patching import Forward, blocks_as_written, intercepted, outside_of_compiled
-from remat.runtime.pytree import Arguments, Key, activation_of, address_of, first_tensor, key_of, storage_of, tensors
+from remat.runtime.pytree import (
+    Arguments,
+    Key,
+    activation_of,
+    address_of,
+    first_tensor,
+    is_uncomputed,
+    key_of,
+    storage_of,
+    tensors,
+)
 
 BEFORE = -1  # when what a model's parameters, buffers and inputs hold was computed
 
@@ -45,6 +55,7 @@ class ModuleCall:
         work: work of its operators and its children's: the bytes that they read and write, and one byte for every few
             arithmetic operations. Unlike times, it is the same in every run.
         owned: storages of the parameters and buffers of all modules of the model.
+        uncomputed: it returned logits that are computed where they are used.
         looks: an operator of this call, not of its children, that reads values of tensors; None if there is none.
     """
 
@@ -60,6 +71,7 @@ class ModuleCall:
     children: list[ModuleCall] = field(default_factory=list)
     saved_bytes: int = 0
     work: float = 0.0
+    uncomputed: bool = False
     looks: Any = None
 
     @property
@@ -205,6 +217,7 @@ class _ForwardRecorder:
         first = first_tensor(output)
         if first is not None:
             call.returned = [key_of(tensor) for tensor in tensors(output)]
+            call.uncomputed = is_uncomputed(output)
             for tensor in tensors(output):
                 self.storage(tensor)
         return output

@@ -347,6 +347,8 @@ class Selector:
         """
         if unit.takes is None:
             return f"{unit.name!r} gets no tensor"
+        if any(call.uncomputed for call in unit.calls):
+            return f"{unit.name!r} returns logits that are computed where they are used"
         begin, end = unit.begin, unit.end
         if any(unit.has(call) for call in self._jagged_in):
             return f"{unit.name!r} saves {JAGGED}, whose shape changes each time"

@@ -17,6 +17,7 @@ from remat.training.holdings import checked_optimizers
 from remat.training.setup import Setup
 from remat.utils.warn import warn
 
+_OWN = ("longest", "quiet", "chunk_head")
 _OF_ROTOR = {"in_flight", "preserve_random"}  # which `fit` does not take
 
 
@@ -31,14 +32,14 @@ class Training:
     """
 
     def __init__(self, memory: int | str | float, fit: Mapping[str, Any]) -> None:
-        known = {*(field.name for field in fields(Setup)), "longest", "quiet"} - _OF_ROTOR
+        known = {*(field.name for field in fields(Setup)), *_OWN} - _OF_ROTOR
         unknown = [name for name in fit if name not in known]
         if unknown:
             raise RematError(
                 f"unknown argument {unknown[0]!r}; choose from {', '.join(sorted(known))}, as for remat.fit"
             )
         given = dict(fit)
-        own = {name: given.pop(name) for name in ("longest", "quiet") if name in given}
+        own = {name: given.pop(name) for name in _OWN if name in given}
         self.wish = Wish(Setup(**given), memory, **own).checked()
         self._patch: PatchedForward | None = None
         self._switched: list[tuple[Any, str]] = []

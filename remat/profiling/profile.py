@@ -28,6 +28,7 @@ from remat.runtime.calls.environment import accelerators
 from remat.runtime.calls.places import Places
 from remat.runtime.calls.stages import Stage, call_of, check_device, flatten, group, is_sequential
 from remat.runtime.checks import Loss, check_count, check_model, check_sample, checked_loss
+from remat.runtime.logits import head_in_parts, is_in_parts
 from remat.runtime.patching import is_compiled
 from remat.runtime.planned.patched_forward import unpatched
 from remat.runtime.pytree import Arguments
@@ -162,7 +163,7 @@ def _profiled(
     loss_modules = [loss] if isinstance(loss, nn.Module) else []  # which may have parameters and buffers too
     end = checked_loss(loss)
     tell = progress or (lambda what, done, total: None)
-    in_sequence = stages is None and is_sequential(model)
+    in_sequence = stages is None and is_sequential(model) and not any(map(is_in_parts, model.modules()))
     if in_sequence:
         refuse_shards_of_others(model, [Stage([module], name) for name, module in flatten(model)])
     call = with_graph_of_its_own(call_of(model, sample))
@@ -207,12 +208,19 @@ def _profiled(
 
 
 def estimate_in(world: World, model: nn.Module, sample: Any, loss: Loss | None, options: dict[str, Any]) -> Chain:
-    """`profile` of a copy of the model with fake tensors, in `world`; `options`: arguments of `profile`."""
+    """`profile` of a copy of the model with fake tensors, in `world`.
+
+    Args:
+        options: arguments of `profile`, and `chunk_head` of `fit`.
+    """
     names = {module: name for name, module in model.named_modules()}
     if options.get("stages") is not None:  # modules of the copy have the same names
         found = options["stages"]
         options["stages"] = [names.get(each, each) if isinstance(each, nn.Module) else each for each in found]
     copy = world.stand_in_for(model)
+    which = options.pop("chunk_head", False)
+    if which:
+        head_in_parts(copy, which).stand()
     given, end = world.stand_in(sample), world.stand_in_for(loss) if isinstance(loss, nn.Module) else loss
     try:
         with world.entered():

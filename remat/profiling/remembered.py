@@ -73,7 +73,7 @@ def _look_of(model: nn.Module, sample: Any, options: dict[str, Any]) -> Hashable
 
 
 def _of_module(module: nn.Module) -> tuple[Any, ...]:
-    ours = {"forward", "__getstate__"} if patched_forward_of(module) is not None else set()
+    ours = {"forward", "__getstate__"} if patched_forward_of(module) is not None else {"__getstate__"}
     owned = [*module._parameters.values(), *module._buffers.values()]
     return (
         id(module),

@@ -39,11 +39,11 @@ class StandIn:
     """
 
     def __init__(self, module: nn.Module, own: Forward | None, forward: Forward, runs: Forward) -> None:
-        self._module, self._own, self._runs = module, own, runs
+        self._module, self._own, self.runs = module, own, runs
         self.__wrapped__ = forward  # for inspect.signature, by which trainers choose what to pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._runs(*args, **kwargs)
+        return self.runs(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self._own is not None:

@@ -21,10 +21,24 @@ def tensor_on(
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
 
 
+class Uncomputed(torch.Tensor):
+    """A tensor that is computed where it is used; to all that looks at values here it is a structure with `rows` in it.
+
+    Attributes:
+        rows: the tensor that it is computed from.
+    """
+
+    rows: torch.Tensor
+
+    def of_rows(self, rows: torch.Tensor) -> Uncomputed:
+        """The same of another tensor."""
+        raise NotImplementedError
+
+
 def tensors(value: Any) -> list[torch.Tensor]:
     """All tensors in a value, in order."""
     if isinstance(value, torch.Tensor):
-        return [value]
+        return [value.rows if isinstance(value, Uncomputed) else value]
     found: list[torch.Tensor] = []
     _collect(value, found)
     return found
@@ -37,7 +51,7 @@ def _collect(value: Any, found: list[torch.Tensor]) -> None:
     """Adds the tensors in a value; what calls pass most often is walked over here, which is much faster."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
-        found.append(value)
+        found.append(value.rows if isinstance(value, Uncomputed) else value)
     elif kind is tuple or kind is list or kind is Arguments:
         for item in value:
             _collect(item, found)
@@ -51,7 +65,7 @@ def _collect(value: Any, found: list[torch.Tensor]) -> None:
 def _leaves(value: Any, kinds: tuple[type, ...]) -> Iterator[Any]:
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, kinds):
-            yield leaf
+            yield leaf.rows if isinstance(leaf, Uncomputed) else leaf
         elif _is_record(leaf):
             for field in dataclasses.fields(leaf):
                 yield from _leaves(getattr(leaf, field.name), kinds)
@@ -63,6 +77,8 @@ def map_tensors(function: Callable[[Any], Any], value: Any, kinds: tuple[type, .
     Dataclasses that hold none are not copied.
     """
     kind = type(value)
+    if isinstance(value, Uncomputed):
+        return value.of_rows(map_tensors(function, value.rows, kinds))
     if isinstance(value, kinds):
         return function(value)
     if kind is tuple or kind is list:
@@ -74,7 +90,7 @@ def map_tensors(function: Callable[[Any], Any], value: Any, kinds: tuple[type, .
 
     def at_leaf(leaf: Any) -> Any:
         if isinstance(leaf, kinds):
-            return function(leaf)
+            return map_tensors(function, leaf, kinds)
         return _map_record(function, leaf, kinds) if _is_record(leaf) else leaf
 
     return pytree.tree_map(at_leaf, value)
@@ -109,6 +125,11 @@ def arguments(sample: Any) -> Arguments:
     if isinstance(sample, Mapping):
         return Arguments((), dict(sample))
     return Arguments((sample,), {})
+
+
+def is_uncomputed(output: Any) -> bool:
+    """Whether some of it is computed where it is used."""
+    return any(isinstance(leaf, Uncomputed) for leaf in pytree.tree_leaves(output))
 
 
 def activation_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

@@ -17,6 +17,7 @@ from remat.formatting import format_bytes
 from remat.runtime.accelerator import allocated_bytes, device_of, free_bytes, is_accelerator
 from remat.runtime.calls.stages import call_of, is_sequential
 from remat.runtime.checks import Loss, check_count, check_model
+from remat.runtime.logits import HeadInParts
 from remat.runtime.meter import is_profiled
 from remat.runtime.planned.lengths import length_of, with_length
 from remat.runtime.planned.patched_forward import PatchedForward, Runs, patched_forward_of
@@ -29,9 +30,10 @@ from remat.solvers.fastest import compile_planners
 from remat.solvers.persistent import Persistent
 from remat.training.by_calls import fits_by_operators, train_by_calls
 from remat.training.compiling import CompiledBlocks
+from remat.training.head import as_asked, refuse_unused, said_of
 from remat.training.holdings import Holdings, checked_optimizers, holdings_of
 from remat.training.planned import FREE_SHARE, Limit, Planned, trains
-from remat.training.said import choices, conclude, in_a_line, say, what_is_outside
+from remat.training.said import PLAIN, choices, conclude, in_a_line, say, what_is_outside
 from remat.training.setup import Setup
 from remat.utils.warn import warn
 
@@ -63,6 +65,7 @@ def fit(
     of: str | None = None,
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
     compile: bool | Mapping[str, Any] = False,
+    chunk_head: bool | str = False,
 ) -> nn.Module:
     """Makes the training steps of `model` stay within `memory`, by the fastest plan of all planners.
 
@@ -111,6 +114,11 @@ def fit(
             do so with. Blocks that you have compiled yourself are planned in the same way, by the backend that you
             chose for them. Bits are then those of the compiled blocks, the same at each limit; in bfloat16 but for
             rounding.
+        chunk_head: compute the logits of the model's last linear layer a part of the rows at a time, for a
+            `cross_entropy` of class indices in the model's forward or in `loss`; or the name of that layer. A large
+            vocabulary's logits then take next to no memory, and what reads them later (`output.logits`) has them
+            computed. The loss and gradients differ from PyTorch's in the last digits, which a message states; they are
+            the same at each limit, and a share as `memory` is of such a step.
 
     Returns:
         The model itself, the same object of the same class, trained within the limit until `remat.remove(model)`.
@@ -136,7 +144,7 @@ def fit(
         of=of or ("device" if optimizer is not None else "reserved" if memory == AUTO else "allocated"),
         when_short=when_short,
     )
-    wish = Wish(setup, memory, longest, quiet, compile, checked_optimizers(optimizer)).checked()
+    wish = Wish(setup, memory, longest, quiet, compile, chunk_head, checked_optimizers(optimizer)).checked()
     if sample is None:
         fit_at_first_call(model, wish)
     else:
@@ -158,6 +166,7 @@ class Wish(NamedTuple):
     longest: int | None = None
     quiet: bool = False
     compile: bool | Mapping[str, Any] = False
+    chunk_head: bool | str = False
     optimizers: tuple[Optimizer, ...] = ()
     holdings: Holdings | None = None
 
@@ -208,6 +217,11 @@ class Wish(NamedTuple):
             )
             raise error
         return self._replace(memory=memory, holdings=holdings)
+
+    @property
+    def plain(self) -> str:
+        """What messages call a step without recomputation."""
+        return "without recomputation" if self.chunk_head else PLAIN
 
     @property
     def besides(self) -> int:
@@ -281,6 +295,18 @@ def _by_estimate(model: nn.Module, call: Arguments, wish: Wish) -> Runs | None:
 
 def _fit(model: nn.Module, sample: Any, wish: Wish, patch: PatchedForward | None = None) -> None:
     """Measures, plans, and makes the model follow the plan; `patch`: reuse this patch of its forward."""
+    with as_asked(model, wish.chunk_head) as head:
+        _fit_head(model, sample, wish, patch, head)
+        if head is not None:
+            fitted = patch or patched_forward_of(model)
+            assert fitted is not None
+            fitted.when_removed(head.remove)
+
+
+def _fit_head(
+    model: nn.Module, sample: Any, wish: Wish, patch: PatchedForward | None, head: HeadInParts | None
+) -> None:
+    """The same, with the head in parts or as it is."""
     setup, planned = wish.setup, Planned(model, wish.setup)
     blocks = None if wish.compile is False else CompiledBlocks(model, {} if wish.compile is True else wish.compile)
     try:
@@ -298,13 +324,17 @@ def _fit(model: nn.Module, sample: Any, wish: Wish, patch: PatchedForward | None
                     raise
                 raise wish.of_the_device(error) from None
         if limit is not None:
+            if head is not None:
+                refuse_unused(head, model)
+                if not wish.quiet:
+                    say(said_of(head, model))
             _train_by(planned, limit, wish, patch)
     except BaseException:
         if blocks is not None:
             blocks.give_up()
         raise
     if blocks is not None:
-        fitted = patched_forward_of(model)
+        fitted = patch or patched_forward_of(model)
         assert fitted is not None
         fitted.when_removed(blocks.removed)
 
@@ -316,7 +346,7 @@ def _train_by(planned: Planned, limit: int, wish: Wish, patch: PatchedForward | 
     assert planned.plan is not None
     least = planned.solver("fastest").minimum_budget(chain)
     rehearsal, schedule = planned.plan.rehearsal, planned.plan.schedule
-    text = in_a_line(kind, chain, schedule, limit, least, rehearsal, besides=wish.besides)
+    text = in_a_line(kind, chain, schedule, limit, least, rehearsal, besides=wish.besides, plain=wish.plain)
     if wish.holdings is not None and not wish.quiet:
         say(wish.holdings.table(planned.expected_bytes() if rehearsal is None else rehearsal.of(planned.of)))
     conclude(patch, text, wish.quiet, partial(_figures, planned, limit, wish.besides))
@@ -348,7 +378,7 @@ def _planned(model: nn.Module, sample: Any, wish: Wish, planned: Planned, patch:
     limit = resolve_budget(limit, store_all_peak(chain))  # of what comes later, too
     solver = planned.solver("fastest")
     if not quiet and patch is None:
-        say(choices(kind, chain, solver, besides=wish.besides))
+        say(choices(kind, chain, solver, besides=wish.besides, plain=wish.plain))
     try:
         planned.plan_with("fastest", limit, tried_on=call_of(model, sample))
     except InfeasibleBudget as error:

@@ -16,6 +16,7 @@ from remat.solvers.base import Solver
 from remat.training.rehearsal import Rehearsal
 
 _OVERHEADS = (0.05, 0.1, 0.2)  # whose limits the table shows
+PLAIN = "plain PyTorch"
 _TRIED = 64  # limits between the least and storing everything
 
 
@@ -38,8 +39,14 @@ def in_a_line(
     rehearsal: Rehearsal | None,
     *,
     besides: int = 0,
+    plain: str = PLAIN,
 ) -> str:
-    """How the model trains; `besides`: bytes that the device holds besides a step, if the limit is of the device."""
+    """How the model trains.
+
+    Args:
+        besides: bytes that the device holds besides a step, if the limit is of the device.
+        plain: what a step without recomputation is called.
+    """
     report, most = simulate(chain, schedule), store_all_peak(chain) + besides
     limit, least = limit + besides, least + besides
     takes = format_bytes(report.peak_bytes + besides)
@@ -56,13 +63,13 @@ def in_a_line(
     what += [f"{format_bytes(report.host_bytes)} offloaded to CPU memory"] * (report.host_bytes > 0)
     return (
         f"remat.fit: {name} now trains in {takes} (limit {format_bytes(limit)}, least "
-        f"{format_bytes(least)}, plain PyTorch {format_bytes(most)}){slower}: {', '.join(what)}"
+        f"{format_bytes(least)}, {plain} {format_bytes(most)}){slower}: {', '.join(what)}"
     )
 
 
-def choices(kind: str, chain: Chain, solver: Solver, *, besides: int = 0) -> str:
-    """The table of possible limits: the minimum, and the limits for the overheads in `_OVERHEADS`; `besides`: as for
-    `in_a_line`."""
+def choices(kind: str, chain: Chain, solver: Solver, *, besides: int = 0, plain: str = PLAIN) -> str:
+    """The table of possible limits: the minimum, and the limits for the overheads in `_OVERHEADS`; `besides`, `plain`:
+    as for `in_a_line`."""
     least, most = solver.minimum_budget(chain), store_all_peak(chain)
     if least >= most:
         return f"remat.fit: plans free nothing of the {format_bytes(most)} that {kind} needs"
@@ -74,7 +81,7 @@ def choices(kind: str, chain: Chain, solver: Solver, *, besides: int = 0) -> str
     ]
     rows = [("minimum", *found[0])]
     rows += [(f"{wanted:.0%} slower", *next(each for each in found if each[1] <= 1 + wanted)) for wanted in _OVERHEADS]
-    rows.append(("plain PyTorch", most, 1.0))
+    rows.append((plain, most, 1.0))
     shown = [(f"  {name}", format_bytes(limit + besides), f"{overhead:.2f} x") for name, limit, overhead in rows]
     return "\n".join(text_table(("remat.fit:", "limit", "predicted time"), shown))
 
@@ -86,8 +93,9 @@ def what_is_outside(chain: Chain, least: int) -> str:
         return ""
     return (
         f" {format_bytes(outside)} of it belong to code outside of the blocks, such as logits, and are never "
-        "recomputed (`print(remat.find_chain(model, sample))` lists them). A loss that works on parts of the logits "
-        "helps, and so does output_held=False if the training loop does not keep the output during backward."
+        "recomputed (`print(remat.find_chain(model, sample))` lists them). chunk_head=True computes "
+        "logits in parts, and output_held=False leaves out the output if the training loop does not keep it during the "
+        "backward."
     )
 
 

@@ -51,6 +51,18 @@ def test_the_faster_way_is_taken(compiled: bool, monkeypatch: pytest.MonkeyPatch
     assert all(map(torch.equal, left_by(model, SAMPLE), expected))
 
 
+def test_a_first_call_in_training_compiles_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    _decides(True, monkeypatch)
+    model = Model()
+    expected = left_by(model, SAMPLE)
+    remat.fit(model, None, 0.6, loss, quiet=True, compile=HOW)
+    for one, other in zip(left_by(model, SAMPLE), expected, strict=True):
+        torch.testing.assert_close(one, other)
+    assert _are_compiled(model) == [True] * 6
+    remat.remove(model)
+    assert _are_compiled(model) == [False] * 6
+
+
 def test_the_same_losses_at_each_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     losses = []
     for memory in (0.9, 0.6, 0.45):

@@ -175,7 +175,8 @@ class Executor:
         for tensor in tensors(output):
             if tensor.requires_grad:
                 self._waiting.add(waiting)
-                tensor.register_hook(partial(self._goes_back, waiting))
+                begins = tensor.register_hook if tensor.grad_fn is None else tensor.grad_fn.register_prehook
+                begins(partial(self._goes_back, waiting))
         return output
 
     def _run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]) -> Any:
@@ -202,7 +203,7 @@ class Executor:
             left(run.left)
         return output
 
-    def _goes_back(self, run: _Waiting, _: torch.Tensor) -> None:
+    def _goes_back(self, run: _Waiting, _: Any) -> None:
         """The backward of a run begins.
 
         Autograd adds up gradients of a parameter from two runs before it hands them on, which keeps those of the whole
