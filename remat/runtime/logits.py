@@ -31,11 +31,13 @@ class HeadInParts:
     """Stands in for the forward of a linear layer whose output is logits, from `stand` to `remove`.
 
     Attributes:
+        calls: of the layer that gave logits to be computed later.
         losses: how many have been computed a part at a time.
+        others: how often logits were computed for something else.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
-        self.layer, self.losses = layer, 0
+        self.layer, self.calls, self.losses, self.others = layer, 0, 0, 0
         self._forward = layer.forward
         self._stands_in = StandIn(layer, vars(layer).get("forward"), layer.forward, self)
         self._undo: Callable[[], None] | None = None
@@ -62,6 +64,7 @@ class HeadInParts:
         plain = all(type(each) in (torch.Tensor, nn.Parameter) or is_fake(each) for each in (input, layer.weight))
         if not plain or not layer.training or not torch.is_grad_enabled() or input.dim() < _VECTORS:
             return self._forward(input)
+        self.calls += 1
         return _logits(input, Source(self, layer.weight, layer.bias, _dtype_now(input), _versions(input, layer)))
 
 
@@ -148,6 +151,7 @@ class Logits(Uncomputed):
         """The logits."""
         rows, source = self.rows, self.source
         source.check(rows)
+        source.head.others += 1
         found = functional.linear(rows, source.weight, source.bias)
         for step in self.then:
             found = step(found)
@@ -299,6 +303,13 @@ def _detached(logits: Logits) -> Logits:
     return _logits(logits.rows.detach(), source, logits.then, logits.across)
 
 
+def _watched(logits: Logits, hook: Any) -> Any:
+    """FSDP waits for a gradient to come, and does not look at it; others would see one of another shape."""
+    if getattr(hook, "__module__", "").startswith("torch.distributed."):
+        return logits.rows.register_hook(hook)
+    return NotImplemented
+
+
 def _by_row(func: Any) -> Callable[..., Any]:
     """What works on each number by itself, and changes no shape."""
 
@@ -396,6 +407,7 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     _T.contiguous: lambda logits: logits,
     _T.grad_fn.__get__: lambda logits: logits.rows.grad_fn,  # type: ignore[union-attr]
     **dict.fromkeys((_T.detach, torch.detach), _detached),
+    _T.register_hook: _watched,
     **dict.fromkeys((_T.clone, torch.clone), lambda logits: logits.of_rows(logits.rows.clone())),
     **{
         func: _by_row(func)

@@ -318,16 +318,14 @@ def _fit_head(
                 with suppress(NoChain):
                     planned = blocks.choose(sample, setup, wish.limit_for, progress=not wish.quiet)
             try:
-                limit = _planned(model, sample, wish, planned, patch)
+                limit = _planned(model, sample, wish, planned, patch, head)
             except InfeasibleBudget as error:
                 if wish.holdings is None:
                     raise
                 raise wish.of_the_device(error) from None
         if limit is not None:
-            if head is not None:
-                refuse_unused(head, model)
-                if not wish.quiet:
-                    say(said_of(head, model))
+            if head is not None and not wish.quiet:
+                say(said_of(head, model))
             _train_by(planned, limit, wish, patch)
     except BaseException:
         if blocks is not None:
@@ -358,7 +356,9 @@ def _figures(planned: Planned, limit: int, besides: int) -> dict[str, int]:
     return {name: value + besides * (name in ("limit", "peak")) for name, value in figures.items()}
 
 
-def _planned(model: nn.Module, sample: Any, wish: Wish, planned: Planned, patch: PatchedForward | None) -> int | None:
+def _planned(
+    model: nn.Module, sample: Any, wish: Wish, planned: Planned, patch: PatchedForward | None, head: HeadInParts | None
+) -> int | None:
     """Plans, for blocks compiled or not, as they are, and gives the limit; None where it trains by calls instead.
 
     `planned` may have been measured.
@@ -374,6 +374,8 @@ def _planned(model: nn.Module, sample: Any, wish: Wish, planned: Planned, patch:
             raise
         train_by_calls(model, sample, limit, setup, patch, f"no chain of blocks found in {kind}", quiet=quiet)
         return None
+    if head is not None:
+        refuse_unused(head, model)
     chain = planned.measured
     limit = resolve_budget(limit, store_all_peak(chain))  # of what comes later, too
     solver = planned.solver("fastest")

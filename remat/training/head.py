@@ -38,13 +38,18 @@ def as_asked(model: nn.Module, which: bool | str) -> Iterator[HeadInParts | None
 
 
 def refuse_unused(head: HeadInParts, model: nn.Module) -> None:
-    """Raises RematError where a measured step has computed no loss from the head in parts."""
-    if not head.losses:
-        raise RematError(
-            f"chunk_head: no cross entropy of what {_name_of(head, model)} computes was seen. Its loss has to be "
-            "torch.nn.functional.cross_entropy of class indices, in the model's forward (are labels in the sample?) or "
-            "in loss=; another layer can be named, as chunk_head='name'. Or leave chunk_head out"
-        )
+    """Raises RematError where measured steps have used the logits, and not for a loss that is computed in parts.
+
+    A training loop may compute its loss outside of what is measured.
+    """
+    if head.losses or (head.calls and not head.others):
+        return
+    used = "uses them in another way" if head.calls else "was not called in training"
+    raise RematError(
+        f"chunk_head: no cross entropy of the logits of {_name_of(head, model)} was seen, and the model {used}. Its "
+        "loss has to be torch.nn.functional.cross_entropy of class indices, in the model's forward or in loss=. A "
+        "layer can be named, as chunk_head='name'; or leave chunk_head out"
+    )
 
 
 def said_of(head: HeadInParts, model: nn.Module) -> str:

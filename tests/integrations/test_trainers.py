@@ -196,6 +196,17 @@ def test_a_limit_for_the_whole_device_counts_the_optimizer_of_the_trainer(optim:
         assert log["remat/peak"] <= log["remat/limit"] == 4 << 30
 
 
+@pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"gradient_accumulation_steps": 2}])
+def test_a_head_in_parts(settings: dict[str, Any], tmp_path: Path) -> None:
+    expected = outcome(trainer_of(tmp_path, **settings))
+    found = outcome(trainer_of(tmp_path, callbacks.RematCallback(0.7, chunk_head=True), **settings))
+    near = 2e-2 if settings.get("bf16") else 1e-4
+    assert found.losses == pytest.approx(expected.losses, rel=near)
+    assert found.norms == pytest.approx(expected.norms, rel=near)
+    assert max(found.peaks) <= found.logs[0]["remat/limit"] < 0.7 * max(expected.peaks)
+    assert "forward" not in vars(found.model.lm_head)
+
+
 def test_a_training_that_fails_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     class Fails(transformers.TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:

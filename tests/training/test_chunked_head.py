@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 import remat
@@ -18,6 +21,7 @@ from remat.runtime import logits as runtime
 from remat.runtime.logits import HeadInParts, Logits, head_in_parts
 from remat.simulation import store_all_peak
 from support.library_models import gpt2
+from support.processes import spawn
 
 WIDTH, CLASSES, BATCH, LENGTH = 16, 96, 3, 40
 NEAR = {torch.float64: 1e-7, torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -341,15 +345,17 @@ def test_the_loss_may_be_outside_of_the_model() -> None:
 
 def test_a_plan_takes_the_head_with_it_and_a_failed_one_leaves_it() -> None:
     model, sample = _gpt2()
-    labels = sample.pop("labels")
 
     def kind() -> type:
         return type(model(**sample).logits)
 
-    with pytest.raises(RematError, match="no cross entropy"):
-        remat.fit(model, sample, 0.9, chunk_head=True, quiet=True)
-    assert kind() is torch.Tensor
-    sample["labels"] = labels
+    for loss, why in ((lambda found: found.logits.square().mean(), "in another way"), (None, "not called")):
+        name = "transformer.h.0.mlp.unused" if loss is None else True
+        model.transformer.h[0].mlp.unused = nn.Linear(8, 8)  # type: ignore[union-attr, index]
+        with pytest.raises(RematError, match=why):
+            remat.fit(model, {"input_ids": sample["input_ids"]}, 0.9, loss=loss, chunk_head=name, quiet=True)
+        assert kind() is torch.Tensor
+    del model.transformer.h[0].mlp.unused  # type: ignore[union-attr, index]
     remat.fit(model, sample, 0.9, chunk_head=True, quiet=True)
     assert kind() is Logits
     with pytest.raises(InfeasibleBudget):
@@ -423,3 +429,33 @@ def test_find_chain_names_the_head_and_estimates_count_it() -> None:
         measured = store_all_peak(remat.profile(model, sample, repeats=1))
         assert store_all_peak(estimate.chain) == pytest.approx(measured, rel=0.03)
         head.stand()
+
+
+def _in_a_group(rank: int) -> None:
+    """Under DDP, and in shards whose root has the head: as plain PyTorch."""
+    runtime._FEWEST = 32
+    for shards in (False, True):
+        losses = {}
+        for parts in (False, True):
+            model, sample = _gpt2()
+            model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())  # shards are not tied
+            if shards:
+                for block in model.transformer.h:
+                    fully_shard(block)
+                fully_shard(model)
+            trained: Any = model if shards else nn.parallel.DistributedDataParallel(model)
+            part = {name: each[2 * rank : 2 * rank + 2] for name, each in sample.items()}
+            if parts:
+                remat.fit(model, part, 0.7, chunk_head=True, quiet=True, group=dist.group.WORLD)
+            optimizer, losses[parts] = torch.optim.Adam(trained.parameters(), 1e-2), []
+            for _ in range(3):
+                optimizer.zero_grad()
+                loss = trained(**part).loss
+                loss.backward()
+                optimizer.step()
+                losses[parts].append(float(loss))
+        assert losses[True] == pytest.approx(losses[False], rel=1e-4)
+
+
+def test_a_head_in_parts_in_a_group(tmp_path: Path) -> None:
+    spawn(_in_a_group, tmp_path)
