@@ -58,6 +58,10 @@ from .solvers.base import Solver as Solver
 from .training.estimate import Estimate as Estimate
 from .training.estimate import estimate as estimate
 from .training.fit import fit as fit
+from .training.largest import Largest as Largest
+from .training.largest import largest as largest
+from .training.watching import Watch as Watch
+from .training.watching import watch as watch
 
 __version__: str
 __all__: list[str]

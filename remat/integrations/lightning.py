@@ -9,6 +9,7 @@ from torch import nn
 from remat.errors import RematError
 from remat.formatting import count
 from remat.integrations.training import Training
+from remat.training.watching import Watch
 from remat.utils.packages import has, require
 
 if not TYPE_CHECKING and has("pytorch_lightning") and not has("lightning"):  # the same by its older name
@@ -35,7 +36,8 @@ class RematCallback(Callback):
             included.
         network: name of the module in the LightningModule that is to train so, "" for the LightningModule itself where
             its training step calls `self(...)`; None: the one that holds nearly all of its parameters.
-        fit: what else `remat.fit` takes, such as `longest=` and `when_short="least"`.
+        fit: what else `remat.fit` takes, such as `longest=` and `when_short="least"`; and `watch=True`, for what each
+            step takes in `watched` (`remat.watch`).
 
     Raises:
         RematError: it is not clear which module is meant.
@@ -45,6 +47,11 @@ class RematCallback(Callback):
     def __init__(self, memory: int | str | float = "auto", network: str | None = None, **fit: Any) -> None:
         self._training = Training(memory, fit)
         self._network = network
+
+    @property
+    def watched(self) -> Watch | None:
+        """What the steps of the last training took, where `watch=True`."""
+        return self._training.watched
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._training.begin(network_of(pl_module, self._network), optimizers=trainer.optimizers)

@@ -15,6 +15,7 @@ from remat.runtime.planned.patched_forward import PatchedForward
 from remat.training.fit import AUTO, Wish, fit_at_first_call
 from remat.training.holdings import checked_optimizers
 from remat.training.setup import Setup
+from remat.training.watching import Watch
 from remat.utils.warn import warn
 
 _OWN = ("longest", "quiet", "chunk_head")
@@ -25,20 +26,26 @@ class Training:
     """A model in training within a limit.
 
     Args:
-        memory, fit: as for `remat.fit`; a fractional `memory` refers to the first call.
+        memory, fit: as for `remat.fit`; a fractional `memory` refers to the first call. With `watch=True` in `fit` its
+            steps are watched.
+
+    Attributes:
+        watched: the steps of the last training (`remat.watch`); None where they are not watched.
 
     Raises:
         RematError: `fit` takes no such argument.
     """
 
     def __init__(self, memory: int | str | float, fit: Mapping[str, Any]) -> None:
-        known = {*(field.name for field in fields(Setup)), *_OWN} - _OF_ROTOR
+        known = {*(field.name for field in fields(Setup)), *_OWN, "watch"} - _OF_ROTOR
         unknown = [name for name in fit if name not in known]
         if unknown:
             raise RematError(
                 f"unknown argument {unknown[0]!r}; choose from {', '.join(sorted(known))}, as for remat.fit"
             )
         given = dict(fit)
+        self._watches = given.pop("watch", False)
+        self.watched: Watch | None = None
         own = {name: given.pop(name) for name in _OWN if name in given}
         self.wish = Wish(Setup(**given), memory, **own).checked()
         self._patch: PatchedForward | None = None
@@ -61,6 +68,7 @@ class Training:
             self._switch_off([*model.modules(), *([] if settings is None else [settings])])
             self._patch = fit_at_first_call(model, wish)
             self._patch.when_removed(self._switch_on)
+            self.watched = Watch(model).__enter__() if self._watches else None
         except BaseException:
             self._switch_on()
             raise
@@ -90,6 +98,8 @@ class Training:
         if session is not None and session is not self._patch:
             return
         patch, self._patch = self._patch, None
+        if patch is not None and self.watched is not None:
+            self.watched.__exit__()
         if patch is not None and patch.standing_in:
             patch.remove()
 

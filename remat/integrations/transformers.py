@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from remat.integrations.training import Training
+from remat.training.watching import Watch
 from remat.utils.packages import require
 
 require("transformers", "RematCallback")
@@ -31,7 +32,8 @@ class RematCallback(TrainerCallback):
         memory: as for `remat.fit`: int (bytes), string ("20GiB"), float in (0, 1] of what plain PyTorch needs for the
             first call, or "auto". With of="device" the limit is for all that is on the device, the trainer's optimiser
             included.
-        fit: what else `remat.fit` takes, such as `longest=` (the most tokens of a sequence) and `when_short="least"`.
+        fit: what else `remat.fit` takes, such as `longest=` (the most tokens of a sequence) and `when_short="least"`;
+            and `watch=True`, for what each step takes in `watched` (`remat.watch`).
 
     Raises:
         InfeasibleBudget: in the step whose batch does not fit, before anything of it has run.
@@ -40,6 +42,11 @@ class RematCallback(TrainerCallback):
     def __init__(self, memory: int | str | float = "auto", **fit: Any) -> None:
         fit.setdefault("output_held", False)  # trainers let go of it before they call backward
         self._training = Training(memory, fit)
+
+    @property
+    def watched(self) -> Watch | None:
+        """What the steps of the last training took, where `watch=True`."""
+        return self._training.watched
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **more: Any) -> None:
         assert model is not None

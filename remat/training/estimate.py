@@ -23,6 +23,7 @@ from remat.runtime.pytree import map_tensors, storage_of, tensors
 from remat.simulation import peak_and_makespan, store_all_peak
 from remat.solvers import planner
 from remat.solvers.base import Solver
+from remat.training.searching import largest_within
 
 # Bytes of optimiser state per byte of parameters, and, in addition, per element: mixed precision keeps parameters and
 # both moments in float32. In eight bits each moment has a byte, and a scale in float32 for 256 elements.
@@ -32,7 +33,7 @@ OPTIMISERS: Mapping[str, tuple[float, float]] = {
 }
 _SHARDS = 1024  # devices up to which shards are a remedy
 _USABLE = 0.95  # of a device's memory: its context and the fragmentation of its allocator take the rest
-_TRIES = 6  # of batches that are looked at for the largest
+_TRIES = 10  # batches that are looked at for the largest
 
 
 @dataclass(frozen=True)
@@ -109,29 +110,16 @@ class Estimate:
     def largest_batch(self) -> int:
         """The largest batch that fits the device, at any speed; 0 if none does.
 
-        The memory per row is extrapolated from two batch sizes, and each candidate is then checked.
+        The memory of more rows is extrapolated from two batch sizes, and each candidate is then checked.
         """
         if self._again is None:
             raise RematError("the tensors of the sample have no common first dimension, so no batch size")
-        known = {self.batch: self.least_bytes}
-        fits = self.batch if self.fits else 0
-        fails = math.inf if self.fits else float(self.batch)
-        wanted = 2 * self.batch if self.fits else max(self.batch // 2, 1)
-        for _ in range(_TRIES):
-            if wanted in known or not fits < wanted < fails:
-                break
-            known[wanted] = self._solver.minimum_budget(self._again(wanted))
-            if known[wanted] <= self.left_bytes:
-                fits = max(fits, wanted)
-            else:
-                fails = min(fails, wanted)
-            (low, first), (high, second) = sorted(known.items())[-2:]
-            slope = max((second - first) / (high - low), 1.0)
-            guess = low + int((self.left_bytes - first) / slope)
-            wanted = max(guess, fits + 1)
-            if fails < math.inf:
-                wanted = min(wanted, int(fails) - 1)
-        return fits
+        again = self._again
+
+        def takes(rows: int) -> int:
+            return self._solver.minimum_budget(again(rows))
+
+        return largest_within(takes, self.left_bytes, {self.batch: self.least_bytes}, tries=_TRIES).fits
 
     def remedies(self) -> list[tuple[str, int]]:
         """What would make it fit, one change at a time, with the least bytes of the device that it then takes; empty if

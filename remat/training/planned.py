@@ -108,6 +108,7 @@ class Planned:
         self.lock = Lock()
         self.inputs = PlansByInput(self)
         self.host = HostMemory()
+        self._least: tuple[RunningPlan | None, int] = (None, 0)
 
     # Measuring -------------------------------------------------------------------------------------------------------
 
@@ -354,10 +355,20 @@ class Planned:
             plan = self.inputs.plan_for(call)
         return plan.executor
 
+    def least(self) -> int:
+        """The least memory for the last call's input."""
+        plan = self.inputs.latest or self.plan
+        if plan is None or plan.chain is None:
+            return 0
+        if plan is not self._least[0]:
+            self._least = plan, self.solver("fastest").minimum_budget(plan.chain)
+        return self._least[1]
+
     def figures(self) -> dict[str, int]:
-        """The predicted peak in bytes and the number of recomputations of the last call's plan."""
+        """The peak of the last call's plan in bytes, predicted or as it was tried, and its recomputations."""
         plan = self.inputs.latest or self.plan
         if plan is None or plan.chain is None:
             return {}
-        peak = simulate(plan.chain, plan.schedule).peak_bytes
+        tried = plan.rehearsal
+        peak = simulate(plan.chain, plan.schedule).peak_bytes if tried is None else tried.of(self.of)
         return {"peak": peak, "recomputations": plan.schedule.recomputations}

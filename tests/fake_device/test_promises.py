@@ -158,6 +158,94 @@ def test_no_limit_is_more_than_the_device_can_give(trained: Training, monkeypatc
     assert figures["recomputations"] > 0 and figures["peak"] <= figures["limit"]
 
 
+@of_models("MLP", "GPT-2")
+@pytest.mark.parametrize("of", ["allocated", "device"])
+def test_watched_steps_are_what_the_allocator_counts(trained: Training, of: str) -> None:
+    limit = int(0.8 * trained.plain.peak_bytes)
+    whole = holdings_of(trained.model, (), trained.sample).total if of == "device" else 0
+    for parameter in trained.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    seen = []
+    with fitted(trained, 2 * limit + whole if of == "device" else limit, of=of), remat.watch(trained.model) as watched:
+        for _ in range(3):
+            before = torch.accelerator.memory_allocated()
+            mean(trained.model(trained.sample)).backward()
+            seen.append(torch.accelerator.max_memory_allocated() - before)
+        with torch.no_grad():
+            trained.model(trained.sample)
+            trained.model(trained.sample)
+    assert [each.kind for each in watched.steps] == ["training"] * 3 + ["evaluation"]
+    for step, found in zip(watched.steps, seen, strict=False):
+        assert step.peak_bytes is not None
+        assert step.peak_bytes <= step.limit_bytes
+        assert step.recomputations > 0 or of == "device"
+        if of == "allocated":
+            assert step.peak_bytes == found + trained.sample.nbytes <= step.planned_bytes
+    assert not watched.warnings
+
+
+@of_models("MLP")
+def test_memory_that_runs_out_is_warned_of_before(trained: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = 10 * trained.plain.peak_bytes
+    monkeypatch.setattr("remat.training.watching.free_bytes", lambda device: left)
+    with fitted(trained, int(0.8 * trained.plain.peak_bytes)), remat.watch(trained.model) as watched:
+        kept = []
+        with pytest.warns(remat.OverBudgetWarning, match=r"step 9: what is held between steps grows by .* steps"):
+            for _ in range(12):
+                trained.step()
+                kept.append(torch.empty(left // 40, dtype=torch.uint8, device=trained.sample.device))
+        left = 1 << 16
+        with pytest.warns(remat.OverBudgetWarning, match="another process may have taken memory"):
+            trained.step()
+    assert len(watched.warnings) == 2
+
+
+@of_models("MLP", "GPT-2")
+def test_the_largest_batch(trained: Training) -> None:
+    def sample(size: int) -> torch.Tensor:
+        rows = -(-size // len(trained.sample))
+        return torch.cat([trained.sample] * rows)[:size]
+
+    rows = len(trained.sample)
+    limit = int(0.6 * trained.plain.peak_bytes)
+    found = remat.largest(trained.model, sample, limit, mean, quiet=True)
+    assert found.tried[-1].size == found.size
+    assert all(0 < each.peak_bytes <= limit for each in found.tried)
+    assert found.size > 0.6 * rows and found.tried[-1].recomputations > 0
+    with pytest.raises(remat.InfeasibleBudget):
+        remat.fit(trained.model, sample(2 * found.size), limit, mean, quiet=True)
+
+
+@of_models("GPT-2")
+def test_a_head_in_parts(trained: Training) -> None:
+    tokens = trained.sample.repeat(4, 1)
+    call = {"input_ids": tokens, "labels": tokens}
+
+    def step() -> tuple[float, list[torch.Tensor], int]:
+        trained.model.zero_grad(set_to_none=False)
+        gc.collect()
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        loss = trained.model(**call).loss
+        loss.backward()
+        peak = torch.accelerator.max_memory_allocated() - before
+        return loss.item(), [each.grad.clone() for each in trained.model.parameters()], peak
+
+    for _ in range(2):
+        torch.manual_seed(0)
+        plain = step()
+    remat.fit(trained.model, call, int(0.5 * plain[2]), chunk_head=True, quiet=True)
+    for _ in range(2):
+        torch.manual_seed(0)
+        found = step()
+    remat.remove(trained.model)
+    trained.model.zero_grad(set_to_none=False)
+    assert found[0] == pytest.approx(plain[0], rel=1e-4)
+    for one, other in zip(found[1], plain[1], strict=True):
+        assert float((one - other).abs().max()) <= 1e-3 * float(other.abs().max())
+    assert found[2] <= 0.5 * plain[2]
+
+
 @pytest.mark.slow
 @of_models("MLP", "convolutions", "GPT-2", "cells", *OTHERS)
 def test_what_will_be_reserved_is_known_before(trained: Training) -> None:

@@ -27,6 +27,14 @@ class Runs(Protocol):
     def run(self, forward: Forward, args: Any, kwargs: Any, left: Callable[[str], None]) -> Any: ...
 
 
+class Watching(Protocol):
+    """Is told of the forwards of a model: when the step before one is over, and when it begins, planned for."""
+
+    def ends(self) -> None: ...
+
+    def begins(self, kind: str, call: Any) -> None: ...
+
+
 class PatchedForward:
     """Stands in for the forward of a model, until `remove`; the model stays the same object of the same class.
 
@@ -40,6 +48,9 @@ class PatchedForward:
         undecided: `choose` has yet to plan, and where that fails, the model has its own forward again.
         was_called: in training, since it was undecided.
         figures: what loggers are told: bytes of the limit and of a step's peak, and how often something is recomputed.
+        of: what the limit is of (`Setup.of`).
+        least: tells the least memory that the present input can be trained in, of what the limit is of.
+        watch: is told of forwards.
     """
 
     def __init__(
@@ -55,6 +66,9 @@ class PatchedForward:
         self.summary = ""
         self._ended: list[Callable[[], None]] = []
         self.figures: Callable[[], Mapping[str, int]] = dict
+        self.of = "allocated"
+        self.watch: Watching | None = None
+        self.least: Callable[[], int] = int
         self.model, self.choose, self.other_path = model, choose, other_path
         self.undecided = self.was_called = False
         self._runs_in: int | None = None  # the thread in which the model's own forward runs
@@ -100,7 +114,13 @@ class PatchedForward:
             self.model.__dict__.pop("__getstate__", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._runs_in == get_ident() or not self.standing_in or not torch.is_grad_enabled():
+        if self._runs_in == get_ident() or not self.standing_in:
+            return self.forward(*args, **kwargs)
+        if self.watch is not None:
+            self.watch.ends()
+        if not torch.is_grad_enabled():
+            if self.watch is not None:
+                self.watch.begins("evaluation", (args, kwargs))
             return self.forward(*args, **kwargs)
         with self.paused():
             try:
@@ -110,6 +130,8 @@ class PatchedForward:
                 if self.undecided:
                     self.remove()
                 raise
+            if self.watch is not None:
+                self.watch.begins("training" if executor is not None else "evaluation", (args, kwargs))
             if executor is not None:
                 return executor.run(self.forward, args, kwargs, self._left)
         return self.forward(*args, **kwargs)
