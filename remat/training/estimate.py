@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from html import escape
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer
 
 from remat.budgets import resolve_budget
 from remat.chain import Chain
@@ -18,11 +21,14 @@ from remat.errors import InfeasibleBudget, RematError
 from remat.estimation.world import World
 from remat.formatting import format_bytes, format_seconds, table, text_table
 from remat.profiling.profile import estimate_in
+from remat.runtime.calls.stages import call_of
 from remat.runtime.checks import Loss, check_count, check_model
+from remat.runtime.planned.lengths import length_of, with_length
 from remat.runtime.pytree import map_tensors, storage_of, tensors
 from remat.simulation import peak_and_makespan, store_all_peak
 from remat.solvers import planner
 from remat.solvers.base import Solver
+from remat.training.holdings import state_bytes
 from remat.training.searching import largest_within
 
 # Bytes of optimiser state per byte of parameters, and, in addition, per element: mixed precision keeps parameters and
@@ -31,9 +37,11 @@ OPTIMISERS: Mapping[str, tuple[float, float]] = {
     **{"none": (0, 0), "sgd": (0, 0), "momentum": (1, 0), "adam": (2, 0), "adam-mixed": (0, 12)},
     "adam-8bit": (0, 2 + 2 * 4 / 256),
 }
+_EIGHT_BITS = "adam-8bit"
+_ANY_HOST = 2**50  # bytes
 _SHARDS = 1024  # devices up to which shards are a remedy
 _USABLE = 0.95  # of a device's memory: its context and the fragmentation of its allocator take the rest
-_TRIES = 10  # batches that are looked at for the largest
+_TRIES = 8  # batches that are looked at for the largest
 
 
 @dataclass(frozen=True)
@@ -73,10 +81,9 @@ class Estimate:
     static: StaticMemory
     batch: int
     host_limit: int | str | None = None
-    optimiser: str = "adam"
+    optimiser: str | Optimizer = "adam"
     shards: int = 1
-    _again: Any = field(default=None, repr=False, compare=False)  # the chain for another number of rows
-    _static: Any = field(default=None, repr=False, compare=False)  # the static memory of another optimiser, or shards
+    _asked: _Asked | None = field(default=None, repr=False, compare=False)
 
     @property
     def left_bytes(self) -> int:
@@ -112,33 +119,53 @@ class Estimate:
 
         The memory of more rows is extrapolated from two batch sizes, and each candidate is then checked.
         """
-        if self._again is None:
+        if self._asked is None or not self.batch:
             raise RematError("the tensors of the sample have no common first dimension, so no batch size")
-        again = self._again
+        return self._largest("rows", self.batch)
 
-        def takes(rows: int) -> int:
-            return self._solver.minimum_budget(again(rows))
+    def _largest(self, what: str, known: int) -> int:
+        """The most rows, or the length, with which it fits; 0 if it does with none."""
 
-        return largest_within(takes, self.left_bytes, {self.batch: self.least_bytes}, tries=_TRIES).fits
+        def takes(size: int) -> int:
+            return self._least_with(**{what: size})
+
+        return largest_within(takes, self.left_bytes, {known: self.least_bytes}, tries=_TRIES).fits
+
+    def _least_with(self, **changes: Any) -> int:
+        """The minimum budget for activations after a change (`_Asked.chain`)."""
+        assert self._asked is not None
+        host_limit = changes.get("host_limit", self.host_limit)
+        return planner("persistent", host_limit=host_limit).minimum_budget(self._asked.chain(**changes))
 
     def remedies(self) -> list[tuple[str, int]]:
         """What would make it fit, one change at a time, with the least bytes of the device that it then takes; empty if
-        it fits, or nothing does."""
-        if self.fits or self._static is None:
+        it fits, or nothing does. Each is estimated, the first time that this is called or shown."""
+        return list(self._remedies)
+
+    @cached_property
+    def _remedies(self) -> list[tuple[str, int]]:
+        asked = self._asked
+        if self.fits or asked is None:
             return []
-        usable = int(_USABLE * self.device.memory_bytes)
-        found: list[tuple[str, int]] = []
-        if self.optimiser in ("momentum", "adam", "adam-mixed"):
-            found.append(("adam-8bit", self._static("adam-8bit", self.shards).total + self.least_bytes))
+        usable, least = int(_USABLE * self.device.memory_bytes), self.least_bytes
+        found = [(_EIGHT_BITS, asked.static(_EIGHT_BITS, self.shards).total + least)]
+        if found[0][1] >= self.static.total + least:
+            found.clear()
+        if not asked.options.get("chunk_head"):
+            with suppress(RematError):  # it has no head
+                found.append(("chunk_head=True", self.static.total + self._least_with(chunk_head=True)))
+        if self.host_limit is None:
+            found.append(("host_limit=", self.static.total + self._least_with(host_limit=_ANY_HOST)))
         shards = 2 * self.shards
         while shards <= _SHARDS:
-            found.append((f"{shards} shards (FSDP2)", self._static(self.optimiser, shards).total + self.least_bytes))
+            found.append((f"{shards} shards (FSDP2)", asked.static(self.optimiser, shards).total + least))
             if found[-1][1] <= usable:
                 break
             shards *= 2
-        rows = self.largest_batch() if self._again is not None and self.batch > 1 else 0
-        if rows:
-            found.append((f"a batch of {rows}", self.static.total + self._solver.minimum_budget(self._again(rows))))
+        for what, known, name in (("rows", self.batch, "a batch of"), ("length", asked.length, "sequences of")):
+            size = self._largest(what, known) if known > 1 else 0
+            if size:
+                found.append((f"{name} {size}", self.static.total + self._least_with(**{what: size})))
         return [(name, size) for name, size in found if size <= usable]
 
     def __str__(self) -> str:
@@ -200,7 +227,7 @@ def estimate(
     *,
     device: str,
     loss: Loss | None = None,
-    optimiser: str = "adam",
+    optimiser: str | Optimizer = "adam",
     shards: int = 1,
     host_limit: int | str | None = None,
     **options: Any,
@@ -212,10 +239,11 @@ def estimate(
         sample: its input, as for `profile`. The estimate reads the values of integer tensors (masks, positions).
         device: as for `profile`.
         optimiser: whose state is counted: "none", "sgd", "momentum", "adam" (both moments in the parameters' dtype),
-            "adam-mixed" (also parameters and both moments in float32) or "adam-8bit" (both moments in a byte).
+            "adam-mixed" (also parameters and both moments in float32) or "adam-8bit" (both moments in a byte); or an
+            optimiser of the model's parameters, of which a copy makes a step on tensors without data to tell.
         shards: devices over which parameters, gradients and optimiser state are sharded, block by block (FSDP).
         host_limit: how much of the host's memory offloaded activations may take (an int, or "64GiB").
-        options: keyword arguments of `profile`.
+        options: keyword arguments of `profile`; and `chunk_head`, as for `fit`.
 
     Raises:
         RematError: no such device or optimiser.
@@ -231,7 +259,7 @@ def estimated_in(
     sample: Any,
     *,
     loss: Loss | None = None,
-    optimiser: str = "adam",
+    optimiser: str | Optimizer = "adam",
     shards: int = 1,
     host_limit: int | str | None = None,
     **options: Any,
@@ -239,44 +267,65 @@ def estimated_in(
     """`estimate` in a world, in which the model may have been made."""
     check_model(model)
     check_count("shards", shards)
-    if optimiser not in OPTIMISERS:
+    if isinstance(optimiser, str) and optimiser not in OPTIMISERS:
         raise RematError(f"unknown optimiser {optimiser!r}; choose one of {', '.join(OPTIMISERS)}")
     if host_limit is not None:
         resolve_budget(host_limit)
         options["offload"] = True
-    chain = estimate_in(world, model, sample, loss, dict(options))
+    asked = _Asked(world, model, sample, loss, options)
+    chain = asked.chain()
     rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors(sample)}
     batch = rows.pop() if len(rows) == 1 else 0
-
-    def again(rows: int) -> Chain:
-        with world.entered():
-            other = map_tensors(lambda tensor: tensor.new_zeros((rows, *tensor.shape[1:])), world.stand_in(sample))
-        return estimate_in(world, model, other, loss, dict(options))
-
-    def static(optimiser: str, shards: int) -> StaticMemory:
-        return static_bytes(model, chain, optimiser=optimiser, shards=shards)
-
-    return Estimate(
-        world.device,
-        chain,
-        static(optimiser, shards),
-        batch,
-        host_limit,
-        optimiser,
-        shards,
-        again if batch else None,
-        static,
-    )
+    static = asked.static(optimiser, shards)
+    return Estimate(world.device, chain, static, batch, host_limit, optimiser, shards, asked)
 
 
-def static_bytes(model: nn.Module, chain: Chain, *, optimiser: str = "adam", shards: int = 1) -> StaticMemory:
+class _Asked:
+    """What was estimated, to estimate it again with something changed."""
+
+    def __init__(self, world: World, model: nn.Module, sample: Any, loss: Loss | None, options: dict[str, Any]) -> None:
+        self.world, self.model, self.sample, self.loss, self.options = world, model, sample, loss, options
+        self.length = length_of(call_of(model, sample)) or 0
+        self._first: Chain | None = None  # which says how parameters are spread over stages
+
+    def chain(
+        self, *, rows: int | None = None, length: int | None = None, host_limit: object = None, chunk_head: bool = False
+    ) -> Chain:
+        """The costs with another batch or length, with offloading, or with the head in parts."""
+        options, sample = dict(self.options), self.sample
+        if host_limit is not None:
+            options["offload"] = True
+        if chunk_head:
+            options["chunk_head"] = True
+        if rows is not None or length is not None:
+            with self.world.entered():
+                sample = self.world.stand_in(sample)
+                if rows is not None:
+                    sample = map_tensors(lambda tensor: tensor.new_zeros((rows, *tensor.shape[1:])), sample)
+                if length is not None:
+                    sample = with_length(call_of(self.model, sample), length)
+        found = estimate_in(self.world, self.model, sample, self.loss, options)
+        self._first = self._first or found
+        return found
+
+    def static(self, optimiser: str | Optimizer, shards: int) -> StaticMemory:
+        assert self._first is not None
+        return static_bytes(self.model, self._first, optimiser=optimiser, shards=shards)
+
+
+def static_bytes(
+    model: nn.Module, chain: Chain, *, optimiser: str | Optimizer = "adam", shards: int = 1
+) -> StaticMemory:
     """What is there besides activations, on each of so many devices; each storage counts once."""
     parameters = _once(model.parameters())
-    own, wide = OPTIMISERS[optimiser]
     sizes = {key: tensor.numel() * tensor.element_size() for key, tensor in parameters.items()}
     trained = [tensor for tensor in parameters.values() if tensor.requires_grad]
     gradients = sum(tensor.numel() * tensor.element_size() for tensor in trained)
-    state = math.ceil(own * gradients + wide * sum(tensor.numel() for tensor in trained))
+    if isinstance(optimiser, str):
+        own, wide = OPTIMISERS[optimiser]
+        state = math.ceil(own * gradients + wide * sum(tensor.numel() for tensor in trained))
+    else:
+        state = state_bytes(optimiser)
     buffers = sum(tensor.numel() * tensor.element_size() for tensor in _once(model.buffers()).values())
     gathered = 0
     if shards > 1:

@@ -126,6 +126,13 @@ def holdings_of(model: nn.Module, optimizers: Sequence[Optimizer], sample: Any) 
     )
 
 
+def state_bytes(optimizer: Optimizer) -> int:
+    """What an optimiser holds from its first step on, wherever its parameters are."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    device = parameters[0].device if parameters else torch.device("cpu")
+    return sum(_asked(optimizer, device).state) + sum(_sizes(optimizer.state, device))
+
+
 def checked_optimizers(given: Any) -> tuple[Optimizer, ...]:
     """One optimiser or several, as a tuple.
 
