@@ -7,6 +7,7 @@ import argparse
 from benchmarks.any_model import against_compile, against_libraries, any_model
 from benchmarks.comparing import comparing
 from benchmarks.compiled import compiled
+from benchmarks.device_memory import device_memory
 from benchmarks.dtr import dtr
 from benchmarks.dtr_logs import dtr_logs
 from benchmarks.dtr_run import dtr_run
@@ -72,6 +73,7 @@ BENCHMARKS = {
     "table1": table1,
     "trainers": trainers,
     "whole_device": whole_device,
+    "device_memory": device_memory,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ OPTIMISERS: Mapping[str, tuple[float, float]] = {
 }
 _EIGHT_BITS = "adam-8bit"
 _ANY_HOST = 2**50  # bytes
+_LONG = 5.0  # seconds of an estimate, from which on showing it makes no others
 _SHARDS = 1024  # devices up to which shards are a remedy
 _USABLE = 0.95  # of a device's memory: its context and the fragmentation of its allocator take the rest
 _TRIES = 8  # batches that are looked at for the largest
@@ -139,7 +141,7 @@ class Estimate:
 
     def remedies(self) -> list[tuple[str, int]]:
         """What would make it fit, one change at a time, with the least bytes of the device that it then takes; empty if
-        it fits, or nothing does. Each is estimated, the first time that this is called or shown."""
+        it fits, or nothing does. Each is estimated, the first time that this is called, or shown if that is quick."""
         return list(self._remedies)
 
     @cached_property
@@ -217,8 +219,12 @@ class Estimate:
             ("plain PyTorch", store_all_peak(self.chain), ""),
             ("minimum", self.least_bytes, "with recomputation"),
         ]
-        rows += [("would fit", size, f"with {name}") for name, size in self.remedies()]
-        return [(name, format_bytes(size), note) for name, size, note in rows]
+        shown = [(name, format_bytes(size), note) for name, size, note in rows]
+        if self._asked is not None and self._asked.seconds > _LONG and "_remedies" not in vars(self):
+            return (
+                shown if self.fits else [*shown, ("would fit", "", "see remedies(), which estimates it with changes")]
+            )
+        return shown + [("would fit", format_bytes(size), f"with {name}") for name, size in self.remedies()]
 
 
 def estimate(
@@ -287,6 +293,7 @@ class _Asked:
         self.world, self.model, self.sample, self.loss, self.options = world, model, sample, loss, options
         self.length = length_of(call_of(model, sample)) or 0
         self._first: Chain | None = None  # which says how parameters are spread over stages
+        self.seconds = 0.0  # that it took
 
     def chain(
         self, *, rows: int | None = None, length: int | None = None, host_limit: object = None, chunk_head: bool = False
@@ -304,8 +311,10 @@ class _Asked:
                     sample = map_tensors(lambda tensor: tensor.new_zeros((rows, *tensor.shape[1:])), sample)
                 if length is not None:
                     sample = with_length(call_of(self.model, sample), length)
+        begun = time.monotonic()
         found = estimate_in(self.world, self.model, sample, self.loss, options)
-        self._first = self._first or found
+        if self._first is None:
+            self._first, self.seconds = found, time.monotonic() - begun
         return found
 
     def static(self, optimiser: str | Optimizer, shards: int) -> StaticMemory:

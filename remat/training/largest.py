@@ -40,8 +40,8 @@ _SIZES = 6  # that are measured: the largest, about half of it, and so on
 _ABOUT = 1.4  # times
 _STEPS = 3  # that are timed, of each
 _AS_FAST = 0.95  # of the highest rate, from which on a size counts as fast
-_TRIES = 6  # of sizes that may turn out to take more than was estimated
-_LESS = 0.9  # of a limit, that is planned for where the device had no memory left
+_TRIES = 8  # of sizes that may turn out to take more than was estimated
+_LESS = 0.75  # of a limit, that is planned for where the device had no memory left
 
 
 class Tried(NamedTuple):
