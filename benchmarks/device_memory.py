@@ -52,9 +52,9 @@ def _estimated(training: _Training, rows: _Rows) -> dict[str, Any]:
         "store_all": store_all_peak(found.chain) / plain["peak_bytes"],
         "least": remat.minimum_budget(found.chain) / remat.minimum_budget(measured),
         "seconds": found.chain.store_all_seconds / plain["plain_seconds"],
-        "overhead_at_half": found.overhead(store_all_peak(found.chain) // 2),
-        "profiled_overhead_at_half": remat.simulate(
-            measured, remat.solve(measured, store_all_peak(measured) // 2)
+        "overhead_at_0.7": found.overhead(int(0.7 * store_all_peak(found.chain))),
+        "profiled_overhead_at_0.7": remat.simulate(
+            measured, remat.solve(measured, int(0.7 * store_all_peak(measured)))
         ).overhead,
     }
 

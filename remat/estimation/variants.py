@@ -1,7 +1,9 @@
-"""Functions for which PyTorch chooses other operators on CUDA than on the CPU, which save other tensors.
+"""Functions for which PyTorch chooses other operators on CUDA than on the CPU, or another precision.
 
 A fake tensor of a device that PyTorch was not built for cannot be part of a graph, so fake tensors are on the CPU. The
 CUDA operators are called by name: dropout saves a mask of one byte per element, attention its softmax statistics.
+Autocast computes more in float32 on CUDA than on the CPU, norms and softmax among others ("CUDA Ops that can autocast
+to float32" in PyTorch's documentation of `torch.amp`).
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from remat.runtime.pytree import map_tensors
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -26,6 +30,8 @@ class AsOnCuda(TorchFunctionMode):
         if function is torch.Tensor.backward:  # a mode is off while it is asked, and forwards run again in backwards
             with self:
                 return _backward(*args, **(kwargs or {}))
+        if function in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
+            args, kwargs = map_tensors(_widened, (args, kwargs or {}))
         replaced = _REPLACED.get(function)
         found = None if replaced is None else replaced(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {})) if found is None else found
@@ -33,6 +39,10 @@ class AsOnCuda(TorchFunctionMode):
 
 def _backward(tensor: torch.Tensor, gradient: Any = None, *others: Any, **named: Any) -> None:
     torch.autograd.backward(tensor, gradient, *others, **named)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in _HALF else tensor
 
 
 def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor | None:
@@ -74,6 +84,17 @@ def _attention(
     return efficient
 
 
+_NAMES = (
+    *("softmax", "log_softmax", "cumsum", "cumprod", "prod", "sum", "norm", "logsumexp", "exp", "expm1", "log", "log2"),
+    *("log10", "log1p", "pow", "__pow__", "__rpow__", "reciprocal", "rsqrt", "acos", "asin", "cosh", "sinh", "tan"),
+    *("erfinv", "renorm", "layer_norm", "group_norm", "cosine_similarity", "cosine_embedding_loss", "softplus"),
+    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "poisson_nll_loss"),
+    *("binary_cross_entropy_with_logits", "hinge_embedding_loss", "margin_ranking_loss", "multi_margin_loss"),
+    *("soft_margin_loss", "triplet_margin_loss", "multilabel_margin_loss", "cdist", "dist", "pdist"),
+)
+_IN_FLOAT32 = {
+    getattr(place, name) for name in _NAMES for place in (torch, torch.Tensor, functional) if hasattr(place, name)
+}
 _REPLACED: dict[Any, Callable[..., torch.Tensor | None]] = {
     functional.dropout: _dropout,
     torch.dropout: _dropout,

@@ -509,3 +509,14 @@ def test_what_would_make_it_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_inputs_without_a_batch() -> None:
     with pytest.raises(RematError, match="no common first dimension"):
         remat.estimate(_Two(), (torch.randn(3, 8), torch.randn(2, 8)), device="l4").largest_batch()
+
+
+def test_autocast_is_that_of_the_device() -> None:
+    """CUDA's keeps norms, softmax and losses in float32; the CPU's does not."""
+    blocks = [torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64)) for _ in range(4)]
+    model, sample = torch.nn.Sequential(*blocks), torch.randn(32, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        near, far = (remat.estimate(model, sample, device=name).chain for name in ("cpu", "h100"))
+    inputs, norm, product = (32 * 64 * each for each in (4, 4, 2))
+    assert far.act_bytes[:8] == (inputs, *(norm, product) * 3, norm)
+    assert near.act_bytes[:8] == (inputs, norm, *(product,) * 6)
