@@ -27,6 +27,7 @@ from remat.solvers import planner
 from remat.training.fit import AUTO, Wish
 from remat.training.holdings import checked_optimizers
 from remat.training.planned import Limit, Planned
+from remat.training.rehearsal import rehearse
 from remat.training.searching import largest_within
 from remat.training.setup import Setup
 from remat.utils.progress import Progress, shown
@@ -199,6 +200,7 @@ class _Search:
     ) -> None:
         self.model, self.make_sample, self.loss, self.limit, self.of = model, make_sample, loss, limit, of
         self.options, self.planned = options, limit  # less, once steps were seen to take more than plans say
+        self.accelerated = is_accelerator(device_of(model))
         self.device = _device_for(device_of(model))
         self.solver = planner("fastest")
         self.chains: dict[int, Chain] = {}
@@ -257,18 +259,19 @@ class _Search:
         """Steps of a size by the plan for the limit; None where they take more, and plans are for less from then on."""
         chain = self.chain(size)
         schedule = self.solver.solve(chain, self.planned)
-        try:
-            with self.head(), Bench(self.model, self.make_sample(size), self.loss) as bench:
+        sample, held = self.make_sample(size), self.options.get("output_held", True)
+        with self.head():
+            found = rehearse(self.model, sample, self.loss, schedule, output_held=held)
+            if found is None:
+                self.planned = int(self.planned * _LESS)
+                return None
+            taken = found.of("allocated" if self.of == "allocated" or not self.accelerated else "reserved")
+            if taken > self.limit:
+                self.planned = int(min(self.planned * self.limit / taken, self.planned - 1))
+                return None
+            with Bench(self.model, sample, self.loss, output_held=held) as bench:
                 step = bench.step(schedule)
-                peak = bench.peak(step)
-                taken = peak.bytes if self.of == "allocated" else max(peak.bytes, peak.reserved_bytes or 0)
-                if taken > self.limit:
-                    self.planned = int(min(self.planned * self.limit / taken, self.planned - 1))
-                    return None
                 seconds = sorted(bench.seconds(step) for _ in range(_STEPS))[_STEPS // 2]
-        except torch.OutOfMemoryError:
-            self.planned = int(self.planned * _LESS)
-            return None
         least = self.solver.minimum_budget(chain)
         return Tried(size, store_all_peak(chain), least, taken, seconds, schedule.recomputations)
 
