@@ -15,6 +15,7 @@ from benchmarks.dtr_simulated import dtr_simulated
 from benchmarks.estimates import estimates
 from benchmarks.first_use import first_use
 from benchmarks.frontier import frontier
+from benchmarks.head import head
 from benchmarks.keeping import Kept
 from benchmarks.learned import learned
 from benchmarks.live import live
@@ -74,6 +75,7 @@ BENCHMARKS = {
     "trainers": trainers,
     "whole_device": whole_device,
     "device_memory": device_memory,
+    "head": head,
 }
 
 

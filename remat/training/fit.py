@@ -17,6 +17,7 @@ from remat.formatting import format_bytes
 from remat.runtime.accelerator import allocated_bytes, device_of, free_bytes, is_accelerator
 from remat.runtime.calls.stages import call_of, is_sequential
 from remat.runtime.checks import Loss, check_count, check_model
+from remat.runtime.compacting import Compacting
 from remat.runtime.logits import HeadInParts
 from remat.runtime.meter import is_profiled
 from remat.runtime.planned.lengths import length_of, with_length
@@ -228,6 +229,10 @@ class Wish(NamedTuple):
         """Bytes of the limit that a step has not."""
         return 0 if self.holdings is None else self.holdings.total
 
+    def whole(self, figures: Mapping[str, int]) -> dict[str, int]:
+        """Figures that trainers log, of the device where the limit is."""
+        return {name: value + self.besides * (name in ("limit", "peak")) for name, value in figures.items()}
+
     def of_the_device(self, error: InfeasibleBudget) -> InfeasibleBudget:
         """The same error, of the device instead of a step."""
         assert self.holdings is not None and isinstance(self.memory, int)
@@ -323,17 +328,20 @@ def _fit_head(
                 if wish.holdings is None:
                     raise
                 raise wish.of_the_device(error) from None
+        if head is not None and not wish.quiet:
+            say(said_of(head, model))
         if limit is not None:
-            if head is not None and not wish.quiet:
-                say(said_of(head, model))
             _train_by(planned, limit, wish, patch)
     except BaseException:
         if blocks is not None:
             blocks.give_up()
         raise
+    fitted = patch or patched_forward_of(model)
+    assert fitted is not None
+    if limit is None:  # of DTR, which speaks of a step
+        of_a_step = fitted.figures
+        fitted.of, fitted.figures = setup.of, lambda: wish.whole(of_a_step())
     if blocks is not None:
-        fitted = patch or patched_forward_of(model)
-        assert fitted is not None
         fitted.when_removed(blocks.removed)
 
 
@@ -348,13 +356,10 @@ def _train_by(planned: Planned, limit: int, wish: Wish, patch: PatchedForward | 
     if wish.holdings is not None and not wish.quiet:
         say(wish.holdings.table(planned.expected_bytes() if rehearsal is None else rehearsal.of(planned.of)))
     patch.of, patch.least = wish.setup.of, lambda: planned.least() + wish.besides
-    conclude(patch, text, wish.quiet, partial(_figures, planned, limit, wish.besides))
-
-
-def _figures(planned: Planned, limit: int, besides: int) -> dict[str, int]:
-    """Those that trainers log."""
-    figures = {"limit": limit, **planned.figures()}
-    return {name: value + besides * (name in ("limit", "peak")) for name, value in figures.items()}
+    device = device_of(planned.model)
+    if is_accelerator(device) and wish.setup.of != "allocated":
+        patch.before = Compacting(planned.model, wish.optimizers, device).begins
+    conclude(patch, text, wish.quiet, lambda: wish.whole({"limit": limit, **planned.figures()}))
 
 
 def _planned(

@@ -16,6 +16,7 @@ import fake_device
 import remat
 from fake_device.models import MODELS, OTHERS, Training, mean
 from remat.runtime import links, meter
+from remat.runtime.compacting import Compacting, move
 from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.training.holdings import holdings_of
 
@@ -156,6 +157,50 @@ def test_no_limit_is_more_than_the_device_can_give(trained: Training, monkeypatc
     remat.remove(trained.model)
     assert figures["limit"] == limits[-1]
     assert figures["recomputations"] > 0 and figures["peak"] <= figures["limit"]
+
+
+@of_models("GPT-2")
+def test_what_lasts_is_moved_out_of_the_holes_of_activations(trained: Training) -> None:
+    """Gradients and an optimiser's state: less is reserved beyond what is allocated, and no bit is another."""
+    accelerator, found = torch.accelerator, {}
+    tokens = trained.sample.repeat(4, 1)
+    for moves in (False, True):
+        model = copy.deepcopy(trained.model)
+        model.zero_grad()
+        optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        tidy = Compacting(model, [optim], trained.sample.device)
+        torch.manual_seed(0)
+        left, more = [], 0
+        for step in range(3):
+            for _ in range(2):
+                if moves:
+                    tidy.begins()
+                gc.collect()
+                accelerator.empty_cache()
+                accelerator.reset_peak_memory_stats()
+                loss = model(input_ids=tokens, labels=tokens).loss
+                loss.backward()
+                left.append(loss.detach())
+            if step:
+                more = accelerator.max_memory_reserved() - accelerator.max_memory_allocated()
+            optim.step()
+            optim.zero_grad(set_to_none=False)
+        left += [each.detach().clone() for each in model.parameters()]
+        left += [each["exp_avg"].clone() for each in optim.state.values()]
+        found[moves] = left, more
+        del model, optim, tidy, loss, left
+    assert all(map(torch.equal, found[False][0], found[True][0]))
+    assert found[True][1] < found[False][1]
+
+
+def test_a_storage_that_is_moved_keeps_its_views() -> None:
+    device = torch.device(fake_device.KIND, 0)
+    whole = torch.arange(100.0, device=device)
+    part, other = whole[10:20], torch.ones(3, dtype=torch.float16, device=device)
+    move([whole.untyped_storage(), other.untyped_storage()], device)
+    part.add_(1)
+    assert torch.equal(whole.cpu()[:12], torch.tensor([*range(10), 11.0, 12.0]))
+    assert other.tolist() == [1, 1, 1]
 
 
 @of_models("MLP", "GPT-2")

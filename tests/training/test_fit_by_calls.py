@@ -20,6 +20,7 @@ from remat.runtime.live.steps import Steps
 from remat.runtime.meter import MemoryMeter
 from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.training import by_calls
+from remat.training.holdings import holdings_of
 
 
 @pytest.fixture(autouse=True)
@@ -419,3 +420,21 @@ def test_a_mode_of_the_program_around_a_backward_goes_on_after_it() -> None:
     del loss, model
     gc.collect()
     assert _len_torch_dispatch_stack() == 0
+
+
+def test_figures_of_the_whole_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("remat.training.planned.profile", _finds_no_chain)
+    torch.manual_seed(0)
+    model, x = Dense(), torch.randn(256, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    whole = holdings_of(model, [optimizer], x).total
+    model(x).backward()
+    most = _peak(lambda: model(x).backward())
+    model.zero_grad()
+    remat.fit(model, x, whole + int(0.7 * most), optimizer=optimizer, quiet=True)
+    patch: Any = patched_forward_of(model)
+    with remat.watch(model) as watched:
+        for _ in range(3):
+            model(x).backward()
+    assert whole < patch.figures()["peak"] <= patch.figures()["limit"]
+    assert patch.of == "device" and len(watched.steps) == 3

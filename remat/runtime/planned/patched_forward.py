@@ -51,6 +51,7 @@ class PatchedForward:
         of: what the limit is of (`Setup.of`).
         least: tells the least memory that the present input can be trained in, of what the limit is of.
         watch: is told of forwards.
+        before: called as a forward in training begins, which is planned for by then.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class PatchedForward:
         self.figures: Callable[[], Mapping[str, int]] = dict
         self.of = "allocated"
         self.watch: Watching | None = None
+        self.before: Callable[[], None] = lambda: None
         self.least: Callable[[], int] = int
         self.model, self.choose, self.other_path = model, choose, other_path
         self.undecided = self.was_called = False
@@ -130,6 +132,8 @@ class PatchedForward:
                 if self.undecided:
                     self.remove()
                 raise
+            if executor is not None:
+                self.before()
             if self.watch is not None:
                 self.watch.begins("training" if executor is not None else "evaluation", (args, kwargs))
             if executor is not None:
