@@ -64,6 +64,10 @@ def _whole(name: str, training: _Training, reserved: int) -> Iterator[dict[str, 
     for kind, make in _OPTIMIZERS.items():
         for share in _SHARES:
             model.zero_grad(set_to_none=True)
+            model.to("cpu")  # or parameters would pin segments that the steps before have left
+            gc.collect()
+            give_back(device)
+            model.to(device)
             optimizer = make(list(model.parameters()))
             there = holdings_of(model, [optimizer], training.inputs)
             limit = there.total + max(int(share * reserved), there.working)

@@ -69,7 +69,8 @@ def test_names_of_the_last_release_are_there() -> None:
     for name in NAMES_OF_0_2:
         assert getattr(remat, name) is not None
     assert set(NAMES_OF_0_2) - set(remat.__all__) == {"experiments"}
-    assert set(remat.__all__) - set(NAMES_OF_0_2) == {"plot_chain", "plot_memory"}
+    added = {"plot_chain", "plot_memory", "largest", "Largest", "watch", "Watch"}
+    assert set(remat.__all__) - set(NAMES_OF_0_2) == added
 
 
 def test_a_second_process_compiles_nothing() -> None:

@@ -165,25 +165,30 @@ class Logits(Uncomputed):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _OF_SHAPE:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        answer = _ANSWERS.get(func)
-        if answer is not None and args and isinstance(args[0], Logits):
-            found = answer(args[0], *args[1:], **kwargs)
-            if found is not NotImplemented:
-                return found
-        if _changes(func, kwargs):
-            raise RematError(
-                f"logits that are computed when they are used cannot be changed in place, nor their memory or gradient "
-                f"looked at ({getattr(func, '__name__', func)}); leave out chunk_head=True"
-            )
-        return func(*_computed(args), **_computed(kwargs))
+        return _answered(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise RematError(f"{func} was given logits that have not been computed; leave out chunk_head=True")
+
+
+@torch._disable_dynamo  # which would see a tensor without data
+def _answered(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What a function of logits returns."""
+    if func in _OF_SHAPE:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    answer = _ANSWERS.get(func)
+    if answer is not None and args and isinstance(args[0], Logits):
+        found = answer(args[0], *args[1:], **kwargs)
+        if found is not NotImplemented:
+            return found
+    if _changes(func, kwargs):
+        raise RematError(
+            f"logits that are computed when they are used cannot be changed in place, nor their memory or gradient "
+            f"looked at ({getattr(func, '__name__', func)}); leave out chunk_head=True"
+        )
+    return func(*_computed(args), **_computed(kwargs))
 
 
 def _logits(rows: torch.Tensor, source: Source, then: Steps = (), across: bool = False) -> Logits:

@@ -10,6 +10,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
+from remat.errors import RematError
+
 
 class Step(NamedTuple):
     """What is done to logits: a function of them and other arguments."""
@@ -97,6 +99,8 @@ class LossInParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RematError("gradients of gradients do not go through logits in parts; leave out chunk_head=True")
         way, saved, (grad,) = ctx.way, ctx.saved_tensors, grads
         if ctx.later:
             rows, weight, bias, target, counted = saved

@@ -248,6 +248,36 @@ def test_what_cannot_be_right_is_an_error(use: str) -> None:
         _step(model, rows, target, NEVER[use])
 
 
+def test_gradients_of_gradients_and_second_backwards_are_errors() -> None:
+    model, rows, target = _given()
+    _in_parts(model)
+    with pytest.raises(RematError, match="gradients of gradients"):
+        torch.autograd.grad(_flat(model(rows), target), model.body.weight, create_graph=True)
+    loss = _flat(model(rows), target)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_rows_that_do_not_count_and_no_rows() -> None:
+    for rows, target in ((torch.randn(2, 50, WIDTH), torch.full((2, 50), -100)), (torch.randn(0, 50, WIDTH),) * 2):
+        model = Body()
+        labels = target if target.dtype == torch.int64 else torch.zeros(0, 50, dtype=torch.int64)
+        plain = _step(model, rows, labels, _flat)
+        _in_parts(model)
+        for one, other in zip(plain, _step(model, rows, labels, _flat), strict=True):
+            torch.testing.assert_close(one, other, equal_nan=True)
+
+
+def test_a_compiled_loss_gets_the_logits() -> None:
+    model, rows, target = _given()
+    loss = torch.compile(lambda found, target: _flat(found.float(), target), backend="eager")
+    plain = _step(model, rows, target, loss)
+    _in_parts(model)
+    _alike(plain, _step(model, rows, target, loss))
+    torch._dynamo.reset()
+
+
 def test_logits_of_parameters_or_rows_that_have_changed_are_an_error() -> None:
     model, rows, target = _given()
     head = _in_parts(model)
