@@ -427,3 +427,13 @@ def test_trl(name: str, tmp_path: Path) -> None:
     callback = callbacks.RematCallback(0.9, longest=64)  # a fused head takes the same for any number of tokens
     found = outcome(make(tmp_path, [callback], **settings()))
     assert_within(found, expected)
+
+
+def test_steps_are_watched(tmp_path: Path) -> None:
+    callback = callbacks.RematCallback(0.6, watch=True)
+    trainer_of(tmp_path, callback, eval_strategy="steps", eval_steps=2, steps=4).train()
+    assert callback.watched is not None
+    kinds = [each.kind for each in callback.watched.steps]
+    assert kinds == ["training"] * 2 + ["evaluation"] + ["training"] * 2 + ["evaluation"]
+    assert all(each.planned_bytes <= each.limit_bytes for each in callback.watched.steps)
+    assert "4 steps, at most" in str(callback.watched)
