@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -171,8 +172,13 @@ def test_optimizers_in_the_backward_keep_one_gradient_at_a_time() -> None:
     assert later(found, "optimiser's state") == sum(map(state_bytes, optimizers.values()))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet50", "vit"])
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "fused AdamW", "Adafactor", "eight bits"])
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        *itertools.product(("gpt2",), ("SGD", "Adam", "fused AdamW", "Adafactor", "eight bits")),
+        *itertools.product(("resnet50", "vit"), ("Adam", "eight bits")),
+    ],
+)
 def test_whole_peaks_are_within_the_limit(name: str, optimizer: str) -> None:
     """With accumulation, and a moving average beside it."""
     chain = remat.profile(*made(name), repeats=1)
