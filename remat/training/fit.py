@@ -355,7 +355,7 @@ def _train_by(planned: Planned, limit: int, wish: Wish, patch: PatchedForward | 
     text = in_a_line(kind, chain, schedule, limit, least, rehearsal, besides=wish.besides, plain=wish.plain)
     if wish.holdings is not None and not wish.quiet:
         say(wish.holdings.table(planned.expected_bytes() if rehearsal is None else rehearsal.of(planned.of)))
-    patch.of, patch.least = wish.setup.of, lambda: planned.least() + wish.besides
+    patch.of, patch.besides, patch.least = wish.setup.of, wish.besides, planned.least
     device = device_of(planned.model)
     if is_accelerator(device) and wish.setup.of != "allocated":
         patch.before = Compacting(planned.model, wish.optimizers, device).begins

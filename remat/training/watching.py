@@ -152,11 +152,11 @@ class Watch:
         figures = patch.figures()
         limit, planned = figures.get("limit", 0), figures.get("peak", 0)
         least = patch.least()
-        if least > _NEAR * limit:
+        if least > _NEAR * (limit - patch.besides):
             self._warn(
                 "near",
-                f"this input needs at least {format_bytes(least)} of the limit of {format_bytes(limit)}, with all "
-                "recomputation: one that is a little larger will not fit",
+                f"this input needs at least {format_bytes(least + patch.besides)} of the limit of "
+                f"{format_bytes(limit)}, with all recomputation: one that is a little larger will not fit",
             )
         if not self._counts:
             return

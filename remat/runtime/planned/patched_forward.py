@@ -49,7 +49,8 @@ class PatchedForward:
         was_called: in training, since it was undecided.
         figures: what loggers are told: bytes of the limit and of a step's peak, and how often something is recomputed.
         of: what the limit is of (`Setup.of`).
-        least: tells the least memory that the present input can be trained in, of what the limit is of.
+        least: tells the least memory that a step with the present input takes.
+        besides: bytes of the limit that are not a step's.
         watch: is told of forwards.
         before: called as a forward in training begins, which is planned for by then.
     """
@@ -67,7 +68,7 @@ class PatchedForward:
         self.summary = ""
         self._ended: list[Callable[[], None]] = []
         self.figures: Callable[[], Mapping[str, int]] = dict
-        self.of = "allocated"
+        self.of, self.besides = "allocated", 0
         self.watch: Watching | None = None
         self.before: Callable[[], None] = lambda: None
         self.least: Callable[[], int] = int
