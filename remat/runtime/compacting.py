@@ -16,6 +16,7 @@ from torch import nn
 
 from remat.runtime.accelerator import give_back, synchronise
 from remat.runtime.pytree import storage_of, tensors
+from remat.runtime.sharding import local_part
 from remat.utils.packages import available_bytes
 
 _FORWARDS = 8  # at whose beginning it is looked for new ones: all are there after the second step
@@ -50,7 +51,7 @@ class Compacting:
         parameters: list[Any] = [*self._model.parameters(), *(each for group in groups for each in group["params"])]
         states = tensors([list(optimizer.state.values()) for optimizer in self._optimizers])
         for found in (*(each.grad for each in parameters if each.grad is not None), *states):
-            local = found._local_tensor if hasattr(found, "_local_tensor") else found
+            local = local_part(found)
             if local.layout == torch.strided and local.device == self._device:
                 storage = storage_of(local)
                 if storage.resizable():

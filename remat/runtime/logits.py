@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from remat.errors import RematError
 from remat.runtime.fakes import is_fake
-from remat.runtime.loss_in_parts import LossInParts, Step, Steps, Way
+from remat.runtime.loss_in_parts import Autocast, LossInParts, Step, Steps, Way
 from remat.runtime.patching import StandIn, has_own_forward, stand_in
 from remat.runtime.pytree import Uncomputed
 
@@ -65,7 +65,10 @@ class HeadInParts:
         if not plain or not layer.training or not torch.is_grad_enabled() or input.dim() < _VECTORS:
             return self._forward(input)
         self.calls += 1
-        return _logits(input, Source(self, layer.weight, layer.bias, _dtype_now(input), _versions(input, layer)))
+        autocast = Autocast.now(input.device.type)
+        dtype = autocast.dtype if autocast.enabled and input.dtype != torch.float64 else input.dtype
+        source = Source(self, layer.weight, layer.bias, autocast, dtype, _versions(input, layer))
+        return _logits(input, source)
 
 
 def head_in_parts(model: nn.Module, which: bool | str) -> HeadInParts:
@@ -113,13 +116,15 @@ class Source(NamedTuple):
     """How logits come from rows.
 
     Attributes:
-        dtype: of the layer's output.
+        autocast: where the layer was called, which may be another than where they are used.
+        dtype: of the logits.
         versions: of the rows, the weight and the bias when the layer was called.
     """
 
     head: HeadInParts
     weight: torch.Tensor
     bias: torch.Tensor | None
+    autocast: Autocast
     dtype: torch.dtype
     versions: tuple[int, ...]
 
@@ -152,7 +157,8 @@ class Logits(Uncomputed):
         rows, source = self.rows, self.source
         source.check(rows)
         source.head.others += 1
-        found = functional.linear(rows, source.weight, source.bias)
+        with source.autocast.again():
+            found = functional.linear(rows, source.weight, source.bias)
         for step in self.then:
             found = step(found)
         return found.transpose(1, 2) if self.across else found
@@ -179,7 +185,7 @@ def _answered(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     answer = _ANSWERS.get(func)
-    if answer is not None and args and isinstance(args[0], Logits):
+    if answer is not None and args and isinstance(args[0], Logits) and (not kwargs or answer in _WITH_NAMES):
         found = answer(args[0], *args[1:], **kwargs)
         if found is not NotImplemented:
             return found
@@ -236,22 +242,17 @@ def _versions(rows: torch.Tensor, layer: Any) -> tuple[int, ...]:
     return tuple(each._version for each in (rows, layer.weight, layer.bias) if each is not None)
 
 
-def _dtype_now(input: torch.Tensor) -> torch.dtype:
-    """Of what a linear layer returns."""
-    kind = input.device.type
-    if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
-        return torch.get_autocast_dtype(kind)
-    return input.dtype
-
-
 # What is answered without computing them ------------------------------------------------------------------------------
 
 
-def _reshaped(logits: Logits, *shape: Any, **named: Any) -> Any:
+_WITH_NAMES: set[Callable[..., Any]] = set()  # answers that know the names of their arguments
+
+
+def _reshaped(logits: Logits, *shape: Any) -> Any:
     if len(shape) == 1 and not isinstance(shape[0], int):
         (shape,) = shape
     classes, numel = logits.shape[-1], logits.numel()
-    if named or logits.across or not shape or not all(isinstance(each, int) for each in shape):
+    if logits.across or not shape or not all(isinstance(each, int) for each in shape):
         return NotImplemented
     known = math.prod(each for each in shape if each != -1)
     last = shape[-1] if shape[-1] != -1 else numel // max(known, 1)
@@ -284,8 +285,8 @@ def _taken(logits: Logits, index: Any) -> Any:
     return logits.of_rows(logits.rows[index])
 
 
-def _parts_of(logits: Logits, size: Any, dim: int = 0) -> Any:
-    if logits.across or dim % logits.dim() == logits.dim() - 1:
+def _parts_of(logits: Logits, size: Any = None, dim: int = 0, **others: Any) -> Any:
+    if others or size is None or logits.across or dim % logits.dim() == logits.dim() - 1:
         return NotImplemented
     return tuple(logits.of_rows(each) for each in logits.rows.split(size, dim))
 
@@ -326,6 +327,7 @@ def _by_row(func: Any) -> Callable[..., Any]:
         source = logits.source._replace(dtype=dtype)
         return _logits(logits.rows, source, (*logits.then, step), logits.across)
 
+    _WITH_NAMES.add(answer)
     return answer
 
 
@@ -371,11 +373,9 @@ def _cross_entropy(
         counted = there.sum() if weight is None else (weight[flat.where(there, 0)] * there).sum()
     source = logits.source
     how = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    kind = rows.device.type
     way = Way(
         *(logits.then, how, reduction == "none", _rows_at_once(logits)),
-        *(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
-        torch.is_grad_enabled(),
+        *(source.autocast, Autocast.now(rows.device.type), torch.is_grad_enabled()),
     )
     inputs = (rows.reshape(-1, rows.shape[-1]), source.weight, source.bias, flat, counted)
     loss: torch.Tensor = LossInParts.apply(way, *inputs)
@@ -401,6 +401,7 @@ _OF_SHAPE = {
         for name in ("is_sparse", "is_meta", "is_nested", "is_quantized", "nbytes", "itemsize")
     ),
 }
+_WITH_NAMES |= {_cross_entropy, _flattened, _parts_of, _largest}
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     functional.cross_entropy: _cross_entropy,
     **dict.fromkeys((_T.view, _T.reshape, torch.reshape), _reshaped),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -28,13 +28,33 @@ class Step(NamedTuple):
 Steps = tuple[Step, ...]
 
 
+class Autocast(NamedTuple):
+    """What autocast is at some time, of a kind of device."""
+
+    kind: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, kind: str) -> Autocast:
+        return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+    def again(self) -> AbstractContextManager[Any]:
+        """Inside, it is so again."""
+        return torch.autocast(self.kind, self.dtype, enabled=self.enabled, cache_enabled=False)
+
+    def cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As a linear layer's inputs are cast."""
+        return tensor.to(self.dtype) if self.enabled and tensor.dtype != torch.float64 else tensor
+
+
 class Way(NamedTuple):
     """How the loss comes from the logits.
 
     Attributes:
         each: one loss for each row, instead of their sum over what counts.
         size: rows at a time.
-        kind, casts, dtype: autocast's device, whether it is on, and its dtype.
+        layer, loss: autocast where the layer was called, and where the loss is.
         learns: whether gradients may be asked for.
     """
 
@@ -42,26 +62,15 @@ class Way(NamedTuple):
     how: Mapping[str, Any]
     each: bool
     size: int
-    kind: str
-    casts: bool
-    dtype: torch.dtype
+    layer: Autocast
+    loss: Autocast
     learns: bool
-
-    def cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As autocast casts what a linear layer is given; once instead of for each part."""
-        return tensor.to(self.dtype) if self.casts and tensor.dtype != torch.float64 else tensor
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Inside, autocast is what it was in the forward."""
-        with torch.autocast(self.kind, self.dtype, enabled=self.casts, cache_enabled=False):
-            yield
 
     def part(
         self, logits: torch.Tensor, target: torch.Tensor, factor: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The loss of some rows, and where there is a factor, the gradient of their logits times that."""
-        with torch.enable_grad(), saved_tensors_hooks(_same, _same):  # not those of what runs around
+        with self.loss.again(), torch.enable_grad(), saved_tensors_hooks(_same, _same):  # not those of what runs around
             logits.requires_grad_(factor is not None)
             found = logits
             for step in self.then:
@@ -83,13 +92,14 @@ class LossInParts(torch.autograd.Function):
     def forward(ctx: Any, way: Way, *inputs: Any) -> torch.Tensor:
         rows, weight, bias, target, counted = inputs
         wanted = tuple(way.learns and each is not None and each.requires_grad for each in (rows, weight, bias))
-        later = way.each or way.cast(rows).dtype == torch.float16
+        later = way.each or way.layer.cast(rows).dtype == torch.float16
         factor = None
         if any(wanted) and not later:
             dtype = torch.promote_types(rows.dtype, torch.float32)
             one = torch.ones((), device=rows.device, dtype=dtype)
             factor = one if counted is None else one / counted
-        losses, gradients = _gradients(way, rows, weight, bias, target, factor, wanted)
+        with way.layer._replace(enabled=False).again():  # all is cast before
+            losses, gradients = _gradients(way, rows, weight, bias, target, factor, wanted)
         ctx.way, ctx.wanted, ctx.later = way, wanted, later
         ctx.save_for_backward(*(inputs if later else gradients))
         if way.each:
@@ -105,7 +115,7 @@ class LossInParts(torch.autograd.Function):
         if ctx.later:
             rows, weight, bias, target, counted = saved
             factor = grad if counted is None else grad / counted
-            with way.again():
+            with way.layer._replace(enabled=False).again():
                 _, gradients = _gradients(way, rows, weight, bias, target, factor, ctx.wanted)
         else:
             gradients = [each if each is None else each.mul_(grad) for each in saved]
@@ -123,7 +133,9 @@ def _gradients(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
     """The losses of the parts, and the gradients of rows, weight and bias that are wanted times a factor: one for all,
     or one for each row. Parts of the weight's gradient are added up in float32."""
-    near, matrix, shift = way.cast(rows), way.cast(weight), None if bias is None else way.cast(bias)
+    near, matrix, shift = (None if each is None else way.layer.cast(each) for each in (rows, weight, bias))
+    assert near is not None
+    assert matrix is not None
     dtype = torch.promote_types(near.dtype, torch.float32)
     of_rows = torch.empty_like(near) if wanted[0] and factor is not None else None
     of_weight = torch.zeros_like(matrix, dtype=dtype) if wanted[1] and factor is not None else None

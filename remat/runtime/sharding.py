@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from remat.errors import UnsupportedModel
@@ -26,6 +27,11 @@ def refuse_first_forward(model: nn.Module) -> None:
             "a sharded model (fully_shard) cannot be measured in its first forward; measure it before that, in all "
             "processes: remat.fit(model, sample, memory, group=torch.distributed.group.WORLD)"
         )
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process has of a tensor that is in shards."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def unsharded(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:

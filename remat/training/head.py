@@ -17,24 +17,24 @@ _ROWS, _CLASSES = 256, 8192  # that are compared, in two parts
 
 
 @contextmanager
-def as_asked(model: nn.Module, which: bool | str) -> Iterator[HeadInParts | None]:
-    """Inside and from now on, the head of a model is in parts or not; where an error comes out, as it was before."""
+def as_asked(model: nn.Module, which: bool | str, *, stays: bool = True) -> Iterator[HeadInParts | None]:
+    """Inside, the head of a model is in parts or not, and from now on if that `stays`; where an error comes out, it is
+    as it was before."""
     head = head_in_parts(model, which) if which else None
     before = [HeadInParts.of(each) for each in model.modules() if isinstance(each, nn.Linear) and is_in_parts(each)]
     for each in before:
         each.remove()
     if head is not None:
         head.stand()
+    done = False
     try:
         yield head
-    except BaseException:
+        done = stays
+    finally:
         if head is not None:
-            head.remove()
-        for each in before:
+            (head.stand if done else head.remove)()  # which the plan before this one has taken away
+        for each in before if not done else ():
             each.stand()
-        raise
-    if head is not None:
-        head.stand()  # which the plan before this one has taken away
 
 
 def refuse_unused(head: HeadInParts, model: nn.Module) -> None:

@@ -35,6 +35,7 @@ from remat.runtime.accelerator import (
 )
 from remat.runtime.fakes import is_fake
 from remat.runtime.pytree import map_tensors, storage_of, tensors
+from remat.runtime.sharding import local_part
 from remat.training.rehearsal import leave_workspaces
 from remat.utils.warn import warn
 
@@ -97,18 +98,18 @@ def holdings_of(model: nn.Module, optimizers: Sequence[Optimizer], sample: Any) 
     leave_workspaces(device)
     optimised = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
     everything = list(dict.fromkeys([*model.parameters(), *optimised]))
-    parameters = [_local(parameter) for parameter in everything]
+    parameters = [local_part(parameter) for parameter in everything]
     trained = [parameter for parameter in everything if parameter.requires_grad]
-    gradients = [_local(each.grad) for each in trained if each.grad is not None]
+    gradients = [local_part(each.grad) for each in trained if each.grad is not None]
     missing = _gradients_to_come(trained)
-    states = [_local(each) for optimizer in optimizers for each in tensors(list(optimizer.state.values()))]
+    states = [local_part(each) for optimizer in optimizers for each in tensors(list(optimizer.state.values()))]
     asked = [_asked(optimizer, device) for optimizer in optimizers]
     seen: set[int] = set()
     rows = [
         ("parameters", _bytes_of(parameters, device, seen), []),
         ("gradients", _bytes_of(gradients, device, seen), missing),
         ("optimiser's state", _bytes_of(states, device, seen), [size for each in asked for size in each.state]),
-        ("buffers", _bytes_of(map(_local, model.buffers()), device, seen), []),
+        ("buffers", _bytes_of(map(local_part, model.buffers()), device, seen), []),
     ]
     sample_bytes = _bytes_of(tensors(sample), device, seen)
     rows.append(("copies of the model", _bytes_of(_copies_of(model), device, seen), []))
@@ -159,11 +160,6 @@ def _unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process has of a tensor that is in shards."""
-    return getattr(tensor, "_local_tensor", tensor)
-
-
 def _gradients_to_come(trained: Sequence[nn.Parameter]) -> list[int]:
     """Sizes. Of parameters whose hooks take their gradients as soon as they are there, as an optimiser in the backward
     does, only the largest is ever there."""
@@ -171,7 +167,7 @@ def _gradients_to_come(trained: Sequence[nn.Parameter]) -> list[int]:
     taken: list[int] = []
     for parameter in trained:
         if parameter.grad is None:
-            own = _local(parameter)
+            own = local_part(parameter)
             dtype = getattr(parameter, "grad_dtype", None) or own.dtype
             hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
             (taken if hooks else sizes).append(own.numel() * dtype.itemsize)
@@ -199,7 +195,7 @@ def _copies_of(model: nn.Module) -> Iterator[torch.Tensor]:
         if issubclass(type(each), nn.Module) and id(each) not in own and hasattr(each, "_parameters"):
             parameters = list(each.parameters())
             if not any(map(is_lazy, parameters)) and [parameter.shape for parameter in parameters] == shapes:
-                yield from map(_local, (*parameters, *each.buffers()))
+                yield from map(local_part, (*parameters, *each.buffers()))
 
 
 def _alive() -> Iterator[torch.Tensor]:
@@ -235,7 +231,7 @@ def _asked(optimizer: Optimizer, device: torch.device) -> _Asked:
                 type(optimizer).step(stand_in)
         found, before = (_sizes(each.state, device) for each in (stand_in, optimizer))
     except Exception as error:  # of any kind: it is somebody else's code, on tensors that it has never seen
-        trained = sum(_local(each).nbytes for group in optimizer.param_groups for each in group["params"])
+        trained = sum(local_part(each).nbytes for group in optimizer.param_groups for each in group["params"])
         known = sum(_sizes(optimizer.state, device))
         warn(
             f"the state of {type(optimizer).__name__} is taken to be {_UNKNOWN} times its parameters, since it makes "
@@ -253,7 +249,7 @@ def _asked(optimizer: Optimizer, device: torch.device) -> _Asked:
 
 def _sizes(state: Any, device: torch.device) -> list[int]:
     """Of the state that is on the device; what an optimiser makes on the host is there in its stand-in, too."""
-    found = {id(tensor): _local(tensor) for tensor in tensors(list(state.values()))}
+    found = {id(tensor): local_part(tensor) for tensor in tensors(list(state.values()))}
     return [each.nbytes for each in found.values() if each.numel() > 1 or each.device.type == device.type]
 
 
@@ -262,13 +258,13 @@ def _stand_in(optimizer: Optimizer, world: World) -> Any:
     known: dict[int, Any] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            own = nn.Parameter(world.like(_local(parameter).detach()), parameter.requires_grad)
+            own = nn.Parameter(world.like(local_part(parameter).detach()), parameter.requires_grad)
             if parameter.requires_grad:
                 own.grad = torch.empty_like(own)
             known[id(parameter)] = own
     held = vars(optimizer)
     for tensor in tensors([value for name, value in held.items() if name != "param_groups"]):
-        known.setdefault(id(tensor), map_tensors(lambda each: world.like(_local(each)), tensor))
+        known.setdefault(id(tensor), map_tensors(lambda each: world.like(local_part(each)), tensor))
     stand_in = object.__new__(type(optimizer))
     for name, value in held.items():
         if name.endswith("_hooks"):

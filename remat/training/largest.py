@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from remat.budgets import resolve_budget
 from remat.chain import Chain
 from remat.comparison.bench import Bench
 from remat.devices import DEVICES, Device, device_called
@@ -21,12 +22,12 @@ from remat.formatting import format_bytes, table, text_table
 from remat.profiling.profile import estimate_in, profile
 from remat.runtime.accelerator import device_of, is_accelerator, name_of
 from remat.runtime.checks import Loss, check_model
-from remat.runtime.logits import head_in_parts
 from remat.simulation import store_all_peak
 from remat.solvers import planner
 from remat.training.fit import AUTO, Wish
+from remat.training.head import as_asked
 from remat.training.holdings import checked_optimizers
-from remat.training.planned import Limit, Planned
+from remat.training.planned import Planned
 from remat.training.rehearsal import rehearse
 from remat.training.searching import largest_within
 from remat.training.setup import Setup
@@ -176,16 +177,10 @@ def largest(
     setup = Setup(loss=loss, of=of or ("device" if optimizer is not None else "allocated"))
     wish = Wish(setup, memory, quiet=quiet, optimizers=checked_optimizers(optimizer)).checked()
     wish = wish.with_holdings(model, make_sample(1))
-    limit = _in_bytes(wish.limit_for(Planned(model, setup)))
+    limit = resolve_budget(wish.limit_for(Planned(model, setup)))
     search = _Search(model, make_sample, loss, limit, setup.of, {**options, "chunk_head": chunk_head})
     with shown(not quiet) as tell:
         return search.run(tell, wish.besides)
-
-
-def _in_bytes(limit: Limit) -> int:
-    from remat.budgets import resolve_budget
-
-    return resolve_budget(limit)
 
 
 class _Search:
@@ -235,7 +230,7 @@ class _Search:
             if smaller is None:
                 break
             found.append(smaller)
-        fails = None if too_large == float("inf") else int(too_large)
+        fails = None if too_large == math.inf else int(too_large)
         return Largest(size, fails, self.limit + besides, besides, tuple(reversed(found)))
 
     def chain(self, size: int) -> Chain:
@@ -250,8 +245,8 @@ class _Search:
                 raise
             except UnsupportedModel:
                 self.runs = False
-            options.pop("chunk_head", None)
-            with self.head():
+            options.pop("chunk_head", None)  # which an estimate takes out
+            with as_asked(self.model, self.options["chunk_head"], stays=False):
                 self.chains[size] = profile(self.model, sample, loss=self.loss, repeats=1, **options)
         return self.chains[size]
 
@@ -260,7 +255,7 @@ class _Search:
         chain = self.chain(size)
         schedule = self.solver.solve(chain, self.planned)
         sample, held = self.make_sample(size), self.options.get("output_held", True)
-        with self.head():
+        with as_asked(self.model, self.options["chunk_head"], stays=False):
             found = rehearse(self.model, sample, self.loss, schedule, output_held=held)
             if found is None:
                 self.planned = int(self.planned * _LESS)
@@ -274,20 +269,6 @@ class _Search:
                 seconds = sorted(bench.seconds(step) for _ in range(_STEPS))[_STEPS // 2]
         least = self.solver.minimum_budget(chain)
         return Tried(size, store_all_peak(chain), least, taken, seconds, schedule.recomputations)
-
-    @contextmanager
-    def head(self) -> Iterator[None]:
-        """Inside, the head is in parts, if it is to be."""
-        which = self.options.get("chunk_head")
-        if not which:
-            yield
-            return
-        head = head_in_parts(self.model, which)
-        head.stand()
-        try:
-            yield
-        finally:
-            head.remove()
 
 
 def _device_for(device: torch.device) -> Device:

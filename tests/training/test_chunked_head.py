@@ -213,6 +213,51 @@ def test_autocast_is_that_of_the_forward() -> None:
             assert float((one - other).abs().max()) <= 1e-2 * float(one.abs().max())
 
 
+@pytest.mark.parametrize("use", ["flat", "each", "own"])
+@pytest.mark.parametrize("inside", ["head", "loss"])
+def test_autocast_of_the_head_may_be_another_than_that_of_the_loss(use: str, inside: str) -> None:
+    """As where a trainer wraps the model's forward in autocast, and computes its loss behind it."""
+
+    def step(model: Body) -> list[torch.Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside == "head"):
+            found = model(rows)
+        assert found.dtype == (torch.bfloat16 if inside == "head" else torch.float32)
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside == "loss"):
+            if use == "own":
+                loss = found.float().log_softmax(-1)[..., 3].mean() + 0 * target.sum()
+            else:
+                loss = IN_PARTS[use](found.float(), target)
+        loss.backward()
+        return [loss.detach(), *(each.grad for each in model.parameters() if each.grad is not None)]
+
+    model, rows, target = _given()
+    plain = step(model)
+    head = _in_parts(model)
+    found = step(model)
+    assert bool(head.losses) == (use != "own")
+    if use == "own":
+        assert all(map(torch.equal, plain, found))
+    assert float(plain[0]) == pytest.approx(float(found[0]), rel=1e-6)
+    for one, other in zip(plain, found, strict=True):
+        assert one.dtype == other.dtype
+        assert float((one - other).abs().max()) <= (1e-2 if inside == "head" else 1e-5) * float(one.abs().max())
+
+
+def test_arguments_may_be_named() -> None:
+    model, rows, target = _given()
+
+    def use(found: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        first, *_ = found.clone(memory_format=torch.contiguous_format).split(split_size=2)
+        moved = found.transpose(dim0=1, dim1=2).contiguous(memory_format=torch.contiguous_format)
+        assert torch.flatten(input=found, start_dim=0, end_dim=1).argmax(dim=-1).shape == (BATCH * LENGTH,)
+        return functional.cross_entropy(input=moved, target=target) + first.square().mean()
+
+    plain = _step(model, rows, target, use)
+    _in_parts(model)
+    _alike(plain, _step(model, rows, target, use))
+
+
 class _Squared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, found: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import remat
 from remat.errors import InfeasibleBudget, NoChain, RematError
+from remat.runtime.logits import Logits
 from remat.simulation import store_all_peak
 from remat.training.holdings import holdings_of
 from remat.training.searching import largest_within
@@ -53,6 +54,10 @@ def _model() -> nn.Module:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(6)]
     return nn.Sequential(*blocks)
+
+
+def _model_of(width: int) -> list[nn.Module]:
+    return [nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(2)]
 
 
 def _rows(size: int) -> torch.Tensor:
@@ -151,6 +156,21 @@ def test_a_forward_that_cannot_be_estimated_is_measured() -> None:
     found = remat.largest(model, _rows, int(1.1 * _least(model, _rows(6))), quiet=True)
     assert found.size in (6, 7)
     assert all(each.peak_bytes <= found.limit_bytes for each in found.tried)
+
+
+def test_a_model_that_trains_by_a_plan_stays_as_it_was() -> None:
+    model = nn.Sequential(nn.Embedding(512, 16), *_model_of(16), nn.Linear(16, 512))
+    tokens = torch.zeros((4, 64), dtype=torch.int64)
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(output.flatten(0, 1), torch.ones(len(output) * output.shape[1]).long())
+
+    remat.fit(model, tokens, 0.9, loss=loss, chunk_head=True, quiet=True)
+    for parts in (False, True):
+        remat.largest(model, lambda size: tokens[:1].expand(size, -1), "2MiB", loss, chunk_head=parts, quiet=True)
+        assert isinstance(model(tokens), Logits)
+    remat.remove(model)
+    assert type(model(tokens)) is torch.Tensor
 
 
 def test_wrong_arguments() -> None:
