@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -218,3 +218,14 @@ def store_all_operations(length: int) -> tuple[Operation, ...]:
 def forward(kind: str, first: int, last: int) -> Iterable[Operation]:
     """Operations of one kind on the stages `first` .. `last`."""
     return (Operation(kind, stage) for stage in range(first, last + 1))
+
+
+def each_recomputed(fixed: Sequence[bool]) -> tuple[Operation, ...]:
+    """F_ck of every stage but those `fixed` and the loss, and F_all of each right before its B: as with PyTorch's
+    checkpointing of every block."""
+    last = len(fixed)
+    stored = [each or stage == last for stage, each in enumerate(fixed, start=1)]
+    operations = [Operation(F_ALL if each else F_CK, stage) for stage, each in enumerate(stored, start=1)]
+    for stage in range(last, 0, -1):
+        operations += [Operation(F_ALL, stage)] * (not stored[stage - 1]) + [Operation(B, stage)]
+    return tuple(operations)

@@ -8,10 +8,12 @@ lives from the backward of the last user in the forward order to that of the fir
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
+from remat.chain import Chain
 from remat.layout import Skip
 from remat.measuring.facts import Facts, Handed
 from remat.runtime.accelerator import rounded
@@ -174,6 +176,30 @@ def carried_by_caller(grads: Sequence[int], stage: int, size_bytes: int, *, meas
     """
     end = next((index for index, size in enumerate(grads) if index and size), stage)
     return [Carried(stage, end, size_bytes, (), measured=measured)] if size_bytes and end < stage else []
+
+
+def with_besides(chain: Chain, besides: Sequence[int]) -> Chain:
+    """The chain with what else is held: `besides[l-1]` bytes from the backward of stage l+1 until that of stage l.
+
+    Those of the loss, and of a stage into which no gradient flows, count in its backward alone.
+    """
+    flows = [index < chain.length and chain.grad_bytes[index] > 0 for index in range(1, chain.length + 1)]
+    carrying = Carrying(
+        Carried(index + 1, index, size, (), measured=True)
+        for index, (size, each) in enumerate(zip(besides, flows, strict=True), start=1)
+        if each
+    )
+    alone = [0 if each else size for size, each in zip(besides, flows, strict=True)]
+    more = [by + size for by, size in zip(carrying.extras([0] * chain.length), alone, strict=True)]
+    return replace(
+        chain,
+        grad_bytes=carrying.gradients(chain.grad_bytes),
+        bwd_overhead_bytes=tuple(map(sum, zip(chain.bwd_overhead_bytes, more, strict=True))),
+        options=tuple(
+            tuple(replace(each, bwd_overhead_bytes=each.bwd_overhead_bytes + size) for each in stage)
+            for stage, size in zip(chain.options, more, strict=True)
+        ),
+    )
 
 
 def leaves_of(end: torch.Tensor, stops: Any) -> set[torch.Tensor]:

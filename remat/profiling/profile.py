@@ -21,6 +21,7 @@ from remat.layout import Layout
 from remat.measuring.isolating import saving_nothing, with_graph_of_its_own
 from remat.measuring.preserving import aliased_parameters, preserved
 from remat.measuring.stage_costs import cast_bytes, casts_made_again, own_autocast_cache, storage_bytes
+from remat.profiling.carried import with_besides
 from remat.profiling.profiler import RECORDINGS, SWEEPS, Profiler, Wanted
 from remat.profiling.remembered import remembered
 from remat.runtime.caches import caches_off, configs_with_caches
@@ -29,6 +30,7 @@ from remat.runtime.calls.places import Places
 from remat.runtime.calls.stages import Stage, call_of, check_device, flatten, group, is_sequential
 from remat.runtime.checks import Loss, check_count, check_model, check_sample, checked_loss
 from remat.runtime.logits import head_in_parts, is_in_parts
+from remat.runtime.meter import instruments
 from remat.runtime.patching import is_compiled
 from remat.runtime.planned.patched_forward import unpatched
 from remat.runtime.pytree import Arguments
@@ -199,6 +201,9 @@ def _profiled(
             return chain
         passes.begin("checking", chain.length)(1)
         try:
+            if any(map(is_sharded, model.modules())) and instruments().computes:
+                found = ranks.all(profiler.besides(chain))
+                chain = with_besides(chain, [min(each) for each in zip(*found, strict=True)])
             excess = profiler.excess(chain)
         except LeftChain as error:
             raise UnsupportedModel(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -34,8 +35,8 @@ from remat.runtime.executor import BySchedule, executing
 from remat.runtime.meter import Region, instruments, undisturbed
 from remat.runtime.pytree import Arguments, loss_in, tensors
 from remat.runtime.sharding import is_sharded, refuse_shards_of_others
-from remat.schedule import Schedule
-from remat.simulation import peak_and_makespan, store_all_peak
+from remat.schedule import B, Schedule, each_recomputed
+from remat.simulation import peak_and_makespan, simulate, store_all_peak
 from remat.solvers.persistent import Persistent
 from remat.utils.progress import Passes
 from remat.utils.ranks import Ranks
@@ -257,10 +258,36 @@ class Profiler:
         return max(self._excess_of(chain, schedule) for schedule in schedules)
 
     def _excess_of(self, chain: Chain, schedule: Schedule) -> int:
+        measured = max(max(step.peaks) for step in self._steps(schedule)) + chain.act_bytes[0]
+        return max(measured - peak_and_makespan(chain, schedule.operations)[0], 0)
+
+    def besides(self, chain: Chain) -> list[int]:
+        """For each stage, what a step holds besides what the chain predicts from the backward of the next stage on
+        until its own is over, as FSDP does, which gathers and reduces beside the backwards.
+
+        Of some steps in which each stage is recomputed for its own backward, the least: the rest is chance.
+        """
+        schedule = Schedule(each_recomputed(chain.fixed), layout=chain.layout)
+        steps = list(self._steps(schedule, in_pieces=True))
+        predicted = [moment.peak_bytes for moment in simulate(chain, schedule).timeline]
+        held, pending, begin = [0] * chain.length, chain.length, 0
+        ends = [*steps[0].begins[1:], len(predicted)]
+        for end, *peaks in zip(ends, *(step.peaks for step in steps), strict=True):
+            over = min(peaks) + chain.act_bytes[0] - max(predicted[begin:end])
+            for operation in schedule.operations[begin:end]:
+                if operation.kind == B or pending < chain.length:
+                    held[pending - 1] = max(held[pending - 1], over)
+                pending -= operation.kind == B
+            begin = end
+        return held
+
+    def _steps(self, schedule: Schedule, *, in_pieces: bool = False) -> Iterator[_SeenStep]:
+        """Runs steps by a schedule, each in one piece, or in those that operations on stages begin."""
         way = BySchedule(schedule)
         running = executing(self.model, way)
         assert way.executor is not None
         way.executor.run_to_the_end()
+        names = [*map(str, schedule.operations)]
 
         def step() -> None:
             output = running(*self.call.args, **self.call.kwargs)
@@ -277,16 +304,29 @@ class Profiler:
 
         if instruments().computes:
             step()  # what is set up once
-        in_shards = any(map(is_sharded, self.model.modules()))
-        measured = 0
-        for _ in range(_STEPS_IN_SHARDS if in_shards else 1):
+        for _ in range(_STEPS_IN_SHARDS if any(map(is_sharded, self.model.modules())) else 1):
             torch.clear_autocast_cache()  # the copies in it count
-            meter = instruments().meter(self.device)
-            with undisturbed(), meter.session(), meter.region():
+            meter, seen = instruments().meter(self.device), [0]
+
+            def begins(operation: str, meter: Any = meter, seen: list[int] = seen) -> None:
+                at = names.index(operation, seen[-1])
+                if at:
+                    seen.append(at)
+                    meter.cut()
+
+            observed = way.observed_by(begins) if in_pieces else nullcontext()
+            with undisturbed(), observed, meter.session(), meter.region():
                 step()
-            (region,) = meter.regions
-            measured = max(measured, region.peak_bytes - region.start_bytes + chain.act_bytes[0])
-        return max(measured - peak_and_makespan(chain, schedule.operations)[0], 0)
+            base = meter.regions[0].start_bytes
+            yield _SeenStep(seen, [region.peak_bytes - base for region in meter.regions])
+
+
+class _SeenStep(NamedTuple):
+    """A step by a schedule in pieces: the operations that begin them, by number; and the peak in each, beyond what was
+    there before the step."""
+
+    begins: list[int]
+    peaks: list[int]
 
 
 def _suffices(sweeps: Sequence[Mapping[Span, float]], repeats: int | None) -> bool:

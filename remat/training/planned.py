@@ -247,6 +247,8 @@ class Planned:
         """
         chain, of, ranks = self.measured, self.of, self.setup.ranks
         asked, tried = limit, False
+        if any(map(is_sharded, self.model.modules())):
+            asked += chain.reserve_bytes  # much of it chance, which most steps do without
         while True:
             try:
                 schedule = solved(chain, solver, asked, ranks=ranks)
