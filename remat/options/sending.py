@@ -38,7 +38,7 @@ class Parcel(NamedTuple):
 
 def parcels(tape: Tape, held: frozenset[int]) -> list[Parcel]:
     """What a run of a stage has made and only autograd holds, the largest first; `held`: storages that others hold."""
-    if tape.whole:
+    if tape.whole or tape.is_spread:
         return []
     held = held | tape.returned
     found = [

@@ -5,12 +5,14 @@ from __future__ import annotations
 import statistics
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from remat.errors import ReplayError
 from remat.layout import Option
 from remat.measuring.cuts import cut
 from remat.measuring.facts import StageFacts
@@ -218,7 +220,7 @@ class MeasuringVisitor:
         with self.gauge.span(f"level {number}", index):
             pass  # what the environment no longer holds is gone
         end = end_of_run(index, output, end_of) if self.gauge.of_memory else None
-        with self.gauge.span(f"rest {number}", index):
+        with self.gauge.span(f"rest {number}", index), suppress(ReplayError):  # `failed` says so
             call.complete(given[0])
         if self.gauge.of_memory:
             del output

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from remat.runtime.pytree import storage_of, tensor_on
 
@@ -23,12 +24,13 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor apart from its graph; no mode sees that it is made, unless it is of a class that takes calls apart."""
+    """The tensor apart from its graph; no mode sees that it is made."""
     if isinstance(tensor, FakeTensor):  # without its mode its alias would be one without data on no device
         look = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
         return fake_on(tensor.fake_mode, storage_of(tensor), look, tensor.device)
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-        return tensor.detach()  # without dispatch it would be one of another class, as jagged tensors and DTensors
+        with _disable_current_modes():  # without dispatch it would be of another class, as jagged tensors and DTensors
+            return tensor.detach()
     with in_earnest():
         return tensor.detach()
 

@@ -38,9 +38,18 @@ def is_collective(namespace: str) -> bool:
     return namespace.startswith(_COLLECTIVE)
 
 
+def waits_for_others(operator: Any) -> bool:
+    """Whether processes meet in an operator; a wait for the result of such a one is none."""
+    return is_collective(operator.namespace) and operator.overloadpacket.__name__ != "wait_tensor"
+
+
 def only_asks(operator: Any) -> bool:
-    """Whether an operator only looks up a property, such as the device of a fake tensor."""
-    return getattr(operator, "namespace", "") == "prim"
+    """Whether an operator only looks up a property, such as the device of a fake tensor, or puts a tensor into one of a
+    class that waits for it."""
+    namespace = getattr(operator, "namespace", "")
+    return namespace == "prim" or (
+        namespace == "_c10d_functional" and operator.overloadpacket.__name__ == "_wrap_tensor_autograd"
+    )
 
 
 def only_views(inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> bool:

@@ -29,9 +29,28 @@ def refuse_first_forward(model: nn.Module) -> None:
         )
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process has of a tensor that is in shards."""
-    return getattr(tensor, "_local_tensor", tensor)
+    """The memory of a tensor: what this process has of one that is in shards (a `DTensor`), and what a collective that
+    is under way will have written."""
+    while type(tensor) not in _PLAIN:
+        inner = getattr(tensor, "_local_tensor", None)
+        inner = getattr(tensor, "elem", None) if inner is None else inner
+        if inner is None:
+            break
+        tensor = inner
+    return tensor
+
+
+def are_spread(kinds: Iterable[type]) -> bool:
+    """Whether one of these classes of tensors, which take calls apart themselves, has parts in several processes."""
+    tensor: Any = sys.modules.get("torch.distributed.tensor")
+    if tensor is None:
+        return False
+    spread = tensor.DTensor, sys.modules["torch.distributed._functional_collectives"].AsyncCollectiveTensor
+    return any(issubclass(kind, spread) for kind in kinds)
 
 
 def unsharded(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:

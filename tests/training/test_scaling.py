@@ -20,8 +20,9 @@ import remat
 from remat import rotor
 from remat.comparison.bench import Bench
 from remat.distributed import held_after_forward, largest, plan_in_flight
-from remat.errors import InfeasibleBudget, PlanMismatch, RematError, UnsupportedModel
+from remat.errors import InfeasibleBudget, PlanMismatch, RematError, ReplayError, UnsupportedModel
 from remat.options import sending
+from remat.runtime.calls.stage_call import StageCall
 from remat.runtime.meter import Instruments, MemoryMeter
 from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.schedule import each_recomputed
@@ -161,7 +162,7 @@ def _as_checkpointed(rank: int) -> None:
     no more often than the plain model does."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 
-    part = _data()[32 * rank : 32 * rank + 32].repeat(4, 1)
+    part = _data()[32 * rank : 32 * rank + 32].repeat(16, 1)
     model = in_shards(2)
     how: dict[str, Any] = {"group": dist.group.WORLD, "stages": ["blocks"]}
     chain = remat.profile(model, part, stages=["blocks"], ranks=Ranks(dist.group.WORLD))
@@ -170,8 +171,11 @@ def _as_checkpointed(rank: int) -> None:
         step = bench.step(every)
         peaks: list[Any] = [None, None]
         dist.all_gather_object(peaks, max(bench.peak_bytes(step) for _ in range(3)))
-    assert store_all_peak(chain) > 1.3 * max(peaks)
-    remat.fit(model, part, max(peaks) + 8192, quiet=True, **how)  # gloo holds a gradient of 33 KiB or not
+    late = 2 * 4 * sum(map(nn.Parameter.numel, model.blocks[0].parameters()))  # type: ignore[index]  # that gloo may hold
+    limit = max(peaks) + late
+    assert store_all_peak(chain) > 1.3 * limit
+    assert min(chain.grad_bytes[3:-3]) >= chain.act_bytes[3] + late // 2  # with one that is being reduced
+    remat.fit(model, part, limit, quiet=True, **how)
     gather, gathered = groups.foreach_all_gather, []
     with pytest.MonkeyPatch.context() as patching:
         patching.setattr(groups, "foreach_all_gather", lambda *args, **kw: (gathered.append(1), gather(*args, **kw))[1])
@@ -196,6 +200,28 @@ def _tensor_parallel(rank: int) -> None:
         return model
 
     _is_the_same_within_limits(made, _data(), 0.5)
+    plain = losses_of(made(), _data(), together=True)
+    met = _meetings(made())
+    assert met == 6 + 6  # each block meets once in a forward, and once in a backward
+    model = made()
+    module = rotor.Checkpointable(model, _data(), group=dist.group.WORLD, stages=["blocks"])
+    module.sequence = _in_part(module)
+    assert losses_of(model, _data(), together=True) == plain  # to the bit
+    assert _meetings(model) == met  # results of collectives are kept
+    chain = module.chain
+    assert chain is not None
+    assert not any("all_reduce" in option.without for options in chain.options for option in options)
+    with pytest.MonkeyPatch.context() as patching:  # which all of the ranks would find, or one
+        patching.setattr(StageCall, "in_part", lambda *_: "it ran other operators")
+        with pytest.raises(ReplayError, match="wait for the other processes"):
+            model(_data()).sum().backward()
+
+
+def _meetings(model: nn.Module) -> int:
+    """How often processes meet in a step."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        model(_data()).square().mean().backward()
+    return sum(event.name == "c10d::allreduce_" for event in profiler.events())
 
 
 def _is_the_same_within_limits(made: Callable[[], nn.Module], part: torch.Tensor, least: float) -> None:

@@ -30,12 +30,14 @@ class Part(NamedTuple):
         kept_bytes: size of the kept storages that the stage allocated, without its outputs.
         seconds: time of the recomputed operators.
         without: the names of these operators, each once.
+        meets: whether processes meet in one of them, so that a process cannot make this part alone.
     """
 
     dropped: frozenset[int]
     kept_bytes: int
     seconds: float
     without: tuple[str, ...]
+    meets: bool = False
 
 
 def choices(
@@ -90,7 +92,7 @@ def _spread(everything: Part, hull: Sequence[Part], most: int) -> list[Part]:
     before = everything.kept_bytes
     least = _LEAST_GAIN * everything.kept_bytes
     for choice in hull:
-        if choice.dropped and before - choice.kept_bytes >= max(least, 1):
+        if choice.dropped and not choice.meets and before - choice.kept_bytes >= max(least, 1):
             chosen.append(choice)
             before = choice.kept_bytes
     while len(chosen) > most:  # the one whose absence raises the hull least
@@ -121,7 +123,7 @@ class _Network:
         self._seconds = [
             0.0 if op.is_view else max(each, 1e-9) for op, each in zip(tape.operators, seconds, strict=True)
         ]
-        self._dear = [_is_among(operator, keep) for operator in tape.operators]
+        self._dear = [operator.meets or _is_among(operator, keep) for operator in tape.operators]
         self._graph: Any = networkx.DiGraph()
         self._limits = [
             rounded(storage.nbytes, storage.device) if number not in tape.returned else 0
@@ -185,7 +187,13 @@ class _Network:
         runs = needs(tape, dropped, tape.freed, self._structure).runs if dropped else [False] * len(tape.operators)
         again = [at for at, run in enumerate(runs) if run and not tape.operators[at].is_view]
         names = dict.fromkeys(tape.operators[at].name for at in again)
-        return Part(dropped, sum(self._limits[s] for s in kept), sum(self._seconds[at] for at in again), tuple(names))
+        return Part(
+            dropped,
+            kept_bytes=sum(self._limits[storage] for storage in kept),
+            seconds=sum(self._seconds[at] for at in again),
+            without=tuple(names),
+            meets=any(tape.operators[at].meets for at in again),
+        )
 
 
 def _is_among(operator: Operator, names: Collection[str]) -> bool:

@@ -40,6 +40,7 @@ from remat.runtime.fakes import fake_mode, fake_on, is_fake, storage_without_dat
 from remat.runtime.operators import only_asks, traits_of
 from remat.runtime.pytree import storage_of, tensor_on
 from remat.runtime.raw_memory import Access, Watch, begin_watch, end_watch
+from remat.runtime.sharding import are_spread, local_part
 
 Find = Callable[[int], torch.Tensor | None]  # the tensor that autograd saved under this number, where it was kept
 
@@ -188,6 +189,7 @@ class Parts:
         reads: which of the run's inputs are read for that, by number, where the tape knows.
         ends_at: how many operators have run when all is made.
         seconds: that those take which run.
+        meets: whether other processes would have to run one of them, too.
         without_memory: the numbers of skipped storages, by identity.
     """
 
@@ -205,6 +207,7 @@ class Parts:
         computed = [at for at, run in enumerate(runs, 1) if run and not tape.operators[at - 1].is_view]
         self.ends_at = max(computed, default=0)
         self.seconds = sum(operator.seconds for operator, run in zip(tape.operators, runs, strict=True) if run)
+        self.meets = any(operator.meets for operator, run in zip(tape.operators, runs, strict=True) if run)
         self._nothing: dict[int, Any] = {}  # storages without memory, by number
         self.without_memory: dict[int, int] = {}
         self.actions = [self._action(operator, run, kept) for operator, run in zip(tape.operators, runs, strict=True)]
@@ -321,6 +324,8 @@ class Replaying(TorchDispatchMode, Watch):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if types and are_spread(types):
+            return NotImplemented  # as it was recorded: what it does to the part that is here
         if is_cast_of_a_leaf(func, args) or only_asks(func):
             return func(*args, **kwargs)
         action = next(self._actions, None)
@@ -374,6 +379,7 @@ class Replaying(TorchDispatchMode, Watch):
             Differs: it is other memory, or has none although it is wanted.
         """
         self._reads_nothing = False
+        tensor = local_part(tensor)
         if number >= len(values) or value_of(tensor, self._number(tensor)) != values[number]:
             self._differ("it saves or returns other tensors")
         if wanted and self._reads_nothing:
@@ -427,6 +433,7 @@ class Replaying(TorchDispatchMode, Watch):
             tensor = self._find(number)
             if tensor is None:
                 continue
+            tensor = local_part(tensor)
             self._is_number(storage, storage_of(tensor))
             self.saved_by = max(self.saved_by, number + 1)
             if tensor.dtype == dtype:

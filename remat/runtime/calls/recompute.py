@@ -11,6 +11,7 @@ from remat.runtime.calls.early_stop import Checksums, EarlyStop
 from remat.runtime.calls.partial import Differs, Replaying
 from remat.runtime.calls.tape import Recorder, Value
 from remat.runtime.fakes import alias, in_earnest
+from remat.runtime.sharding import local_part
 
 Take = Callable[[int, torch.Tensor], None]
 
@@ -58,12 +59,12 @@ class Collector:
             self._recorder.saves(tensor)
         if number >= len(self._looks):
             return  # `finish` knows
-        look, wanted = self._looks[number], number in self._wanted
+        look, wanted, part = self._looks[number], number in self._wanted, local_part(tensor)
         if replaying is not None:
             replaying.expect(tensor, replaying.saved, number, wanted=wanted)
-        if tensor.shape != look.size or tensor.dtype != look.dtype:
+        if part.shape != look.size or part.dtype != look.dtype:
             raise Differs(
-                f"saved a {tensor.dtype} tensor of shape {tuple(tensor.shape)} as number {number + 1}, the first run a "
+                f"saved a {part.dtype} tensor of shape {tuple(part.shape)} as number {number + 1}, the first run a "
                 f"{look.dtype} one of shape {tuple(look.size)}"
             )
         if wanted:

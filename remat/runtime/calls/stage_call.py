@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from remat.errors import ReplayError
 from remat.runtime.calls.call import Call
 from remat.runtime.calls.early_stop import Checksums, Ending
 from remat.runtime.calls.environment import FirstRun
@@ -22,6 +23,7 @@ from remat.runtime.calls.tape import Recorder, Value, identity_of, value_of
 from remat.runtime.calls.tapes import Tapes
 from remat.runtime.fakes import alias
 from remat.runtime.offload import HostMemory, Sent
+from remat.runtime.sharding import local_part
 
 _NONE: frozenset[int] = frozenset()
 
@@ -81,7 +83,7 @@ class StageCall(Call):
         if self._recorder is not None:
             self._recorder.saves(tensor)
         self.saved.append(weakref.ref(saved))
-        self.looks.append(value_of(tensor, identity_of(tensor)))
+        self.looks.append(value_of(tensor, identity_of(local_part(tensor))))
         return saved
 
     def ended(self, returned: Any) -> None:
@@ -184,7 +186,13 @@ class StageCall(Call):
                     self._tapes.escape(situation, escaped)
                     self.as_a_whole(Collector(self.looks, (), self.fill), activation)
                 return
+            others_wait = self._tapes.meets(situation)
             self._tapes.forget(situation, why)
+            if others_wait:
+                raise ReplayError(
+                    f"recomputing a part of {self.name} failed ({why}), and recomputing all of it would wait for the "
+                    "other processes, which may not do so. Plan with options=False"
+                )
             self.empty(wanted)  # of what a run has put there that was another one
         self._fill(activation, wanted, ends_early=True)
 

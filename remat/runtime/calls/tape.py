@@ -22,9 +22,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from remat.runtime.fakes import is_fake
 from remat.runtime.generators import foreign, passed_to
 from remat.runtime.meter import instruments
-from remat.runtime.operators import Traits, is_sized_by_data, only_asks, statistics, tensors_in, traits_of, written
+from remat.runtime.operators import (
+    Traits,
+    is_sized_by_data,
+    only_asks,
+    statistics,
+    tensors_in,
+    traits_of,
+    waits_for_others,
+    written,
+)
 from remat.runtime.pytree import storage_of, tensors
 from remat.runtime.raw_memory import Access, Watch, begin_watch, end_watch
+from remat.runtime.sharding import are_spread, local_part
 
 OUTSIDE = -1  # the number of all storages that the run has not made: parameters, buffers, its input
 _KINDS = (torch.Tensor, torch.nn.Parameter, FakeTensor)
@@ -74,6 +84,11 @@ class Operator(NamedTuple):
         return self.function.overloadpacket.__name__
 
     @property
+    def meets(self) -> bool:
+        """Other processes wait for it."""
+        return waits_for_others(self.function)
+
+    @property
     def is_view(self) -> bool:
         """It only looks in another way at what it was given."""
         return (
@@ -121,6 +136,7 @@ class Tape:
         whole: why the run can be made again as a whole only; empty where it can be made in part.
         draws_elsewhere: it draws from a generator that nobody knows to set back.
         meets: an operator of it in which processes meet; empty where there is none.
+        is_spread: it saves or returns tensors that are in several processes.
     """
 
     def __init__(self) -> None:
@@ -133,7 +149,7 @@ class Tape:
         self.observed: list[tuple[int, int]] = []
         self.freed: frozenset[int] = frozenset()
         self.whole = self.meets = ""
-        self.draws_elsewhere = False
+        self.draws_elsewhere = self.is_spread = False
 
     def saves(self, values: Sequence[Value]) -> bool:
         """Whether a run has saved what this one has; its `values` lie in storages of these identities."""
@@ -208,10 +224,13 @@ class Recorder(TorchDispatchMode, Watch):
         timed: bool = False,
         within: Sequence[torch.nn.Module] = (),
         given: Sequence[torch.Tensor] = (),
+        in_parts: bool = True,
     ) -> None:
         """`timed`: also note how long operators take, and in which modules they run: in those `within`, at least.
 
         `given`: inputs of the run, of which it is noted who reads them.
+        `in_parts`: of tensors that are in several processes, what is done to the parts here is written; else they are
+        not understood.
         """
         super().__init__()
         self._given: dict[int, list[int]] = {}
@@ -219,7 +238,7 @@ class Recorder(TorchDispatchMode, Watch):
             self._given.setdefault(identity_of(tensor), []).append(number)
         self._modules = [type(module).__name__ for module in within]
         self.tape = Tape()
-        self._timed = timed
+        self._timed, self._in_parts = timed, in_parts
         self.known: list[Any] = []
         self._hooks: list[Any] = []
         self._thread = get_ident()
@@ -235,6 +254,10 @@ class Recorder(TorchDispatchMode, Watch):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if types and self._in_parts and are_spread(types):
+            if isinstance(func, torch._ops.OpOverload) and traits_of(func).random:
+                self.tape.whole = f"{func} draws for a tensor that is in several processes"
+            return NotImplemented  # what it does to the part that is here is seen
         if is_cast_of_a_leaf(func, args) or only_asks(func):
             return func(*args, **kwargs)
         given = tensors_in((*args, *kwargs.values()))
@@ -296,9 +319,10 @@ class Recorder(TorchDispatchMode, Watch):
 
     def _look_at(self, func: Any, traits: Traits, values: Sequence[Any]) -> None:
         """Notes why a run in which this operator is called must not be made again, or not in part."""
-        if not traits.repeatable:
+        if waits_for_others(func):
             self.tape.meets = str(func)
-        if not traits.repeatable or traits.label in _CHANGES_STORAGE:
+        makes_new = self._in_parts and func.namespace == "_c10d_functional"  # of which results can be kept
+        if not (traits.repeatable or makes_new) or traits.label in _CHANGES_STORAGE:
             self.tape.whole = f"{func} cannot run in a partial forward"
         if traits.is_fresh and not self._constructs:
             self.tape.whole = "it creates a tensor from unknown values"
@@ -350,6 +374,7 @@ class Recorder(TorchDispatchMode, Watch):
 
     def saves(self, tensor: torch.Tensor) -> None:
         """Autograd saves a tensor now."""
+        tensor = self._part(tensor)
         if tensor.is_conj() or tensor.is_neg():
             self.tape.whole = "it saves a tensor that is conjugated when it is read"
         number = self.number(tensor)
@@ -357,20 +382,34 @@ class Recorder(TorchDispatchMode, Watch):
 
     def returned(self, output: Any) -> None:
         """What the run returned."""
-        found = tensors(output)
+        found = [*map(self._part, tensors(output))]
         numbers = [self.number(tensor) for tensor in found]
         self.tape.returned = frozenset(numbers) - {OUTSIDE}
         self.tape.outputs = [value_of(tensor, number) for tensor, number in zip(found, numbers, strict=True)]
 
     def alive(self) -> frozenset[int]:
         """Storages of what the run has made and somebody holds, autograd's hooks aside."""
-        return frozenset(storage for result, storage in self._results if result() is not None)
+        found = frozenset(storage for result, storage in self._results if result() is not None)
+        return found.difference(
+            *(
+                (*operator.reads, *(value.storage for value in operator.values if value is not None))
+                for operator in self.tape.operators
+                if operator.meets  # threads that send and receive let go of it when they choose
+            )
+        )
 
     def ended(self) -> None:
         """The run is over, and all that it needs is gone: what is still there of its results is held by others."""
         read = frozenset(number for _, number in self.tape.observed)
         self.tape.escaping = (self.alive() - self.tape.returned) | read
         self._results.clear()
+
+    def _part(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self._in_parts or type(tensor) in _KINDS:
+            return tensor
+        part = local_part(tensor)
+        self.tape.is_spread = self.tape.is_spread or part is not tensor
+        return part
 
     def number(self, tensor: torch.Tensor) -> int:
         """Of the storage that a tensor lies in."""
@@ -397,6 +436,7 @@ def identity_of(tensor: torch.Tensor) -> int:
 
 def value_of(tensor: torch.Tensor, storage: int) -> Value:
     """How a tensor looks at the storage of this number; where in memory from outside it lies, is another each time."""
+    tensor = local_part(tensor)
     if tensor.layout != torch.strided or type(tensor) not in _KINDS:
         return Value(storage, tuple(tensor.shape), (), 0, tensor.dtype)
     offset = 0 if storage == OUTSIDE else int(tensor.storage_offset())

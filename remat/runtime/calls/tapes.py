@@ -74,7 +74,16 @@ class Tapes:
         key = situation, empty, gone
         if key not in self._parts:
             self._parts[key] = Parts(tape, empty, gone)
-        return self._parts[key]
+        parts = self._parts[key]
+        if parts.meets:  # others may make all of the stage again, or nothing
+            self._warn("other processes would have to take part")
+            return None
+        return parts
+
+    def meets(self, situation: Hashable) -> bool:
+        """Whether processes meet in a run, so that one that makes it again in another way would wait for ever."""
+        tape = self._tapes.get(situation)
+        return tape is not None and bool(tape.meets)
 
     def escape(self, situation: Hashable, storages: frozenset[int]) -> None:
         """Somebody holds these storages beyond a run: from now on they are made."""

@@ -201,7 +201,7 @@ class Calls:
         unit, account, mode = call.unit, self.pool.account, self.watch.mode
         self.watch.turn(on=True)
         self.recorded += 1
-        recorder = Recorder(timed=True, given=call.passed.given())
+        recorder = Recorder(timed=True, given=call.passed.given(), in_parts=False)
         first = FirstSaving(call, recorder)
         working = unit.bytes.working
         account.others += working  # nobody says when it is taken
