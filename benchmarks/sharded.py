@@ -2,6 +2,8 @@
 
 A Llama of six blocks of 256, 4 x 128 tokens on each rank, blocks and model sharded. Rivals: every block checkpointed,
 and selective checkpointing that saves matrix products and attention, inside of `fully_shard`. remat gets their peaks.
+
+The same Llama with its blocks tensor parallel, within shares of its memory: with parts of blocks, and without.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import remat
 from benchmarks.any_model import llama
@@ -82,6 +85,12 @@ class _Step:
         sample = sum(tensor.nbytes for tensor in self._sample.values())
         return max(peaks) + sample, len(gathered) // _PEAKS
 
+    def collectives(self) -> int:
+        """How many sums over all processes a step takes."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            self()
+        return sum(event.name == "c10d::allreduce_" for event in profiler.events())
+
 
 def _made(rank: int) -> tuple[nn.Module, Any]:
     from torch.distributed.fsdp import fully_shard
@@ -133,7 +142,40 @@ def _rows(rank: int) -> Rows:
         found = within(int(share * most), way=f"remat at {share:g}")
         times = in_turn([plain, found.pop("step")], _ROUNDS)
         rows.append({**found, "over_plain": quartiles(times[1], times[0])})
+    rows += _tensor_parallel()
     if rank == 0:
         for row in rows:
             print(row, flush=True)
+    return rows
+
+
+def _tensor_parallel() -> Rows:
+    """Beside the plain model: what a step meets others for, and its time."""
+
+    def made() -> tuple[nn.Module, Any]:
+        model, sample = llama(layers=6)
+        mesh, plan = dist.init_device_mesh("cpu", (2,)), {}
+        for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+            plan[part] = ColwiseParallel()
+        for block in model.model.layers:  # type: ignore[union-attr]
+            parallelize_module(
+                block, mesh, plan | dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), RowwiseParallel())
+            )
+        return model, sample
+
+    plain = _Step(*made())
+    most, _ = plain.seen()
+    rows: Rows = [{"way": "tensor parallel", "peak_bytes": most, "collectives": plain.collectives()}]
+    for share in _SHARES[1:]:
+        steps = []
+        for parts in (True, False):
+            model, sample = made()
+            remat.fit(model, sample, int(share * most), quiet=True, group=dist.group.WORLD, stages=["model.layers"],
+                      output_held=False, options=parts)  # fmt: skip
+            steps.append(_Step(model, sample))
+        times = in_turn([plain, *steps], _ROUNDS)
+        for step, found, way in zip(steps, times[1:], ("parts", "whole stages"), strict=True):
+            peak, _ = step.seen()
+            row = {"way": f"tensor parallel at {share:g}, {way}", "peak_over_limit": round(peak / (share * most), 4)}
+            rows.append(row | {"collectives": step.collectives(), "over_plain": quartiles(found, times[0])})
     return rows

@@ -93,10 +93,22 @@ def sharded__table() -> str:
             ours = row["remat"]
             time = row["remat_over_rival"][1] * row["rival_over_plain"][1]
             lines.append(["`fit` at its peak", _share_of(ours, plain), f"{time:.2f}", str(ours["gathers"])])
-        elif "over_plain" in row:
+        elif "gathers" in row and "over_plain" in row:
             title = f"`fit` at {float(row['way'].removeprefix('remat at ')):.0%}"
             lines.append([title, _share_of(row, plain), f"{row['over_plain'][1]:.2f}", str(row["gathers"])])
     return table(["", "peak", "time", "gathers"], lines)
+
+
+def sharded__tensor_parallel() -> str:
+    (plain,) = rows("sharded", way="tensor parallel")
+    lines = [["plain", "100%", "1.00", str(plain["collectives"])]]
+    for share in (0.7, 0.5):
+        for way in ("parts", "whole stages"):
+            (row,) = rows("sharded", way=f"tensor parallel at {share:g}, {way}")
+            title = f"`fit` at {share:.0%}" + ("" if way == "parts" else ", `options=False`")
+            peak = f"{share * row['peak_over_limit']:.0%}"
+            lines.append([title, peak, f"{row['over_plain'][1]:.2f}", str(row["collectives"])])
+    return table(["", "peak", "time", "sums over ranks"], lines)
 
 
 def _share_of(row: dict[str, Any], plain: int) -> str:

@@ -247,6 +247,7 @@ class Planned:
         """
         chain, of, ranks = self.measured, self.of, self.setup.ranks
         asked, tried = limit, False
+        over: int | None = None  # the least on paper of which steps were seen to take too much
         if any(map(is_sharded, self.model.modules())):
             asked += chain.reserve_bytes  # much of it chance, which most steps do without
         while True:
@@ -261,15 +262,18 @@ class Planned:
             planned = min(asked, simulate(chain, schedule).peak_bytes)
             if found is not None and found.of(of) <= limit:
                 break
+            over = planned
             asked = planned - max(planned // _STEPS, 0 if found is None else found.of(of) - limit)
         for _ in range(_TRIALS):
-            more = solved(chain, solver, planned + limit - found.of(of), ranks=ranks)
+            aim = planned + limit - found.of(of)
+            more = solved(chain, solver, aim if over is None else min(aim, (planned + over) // 2), ranks=ranks)
             if simulate(chain, more).seconds >= _WORTH_TRYING * simulate(chain, schedule).seconds:
                 break
-            seen = self._tried(more, call, loss)
+            seen, peak = self._tried(more, call, loss), simulate(chain, more).peak_bytes
             if seen is None or seen.of(of) > limit:
-                break
-            schedule, found, planned = more, seen, simulate(chain, more).peak_bytes
+                over = peak
+            else:
+                schedule, found, planned = more, seen, peak
         return schedule, found
 
     def _tried(self, schedule: Schedule, call: Arguments, loss: Loss | None) -> Rehearsal | None:
