@@ -99,6 +99,7 @@ def sharded__table() -> str:
     return table(["", "peak", "time", "gathers"], lines)
 
 
+@figure
 def sharded__tensor_parallel() -> str:
     (plain,) = rows("sharded", way="tensor parallel")
     lines = [["plain", "100%", "1.00", str(plain["collectives"])]]
