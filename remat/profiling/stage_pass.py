@@ -28,7 +28,7 @@ from remat.runtime.calls.stages import Stage, detached
 from remat.runtime.checks import Loss
 from remat.runtime.generators import RandomState, held_by, of_python
 from remat.runtime.pytree import Arguments, tensors
-from remat.runtime.sharding import drop_whole_gradients
+from remat.runtime.sharding import are_spread, drop_whole_gradients
 
 
 @contextmanager
@@ -134,6 +134,11 @@ class Pass(ABC):
         with self._graph_of_a_stage(), self.gauge.span("full", index):
             output = run(source)
         del source
+        if are_spread(map(type, tensors(output))):
+            raise UnsupportedModel(
+                f"stage {self.stages[index - 1].name!r} returned a DTensor, and stages pass plain tensors on: "
+                "parallelise what it ends with by use_local_output=True"
+            )
         if not self.gauge.of_memory:
             following = detached(output)
         ends = [tensor for tensor in tensors(output) if tensor.requires_grad]

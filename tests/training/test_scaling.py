@@ -217,6 +217,44 @@ def _tensor_parallel(rank: int) -> None:
             model(_data()).sum().backward()
 
 
+def _parallel_throughout(rank: int) -> None:
+    """DTensors between stages are refused with what to do; those in a stage, in autocast, keep its bits."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (2,))
+
+    def made(*, local: bool) -> nn.Module:
+        model = network()
+        if not local:
+            model.first.register_forward_hook(lambda _, args, output: DTensor.from_local(output, mesh, [Shard(0)]))
+            model.last.register_forward_pre_hook(lambda _, args: args[0].to_local())
+        over = Replicate() if local else Shard(0)
+        plan = {
+            "wide": ColwiseParallel(input_layouts=over, use_local_output=False),
+            "narrow": RowwiseParallel(output_layouts=over, use_local_output=local),
+        }
+        for block in model.blocks:
+            parallelize_module(block, mesh, plan if local else plan | {"norm": SequenceParallel(sequence_dim=0)})
+        return model
+
+    how: dict[str, Any] = {"group": dist.group.WORLD, "stages": ["blocks"]}
+    with pytest.raises(UnsupportedModel, match="returned a DTensor"):
+        rotor.Checkpointable(made(local=False), _data(), **how)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain = losses_of(made(local=True), _data())
+        model = made(local=True)
+        module = rotor.Checkpointable(model, _data(), **how)
+        module.sequence = _in_part(module)
+        assert losses_of(model, _data()) == plain  # to the bit
+
+
 def _meetings(model: nn.Module) -> int:
     """How often processes meet in a step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
@@ -256,7 +294,7 @@ def _offloading(rank: int) -> None:
         assert losses_of(model, part, together=True) == plain  # to the bit
 
 
-@pytest.mark.parametrize("work", [_as_checkpointed, _hybrid, _tensor_parallel, _offloading])
+@pytest.mark.parametrize("work", [_as_checkpointed, _hybrid, _tensor_parallel, _parallel_throughout, _offloading])
 def test_other_ways_to_spread(work: Callable[[int], None], tmp_path: Path) -> None:
     spawn(work, tmp_path)
 

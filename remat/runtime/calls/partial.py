@@ -23,24 +23,23 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.runtime.calls.tape import (
     OUTSIDE,
     Operator,
+    OperatorMode,
     Tape,
     Value,
     changed_argument,
     identity_of,
-    is_cast_of_a_leaf,
     look_of,
     value_of,
 )
 from remat.runtime.fakes import fake_mode, fake_on, is_fake, storage_without_data
-from remat.runtime.operators import only_asks, traits_of
+from remat.runtime.operators import traits_of
 from remat.runtime.pytree import storage_of, tensor_on
 from remat.runtime.raw_memory import Access, Watch, begin_watch, end_watch
-from remat.runtime.sharding import are_spread, local_part
+from remat.runtime.sharding import local_part
 
 Find = Callable[[int], torch.Tensor | None]  # the tensor that autograd saved under this number, where it was kept
 
@@ -283,7 +282,7 @@ def _look(storage: torch.UntypedStorage, value: Value, device: torch.device) -> 
     return tensor
 
 
-class Replaying(TorchDispatchMode, Watch):
+class Replaying(OperatorMode, Watch):
     """A run is made again in part inside of it.
 
     Args:
@@ -324,9 +323,9 @@ class Replaying(TorchDispatchMode, Watch):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if types and are_spread(types):
-            return NotImplemented  # as it was recorded: what it does to the part that is here
-        if is_cast_of_a_leaf(func, args) or only_asks(func):
+        if self.is_left_to_parts(func, types, args):
+            return NotImplemented
+        if self.is_beside(func, args):
             return func(*args, **kwargs)
         action = next(self._actions, None)
         if action is None or action.operator.function is not func:

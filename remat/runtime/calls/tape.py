@@ -211,7 +211,29 @@ def _add_look(value: Any, look: list[Any], number: Callable[[torch.Tensor], int]
 _COMPARED = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-class Recorder(TorchDispatchMode, Watch):
+class OperatorMode(TorchDispatchMode):
+    """A mode that looks at operators; of tensors that are in several processes, at what is done to their parts here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._expected: Any = None  # on a part, next
+
+    def is_left_to_parts(self, func: Any, types: Sequence[type], args: Sequence[Any]) -> bool:
+        """Whether the tensors take the call apart (`NotImplemented`), so that operators on their parts come next."""
+        if types and are_spread(types) and not is_cast_of_a_leaf(func, args):
+            self._expected = func
+            return True
+        return False
+
+    def is_beside(self, func: Any, args: Sequence[Any]) -> bool:
+        """Whether the operator is none of the run's, or may be missing in the next one."""
+        if func is self._expected:  # a part needs gradients and has no graph, as leaves have
+            self._expected = None
+            return only_asks(func)
+        return is_cast_of_a_leaf(func, args) or only_asks(func)
+
+
+class Recorder(OperatorMode, Watch):
     """Writes the tape of a run that it is entered around; several times, where the run has several calls.
 
     Attributes:
@@ -254,11 +276,11 @@ class Recorder(TorchDispatchMode, Watch):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if types and self._in_parts and are_spread(types):
+        if self._in_parts and self.is_left_to_parts(func, types, args):
             if isinstance(func, torch._ops.OpOverload) and traits_of(func).random:
                 self.tape.whole = f"{func} draws for a tensor that is in several processes"
-            return NotImplemented  # what it does to the part that is here is seen
-        if is_cast_of_a_leaf(func, args) or only_asks(func):
+            return NotImplemented
+        if self.is_beside(func, args):
             return func(*args, **kwargs)
         given = tensors_in((*args, *kwargs.values()))
         reads = tuple(dict.fromkeys(self.number(tensor) for tensor in given))
