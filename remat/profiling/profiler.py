@@ -32,7 +32,7 @@ from remat.runtime.calls.places import Places
 from remat.runtime.calls.stages import group
 from remat.runtime.checks import Loss
 from remat.runtime.executor import BySchedule, executing
-from remat.runtime.meter import Region, instruments, undisturbed
+from remat.runtime.meter import MemoryMeter, Meter, Region, instruments, undisturbed
 from remat.runtime.pytree import Arguments, loss_in, tensors
 from remat.runtime.sharding import is_sharded, refuse_shards_of_others
 from remat.schedule import B, Schedule, each_recomputed
@@ -287,7 +287,6 @@ class Profiler:
         running = executing(self.model, way)
         assert way.executor is not None
         way.executor.run_to_the_end()
-        names = [*map(str, schedule.operations)]
 
         def step() -> None:
             output = running(*self.call.args, **self.call.kwargs)
@@ -305,20 +304,25 @@ class Profiler:
         if instruments().computes:
             step()  # what is set up once
         for _ in range(_STEPS_IN_SHARDS if any(map(is_sharded, self.model.modules())) else 1):
-            torch.clear_autocast_cache()  # the copies in it count
-            meter, seen = instruments().meter(self.device), [0]
+            yield self._seen(step, way, in_pieces=in_pieces)
 
-            def begins(operation: str, meter: Any = meter, seen: list[int] = seen) -> None:
-                at = names.index(operation, seen[-1])
-                if at:
-                    seen.append(at)
-                    meter.cut()
+    def _seen(self, step: Callable[[], None], way: BySchedule, *, in_pieces: bool) -> _SeenStep:
+        pieces = MemoryMeter(self.device)
+        meter: Meter = pieces if in_pieces else instruments().meter(self.device)
+        names, begins = [*map(str, way.schedule.operations)], [0]
 
-            observed = way.observed_by(begins) if in_pieces else nullcontext()
-            with undisturbed(), observed, meter.session(), meter.region():
-                step()
-            base = meter.regions[0].start_bytes
-            yield _SeenStep(seen, [region.peak_bytes - base for region in meter.regions])
+        def cut(operation: str) -> None:
+            at = names.index(operation, begins[-1])
+            if at:
+                begins.append(at)
+                pieces.cut()
+
+        torch.clear_autocast_cache()  # the copies in it count
+        observed = way.observed_by(cut) if in_pieces else nullcontext()
+        with undisturbed(), observed, meter.session(), meter.region():
+            step()
+        base = meter.regions[0].start_bytes
+        return _SeenStep(begins, [region.peak_bytes - base for region in meter.regions])
 
 
 class _SeenStep(NamedTuple):
