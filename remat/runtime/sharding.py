@@ -133,6 +133,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def has_shards(module: nn.Module) -> bool:
-    """Whether parameters of the module are in shards now."""
-    tensor: Any = sys.modules.get("torch.distributed.tensor")
-    return tensor is not None and any(isinstance(parameter, tensor.DTensor) for parameter in module.parameters())
+    """Whether the parameters that FSDP has in shards for this module are so now; tensor parallel ones always look it."""
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # newer ones may have several
+    return any(group is not None and not group.is_unsharded for group in groups)

@@ -255,6 +255,26 @@ def _parallel_throughout(rank: int) -> None:
         assert losses_of(model, _data()) == plain  # to the bit
 
 
+def _in_two_dimensions(rank: int) -> None:
+    """Tensor parallel blocks in shards: their parameters are DTensors where FSDP has gathered them, too."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    part = _data().repeat(4, 1)
+    for shape in ((2, 1), (1, 2)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("shards", "parts"))
+
+        def made(mesh: Any = mesh) -> nn.Module:
+            model = network()
+            for block in model.blocks:
+                parallelize_module(block, mesh["parts"], {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
+                fully_shard(block, mesh=mesh["shards"])
+            return fully_shard(model, mesh=mesh["shards"])
+
+        _is_the_same_within_limits(made, part, 0.7)
+
+
 def _meetings(model: nn.Module) -> int:
     """How often processes meet in a step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
@@ -294,7 +314,9 @@ def _offloading(rank: int) -> None:
         assert losses_of(model, part, together=True) == plain  # to the bit
 
 
-@pytest.mark.parametrize("work", [_as_checkpointed, _hybrid, _tensor_parallel, _parallel_throughout, _offloading])
+@pytest.mark.parametrize(
+    "work", [_as_checkpointed, _hybrid, _tensor_parallel, _parallel_throughout, _in_two_dimensions, _offloading]
+)
 def test_other_ways_to_spread(work: Callable[[int], None], tmp_path: Path) -> None:
     spawn(work, tmp_path)
 
