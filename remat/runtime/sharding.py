@@ -133,7 +133,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def has_shards(module: nn.Module) -> bool:
-    """Whether the parameters that FSDP has in shards for this module are so now; tensor parallel ones always look it."""
+    """Whether the parameters that FSDP has in shards for this module are so now, which their type may not tell."""
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # newer ones may have several
     return any(group is not None and not group.is_unsharded for group in groups)
