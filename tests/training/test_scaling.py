@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -217,6 +218,33 @@ def _tensor_parallel(rank: int) -> None:
             model(_data()).sum().backward()
 
 
+def _tensor_parallel_under_dtr(rank: int) -> None:
+    """Each rank evicts by itself; what meets others does not run again."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    def losses(dtr: remat.DTR | None) -> list[float]:
+        model, data, found = network(), _data().repeat(4, 1), []
+        for block in model.blocks:
+            parallelize_module(block, mesh, {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            with dtr or nullcontext():
+                loss = model(data).square().mean()
+                loss.backward()
+            optimizer.step()
+            found.append(float(loss.detach()))
+        return found
+
+    mesh = init_device_mesh("cpu", (2,))
+    plain = losses(None)
+    for budget in ("100MiB", "2MiB"):
+        dtr = remat.DTR(budget)
+        assert losses(dtr) == plain  # to the bit
+        assert (dtr.report().recomputations > 0) == (budget == "2MiB")
+
+
 def _parallel_throughout(rank: int) -> None:
     """DTensors between stages are refused with what to do; those in a stage, in autocast, keep its bits."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -315,7 +343,16 @@ def _offloading(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "work", [_as_checkpointed, _hybrid, _tensor_parallel, _parallel_throughout, _in_two_dimensions, _offloading]
+    "work",
+    [
+        _as_checkpointed,
+        _hybrid,
+        _tensor_parallel,
+        _tensor_parallel_under_dtr,
+        _parallel_throughout,
+        _in_two_dimensions,
+        _offloading,
+    ],
 )
 def test_other_ways_to_spread(work: Callable[[int], None], tmp_path: Path) -> None:
     spawn(work, tmp_path)
