@@ -29,19 +29,16 @@ def refuse_first_forward(model: nn.Module) -> None:
         )
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor: what this process has of one that is in shards (a `DTensor`), and what a collective that
     is under way will have written."""
-    while type(tensor) not in _PLAIN:
+    while type(tensor) not in _PLAIN and are_spread((type(tensor),)):
         inner = getattr(tensor, "_local_tensor", None)
-        inner = getattr(tensor, "elem", None) if inner is None else inner
-        if inner is None:
-            break
-        tensor = inner
+        tensor = tensor.elem if inner is None else inner  # type: ignore[attr-defined]
     return tensor
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def are_spread(kinds: Iterable[type]) -> bool:
