@@ -105,8 +105,8 @@ def sharded__short() -> str:
     plain = rows("sharded", way="plain")[0]["peak_bytes"]
     times = [each["remat_over_rival"][1] for each in rows("sharded") if "remat_over_rival" in each]
     return (
-        f"In the memory of PyTorch's own checkpointing of every block in FSDP2 ({row['peak_bytes'] / plain:.0%}) it takes "
-        f"{times[0]:.2f} of its time, in that of selective checkpointing {times[1]:.2f}"
+        f"In the memory of PyTorch's own checkpointing of every block in FSDP2 ({row['peak_bytes'] / plain:.0%}) it "
+        f"takes {times[0]:.2f} of its time, in that of selective checkpointing {times[1]:.2f}"
     )
 
 
