@@ -12,6 +12,7 @@ import remat
 from remat.errors import InfeasibleBudget
 from remat.runtime.planned.executor import Executor
 from remat.runtime.planned.patched_forward import patched_forward_of
+from remat.training import planned
 from remat.training.planned import Planned
 from remat.training.rehearsal import Rehearsal
 
@@ -51,8 +52,9 @@ def test_the_first_one_where_more_is_too_much(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_one_between_what_fits_and_what_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, tried = _planned(lambda peak: int((0.8 if peak <= 1.05 * LIMIT else 1.2) * peak), monkeypatch)
-    assert tried[0] <= LIMIT < found <= 1.05 * LIMIT < tried[1]
+    monkeypatch.setattr(planned, "_WORTH_TRYING", 1.0)  # whatever the clock says of one stage more or less
+    found, tried = _planned(lambda peak: int((0.5 if peak <= 1.25 * LIMIT else 1.2) * peak), monkeypatch)
+    assert tried[0] <= LIMIT < found <= 1.25 * LIMIT < tried[1]
 
 
 def test_what_no_plan_keeps_on_paper_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
