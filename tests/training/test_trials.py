@@ -53,8 +53,9 @@ def test_the_first_one_where_more_is_too_much(monkeypatch: pytest.MonkeyPatch) -
 
 def test_one_between_what_fits_and_what_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planned, "_WORTH_TRYING", 1.0)  # whatever the clock says of one stage more or less
-    found, tried = _planned(lambda peak: int((0.5 if peak <= 1.25 * LIMIT else 1.2) * peak), monkeypatch)
-    assert tried[0] <= LIMIT < found <= 1.25 * LIMIT < tried[1]
+    limit, most = 180_000, 225_000
+    found, tried = _planned(lambda peak: int((0.5 if peak <= most else 1.2) * peak), monkeypatch, limit)
+    assert tried[0] <= limit < found <= most < tried[1]
 
 
 def test_what_no_plan_keeps_on_paper_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
