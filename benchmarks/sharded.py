@@ -154,13 +154,12 @@ def _tensor_parallel() -> Rows:
 
     def made() -> tuple[nn.Module, Any]:
         model, sample = llama(layers=6)
-        mesh, plan = dist.init_device_mesh("cpu", (2,)), {}
-        for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
-            plan[part] = ColwiseParallel()
+        mesh = dist.init_device_mesh("cpu", (2,))
+        by_column = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+        by_row = ("self_attn.o_proj", "mlp.down_proj")
+        plan = dict.fromkeys(by_column, ColwiseParallel()) | dict.fromkeys(by_row, RowwiseParallel())
         for block in model.model.layers:  # type: ignore[union-attr]
-            parallelize_module(
-                block, mesh, plan | dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), RowwiseParallel())
-            )
+            parallelize_module(block, mesh, plan)
         return model, sample
 
     plain = _Step(*made())

@@ -13,9 +13,7 @@ import torch.distributed as dist
 from conftest import ROOT
 
 STEPS = 3
-SECONDS = (
-    240  # after which ranks that wait for each other are ended; a run takes some 40, longer where it compiles anew
-)
+SECONDS = 240  # after which ranks that wait for each other are ended; a run takes 40, or more where it compiles anew
 
 pytestmark = [
     pytest.mark.slow,

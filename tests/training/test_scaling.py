@@ -216,6 +216,12 @@ def _tensor_parallel(rank: int) -> None:
         patching.setattr(StageCall, "in_part", lambda *_: "it ran other operators")
         with pytest.raises(ReplayError, match="wait for the other processes"):
             model(_data()).sum().backward()
+    model, held = made(), []
+    module = rotor.Checkpointable(model, _data(), group=dist.group.WORLD, stages=["blocks"])
+    module.sequence = _in_part(module)
+    model.blocks[2].narrow.register_forward_hook(lambda _, args, output: held.append(output))  # type: ignore[index]
+    with pytest.raises(ReplayError, match="wait for the other processes"):
+        model(_data()).sum().backward()
 
 
 def _tensor_parallel_under_dtr(rank: int) -> None:

@@ -15,6 +15,7 @@ from remat.errors import ReplayError
 from remat.runtime.calls.call import Call
 from remat.runtime.calls.early_stop import Checksums, Ending
 from remat.runtime.calls.environment import FirstRun
+from remat.runtime.calls.partial import Parts
 from remat.runtime.calls.passed import Passed
 from remat.runtime.calls.recompute import Collector
 from remat.runtime.calls.saved import Owner, Saved, unpack
@@ -175,26 +176,37 @@ class StageCall(Call):
         situation = self.context.situation
         gone = frozenset([number for number, saved in enumerate(self.saved) if saved() is None])
         parts = self._tapes.parts(situation, self.looks, wanted, gone)
-        if parts is not None:
-            collector, checksums = self._collector(wanted, ends_early=True)
-            why = self.in_part(collector, parts, activation)
-            self._learn_ending(collector, checksums)
-            if not why:
-                assert collector.replaying is not None
-                escaped = collector.replaying.escaped()
-                if escaped:  # a hook of a module holds what was skipped, and shall hold what is right
-                    self._tapes.escape(situation, escaped)
-                    self.as_a_whole(Collector(self.looks, (), self.fill), activation)
-                return
-            others_wait = self._tapes.meets(situation)
+        why = "it cannot be made without them" if parts is None else self._complete_in_part(parts, wanted, activation)
+        if not why:
+            return
+        if self._tapes.meets:
             self._tapes.forget(situation, why)
-            if others_wait:
-                raise ReplayError(
-                    f"recomputing a part of {self.name} failed ({why}), and recomputing all of it would wait for the "
-                    "other processes, which may not do so. Plan with options=False"
-                )
-            self.empty(wanted)  # of what a run has put there that was another one
+            raise ReplayError(
+                f"recomputing a part of {self.name} failed ({why}), and recomputing all of it would wait for the other "
+                "processes, which may not do so. Plan with options=False"
+            )
+        if parts is not None:
+            self._tapes.forget(situation, why)
         self._fill(activation, wanted, ends_early=True)
+
+    def _complete_in_part(self, parts: Parts, wanted: frozenset[int], activation: Any) -> str:
+        """Returns why that was not right; empty where it was."""
+        assert self.context is not None
+        collector, checksums = self._collector(wanted, ends_early=True)
+        why = self.in_part(collector, parts, activation)
+        self._learn_ending(collector, checksums)
+        if not why:
+            assert collector.replaying is not None
+            escaped = collector.replaying.escaped()
+            if not escaped:
+                return ""
+            if not self._tapes.meets:  # a hook of a module holds what was skipped, and shall hold what is right
+                self._tapes.escape(self.context.situation, escaped)
+                self.as_a_whole(Collector(self.looks, (), self.fill), activation)
+                return ""
+            why = "a hook holds what was not made again"
+        self.empty(wanted)  # of what a run has put there that was another one
+        return why
 
     def _fill(self, activation: Any, wanted: frozenset[int], *, ends_early: bool) -> Any:
         collector, checksums = self._collector(wanted, ends_early=ends_early)

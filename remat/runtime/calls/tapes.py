@@ -17,6 +17,9 @@ class Tapes:
 
     Args:
         name: of the stage, for messages.
+
+    Attributes:
+        meets: whether processes meet in a run, so that one that makes it again in another way would wait for ever.
     """
 
     def __init__(self, name: str) -> None:
@@ -25,7 +28,7 @@ class Tapes:
         self._parts: dict[tuple[Hashable, frozenset[int], frozenset[int]], Parts] = {}
         self._varied: set[Hashable] = set()
         self._failed = 0
-        self._warned = False
+        self._warned = self.meets = False
 
     def __reduce__(self) -> tuple[type[Tapes], tuple[str]]:
         return Tapes, (self._name,)  # a copy of the model runs anew
@@ -45,6 +48,7 @@ class Tapes:
             self._tapes.clear()
             self._parts.clear()
         self._tapes[situation] = tape
+        self.meets = self.meets or bool(tape.meets)
         self._drop_parts(situation)
 
     def parts(
@@ -79,11 +83,6 @@ class Tapes:
             self._warn("other processes would have to take part")
             return None
         return parts
-
-    def meets(self, situation: Hashable) -> bool:
-        """Whether processes meet in a run, so that one that makes it again in another way would wait for ever."""
-        tape = self._tapes.get(situation)
-        return tape is not None and bool(tape.meets)
 
     def escape(self, situation: Hashable, storages: frozenset[int]) -> None:
         """Somebody holds these storages beyond a run: from now on they are made."""
