@@ -6,7 +6,7 @@ DONE := $(VENV)/.installed
 # Each test runs in one thread. A file stays in one process: blocks of a document build on each other.
 PARALLEL := --numprocesses 2 --dist loadfile
 
-.PHONY: help demo demo-full test test-slow gpu mutants lint docs bench notebooks dist clean
+.PHONY: help demo demo-full test test-slow gpu mutants lint docs measure notebooks dist clean
 
 help:
 	@echo "make demo   train a GPT within half of its memory, with a picture in demo/ (a minute and a half once installed)"
@@ -19,7 +19,7 @@ help:
 	@echo "make docs   the documentation as a site, in build/site"
 	@echo "make notebooks   run the notebooks and keep what they show in them"
 	@echo "make dist   wheel and sdist in dist/, each installed into an empty environment and tried there"
-	@echo "make bench  measure speed and memory, write benchmarks/results/"
+	@echo "make measure   make the results again that are older than the code they measure (hours; goes on where it stopped)"
 
 $(DONE): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -61,8 +61,8 @@ lint: $(DONE)
 	$(BIN)/python -m benchmarks.text --check
 	$(BIN)/lint-imports
 
-bench: $(DONE)
-	$(BIN)/python -m benchmarks
+measure: $(DONE)
+	$(BIN)/python -m benchmarks --older
 
 notebooks: $(DONE)
 	$(BIN)/python notebooks/execute.py

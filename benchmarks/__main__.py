@@ -1,9 +1,20 @@
-"""`python -m benchmarks [NAME ...]`: runs all benchmarks, or those named, and writes `benchmarks/results/`."""
+"""Runs benchmarks and writes `benchmarks/results/`.
+
+    python -m benchmarks             # says how each result stands: which are older than the code they measure
+    python -m benchmarks NAME ...    # makes these
+    python -m benchmarks --older     # makes those that are older, one after the other, as `make measure` does
+
+A result is older where commits have changed the code that it measures since it was made (`benchmarks/ages.py`).
+"""
 
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
+import time
 
+from benchmarks.ages import MEASURED, commits_since, older
 from benchmarks.any_model import against_compile, against_libraries, any_model
 from benchmarks.comparing import comparing
 from benchmarks.compiled import compiled
@@ -80,17 +91,43 @@ BENCHMARKS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; all by default")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}")
+    parser.add_argument("--older", action="store_true", help="all whose results are older than the code they measure")
     parser.add_argument("--go-on", action="store_true", help="keep parts that another revision of the code has made")
     given = parser.parse_args()
     Kept.goes_on = given.go_on
-    names = given.names or list(BENCHMARKS)
-    unknown = [name for name in names if name not in BENCHMARKS]
+    unknown = [name for name in given.names if name not in BENCHMARKS]
     if unknown:
         parser.error(f"unknown benchmark {unknown[0]!r}; choose from {', '.join(BENCHMARKS)}")
-    for name in names:
+    if given.older:
+        sys.exit(measure(older()))
+    if not given.names:
+        print("\n".join(standing()))
+    for name in given.names:
         BENCHMARKS[name]()
+
+
+def standing() -> list[str]:
+    """A line for each result: how many commits have changed the code that it measures."""
+    ages = {name: commits_since(name) for name in MEASURED}
+    said = {None: "older, or not to be known", 0: "of the code as it is"}
+    return [f"{name:<20} {said.get(age, f'{age} commits older than its code')}" for name, age in ages.items()]
+
+
+def measure(names: list[str]) -> int:
+    """Makes these, each in a process of its own, so that one that fails ends no other. Returns how many have failed."""
+    failed = 0
+    for number, name in enumerate(names, start=1):
+        print(f"{number} of {len(names)}: {name}", flush=True)
+        began = time.monotonic()
+        words = MEASURED[name].command or f"benchmarks {name}"
+        status = subprocess.run([sys.executable, "-m", *words.split()], check=False).returncode
+        failed += status != 0
+        print(f"{name}: {'failed, ' * (status != 0)}{(time.monotonic() - began) / 60:.0f} minutes", flush=True)
+    return failed
 
 
 if __name__ == "__main__":

@@ -6,14 +6,12 @@ import json
 import subprocess
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
+from benchmarks.ages import RESULTS, ROOT, is_current
 from remat.files import write_whole
 from remat.utils.machine import machine
 
-ROOT = Path(__file__).parents[1]
-RESULTS = Path(__file__).parent / "results"
 FIGURES = ROOT / "docs" / "figures"
 
 Rows = list[dict[str, Any]]
@@ -45,8 +43,8 @@ def write(name: str, rows: Rows, note: str) -> None:
 class Kept:
     """A result that is made of parts, each written when it is done: a run that was interrupted goes on behind them.
 
-    Parts of another machine or version are made again; so are those of another revision, unless `goes_on` is set.
-    Every row says its revision.
+    Parts of another machine or version are made again; so are those that are older than the code they measure, unless
+    `goes_on` is set. Every row says its revision.
     """
 
     goes_on = False
@@ -61,7 +59,10 @@ class Kept:
         revision = found["machine"].pop("revision")
         rows = [{"revision": revision, **row} for row in found["rows"]]
         if found["machine"] == {key: value for key, value in here.items() if key != "revision"}:
-            self.rows = [row for row in rows if self.goes_on or row["revision"] == here["revision"]]
+            self.rows = [row for row in rows if self._holds(row["revision"], here["revision"])]
+
+    def _holds(self, revision: str, here: str) -> bool:
+        return self.goes_on or revision == here or is_current(self.name, revision)
 
     def part(self, key: str, make: Callable[[], Iterable[dict[str, Any]]]) -> Rows:
         """The rows of a part; made if they are not there."""

@@ -1,6 +1,6 @@
 """The figures that README and docs show, by name."""
 
-from benchmarks.figures import compiled, dynamic, planned, rotor, simulated, whole
-from benchmarks.figures.common import FIGURES
+from benchmarks.figures import compiled, dynamic, planned, rotor, simulated, standing, whole
+from benchmarks.figures.common import FIGURES, PASSING
 
-__all__ = ["FIGURES", "compiled", "dynamic", "planned", "rotor", "simulated", "whole"]
+__all__ = ["FIGURES", "PASSING", "compiled", "dynamic", "planned", "rotor", "simulated", "standing", "whole"]
