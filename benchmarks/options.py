@@ -1,7 +1,8 @@
 """Parts of blocks against whole blocks: planned and measured overhead at shares of the memory of storing everything.
 
-CPU time of one thread, every plan and plain PyTorch in turn; and, for the figure, PyTorch's own ways at their own
-peaks: every block checkpointed, selective checkpointing, and `torch.compile` with its `activation_memory_budget`.
+CPU time of one thread, every plan and plain PyTorch in turn; and PyTorch's own ways at their own peaks: every block
+checkpointed, selective checkpointing, and blocks compiled with one `activation_memory_budget` for all of them. Beside
+those stand plans for compiled blocks, which choose that budget for each.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,18 +25,21 @@ from benchmarks.keeping import FIGURES, write
 from benchmarks.pairing import in_turn, quartiles
 from benchmarks.planners import random_chain
 from remat.comparison.bench import Bench
+from remat.errors import InfeasibleBudget
 from remat.layout import Option
 from remat.models import resnet50
 from remat.plotting.style import COLOURS, new_figure, style_at
 from remat.runtime.calls.partial import Parts, Replaying
 from remat.runtime.calls.tape import Recorder
-from remat.runtime.library import BlockCheckpointing, Compiled
+from remat.runtime.execution import Execution
+from remat.runtime.library import BlockCheckpointing, blocks_of
+from remat.runtime.variants import offer_variants, running
 from remat.solvers.floating import Floating
 from remat.solvers.persistent import Persistent
 
 _NOTE = "overhead over plain PyTorch: CPU time of one thread, median and quartiles"
 SHARES = (0.9, 0.7, 0.5, 0.3)
-COMPILED = (0.1, 0.5, 1.0)  # of activation_memory_budget, which says nothing of bytes
+COMPILED = (0.1, 0.3, 0.5, 1.0)  # of activation_memory_budget, which says nothing of bytes
 
 
 def _gpt2() -> Made:
@@ -123,9 +128,23 @@ def replays(rounds: int = 60, layers: int = 100) -> list[dict[str, object]]:
     return [row]
 
 
-_LABELS = {
-    **{"options": "remat", "whole blocks": "remat, whole blocks only"},
-    **{"every block checkpointed": "PyTorch, every block", "selective": "PyTorch, selective"},
+@dataclass(frozen=True)
+class OneBudget(Execution):
+    """Compiled blocks with one `activation_memory_budget`, as PyTorch has it."""
+
+    share: float
+    name: str = "blocks compiled"
+
+    def prepared(self, model: nn.Module) -> Callable[..., Any]:
+        return running(model, self.share)
+
+
+_LABELS = {  # with where they stand beside their first point
+    "options": ("remat", (-6, -10), "right"),
+    "compiled options": ("remat, blocks compiled", (-6, -12), "right"),
+    "every block checkpointed": ("PyTorch, every block", (8, -3), "left"),
+    "selective": ("PyTorch, selective", (8, -3), "left"),
+    "blocks compiled": ("PyTorch, blocks compiled,\nactivation_memory_budget", (6, 6), "left"),
 }
 
 
@@ -133,14 +152,13 @@ def figure(rows: Sequence[dict[str, Any]], model: str = "GPT-2") -> Any:
     """Extra time against memory of one model, plain PyTorch's at (100, 0), with intervals."""
     drawn = new_figure(6.4, 3.8)
     ax = drawn.subplots()
-    for place, (way, label) in enumerate(_LABELS.items()):
+    for place, (way, (label, beside, side)) in enumerate(_LABELS.items()):
         points = sorted((row for row in rows if (row.get("model"), row.get("way")) == (model, way)), key=_share)
         x, y = [100 * _share(row) for row in points], [100 * (row["measured"][1] - 1) for row in points]
         low, high = ([abs(100 * (row["measured"][at] - row["measured"][1])) for row in points] for at in (0, 2))
-        line = "-" if "limit" in points[0] else ""
+        line = "-" if len(points) > 1 else ""
         ax.errorbar(x, y, [low, high], **{**style_at(place), "linestyle": line}, capsize=2)
-        side = {"options": (-6, -10, "right"), "whole blocks": (6, 6, "left")}.get(way, (8, -3, "left"))
-        ax.annotate(label, (x[0], y[0]), side[:2], textcoords="offset points", ha=side[2], color=COLOURS[place])
+        ax.annotate(label, (x[0], y[0]), beside, textcoords="offset points", ha=side, color=COLOURS[place])
     ax.plot([100], [0], "k*", markersize=11)
     ax.annotate("plain PyTorch", (100, 0), (-8, 8), textcoords="offset points", ha="right")
     ax.set(xlabel="peak memory, % of plain PyTorch's", ylabel="extra time per step (%)", xlim=(0, 105), title=model)
@@ -152,6 +170,15 @@ def _share(row: dict[str, Any]) -> float:
     return float(row["share_of_plain"])
 
 
+def _compiled(model: nn.Module) -> nn.Module:
+    """A copy with its blocks compiled."""
+    copy = deepcopy(model)
+    for block in blocks_of(copy):
+        block.compile()
+    offer_variants(copy)
+    return copy
+
+
 def _of(name: str, model: nn.Module, sample: Any) -> list[dict[str, object]]:
     start = time.process_time()
     whole = remat.profile(model, sample, options=False)
@@ -159,6 +186,8 @@ def _of(name: str, model: nn.Module, sample: Any) -> list[dict[str, object]]:
     chain = remat.profile(model, sample)
     spent = {"profile_seconds": middle - start, "profile_seconds_with_options": time.process_time() - middle}
     most = chain.store_all_bytes
+    compiled = _compiled(model)
+    of_compiled = remat.profile(compiled, sample)
     rows: list[dict[str, object]] = []
     with Bench(model, sample) as bench:
         steps = [bench.step(None)]
@@ -176,11 +205,20 @@ def _of(name: str, model: nn.Module, sample: Any) -> list[dict[str, object]]:
             ):
                 rows.append({"model": name, "way": way.name})
                 steps.append(bench.step(way))
-        for budget in COMPILED:
-            rows.append({"model": name, "way": "torch.compile", "activation_memory_budget": budget})
-            steps.append(bench.step(Compiled(budget)))
         peaks = [bench.peak_bytes(step) for step in steps]
-        times = in_turn(steps)
+        with Bench(compiled, sample) as other:
+            for share in SHARES:
+                try:
+                    schedule = remat.solve(of_compiled, int(share * most), "fastest")
+                except InfeasibleBudget:
+                    continue
+                rows.append({"model": name, "way": "compiled options", "limit": share})
+                steps.append(other.step(schedule))
+            for budget in COMPILED:
+                rows.append({"model": name, "way": "blocks compiled", "activation_memory_budget": budget})
+                steps.append(other.step(OneBudget(budget)))
+            peaks += [other.peak_bytes(step) for step in steps[len(peaks) :]]
+            times = in_turn(steps)
     for row, peak, spent_by in zip(rows, peaks[1:], times[1:], strict=True):
         row |= {"peak_bytes": peak, "share_of_plain": peak / peaks[0], "measured": quartiles(spent_by, times[0])}
         print(row, flush=True)
