@@ -43,7 +43,7 @@ def _estimated(training: _Training, rows: _Rows) -> dict[str, Any]:
     device = device_called(name_of(training.device)) or DEVICES["h100"]
     dtype = training.dtype or torch.bfloat16
     with torch.autocast("cpu", dtype, enabled=training.dtype is not None):
-        found = estimated_in(World(device), training.model, training.inputs, optimiser="none", output_held=False)
+        found = estimated_in(World(device), training.model, training.inputs, optimizer="none", output_held=False)
     with training.cast():
         measured = remat.profile(training.model, training.inputs, output_held=False)
     plain = rows.row("plain", rows.plain)

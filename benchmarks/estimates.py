@@ -107,7 +107,7 @@ def _compared(model: nn.Module, sample: Any) -> dict[str, object]:
 def _verdict(model: nn.Module, sample: Any, here: str) -> dict[str, object]:
     """What `estimate` says of this machine once it is calibrated, at half of the memory of no recomputation, over what
     is measured: bytes of a step without and with recomputation, seconds, and times the seconds without it."""
-    found = remat.estimate(model, sample, device=here, optimiser="none")
+    found = remat.estimate(model, sample, device=here, optimizer="none")
     limit = store_all_peak(found.chain) // 2
     try:
         plan = remat.solve(found.chain, limit)

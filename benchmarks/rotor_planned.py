@@ -57,7 +57,7 @@ def rotor_planned() -> Rows:
 def _planned(name: str, make: Callable[[], torch.nn.Sequential], batch: int, side: int) -> Iterator[dict[str, Any]]:
     with torch.device("meta"):
         model = make().train()
-    found = estimated_in(World(V100), model, torch.zeros(batch, 3, side, side), loss=_loss, optimiser="none")
+    found = estimated_in(World(V100), model, torch.zeros(batch, 3, side, side), loss=_loss, optimizer="none")
     chain = found.chain
     row: dict[str, Any] = {"network": name, "batch": batch, "side": side, "stages": chain.length}
     row |= {"store_all_bytes": chain.store_all_bytes, "static_bytes": found.static.total}

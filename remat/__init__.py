@@ -19,7 +19,7 @@ from typing import Any
 
 from lazy_loader import attach_stub
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Names are imported on first use, from where `__init__.pyi` says: `import remat` loads neither torch nor numba.
 _imported, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -72,8 +72,14 @@ def plan(
     pictures: Annotated[bool, typer.Option(help="Draw each plan and its memory over time.", metavar="")] = True,
     batch: Batch = 8,
     device: Planned = "cpu",
-    optimiser: Annotated[
-        str, typer.Option(help="For an estimate: none, sgd, momentum, adam, adam-mixed or adam-8bit.", metavar="NAME")
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            "--optimizer",
+            "--optimiser",
+            help="For an estimate: none, sgd, momentum, adam, adam-mixed or adam-8bit.",
+            metavar="NAME",
+        ),
     ] = "adam",
     shards: Annotated[
         int, typer.Option(help="For an estimate: devices that share the parameters (FSDP).", metavar="N", min=1)
@@ -100,7 +106,7 @@ def plan(
     for budget in wanted:
         resolve_budget(budget, store_all_bytes=sys.maxsize)  # its form, before anything is measured
     if _is_estimated(device):
-        chain = _estimate(model, batch, device, optimiser, shards, largest, room)
+        chain = _estimate(model, batch, device, optimizer, shards, largest, room)
     else:
         chain = chain_in(model, batch, device, offload=room is not None)
     sizes = [resolve_budget(budget, store_all_peak(chain)) for budget in wanted]
@@ -240,7 +246,7 @@ def _is_estimated(device: str) -> bool:
 
 
 def _estimate(
-    name: str, batch: int, device: str, optimiser: str, shards: int, largest: bool, room: int | None
+    name: str, batch: int, device: str, optimizer: str, shards: int, largest: bool, room: int | None
 ) -> Chain:
     """The chain of a model on a device that need not be there; shows what it takes there."""
     from remat.cli.models import load_unplaced
@@ -259,7 +265,7 @@ def _estimate(
             example.model,
             example.sample,
             loss=example.loss,
-            optimiser=optimiser,
+            optimizer=optimizer,
             shards=shards,
             host_limit=room,
             progress=tell,

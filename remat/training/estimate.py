@@ -31,6 +31,7 @@ from remat.solvers import planner
 from remat.solvers.base import Solver
 from remat.training.holdings import state_bytes
 from remat.training.searching import largest_within
+from remat.utils.moved import renamed
 
 # Bytes of optimiser state per byte of parameters, and, in addition, per element: mixed precision keeps parameters and
 # both moments in float32. In eight bits each moment has a byte, and a scale in float32 for 256 elements.
@@ -51,20 +52,25 @@ class StaticMemory:
     """Bytes of parameters, gradients, optimiser state and buffers on one device.
 
     Attributes:
-        parameters, gradients, optimiser, buffers: sizes of this device's share.
+        parameters, gradients, optimizer, buffers: sizes of this device's share.
         gathered: parameters and gradients that FSDP gathers temporarily from other devices: the parameters of two
             blocks, the gradients of one, and both of the modules outside the blocks.
     """
 
     parameters: int
     gradients: int
-    optimiser: int
+    optimizer: int
     buffers: int
     gathered: int = 0
 
     @property
+    def optimiser(self) -> int:
+        """Deprecated: `optimizer`."""
+        return renamed("StaticMemory.optimiser", "optimizer", self.optimizer)
+
+    @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimiser + self.buffers + self.gathered
+        return self.parameters + self.gradients + self.optimizer + self.buffers + self.gathered
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ class Estimate:
     static: StaticMemory
     batch: int
     host_limit: int | str | None = None
-    optimiser: str | Optimizer = "adam"
+    optimizer: str | Optimizer = "adam"
     shards: int = 1
     _asked: _Asked | None = field(default=None, repr=False, compare=False)
 
@@ -160,7 +166,7 @@ class Estimate:
             found.append(("host_limit=", self.static.total + self._least_with(host_limit=_ANY_HOST)))
         shards = 2 * self.shards
         while shards <= _SHARDS:
-            found.append((f"{shards} shards (FSDP2)", asked.static(self.optimiser, shards).total + least))
+            found.append((f"{shards} shards (FSDP2)", asked.static(self.optimizer, shards).total + least))
             if found[-1][1] <= usable:
                 break
             shards *= 2
@@ -208,7 +214,7 @@ class Estimate:
     def _budget(self) -> list[tuple[str, str, str]]:
         """Where the device's memory goes, and what activations need of it."""
         static, memory, usable = self.static, self.device.memory_bytes, int(_USABLE * self.device.memory_bytes)
-        parts = {"parameters": static.parameters, "gradients": static.gradients, "optimiser": static.optimiser}
+        parts = {"parameters": static.parameters, "gradients": static.gradients, "optimizer": static.optimizer}
         parts |= {"buffers": static.buffers, "gathered": static.gathered}
         listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
         rows = [
@@ -233,9 +239,10 @@ def estimate(
     *,
     device: str,
     loss: Loss | None = None,
-    optimiser: str | Optimizer = "adam",
+    optimizer: str | Optimizer = "adam",
     shards: int = 1,
     host_limit: int | str | None = None,
+    optimiser: str | Optimizer | None = None,
     **options: Any,
 ) -> Estimate:
     """Estimates the memory and time of training `model` on a device, without the device and without running the model.
@@ -244,18 +251,21 @@ def estimate(
         model: any module; its parameters may be on the meta device: `with torch.device("meta"): model = ...`.
         sample: its input, as for `profile`. The estimate reads the values of integer tensors (masks, positions).
         device: as for `profile`.
-        optimiser: whose state is counted: "none", "sgd", "momentum", "adam" (both moments in the parameters' dtype),
+        optimizer: whose state is counted: "none", "sgd", "momentum", "adam" (both moments in the parameters' dtype),
             "adam-mixed" (also parameters and both moments in float32) or "adam-8bit" (both moments in a byte); or an
             optimiser of the model's parameters, of which a copy makes a step on tensors without data to tell.
         shards: devices over which parameters, gradients and optimiser state are sharded, block by block (FSDP).
         host_limit: how much of the host's memory offloaded activations may take (an int, or "64GiB").
+        optimiser: deprecated, `optimizer`.
         options: keyword arguments of `profile`; and `chunk_head`, as for `fit`.
 
     Raises:
-        RematError: no such device or optimiser.
+        RematError: no such device or optimizer.
         UnsupportedModel: as `profile`, or what the model does depends on values that are not computed.
     """
-    how: dict[str, Any] = {"optimiser": optimiser, "shards": shards, "host_limit": host_limit, **options}
+    if optimiser is not None:
+        optimizer = renamed("estimate(optimiser=)", "optimizer=", optimiser)
+    how: dict[str, Any] = {"optimizer": optimizer, "shards": shards, "host_limit": host_limit, **options}
     return estimated_in(World(device_named(device)), model, sample, loss=loss, **how)
 
 
@@ -265,7 +275,7 @@ def estimated_in(
     sample: Any,
     *,
     loss: Loss | None = None,
-    optimiser: str | Optimizer = "adam",
+    optimizer: str | Optimizer = "adam",
     shards: int = 1,
     host_limit: int | str | None = None,
     **options: Any,
@@ -273,8 +283,8 @@ def estimated_in(
     """`estimate` in a world, in which the model may have been made."""
     check_model(model)
     check_count("shards", shards)
-    if isinstance(optimiser, str) and optimiser not in OPTIMISERS:
-        raise RematError(f"unknown optimiser {optimiser!r}; choose one of {', '.join(OPTIMISERS)}")
+    if isinstance(optimizer, str) and optimizer not in OPTIMISERS:
+        raise RematError(f"unknown optimizer {optimizer!r}; choose one of {', '.join(OPTIMISERS)}")
     if host_limit is not None:
         resolve_budget(host_limit)
         options["offload"] = True
@@ -282,8 +292,8 @@ def estimated_in(
     chain = asked.chain()
     rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors(sample)}
     batch = rows.pop() if len(rows) == 1 else 0
-    static = asked.static(optimiser, shards)
-    return Estimate(world.device, chain, static, batch, host_limit, optimiser, shards, asked)
+    static = asked.static(optimizer, shards)
+    return Estimate(world.device, chain, static, batch, host_limit, optimizer, shards, asked)
 
 
 class _Asked:
@@ -317,24 +327,24 @@ class _Asked:
             self._first, self.seconds = found, time.monotonic() - begun
         return found
 
-    def static(self, optimiser: str | Optimizer, shards: int) -> StaticMemory:
+    def static(self, optimizer: str | Optimizer, shards: int) -> StaticMemory:
         assert self._first is not None
-        return static_bytes(self.model, self._first, optimiser=optimiser, shards=shards)
+        return static_bytes(self.model, self._first, optimizer=optimizer, shards=shards)
 
 
 def static_bytes(
-    model: nn.Module, chain: Chain, *, optimiser: str | Optimizer = "adam", shards: int = 1
+    model: nn.Module, chain: Chain, *, optimizer: str | Optimizer = "adam", shards: int = 1
 ) -> StaticMemory:
     """What is there besides activations, on each of so many devices; each storage counts once."""
     parameters = _once(model.parameters())
     sizes = {key: tensor.numel() * tensor.element_size() for key, tensor in parameters.items()}
     trained = [tensor for tensor in parameters.values() if tensor.requires_grad]
     gradients = sum(tensor.numel() * tensor.element_size() for tensor in trained)
-    if isinstance(optimiser, str):
-        own, wide = OPTIMISERS[optimiser]
+    if isinstance(optimizer, str):
+        own, wide = OPTIMISERS[optimizer]
         state = math.ceil(own * gradients + wide * sum(tensor.numel() for tensor in trained))
     else:
-        state = state_bytes(optimiser)
+        state = state_bytes(optimizer)
     buffers = sum(tensor.numel() * tensor.element_size() for tensor in _once(model.buffers()).values())
     gathered = 0
     if shards > 1:
@@ -345,7 +355,7 @@ def static_bytes(
     return StaticMemory(
         parameters=-(-sum(sizes.values()) // shards),
         gradients=-(-gradients // shards),
-        optimiser=-(-state // shards),
+        optimizer=-(-state // shards),
         buffers=buffers,
         gathered=gathered,
     )

@@ -7,8 +7,9 @@ import sys
 import warnings
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 _REPOSITORY = Path(__file__).parents[2]
 
 
@@ -34,3 +35,9 @@ def deprecated(old: str, new: str) -> Any:
     """The public name `new` of `remat`, for a method that it has replaced; a DeprecationWarning names both."""
     warnings.warn(f"{old} is remat.{new} now; the method will go in remat 0.4", DeprecationWarning, stacklevel=3)
     return getattr(importlib.import_module("remat"), new)
+
+
+def renamed(old: str, new: str, value: T) -> T:
+    """What was given or asked for by an old name; a DeprecationWarning names both."""
+    warnings.warn(f"{old} is {new} now; the old name will go in remat 0.4", DeprecationWarning, stacklevel=3)
+    return value

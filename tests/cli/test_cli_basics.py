@@ -80,8 +80,8 @@ def test_planning_for_a_device_that_is_not_here(target: str, tmp_path: Path) -> 
         CliRunner().invoke(app, ["plan", target, "--device", "h101"], catch_exceptions=False)
     with pytest.raises(RematError, match="leave out --device"):
         CliRunner().invoke(app, ["plan", str(out / "chain.json"), "--device", "l4"], catch_exceptions=False)
-    with pytest.raises(RematError, match="unknown optimiser 'lion'"):
-        CliRunner().invoke(app, ["plan", target, "--device", "h100", "--optimiser", "lion"], catch_exceptions=False)
+    with pytest.raises(RematError, match="unknown optimizer 'lion'"):
+        CliRunner().invoke(app, ["plan", target, "--device", "h100", "--optimizer", "lion"], catch_exceptions=False)
 
 
 def test_calibrating_this_machine(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -359,8 +359,8 @@ def test_devices_have_names_and_files(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_device_is_for_an_estimate() -> None:
     with pytest.raises(RematError, match="Pass estimate=True"):
         remat.profile(nn.Sequential(nn.Linear(2, 2)), torch.randn(2, 2), device="h100")
-    with pytest.raises(RematError, match="unknown optimiser 'adamw8'"):
-        remat.estimate(nn.Sequential(nn.Linear(2, 2)), torch.randn(2, 2), device="h100", optimiser="adamw8")
+    with pytest.raises(RematError, match="unknown optimizer 'adamw8'"):
+        remat.estimate(nn.Sequential(nn.Linear(2, 2)), torch.randn(2, 2), device="h100", optimizer="adamw8")
 
 
 def test_seconds_by_the_roofline() -> None:
@@ -402,13 +402,13 @@ def test_what_is_there_besides_activations() -> None:
     every = sum(parameter.nbytes for parameter in model.parameters())  # tied ones once
     trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
-    found = static_bytes(model, chain, optimiser="adam")
-    assert (found.parameters, found.gradients, found.optimiser, found.buffers) == (every, trained, 2 * trained, buffers)
+    found = static_bytes(model, chain, optimizer="adam")
+    assert (found.parameters, found.gradients, found.optimizer, found.buffers) == (every, trained, 2 * trained, buffers)
     assert found.gathered == 0 and found.total == every + 3 * trained + buffers
-    assert static_bytes(model, chain, optimiser="adam-mixed").optimiser == 3 * trained  # 12 bytes for 4
-    assert static_bytes(model, chain, optimiser="sgd").optimiser == 0
+    assert static_bytes(model, chain, optimizer="adam-mixed").optimizer == 3 * trained  # 12 bytes for 4
+    assert static_bytes(model, chain, optimizer="sgd").optimizer == 0
     spread = static_bytes(model, chain, shards=4)
-    assert spread.parameters == -(-every // 4) and spread.optimiser == -(-2 * trained // 4)
+    assert spread.parameters == -(-every // 4) and spread.optimizer == -(-2 * trained // 4)
     block = sum(parameter.nbytes for parameter in model.transformer.h[0].parameters())
     assert 3 * block <= spread.gathered < 3 * every
 
@@ -430,19 +430,19 @@ def test_what_fits_and_the_largest_batch(monkeypatch: pytest.MonkeyPatch) -> Non
     """Of a device so small that only some rows do; one row more does not."""
     model, _ = MODELS["gpt"]()
     sample = torch.zeros(4, 32, dtype=torch.int64)
-    roomy = remat.estimate(model, sample, device="l4", optimiser="sgd")
+    roomy = remat.estimate(model, sample, device="l4", optimizer="sgd")
     assert roomy.fits and roomy.overhead() == 1.0
     memory = int((roomy.static.total + 5 * roomy.least_bytes) / 0.95)
     small = Device(**{**DEVICES["l4"].__dict__, "name": "small", "memory_bytes": memory})
     monkeypatch.setitem(DEVICES, "small", small)
-    found = remat.estimate(model, sample, device="small", optimiser="sgd")
+    found = remat.estimate(model, sample, device="small", optimizer="sgd")
     rows = found.largest_batch()
     assert 10 <= rows <= 40
     for more, fits in ((0, True), (1, False)):
         other = torch.zeros(rows + more, 32, dtype=torch.int64)
-        assert remat.estimate(model, other, device="small", optimiser="sgd").fits == fits
+        assert remat.estimate(model, other, device="small", optimizer="sgd").fits == fits
     assert str(found).startswith("fits small") and "static" in str(found) and "fits small" in found._repr_html_()
-    none = remat.estimate(model, sample, device="small", optimiser="adam-mixed", shards=1)
+    none = remat.estimate(model, sample, device="small", optimizer="adam-mixed", shards=1)
     tiny = Device(**{**small.__dict__, "name": "tiny", "memory_bytes": none.static.parameters})
     monkeypatch.setitem(DEVICES, "tiny", tiny)
     nothing = remat.estimate(model, sample, device="tiny")
@@ -452,6 +452,15 @@ def test_what_fits_and_the_largest_batch(monkeypatch: pytest.MonkeyPatch) -> Non
 def _cross_entropy(logits: torch.Tensor) -> torch.Tensor:
     found = logits.flatten(0, -2)
     return torch.nn.functional.cross_entropy(found, torch.zeros(len(found), dtype=torch.int64))
+
+
+def test_the_old_spelling_still_works_and_says_the_new_one() -> None:
+    model, sample = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(2, 8)
+    with pytest.warns(DeprecationWarning, match=r"estimate\(optimiser=\) is optimizer= now; .* will go in remat 0.4"):
+        found = remat.estimate(model, sample, device="h100", optimiser="momentum")
+    assert found.static == remat.estimate(model, sample, device="h100", optimizer="momentum").static
+    with pytest.warns(DeprecationWarning, match="StaticMemory.optimiser is optimizer now"):
+        assert found.static.optimiser == found.static.optimizer
 
 
 @pytest.mark.parametrize(
@@ -466,28 +475,28 @@ def test_an_optimiser_of_the_model_is_asked(optimizer: Any) -> None:
     here(torch.randn(8, 64)).sum().backward()
     optim.step()
     state = sum(each.nbytes for own in optim.state.values() for each in own.values() if isinstance(each, torch.Tensor))
-    found = remat.estimate(model, sample, device="h100", optimiser=optimizer(model.parameters(), lr=0.1))
-    assert found.static.optimiser == pytest.approx(state, abs=64)
-    shards = remat.estimate(model, sample, device="h100", optimiser=optimizer(model.parameters(), lr=0.1), shards=4)
-    assert shards.static.optimiser == -(-found.static.optimiser // 4)
+    found = remat.estimate(model, sample, device="h100", optimizer=optimizer(model.parameters(), lr=0.1))
+    assert found.static.optimizer == pytest.approx(state, abs=64)
+    shards = remat.estimate(model, sample, device="h100", optimizer=optimizer(model.parameters(), lr=0.1), shards=4)
+    assert shards.static.optimizer == -(-found.static.optimizer // 4)
 
 
 def test_what_would_make_it_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each remedy by itself, on a device for which the batch is too large; and what is said holds where it is taken."""
     model, tokens = MODELS["gpt"]()[0], torch.zeros(16, 32, dtype=torch.int64)
-    plain = remat.estimate(model, tokens, device="l4", optimiser="adam", loss=_cross_entropy)
+    plain = remat.estimate(model, tokens, device="l4", optimizer="adam", loss=_cross_entropy)
     memory = int((plain.static.total + plain.least_bytes) / 0.95) - 2**16
     monkeypatch.setitem(DEVICES, "small", Device(**{**DEVICES["l4"].__dict__, "name": "small", "memory_bytes": memory}))
-    found = remat.estimate(model, tokens, device="small", optimiser="adam", loss=_cross_entropy)
+    found = remat.estimate(model, tokens, device="small", optimizer="adam", loss=_cross_entropy)
     remedies = dict(found.remedies())
     kinds = {name.rstrip(" 0123456789") for name in remedies}
     assert not found.fits and kinds >= {"adam-8bit", "chunk_head=True", "a batch of", "sequences of"}
     assert all(f"with {name}" in str(found) for name in remedies)
     for name, size in remedies.items():
-        more: dict[str, Any] = {"optimiser": "adam"}
+        more: dict[str, Any] = {"optimizer": "adam"}
         rows, length = 16, 32
         if name == "adam-8bit":
-            more["optimiser"] = name
+            more["optimizer"] = name
         elif "shards" in name:
             more["shards"] = int(name.split()[0])
         elif name == "chunk_head=True":
