@@ -436,6 +436,13 @@ def skips__table() -> str:
     return table(["model", "least plan (by hand)", "0.7", "0.5", "0.35", "`fit`, plain steps"], lines)
 
 
+@figure
+def skips__least() -> str:
+    found = {row["model"]: row["least over plain"] for row in rows("skips") if "least over plain" in row}
+    nets = [share for model, share in found.items() if "unet" in model.lower()]
+    return f"{percent(min(nets))} to {percent(max(nets))} % of plain PyTorch's memory for {len(nets)} of them"
+
+
 def _skips_cell(row: dict[str, Any]) -> str:
     if "over plain" not in row:
         return "-"
