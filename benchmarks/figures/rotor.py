@@ -171,6 +171,26 @@ def planned__mean() -> str:
 
 
 @figure
+def planned__mean_of_the_paper() -> str:
+    """Over the networks of the paper's Section 5.4, where the fastest setting fits its GPU."""
+    found = [row for row in _planned() if "VGG" not in row["network"] and row["segments"] in row["segments_that_fit"]]
+    persistent, options = (statistics.mean(row[way] - 1 for row in found) for way in WAYS)
+    return f"{percent(persistent, 1)} % and {percent(options, 1)} % over {len(found)} sizes"
+
+
+@figure
+def planned__floating_over_persistent() -> str:
+    """What planning took."""
+    found = rows("rotor_planned", what="planners")
+    ratios = [row["floating_planning_seconds"] / row["persistent_planning_seconds"] for row in found]
+    quick = sum(row["persistent_planning_seconds"] < 1 for row in found)
+    return (
+        f"{statistics.median(ratios):.0f} times in the median, {max(ratios):.0f} at most; `persistent` below 1 s in "
+        f"{quick} of {len(found)}"
+    )
+
+
+@figure
 def planned__table() -> str:
     families = ("ResNet", "DenseNet", "Inception", "VGG")
     lines = []
@@ -233,9 +253,12 @@ def planned__planning() -> str:
 @figure
 def planned__resnet101() -> str:
     (row,) = (r for r in _planned() if (r["network"], r["batch"], r["side"]) == ("ResNet-101", 8, 1000))
+    (most,) = rows("rotor_planned", what="throughput", network="ResNet-101", side=1000, batch=8)
+    there = " and `fit` ".join(f"{percent(row[way] - 1, 1)} %" for way in WAYS)
+    most_of_all = " and ".join(f"{percent(most[way] / most['checkpoint_sequential'] - 1, 1)} %" for way in WAYS)
     return (
-        f"two segments need {row['limit_bytes'] / 2**30:.2f} GiB; at that memory `persistent` is "
-        f"{percent(row['persistent'] - 1, 1)} % and `fit` {percent(row['options'] - 1, 1)} % faster"
+        f"two segments need {row['limit_bytes'] / 2**30:.2f} GiB and do {most['checkpoint_sequential']:.2f} images/s; "
+        f"at that memory `persistent` is {there} faster, in all of the GPU's {most_of_all}"
     )
 
 
@@ -244,13 +267,16 @@ def planned__resnet1001() -> str:
     found = rows("rotor_planned", what="throughput", network="ResNet-1001", side=224)
     said = []
     for row in found:
-        rates = (f"{name} {_rate(row[way])}" for way, name in (("plain", "plain PyTorch"), ("checkpoint_sequential",
-                 "`checkpoint_sequential`"), ("persistent", "`persistent`"), ("options", "`fit`")))  # fmt: skip
-        said.append(f"batch {row['batch']}: {', '.join(rates)}")
-    batch = found[0]["batch"]
-    (most,) = rows("rotor_planned", what="advantage", network="ResNet-1001", side=224, batch=batch)
-    stored = f"no recomputation needs {most['store_all_bytes'] / 2**30:.0f} GiB at batch {batch}"
-    return f"{'; '.join(said)} ({stored})"
+        size = {"network": "ResNet-1001", "side": 224, "batch": row["batch"]}
+        (advantage,) = rows("rotor_planned", what="advantage", **size)
+        segments = advantage["segments_that_fit"]
+        needed = f"needs {min(segments)} segments or more, " if segments else ""
+        said.append(
+            f"batch {row['batch']} ({advantage['store_all_bytes'] / 2**30:.0f} GiB without recomputation): "
+            f"`checkpoint_sequential` {needed}{_rate(row['checkpoint_sequential'])}, `persistent` "
+            f"{_rate(row['persistent'])}, `fit` {_rate(row['options'])}"
+        )
+    return "; ".join(said)
 
 
 def _rate(value: float | None) -> str:
