@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,9 +20,8 @@ import remat
 from remat import rotor
 from remat.comparison.bench import Bench
 from remat.distributed import held_after_forward, largest, plan_in_flight
-from remat.errors import InfeasibleBudget, PlanMismatch, RematError, ReplayError, UnsupportedModel
+from remat.errors import InfeasibleBudget, PlanMismatch, RematError, UnsupportedModel
 from remat.options import sending
-from remat.runtime.calls.stage_call import StageCall
 from remat.runtime.meter import Instruments, MemoryMeter
 from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.schedule import each_recomputed
@@ -32,50 +30,23 @@ from remat.solvers.persistent import Persistent
 from remat.utils.ranks import Ranks
 from support.chains import chains
 from support.judges import judge
-from support.library_models import Blocks, mixture_of_experts
+from support.library_models import mixture_of_experts
 from support.offloading import sending_all
 from support.processes import spawn
-
-STEPS = 3
-
-
-def network() -> Blocks:
-    torch.manual_seed(0)
-    return Blocks(6, 64, dropout=0.0).train()
-
-
-def losses_of(model: nn.Module, data: torch.Tensor, *, together: bool = False) -> list[torch.Tensor]:
-    """Of some steps; `together`: the mean over all processes."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad(set_to_none=False)
-        loss = model(data).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach().clone())
-        if together:
-            dist.all_reduce(losses[-1])
-            losses[-1] /= dist.get_world_size()
-    return losses
-
-
-def peak_of_a_step(model: nn.Module, data: torch.Tensor) -> int:
-    """Above what was there before it, the data included."""
-    meter = MemoryMeter(torch.device("cpu"))
-    with meter.session(), meter.region():
-        model(data).square().mean().backward()
-    (region,) = meter.regions
-    return region.peak_bytes - region.start_bytes + data.numel() * data.element_size()
-
-
-def _data() -> torch.Tensor:
-    torch.manual_seed(3)
-    return torch.randn(64, 8)
+from support.spread import (
+    STEPS,
+    data_of_all,
+    in_part,
+    in_shards,
+    is_the_same_within_limits,
+    losses_of,
+    network,
+    peak_of_a_step,
+)
 
 
 def _data_parallel(rank: int) -> None:
-    data = _data()
+    data = data_of_all()
     part = data[32 * rank : 32 * rank + 32]
     expected = losses_of(network(), data)
     model = network()
@@ -96,42 +67,19 @@ def _data_parallel(rank: int) -> None:
     assert peak_of_a_step(parallel, part) <= module.sequence.budget_bytes
     with pytest.raises(PlanMismatch, match="without the others"):
         parallel(data)
-    in_part = network()
-    module = rotor.Checkpointable(in_part, part, group=dist.group.WORLD)
-    module.sequence = _in_part(module)
-    parallel = nn.parallel.DistributedDataParallel(in_part, bucket_cap_mb=0.02)
+    model = network()
+    module = rotor.Checkpointable(model, part, group=dist.group.WORLD)
+    module.sequence = in_part(module)
+    parallel = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.02)
     torch.testing.assert_close(losses_of(parallel, part, together=True), expected)
-
-
-def _in_part(module: rotor.Checkpointable) -> remat.Schedule:
-    """Of each block a part is kept, by an option that all ranks have found."""
-    chain = module.chain
-    assert chain is not None
-    ways = [f"/{len(options)}" if options else "" for options in chain.options]
-    assert sum(map(bool, ways)) == 6
-    forward = [f"F_all{stage}{way}" for stage, way in enumerate(ways, start=1)]
-    backward = [f"B{stage}" for stage in range(chain.length, 0, -1)]
-    schedule = remat.Schedule.parse(" ".join([*forward, *backward]))
-    return replace(schedule, layout=chain.layout)
 
 
 def test_distributed_data_parallel(tmp_path: Path) -> None:
     spawn(_data_parallel, tmp_path)
 
 
-def in_shards(*shape: int) -> nn.Module:
-    """Over two processes; with a second dimension replicated over the first, in shards over the second (HSDP)."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model, mesh = network(), init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
 def _sharded(rank: int) -> None:
-    sharded, data = partial(in_shards, 2), _data()
+    sharded, data = partial(in_shards, 2), data_of_all()
     part = data[32 * rank : 32 * rank + 32]
     expected = losses_of(network(), data)
     plain = losses_of(sharded(), part, together=True)
@@ -147,7 +95,7 @@ def _sharded(rank: int) -> None:
         assert peak_of_a_step(model, part) <= module.sequence.budget_bytes
         model = sharded()
         module = rotor.Checkpointable(model, part, group=dist.group.WORLD, stages=["blocks"])
-        module.sequence = _in_part(module)
+        module.sequence = in_part(module)
         assert losses_of(model, part, together=True) == plain  # to the bit
         model = sharded()
         remat.fit(model, part, share, quiet=True, group=dist.group.WORLD, stages=["blocks"])
@@ -163,7 +111,7 @@ def _as_checkpointed(rank: int) -> None:
     no more often than the plain model does."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 
-    part = _data()[32 * rank : 32 * rank + 32].repeat(16, 1)
+    part = data_of_all()[32 * rank : 32 * rank + 32].repeat(16, 1)
     model = in_shards(2)
     how: dict[str, Any] = {"group": dist.group.WORLD, "stages": ["blocks"]}
     chain = remat.profile(model, part, stages=["blocks"], ranks=Ranks(dist.group.WORLD))
@@ -186,153 +134,13 @@ def _as_checkpointed(rank: int) -> None:
 
 
 def _hybrid(rank: int) -> None:
-    part = _data()[32 * rank : 32 * rank + 32].repeat(4, 1)  # activations, beside the gathered parameters
-    _is_the_same_within_limits(partial(in_shards, 2, 1), part, 0.8)
-
-
-def _tensor_parallel(rank: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    def made() -> nn.Module:
-        model, mesh = network(), init_device_mesh("cpu", (2,))
-        for block in model.blocks:
-            parallelize_module(block, mesh, {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
-        return model
-
-    _is_the_same_within_limits(made, _data(), 0.5)
-    plain = losses_of(made(), _data(), together=True)
-    met = _meetings(made())
-    assert met == 6 + 6  # each block meets once in a forward, and once in a backward
-    model = made()
-    module = rotor.Checkpointable(model, _data(), group=dist.group.WORLD, stages=["blocks"])
-    module.sequence = _in_part(module)
-    assert losses_of(model, _data(), together=True) == plain  # to the bit
-    assert _meetings(model) == met  # results of collectives are kept
-    chain = module.chain
-    assert chain is not None
-    assert not any("all_reduce" in option.without for options in chain.options for option in options)
-    with pytest.MonkeyPatch.context() as patching:  # which all of the ranks would find, or one
-        patching.setattr(StageCall, "in_part", lambda *_: "it ran other operators")
-        with pytest.raises(ReplayError, match="wait for the other processes"):
-            model(_data()).sum().backward()
-    model, held = made(), []
-    module = rotor.Checkpointable(model, _data(), group=dist.group.WORLD, stages=["blocks"])
-    module.sequence = _in_part(module)
-    model.blocks[2].narrow.register_forward_hook(lambda _, args, output: held.append(output))  # type: ignore[index]
-    with pytest.raises(ReplayError, match="wait for the other processes"):
-        model(_data()).sum().backward()
-
-
-def _tensor_parallel_under_dtr(rank: int) -> None:
-    """Each rank evicts by itself; what meets others does not run again."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    def losses(dtr: remat.DTR | None) -> list[float]:
-        model, data, found = network(), _data().repeat(4, 1), []
-        for block in model.blocks:
-            parallelize_module(block, mesh, {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            with dtr or nullcontext():
-                loss = model(data).square().mean()
-                loss.backward()
-            optimizer.step()
-            found.append(float(loss.detach()))
-        return found
-
-    mesh = init_device_mesh("cpu", (2,))
-    plain = losses(None)
-    for budget in ("100MiB", "2MiB"):
-        dtr = remat.DTR(budget)
-        assert losses(dtr) == plain  # to the bit
-        assert (dtr.report().recomputations > 0) == (budget == "2MiB")
-
-
-def _parallel_throughout(rank: int) -> None:
-    """DTensors between stages are refused with what to do; those in a stage, in autocast, keep its bits."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
-
-    mesh = init_device_mesh("cpu", (2,))
-
-    def made(*, local: bool) -> nn.Module:
-        model = network()
-        if local:
-            model.first.register_forward_hook(lambda _, args, output: output.float())  # which blocks cast, in autocast
-        else:
-            model.first.register_forward_hook(lambda _, args, output: DTensor.from_local(output, mesh, [Shard(0)]))
-            model.last.register_forward_pre_hook(lambda _, args: args[0].to_local())
-        over = Replicate() if local else Shard(0)
-        plan = {
-            "wide": ColwiseParallel(input_layouts=over, use_local_output=False),
-            "narrow": RowwiseParallel(output_layouts=over, use_local_output=local),
-        }
-        for block in model.blocks:
-            parallelize_module(block, mesh, plan if local else plan | {"norm": SequenceParallel(sequence_dim=0)})
-        return model
-
-    how: dict[str, Any] = {"group": dist.group.WORLD, "stages": ["blocks"]}
-    with pytest.raises(UnsupportedModel, match="returned a DTensor"):
-        rotor.Checkpointable(made(local=False), _data(), **how)
-    sequences = _data().reshape(8, 8, 8)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        plain = losses_of(made(local=True), sequences)
-        model = made(local=True)
-        module = rotor.Checkpointable(model, sequences, **how)
-        module.sequence = _in_part(module)
-        assert losses_of(model, sequences) == plain  # to the bit
-
-
-def _in_two_dimensions(rank: int) -> None:
-    """Tensor parallel blocks in shards: their parameters are DTensors where FSDP has gathered them, too."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    part = _data().repeat(4, 1)
-    for shape in ((2, 1), (1, 2)):
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("shards", "parts"))
-
-        def made(mesh: Any = mesh) -> nn.Module:
-            model = network()
-            for block in model.blocks:
-                parallelize_module(block, mesh["parts"], {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
-                fully_shard(block, mesh=mesh["shards"])
-            return fully_shard(model, mesh=mesh["shards"])
-
-        _is_the_same_within_limits(made, part, 0.7)
-
-
-def _meetings(model: nn.Module) -> int:
-    """How often processes meet in a step."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        model(_data()).square().mean().backward()
-    return sum(event.name == "c10d::allreduce_" for event in profiler.events())
-
-
-def _is_the_same_within_limits(made: Callable[[], nn.Module], part: torch.Tensor, least: float) -> None:
-    plain = losses_of(made(), part, together=True)
-    for share in (0.95, least):
-        model = made()
-        remat.fit(model, part, share, quiet=True, group=dist.group.WORLD, stages=["blocks"])
-        planned: Any = patched_forward_of(model).choose.__self__  # type: ignore[union-attr, attr-defined]
-        assert losses_of(model, part, together=True) == plain  # to the bit
-        late = 2 * 4 * 64 * len(part)  # bytes of activations that threads of gloo may hold for longer
-        assert peak_of_a_step(model, part) <= share * store_all_peak(planned.chain) + late
+    part = data_of_all()[32 * rank : 32 * rank + 32].repeat(4, 1)  # activations, beside the gathered parameters
+    is_the_same_within_limits(partial(in_shards, 2, 1), part, 0.8)
 
 
 def _offloading(rank: int) -> None:
     """Ranks offload the same storages, each to its own memory."""
-    part = _data()[32 * rank : 32 * rank + 32]
+    part = data_of_all()[32 * rank : 32 * rank + 32]
     for made in (network, partial(in_shards, 2)):
         plain = losses_of(made(), part, together=True)
         with pytest.MonkeyPatch.context() as patching:
@@ -356,10 +164,6 @@ def _offloading(rank: int) -> None:
     [
         _as_checkpointed,
         _hybrid,
-        _tensor_parallel,
-        _tensor_parallel_under_dtr,
-        _parallel_throughout,
-        _in_two_dimensions,
         _offloading,
     ],
 )
@@ -445,7 +249,7 @@ def test_compiled_hooks_of_fsdp_are_refused() -> None:
             block.compile()
             fully_shard(block)
         with pytest.raises(UnsupportedModel, match=r"fully_shard\(blocks\[i\]\)"):
-            remat.fit(fully_shard(model), _data(), 0.8, group=dist.group.WORLD, stages=["blocks"])
+            remat.fit(fully_shard(model), data_of_all(), 0.8, group=dist.group.WORLD, stages=["blocks"])
     finally:
         dist.destroy_process_group()
 
@@ -468,7 +272,7 @@ def _uneven(rank: int) -> None:
     model.blocks[(1, 4)[rank]].dropout = Wasteful()
     for block in model.blocks:
         fully_shard(block, mesh=init_device_mesh("cpu", (2,)))
-    module = rotor.Checkpointable(fully_shard(model), _data()[:32], group=dist.group.WORLD, stages=["blocks"])
+    module = rotor.Checkpointable(fully_shard(model), data_of_all()[:32], group=dist.group.WORLD, stages=["blocks"])
     chains: list[Any] = [None, None]
     dist.all_gather_object(chains, module.chain)
     assert chains[0] == chains[1]
@@ -478,7 +282,7 @@ def _uneven(rank: int) -> None:
     with pytest.raises(RematError, match="cannot be measured in its first"):
         other = network()
         rotor.Checkpointable(fully_shard(other), mem_limit=0.9, group=dist.group.WORLD)
-        other(_data())
+        other(data_of_all())
 
 
 @pytest.mark.slow
@@ -494,7 +298,7 @@ def test_fully_sharded_data_parallel(tmp_path: Path) -> None:
 def _pipeline(rank: int) -> None:
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-    data = _data()
+    data = data_of_all()
     micro = 4
 
     def half() -> nn.Module:
