@@ -148,5 +148,6 @@ def device_named(name: str) -> Device:
     if name.endswith(".json"):
         return Device.load(name)
     raise RematError(
-        f"unknown device {name!r}; choose one of {', '.join(DEVICES)}, or a file written by `remat calibrate`"
+        f"unknown device {name!r}; choose one of {', '.join(DEVICES)}, for which an estimate is, or a file written by "
+        "`remat calibrate`"
     )

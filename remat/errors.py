@@ -143,7 +143,24 @@ class UnsupportedModel(RematError, TypeError):
 
 
 class NoChain(UnsupportedModel):
-    """No chain of module calls was found in the model."""
+    """No chain of module calls was found in the model, or another one each time.
+
+    Attributes:
+        why: in a few words.
+    """
+
+    def __init__(self, message: str = "", why: str = "no chain of blocks found") -> None:
+        super().__init__(message)
+        self.why = why
+
+    @classmethod
+    def varies(cls, found: str) -> NoChain:
+        """The error of a model whose path is not the same each time; `found`: how that was seen."""
+        return cls(
+            f"{found}: the model takes another path each time, as with LayerDrop or stochastic depth. Turn that off, "
+            "or train it under remat.DTR",
+            "another path each time",
+        )
 
 
 class LeftChain(RematError, RuntimeError):

@@ -36,7 +36,7 @@ def explore(model: nn.Module | Chain, sample: Any = None, loss: Loss | None = No
     try:
         from ipywidgets import Dropdown, SelectionSlider, interactive
     except ImportError as error:
-        raise RematError("explore needs ipywidgets: pip install 'remat[notebooks]'") from error
+        raise RematError("explore needs ipywidgets: pip install ipywidgets") from error
     chain = model if isinstance(model, Chain) else profile(model, sample, loss=loss, output_held=output_held)
     shares = SelectionSlider(options=shares_of(chain), value=1.0, description="budget", continuous_update=False)
     planners = Dropdown(options=PLANNERS, description="planner")

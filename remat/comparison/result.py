@@ -241,6 +241,10 @@ class Comparison:
             name, least = min(self.least_bytes.items(), key=lambda item: item[1], default=("", 0))
             if not name or least > size:
                 return f"{within} nothing works; the minimum budget is {format_bytes(least)}, with {name}"
+            wrong = [entry for entry in self.entries if entry.budget_bytes == size and not _is_right(entry)]
+            if wrong:
+                named = ", ".join(entry.strategy for entry in wrong)
+                return f"{within} no result counts, as gradients are not plain PyTorch's: {named}"
             return f"{within} no result fits; {name} needs at least {format_bytes(least)}"
         measured, predicted = best.measured, best.predicted
         report = measured if self.timed else predicted

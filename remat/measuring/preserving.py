@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -188,7 +189,8 @@ class ForeignGradients:
 
     def __init__(self, aliases: Iterable[torch.Tensor]) -> None:
         self._aliases = {id(alias) for alias in aliases}
-        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        # By weak references: a leaf that a forward makes for itself is gone with its step.
+        self._kept: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = {}
 
     def keep(self, root: torch.Tensor) -> None:
         """Sets aside the gradients of the leaves that the backward of `root` reaches; zeros take their place."""
@@ -200,15 +202,20 @@ class ForeignGradients:
             seen.add(node)
             todo.extend(before for before, _ in node.next_functions)
             leaf = getattr(node, "variable", None)
-            if leaf is not None and id(leaf) not in self._aliases and id(leaf) not in self._kept:
-                self._kept[id(leaf)] = (leaf, leaf.grad)
+            if leaf is None or id(leaf) in self._aliases:
+                continue
+            known = self._kept.get(id(leaf))
+            if known is None or known[0]() is not leaf:
+                self._kept[id(leaf)] = (weakref.ref(leaf), leaf.grad)
                 leaf.grad = torch.zeros_like(leaf)
 
     def leaves(self) -> list[torch.Tensor]:
-        """Those whose gradients were set aside."""
-        return [leaf for leaf, _ in self._kept.values()]
+        """Those whose gradients were set aside, and that are still there."""
+        return [leaf for known, _ in self._kept.values() if (leaf := known()) is not None]
 
     def restore(self) -> None:
-        for leaf, gradient in self._kept.values():
-            leaf.grad = gradient
+        for known, gradient in self._kept.values():
+            leaf = known()
+            if leaf is not None:
+                leaf.grad = gradient
         self._kept.clear()

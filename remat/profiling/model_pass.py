@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from remat.errors import UnsupportedModel
+from remat.errors import NoChain, UnsupportedModel
 from remat.measuring.cuts import cut, is_cut, made_of
 from remat.measuring.facts import NOTHING_HANDED, Forms, Handed, Receiver, StageOutput
 from remat.measuring.gauges import Gauge
@@ -86,9 +86,8 @@ class ModelPass(Pass):
             warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
             output = model(*call.args, **call.kwargs)
         if self._route.place is not None:
-            raise UnsupportedModel(
-                f"{self._route.place.name!r} was called when the chain was found, but not when it was measured: the "
-                "model takes another path each time. Train it under remat.DTR"
+            raise NoChain.varies(
+                f"{self._route.place.name!r} was called when the chain was found, but not when it was measured"
             )
         self._close_outside(last, None)
         own = loss_in(output) if loss is None else None
@@ -161,9 +160,9 @@ class ModelPass(Pass):
             return forward(*args, **kwargs)
         place = self._route.place
         if place is None or place.name != name:
-            raise UnsupportedModel(
+            raise NoChain.varies(
                 f"{name!r} was called, but {f'{place.name!r}' if place else 'no stage'} came next when the chain was "
-                "found: the model takes another path each time. Train it under remat.DTR"
+                "found"
             )
         self._route.passed()
         if place.first:

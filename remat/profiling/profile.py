@@ -13,7 +13,7 @@ from torch import nn
 from remat.chain import Chain
 from remat.devices import device_named
 from remat.distributed import agree
-from remat.errors import LeftChain, RematError, UnsupportedModel
+from remat.errors import LeftChain, NoChain, RematError, UnsupportedModel
 from remat.estimation.world import LOOKS_AT_VALUES, World
 from remat.finding.find import SMALL, locate
 from remat.finding.fusing import in_a_row
@@ -206,9 +206,7 @@ def _profiled(
                 chain = with_besides(chain, [min(each) for each in zip(*found, strict=True)])
             excess = profiler.excess(chain)
         except LeftChain as error:
-            raise UnsupportedModel(
-                f"{error}: the model takes another path each time. Train it under remat.DTR"
-            ) from error
+            raise NoChain.varies(str(error)) from error
     return agree(replace(chain, reserve_bytes=chain.reserve_bytes + excess), ranks)
 
 

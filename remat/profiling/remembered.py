@@ -17,6 +17,7 @@ from remat.runtime.calls.attributes import hooks_of, items_of
 from remat.runtime.calls.stages import call_of, describe_call
 from remat.runtime.generators import OWN
 from remat.runtime.planned.patched_forward import patched_forward_of
+from remat.runtime.planned.validity import look_of
 from remat.runtime.pytree import tensors
 from remat.runtime.surroundings import present
 
@@ -60,8 +61,10 @@ def remembered(
 def _look_of(model: nn.Module, sample: Any, options: dict[str, Any]) -> Hashable:
     kept = {name: value for name, value in options.items() if name not in ("progress", "loss", "stages")}
     loss, stages = options.get("loss"), options.get("stages")
+    call = call_of(model, sample)
     return (
-        describe_call(call_of(model, sample)),
+        describe_call(call),
+        look_of(model, call),
         *(tensor.requires_grad for tensor in tensors(sample)),
         present(),
         torch.get_num_threads(),

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from remat.errors import InvalidLoss, InvalidSample, RematError, UnsupportedModel
 from remat.runtime.pytree import tensors
@@ -40,7 +41,12 @@ def check_sample(sample: Any) -> None:
     ):  # objects may be what models take
         raise InvalidSample(
             f"the sample is a {type(sample).__name__} without a tensor; pass the model's input as in training: a "
-            "tensor, a tuple of positional or a dict of keyword arguments"
+            "tensor, a tuple of positional or a dict of keyword arguments, and the limit as memory="
+        )
+    if isinstance(sample, (DataLoader, Dataset)):
+        raise InvalidSample(
+            f"the sample is a {type(sample).__name__}; pass one batch of it as the model is called with it, such as "
+            "next(iter(loader))"
         )
     for tensor in found:
         if tensor.is_inference():
@@ -120,7 +126,7 @@ def failing_on_the_sample(name: Callable[[], str]) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, TypeError, IndexError, NotImplementedError) as error:
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, NotImplementedError) as error:
         if isinstance(error, RematError):
             raise
         raise InvalidSample(f"{name()!r} fails on this sample: {type(error).__name__}: {error}") from error

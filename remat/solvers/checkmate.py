@@ -45,7 +45,7 @@ class Checkmate(Solver):
 
     name: ClassVar[str] = "checkmate"
     purpose: ClassVar[str] = "the relaxation of Jain et al. (2019), rounded; may exceed the budget"
-    needs: ClassVar[str] = "pip install 'remat[ilp]'"
+    needs: ClassVar[str] = "pip install pulp highspy"
     may_exceed: ClassVar[bool] = True
 
     def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:

@@ -52,7 +52,7 @@ class Ilp(Solver):
 
     name: ClassVar[str] = "ilp"
     purpose: ClassVar[str] = "optimal, by an integer linear program: to check the others"
-    needs: ClassVar[str] = "pip install 'remat[ilp]'"
+    needs: ClassVar[str] = "pip install pulp highspy"
 
     def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:
         chain = chain if self.options else chain.without_options

@@ -80,7 +80,11 @@ class PlansByInput:
     def repeated(self, call: Arguments) -> RunningPlan | None:
         """The plan of the last call if the call, the present plan and the model are unchanged; else None."""
         latest = self._latest
-        if latest is None or latest.present is not self._planned.plan or latest.look != look_of(call):
+        if (
+            latest is None
+            or latest.present is not self._planned.plan
+            or latest.look != look_of(self._planned.model, call)
+        ):
             return None
         return latest.plan if latest.model.is_current() else None
 
@@ -95,7 +99,8 @@ class PlansByInput:
         if plan is None:
             plan = self._fitting(call)
             if not plan.estimated:  # which is for this call alone
-                self._latest = _Latest(plan, self._planned.plan, look_of(call), Snapshot(self._planned.model))
+                model = self._planned.model
+                self._latest = _Latest(plan, self._planned.plan, look_of(model, call), Snapshot(model))
         return plan
 
     def _fitting(self, call: Arguments) -> RunningPlan:
@@ -170,6 +175,11 @@ class PlansByInput:
     def _change(self, state: Validity) -> str:
         """What differs from the measured call or model state, as a phrase for a warning."""
         assert self._state is not None
+        lines = [", ".join(line for line in each.inputs if line not in other.inputs) for each, other in
+                 ((state, self._state), (self._state, state))]  # fmt: skip
+        if state.shapes == self._state.shapes and any(lines):  # autocast, a type or a device
+            now, then = (line or "nothing of that" for line in lines)
+            return f"this call has {now}, and what was measured had {then}"
         if state.inputs != self._state.inputs:
             return f"the input is {', '.join(state.inputs)}, but was measured as {', '.join(self._state.inputs)}"
         if (state.named, state.switches) != (self._state.named, self._state.switches):

@@ -375,10 +375,10 @@ def _planned(
     try:
         if planned.chain is None:
             planned.measure(sample, progress=not quiet, again=False, enough=partial(_refuse_hopeless, limit))
-    except NoChain:
+    except NoChain as error:
         if not by_calls_too:
             raise
-        train_by_calls(model, sample, limit, setup, patch, f"no chain of blocks found in {kind}", quiet=quiet)
+        train_by_calls(model, sample, limit, setup, patch, f"{error.why} in {kind}", quiet=quiet)
         return None
     if head is not None:
         refuse_unused(head, model)

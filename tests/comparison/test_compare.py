@@ -343,6 +343,24 @@ def test_wrong_gradients_are_said_to_differ_and_are_never_recommended(off: float
     assert wrong not in (best, *tied)
 
 
+class LeafOfItsOwn(nn.Module):
+    """Makes a leaf that needs a gradient in each forward, as speech models do with what they hear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heard = x.clone()
+        heard.requires_grad = True
+        return self.layers(heard)
+
+
+def test_leaves_that_a_forward_makes_are_no_gradients_to_compare() -> None:
+    found = remat.compare(LeafOfItsOwn(), torch.randn(64, 16), [0.9], ["fit", "dtr"], repeats=1, progress=False)
+    assert {entry.gradients for entry in found.entries} - {""} == {"equal"}
+
+
 def test_steps_are_timed_in_changing_order() -> None:
     model, sample = small_gpt()
     rounds: list[list[str]] = []

@@ -342,6 +342,40 @@ def test_profiles_of_models_with_code_between_stages_let_go_of_them() -> None:
     assert there() is None
 
 
+class Dropping(nn.Module):
+    """LayerDrop: leaves out some of its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if torch.rand(()) > 0.4:
+                x = x + block(x)
+        return x
+
+
+def test_a_model_that_takes_another_path_each_time_trains_by_calls(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    model, x = Dropping(), torch.randn(128, 32)
+    plain = copy.deepcopy(model)
+    with pytest.raises(UnsupportedModel, match="as with LayerDrop or stochastic depth"):
+        for _ in range(9):  # by chance it may take the same one
+            remat.profile(model, x)
+    remat.fit(model, x, "1MiB", stages=None)
+    assert "another path each time in Dropping; it now trains under DTR" in capsys.readouterr().err
+    for seed in range(6):
+        found = []
+        for trained in (model, plain):
+            torch.manual_seed(seed)
+            trained.zero_grad(set_to_none=False)
+            trained(x).square().mean().backward()
+            found.append([None if each.grad is None else each.grad.clone() for each in trained.parameters()])
+        for mine, theirs in zip(*found, strict=True):
+            assert (mine is None or not mine.any()) if theirs is None else torch.equal(mine, theirs)
+
+
 class Recurrent(nn.Module):
     """One stage, and one call of a module, which no plan and no calls divide."""
 

@@ -257,6 +257,44 @@ def test_calls_that_differ_in_what_they_name_are_measured_apart() -> None:
     assert_alike(model, plain, input_ids=tokens, labels=tokens)
 
 
+class EitherWay(nn.Module):
+    """Works on `rows`, on `few`, which it repeats, or in a way that has a name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4))
+
+    def forward(
+        self, rows: torch.Tensor | None = None, few: torch.Tensor | None = None, way: str = "once"
+    ) -> torch.Tensor:
+        x = rows if rows is not None else few.repeat(8, 1)  # type: ignore[union-attr]
+        for block in [*self.blocks] * (1 + (way == "twice")):
+            x = x + block(x)
+        return x
+
+
+def test_a_call_with_another_argument_is_another_call() -> None:
+    """A tensor of the same shape by another name, or another word: what was measured says nothing of it."""
+    torch.manual_seed(0)
+    model, x = EitherWay(), torch.randn(64, 16)
+    remat.fit(model, {"rows": x}, 0.5, quiet=True)
+    limit = patched_forward_of(model).figures()["limit"]  # type: ignore[union-attr]
+    before = len(remat.profile(model, {"rows": x}).act_bytes)
+    model(x).sum().backward()  # the same argument, by its place
+    for other, named in (({"few": x}, "few"), ({"rows": x, "way": "twice"}, "way=twice")):
+        with pytest.raises(remat.InfeasibleBudget, match="this batch"):
+            model(**other)
+        remat.fit(model, {"rows": x}, 1.0, quiet=True)
+        with pytest.warns(UserWarning, match=rf"called with .*{named}, but was measured with rows"):
+            remat.fit(model, {"rows": x}, "8MiB", quiet=True)
+            model(**other).sum().backward()
+        remat.fit(model, {"rows": x}, limit, quiet=True)
+    remat.remove(model)
+    assert len(remat.profile(model, {"rows": x}, again=False).act_bytes) == before
+    with pytest.raises(remat.InvalidSample, match="fails on this sample: TypeError"):
+        remat.profile(model, {"lines": x}, again=False)
+
+
 @pytest.mark.parametrize("first", [False, True], ids=["planned", "first call"])
 def test_a_call_in_which_nothing_needs_a_gradient_runs_as_it_is(first: bool) -> None:
     """As of the network that a GAN does not train at the moment."""

@@ -55,7 +55,7 @@ class Steps:
         self._begun = True
         try:
             with self._block.inside():
-                return forward(*args, **kwargs)
+                return self._block.run(self._model, forward, args, kwargs)
         except BaseException as error:
             self.end(error)
             raise

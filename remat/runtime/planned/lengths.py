@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -45,17 +48,35 @@ def counts_of(call: Any) -> tuple[int, ...]:
     return tuple(found[name] if type(found.get(name)) is int else -1 for name in COUNTS)
 
 
-def named_in(call: Any) -> tuple[str, ...]:
-    """The tensors that a call names, where it names several."""
-    found = call.kwargs if isinstance(call, Arguments) else {}
-    names = sorted(name for name, value in found.items() if isinstance(value, torch.Tensor) and value.ndim)
-    return tuple(names) if len(names) > 1 else ()
+def named_in(model: nn.Module, call: Arguments) -> tuple[str, ...]:
+    """The arguments of a call that are tensors, by their names; none where one has no name that is known."""
+    found = _by_name(type(model), call)
+    tensors_in = [name for name, value in found if isinstance(value, torch.Tensor) and value.ndim]
+    return () if "" in tensors_in else tuple(sorted(tensors_in))
 
 
-def switches_in(call: Any) -> tuple[str, ...]:
-    """What a call switches on or off."""
-    found = call.kwargs if isinstance(call, Arguments) else {}
-    return tuple(sorted(f"{name}={value}" for name, value in found.items() if isinstance(value, bool)))
+def switches_in(model: nn.Module, call: Arguments) -> tuple[str, ...]:
+    """What a call switches on or off, or chooses by a word."""
+    found = _by_name(type(model), call)
+    return tuple(sorted(f"{name}={value}" for name, value in found if isinstance(value, (bool, str))))
+
+
+def _by_name(kind: type[nn.Module], call: Arguments) -> list[tuple[str, Any]]:
+    """The arguments of a call, with "" for the name of one that the forward takes among others (`*args`)."""
+    if not call.args:
+        return [*call.kwargs.items()]
+    names = _positions_of(kind.forward)
+    return [*zip_longest(names[: len(call.args)], call.args, fillvalue=""), *call.kwargs.items()]
+
+
+@lru_cache(maxsize=256)
+def _positions_of(forward: Any) -> tuple[str, ...]:
+    """The names of what may be passed by position, but for the module."""
+    try:
+        known = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):  # of functions in C it is not known
+        return ()
+    return tuple(each.name for each in known if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))[1:]
 
 
 def is_padded(call: Any) -> bool:

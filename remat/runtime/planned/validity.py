@@ -13,7 +13,7 @@ from torch import nn
 from remat.runtime.calls.stages import autocast_of, describe_call
 from remat.runtime.calls.structure import Containers, Members, Structure
 from remat.runtime.planned.lengths import counts_of, is_padded, named_in, switches_in
-from remat.runtime.pytree import tensors
+from remat.runtime.pytree import Arguments, tensors
 
 Found = TypeVar("Found")
 
@@ -23,7 +23,7 @@ class Validity(NamedTuple):
 
     Attributes:
         counts: of the tokens for which logits are computed; 0 and less: all.
-        named: tensors that the call names; none where it names none, which may then be the same ones.
+        named: the arguments that are tensors; none where their names are not known, which may then be the same ones.
         switches: that it turns on or off.
         padded: a mask leaves out some tokens.
     """
@@ -38,7 +38,7 @@ class Validity(NamedTuple):
     padded: bool = False
 
     @classmethod
-    def of(cls, model: nn.Module, value: Any) -> Validity:
+    def of(cls, model: nn.Module, value: Arguments) -> Validity:
         """For `model` called with `value`, in which tensors without dimensions do not count: they take no memory."""
         found = [tensor for tensor in tensors(value) if tensor.ndim]
         return cls(
@@ -47,8 +47,8 @@ class Validity(NamedTuple):
             tuple(module.training for module in model.modules()),
             tuple(tensor.requires_grad for tensor in (*model.parameters(), *found)),
             counts_of(value),
-            named_in(value),
-            switches_in(value),
+            named_in(model, value),
+            switches_in(model, value),
             is_padded(value),
         )
 
@@ -91,12 +91,13 @@ class Snapshot:
         return alike and self._present() == self._flags
 
 
-def look_of(call: Any) -> tuple[Any, ...]:
-    """What `Validity` knows of a call, not in words."""
+def look_of(model: nn.Module, call: Arguments) -> tuple[Any, ...]:
+    """What `Validity` knows of a call of `model`, not in words."""
     found = [tensor for tensor in tensors(call) if tensor.ndim]
     kinds = sorted({tensor.device.type for tensor in found})
     facts = [(tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad) for tensor in found]
-    return (*facts, *map(autocast_of, kinds), counts_of(call), named_in(call), switches_in(call), is_padded(call))
+    words = counts_of(call), named_in(model, call), switches_in(model, call)
+    return (*facts, *map(autocast_of, kinds), *words, is_padded(call))
 
 
 def smallest_covering(known: Mapping[Validity, Found], wanted: Validity) -> Found | None:

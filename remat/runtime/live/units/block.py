@@ -111,6 +111,16 @@ class UnitsBlock:
             if calls.course.tells_backward:
                 calls.watch.turn(on=False)
 
+    def run(self, root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward of the model that this block begins with, whose calls may be what is evicted."""
+        if root in self.calls.known.bound:
+            output = self.calls.called(root, forward, args, kwargs)
+        else:
+            output = forward(*args, **kwargs)
+        if not self.calls.are_ahead:
+            self.calls.rest_after(output)
+        return output
+
     def take_state(self, get_state: Callable[[], Tensor]) -> Tensor:
         """The state of PyTorch's generator, counted as long as the program holds it."""
         pool = self.calls.pool

@@ -24,7 +24,7 @@ from remat.runtime.live.units.saving import FirstSaving, note_returned
 from remat.runtime.live.units.state import State
 from remat.runtime.live.units.unit import Unit
 from remat.runtime.live.units.watch import Watch
-from remat.runtime.pytree import storage_of
+from remat.runtime.pytree import storage_of, tensors
 
 _VARYING = 2  # times what calls have taken that vary: so much others may take
 
@@ -237,8 +237,7 @@ class Calls:
         event = Event(Kind.BACKWARD, unit, self.known.backward_now())
         expected = self.course.expects(event)
         self._begin(event, expected)
-        if self.stays and self.watch.is_on:
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.watch.rest(self._leave_mode))
+        self._rest_behind_it()
         if pool.log.precedent is not None:
             return
         spent = 0  # what was charged when it began, where others' backwards came in between
@@ -248,6 +247,24 @@ class Calls:
         waiting = call.row.waiting() if pool.has_evicted or pool.account.memory + more > pool.budget else ()
         pool.room(f"backward of {unit.name}", more, waiting, spent, call)
         self.course.ready()
+
+    def rest_after(self, output: Any) -> None:
+        """Nothing is watched once the backward of what a forward has returned is over."""
+        owner = weakref.ref(self)
+
+        def begins(_: torch.Tensor) -> None:
+            calls = owner()
+            if calls is not None:
+                calls._rest_behind_it()
+
+        for tensor in tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(begins)
+
+    def _rest_behind_it(self) -> None:
+        """A backward has begun."""
+        if self.stays and self.watch.is_on:
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.watch.rest(self._leave_mode))
 
     def _leave_mode(self) -> None:
         if self.watch.mode.rests and not self.are_ahead:
