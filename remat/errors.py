@@ -157,8 +157,8 @@ class NoChain(UnsupportedModel):
     def varies(cls, found: str) -> NoChain:
         """The error of a model whose path is not the same each time; `found`: how that was seen."""
         return cls(
-            f"{found}: the model takes another path each time, as with LayerDrop or stochastic depth. Turn that off, "
-            "or train it under remat.DTR",
+            f"{found}: the model takes another path each time, as with LayerDrop or stochastic depth. Train it "
+            "under remat.DTR, or turn that off",
             "another path each time",
         )
 

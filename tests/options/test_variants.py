@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,11 @@ def test_files_hold_them(tmp_path: Path) -> None:
 
 def test_a_plan_with_variants_needs_compiled_blocks() -> None:
     chain = remat.profile(compiled(Model()), SAMPLE, loss=loss)
-    schedule = remat.solve(chain, int(0.6 * store_all_peak(chain)))
+    ways = [f"/{len(options)}" if options else "" for options in chain.options]  # by whatever times were measured
+    assert any(ways)
+    forward = [f"F_all{stage}{way}" for stage, way in enumerate(ways, start=1)]
+    backward = [f"B{stage}" for stage in range(chain.length, 0, -1)]
+    schedule = replace(remat.Schedule.parse(" ".join([*forward, *backward])), layout=chain.layout)
     with pytest.raises(PlanMismatch, match="not compiled"):
         remat.apply(Model(), schedule)
 

@@ -18,6 +18,7 @@ import remat
 from remat import rotor
 from remat.chain import Chain
 from remat.runtime.planned.patched_forward import patched_forward_of
+from remat.runtime.pytree import arguments
 from remat.simulation import peak_and_makespan
 from support.steps import assert_same, gradients_of, train_step
 
@@ -330,11 +331,11 @@ def test_a_new_limit_holds_for_other_shapes_too() -> None:
     wrapped.compute_sequence(1.0)
     with pytest.warns(UserWarning, match="measured and planned again"):
         wrapped(small)
-    assert not wrapped.planned.inputs.plan_for(small).schedule.recomputations
+    assert not wrapped.planned.inputs.plan_for(arguments(small)).schedule.recomputations
     wrapped.compute_sequence(round(1.05 * remat.minimum_budget(wrapped.chain)))
     with pytest.warns(UserWarning, match="measured and planned again"):
         wrapped(small)
-    assert wrapped.planned.inputs.plan_for(small).schedule.recomputations
+    assert wrapped.planned.inputs.plan_for(arguments(small)).schedule.recomputations
 
 
 class Pair(nn.Module):
