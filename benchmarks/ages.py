@@ -30,7 +30,7 @@ class Measured(NamedTuple):
     Attributes:
         code: what it measures, as git's pathspecs.
         command: makes it, after `python -m`; "" for `benchmarks NAME`.
-        hours: it takes hours, and goes on where it stopped.
+        hours: it takes hours.
         elsewhere: what it needs that is not on every machine.
     """
 
@@ -92,20 +92,24 @@ def commits_since(name: str) -> int | None:
 
     That is so without git and its history, and where the code was not committed when it was measured.
     """
-    ages = [_commits(revision, tuple(MEASURED[name].code)) for revision in _revisions(name)]
+    ages = [_commits(revision, _code_of(name)) for revision in _revisions(name)]
     return None if None in ages else max(age for age in ages if age is not None)
 
 
 def is_current(name: str, revision: str) -> bool:
     """Whether what was made by this revision holds for the code as it is."""
-    code = MEASURED[name].code if name in MEASURED else ("remat", "benchmarks", ":!benchmarks/results")
-    return _commits(revision, tuple(code)) == 0
+    return _commits(revision, _code_of(name)) == 0
 
 
 def older() -> list[str]:
     """The results that are older than their code, or may be, and can be made on any machine: what takes hours last."""
     found = [name for name in MEASURED if not MEASURED[name].elsewhere and commits_since(name) != 0]
     return sorted(found, key=lambda name: MEASURED[name].hours)
+
+
+def _code_of(name: str) -> tuple[str, ...]:
+    """What a result measures, and the file that measures it."""
+    return (*MEASURED[name].code, f"benchmarks/{name}.py")
 
 
 def _revisions(name: str) -> set[str]:

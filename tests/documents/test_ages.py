@@ -15,7 +15,8 @@ from benchmarks.__main__ import BENCHMARKS, measure
 
 @pytest.fixture
 def history(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """A repository with a planner, which its second commit changes and its third one leaves. Returns their names."""
+    """A repository with a planner: its second commit changes it, its third leaves it, its fourth changes how it is
+    measured. Returns their names."""
     monkeypatch.setattr(ages, "ROOT", tmp_path)
     monkeypatch.setattr(ages, "RESULTS", tmp_path)
     monkeypatch.setattr(ages, "MEASURED", {"speed": ages.Measured(("remat",)), "far": ages.Measured((), elsewhere="x")})
@@ -26,9 +27,10 @@ def history(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         return subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
 
     git("init", "-q")
-    (tmp_path / "remat").mkdir()
+    for folder in ("remat", "benchmarks"):
+        (tmp_path / folder).mkdir()
     names = []
-    for file, text in (("remat/plan.py", "1"), ("remat/plan.py", "2"), ("README", "3")):
+    for file, text in (("remat/plan.py", "1"), ("remat/plan.py", "2"), ("README", "3"), ("benchmarks/speed.py", "4")):
         (tmp_path / file).write_text(text)
         git("add", file)
         git("commit", "-q", "-m", text)
@@ -42,18 +44,18 @@ def write(revision: str, rows: list[dict[str, Any]]) -> None:
 
 
 def test_commits_to_the_code_that_a_result_measures_are_counted(history: list[str]) -> None:
-    first, second, third = history
-    for revision, since in ((first, 1), (second, 0), (third, 0)):
+    first, second, third, fourth = history
+    for revision, since in ((first, 2), (second, 1), (third, 1), (fourth, 0)):
         write(revision, [])
-        assert ages.commits_since("speed") == since
-        assert ages.older() == ["speed"] * since
-    write(third, [{"part": "a", "revision": first}, {"part": "b", "revision": third}])  # the oldest part counts
-    assert ages.commits_since("speed") == 1
+        assert ages.commits_since("speed") == since and ages.is_current("speed", revision) == (since == 0)
+        assert ages.older() == ["speed"] * (since > 0)
+    write(fourth, [{"part": "a", "revision": first}, {"part": "b", "revision": fourth}])  # the oldest part counts
+    assert ages.commits_since("speed") == 2
 
 
 def test_what_cannot_be_known_counts_as_older(history: list[str]) -> None:
     assert ages.older() == ["speed"]  # there is no result
-    for revision in (history[2] + "+", "0000000"):  # not committed; not of this history
+    for revision in (history[3] + "+", "0000000"):  # not committed; not of this history
         write(revision, [])
         assert ages.commits_since("speed") is None and ages.older() == ["speed"]
 

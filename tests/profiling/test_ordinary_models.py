@@ -415,6 +415,7 @@ def test_measuring_leaves_attributes_as_they_were(found: bool) -> None:
         ({"slots": "5"}, "slots='5': must be an int"),
         ({"sample": torch.randn(64, 31)}, "fails on this sample"),
         ({"sample": "words"}, "the sample is a str without a tensor"),
+        ({"sample": torch.utils.data.DataLoader([0])}, r"pass one batch of it .* next\(iter\(loader\)\)"),
     ],
 )
 def test_fit_says_what_is_wrong_and_changes_nothing(make: Any, options: dict[str, Any], message: str) -> None:
