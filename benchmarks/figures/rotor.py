@@ -264,23 +264,21 @@ def planned__resnet101() -> str:
 
 @figure
 def planned__resnet1001() -> str:
+    lines = []
     found = rows("rotor_planned", what="throughput", network="ResNet-1001", side=224)
-    said = []
-    for row in found:
+    for row in sorted(found, key=lambda row: row["batch"]):
         size = {"network": "ResNet-1001", "side": 224, "batch": row["batch"]}
         (advantage,) = rows("rotor_planned", what="advantage", **size)
         segments = advantage["segments_that_fit"]
-        needed = f"needs {min(segments)} segments or more, " if segments else ""
-        said.append(
-            f"batch {row['batch']} ({advantage['store_all_bytes'] / 2**30:.0f} GiB without recomputation): "
-            f"`checkpoint_sequential` {needed}{_rate(row['checkpoint_sequential'])}, `persistent` "
-            f"{_rate(row['persistent'])}, `fit` {_rate(row['options'])}"
-        )
-    return "; ".join(said)
+        cells = [str(row["batch"]), f"{advantage['store_all_bytes'] / 2**30:.1f} GiB"]
+        cells += [_rate(row["plain"]), str(min(segments)) if segments else "-"]
+        lines.append([*cells, *(_rate(row[way]) for way in ("checkpoint_sequential", *WAYS))])
+    headings = ["batch", "without recomputation", "plain", "segments needed", "`checkpoint_sequential`"]
+    return table([*headings, "`persistent`", "`fit`"], lines)
 
 
 def _rate(value: float | None) -> str:
-    return "does not fit" if value is None else f"{value:.1f}"
+    return "-" if value is None else f"{value:.1f}"
 
 
 # A growing batch -----------------------------------------------------------------------------------------------------
