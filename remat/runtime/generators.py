@@ -22,8 +22,7 @@ OWN = frozenset(vars(nn.Module()))  # attributes that every module has; children
 _CONSTANTS = frozenset((bool, int, float, str, bytes, type(None), torch.Tensor, nn.Parameter))
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.Tensor, nn.Module, type)
 Path = tuple[Any, ...]  # keys and names, from the attributes of a module on
-# Of each module, when its attributes look so.
-_paths: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], tuple[Path, ...]]] = weakref.WeakKeyDictionary()
+_paths: weakref.WeakKeyDictionary[nn.Module, tuple[Look, tuple[Path, ...]]] = weakref.WeakKeyDictionary()
 
 
 def is_generator(value: Any) -> bool:
@@ -33,23 +32,37 @@ def is_generator(value: Any) -> bool:
     return isinstance(value, kinds)
 
 
-def look_of(module: nn.Module) -> tuple[Any, ...]:
-    """The names and kinds of its attributes, and how much is in lists and dictionaries among them."""
-    attributes = vars(module)
-    held = attributes.values()
-    return (*attributes, *map(type, held), *[len(each) for each in held if type(each) is list or type(each) is dict])
+class Look:
+    """The names and kinds of a module's attributes, and how much is in lists and dictionaries among them."""
+
+    __slots__ = ("_counts", "_kinds", "_names")
+
+    def __init__(self, module: nn.Module) -> None:
+        attributes = vars(module)
+        self._names, self._kinds = (*attributes,), (*map(type, attributes.values()),)
+        self._counts = [
+            (name, len(value))
+            for name, value in attributes.items()
+            if (type(value) is list or type(value) is dict) and name not in OWN
+        ]
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether the module still looks so. Asked before and after each call, so it looks at no more than it must."""
+        attributes = vars(module)
+        if (*attributes,) != self._names or (*map(type, attributes.values()),) != self._kinds:
+            return False
+        return all([len(attributes[name]) == count for name, count in self._counts])
 
 
 def held_by(modules: Iterable[nn.Module], passed: Any = ()) -> list[Any]:
     """The generators that modules hold now in places where they held some before, and those that a call is passed."""
     found = {} if _holds_none(passed) else {id(each): each for _, each in _generators(passed, (), set())}
     for module in modules:
-        look = look_of(module)
-        known, paths = _paths.get(module, (None, ()))
-        if known != look:  # a forward may have set some up where there was nothing
+        look, paths = _paths.get(module, (None, ()))
+        if look is None or not look.is_of(module):  # a forward may have set some up where there was nothing
             held = {name: value for name, value in vars(module).items() if name not in OWN}
             paths = tuple(path for path, _ in _generators(held, (), set()))
-            _paths[module] = look, paths
+            _paths[module] = Look(module), paths
         for path in paths:
             value = _at(vars(module), path)
             if is_generator(value):

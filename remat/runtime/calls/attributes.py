@@ -22,12 +22,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from remat.errors import UnsupportedModel
-from remat.runtime.generators import OWN, is_generator, look_of
+from remat.runtime.generators import OWN, Look, is_generator
 
 MISSING = object()
 _OTHERS = frozenset(("training", "forward", "__getstate__"))  # that are kept by others
 # Of each module, those that are containers when its attributes look so.
-_names: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], tuple[str, ...]]] = weakref.WeakKeyDictionary()
+_names: weakref.WeakKeyDictionary[nn.Module, tuple[Look, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 _CONTAINERS = frozenset((list, dict, set, deque))
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
 
@@ -142,11 +142,10 @@ def graph_handed_on() -> UnsupportedModel:
 def containers(module: nn.Module) -> Iterator[Any]:
     """Those that attributes refer to, as they are now: a forward may have set some up where there was nothing."""
     attributes = vars(module)
-    look = look_of(module)
-    known, names = _names.get(module, (None, ()))
-    if known != look:
+    look, names = _names.get(module, (None, ()))
+    if look is None or not look.is_of(module):
         names = tuple([name for name, value in attributes.items() if type(value) in _CONTAINERS and name not in OWN])
-        _names[module] = look, names
+        _names[module] = Look(module), names
     for name in names:
         yield attributes[name]
 

@@ -17,7 +17,7 @@ _NAMES = """
     Identity Sequential ModuleList ModuleDict Linear Bilinear Flatten Unflatten LayerNorm GroupNorm RMSNorm
     LocalResponseNorm ReLU ReLU6 LeakyReLU PReLU ELU CELU SELU GELU SiLU Mish GLU Tanh Sigmoid LogSigmoid Softplus
     Softsign Softshrink Hardshrink Hardsigmoid Hardswish Hardtanh Tanhshrink Threshold Softmax LogSoftmax Softmin
-    PixelShuffle PixelUnshuffle Upsample ChannelShuffle CosineSimilarity PairwiseDistance
+    PixelShuffle PixelUnshuffle Upsample ChannelShuffle CosineSimilarity PairwiseDistance RNNCell GRUCell LSTMCell
 """
 _OF_DIMENSIONS = "Conv ConvTranspose MaxPool AvgPool AdaptiveMaxPool AdaptiveAvgPool LPPool ConstantPad ZeroPad"
 _LAYERS = [

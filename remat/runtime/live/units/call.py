@@ -14,10 +14,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from remat.errors import ReplayError
 from remat.runtime.calls.call import Call
 from remat.runtime.calls.environment import FirstRun, Parameters, accelerators, all_of, autocast_again, flags_again
+from remat.runtime.calls.hooks import Hooks
 from remat.runtime.calls.partial import Parts, nothing
 from remat.runtime.calls.passed import Held, Input, Passed, given_again
 from remat.runtime.calls.recompute import Collector
 from remat.runtime.calls.saved import Saved, unpack
+from remat.runtime.calls.steady import is_steady
 from remat.runtime.calls.tape import Recorder
 from remat.runtime.generators import RandomState, held_by, of_python
 from remat.runtime.live.units.dormant import packing
@@ -25,8 +27,8 @@ from remat.runtime.live.units.known import BoundModule
 from remat.runtime.live.units.pieces import Reference, Row, look_at
 from remat.runtime.live.units.saving import FirstSaving, Saving
 from remat.runtime.live.units.unit import Unit
-from remat.runtime.pytree import storage_of
-from remat.runtime.surroundings import Surroundings, present
+from remat.runtime.pytree import storage_of, tensors
+from remat.runtime.surroundings import Surroundings, modes_now, present
 
 if TYPE_CHECKING:
     from remat.runtime.live.units.pool import Pool
@@ -132,9 +134,11 @@ class UnitCall(Call):
     ) -> list[Any] | None:
         """As every call; nobody looks at its operators, and that it draws, what it draws from tells."""
         unit, parts = self.unit, self.stage.parts
-        if unit.draws:
+        passed = tensors([each.there() for each in self.passed.inputs])
+        cannot_draw = is_steady(parts, passed) and not (modes_now() or Hooks(parts).any)
+        if unit.draws or cannot_draw:
             return super().as_a_whole(collector, activation, recorder)
-        devices = accelerators(self.stage, [each.there() for each in self.passed.inputs])
+        devices = accelerators(self.stage, passed)
         random = RandomState(devices, [*held_by(parts), *of_python()])
         outputs = super().as_a_whole(collector, activation, recorder)
         if random != random.now():
