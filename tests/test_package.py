@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -61,6 +63,17 @@ NAMES_OF_0_2 = """
     compare estimate experiments explore find_chain fit freeze lower_bound minimum_budget models plot_evictions
     profile remove rotor run simulate simulate_dtr solve solvers
 """.split()
+
+
+_SHARED = {"RematCallback", "Call"}  # on purpose: one for each trainer, and an instruction of DTR's logs
+
+
+def test_no_two_classes_share_a_name() -> None:
+    """Whoever reads a name anywhere in the code knows which class it is."""
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "remat").rglob("*.py")]
+    names = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    shared = {name for name, count in names.items() if count > 1 and not name.startswith("_")}
+    assert shared <= _SHARED
 
 
 @pytest.mark.filterwarnings("ignore:.*has moved:DeprecationWarning")

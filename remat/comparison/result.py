@@ -14,7 +14,7 @@ from remat import files
 from remat.budgets import resolve_budget
 from remat.chain import Chain
 from remat.comparison.table import caption_of, html, is_shown, plain_text, rich_table, title_of
-from remat.comparison.verdicts import EQUAL, OWN, PLAIN, Candidate, Interval, Verdict, interval_of, verdict_of
+from remat.comparison.verdicts import EQUAL, OWN, PLAIN, Interval, Verdict, WorkingWay, interval_of, verdict_of
 from remat.errors import InfeasibleBudget, InvalidFile, RematError
 from remat.formatting import card, format_bytes
 from remat.report import Report
@@ -223,7 +223,7 @@ class Comparison:
                 continue
             if report.outcome in ("pass", "over"):
                 planned = None if entry.predicted is None else entry.predicted.overhead
-                found.append(Candidate(report.overhead or report.seconds, planned, report.peak_bytes, entry))
+                found.append(WorkingWay(report.overhead or report.seconds, planned, report.peak_bytes, entry))
         fitting = [candidate for candidate in found if candidate.peak_bytes <= size]
         if not fitting:
             raise InfeasibleBudget(size, min((candidate.peak_bytes for candidate in found), default=0))

@@ -32,7 +32,7 @@ def interval_of(ratios: Sequence[float]) -> Interval | None:
     return Interval(low, high)
 
 
-class Candidate(NamedTuple):
+class WorkingWay(NamedTuple):
     """A way to train that works within a budget.
 
     Attributes:
@@ -50,7 +50,7 @@ class Candidate(NamedTuple):
         report = self.entry.report
         return report is not None and bool(report.recomputations)
 
-    def reaches(self, other: Candidate) -> bool:
+    def reaches(self, other: WorkingWay) -> bool:
         """Whether it is tied with a faster candidate, by the ratios of their times in the same rounds."""
         mine, theirs = self.entry.ratios, other.entry.ratios
         if len(mine) != len(theirs):  # measured on other days
@@ -80,7 +80,7 @@ class Verdict(NamedTuple):
         return str(self)
 
 
-def verdict_of(candidates: Iterable[Candidate]) -> Verdict:
+def verdict_of(candidates: Iterable[WorkingWay]) -> Verdict:
     """The fastest, and those that are tied with it: plain PyTorch if it is among them, else that of the least median.
 
     Where times scatter too much, or a step that recomputes beats a plain one, planned times decide.
@@ -96,7 +96,7 @@ def verdict_of(candidates: Iterable[Candidate]) -> Verdict:
     return Verdict(best.entry, tuple(found.entry for found in level if found is not best))
 
 
-def _noise_in(ordered: Sequence[Candidate]) -> str:
+def _noise_in(ordered: Sequence[WorkingWay]) -> str:
     timed = [found for found in ordered if found.entry.ratios]
     if not timed:
         return ""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from remat.chain import Chain
 from remat.layout import Option
 from remat.runtime.accelerator import rounded
-from remat.runtime.calls.partial import Structure
+from remat.runtime.calls.partial import TapeStructure
 from remat.runtime.calls.tape import Tape
 from remat.simulation import everything
 from remat.solvers.offload import beside
@@ -43,7 +43,7 @@ def parcels(tape: Tape, held: frozenset[int]) -> list[Parcel]:
     held = held | tape.returned
     found = [
         Parcel(frozenset(numbers), rounded(tape.storages[storage].nbytes, tape.storages[storage].device))
-        for storage, numbers in Structure(tape).saved.items()
+        for storage, numbers in TapeStructure(tape).saved.items()
         if storage not in held
     ]
     return sorted(found, key=lambda parcel: -parcel.size_bytes)

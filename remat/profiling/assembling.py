@@ -22,7 +22,7 @@ from remat.profiling.carried import (
     carried_by_leaves,
     skips_of,
 )
-from remat.profiling.variables import LetGo, Passed, Variables
+from remat.profiling.variables import LetGo, OneStageStorage, Variables
 from remat.runtime.calls.places import Places
 from remat.runtime.calls.stages import Stage
 from remat.runtime.meter import Region
@@ -346,7 +346,7 @@ def _held_activations(sizes: Sequence[Sizes], places: Places, variables: Variabl
     return found
 
 
-def _without_passed(sizes: Sequence[Sizes], extras: list[int], passed: Sequence[Passed]) -> list[Sizes]:
+def _without_passed(sizes: Sequence[Sizes], extras: list[int], passed: Sequence[OneStageStorage]) -> list[Sizes]:
     """The sizes and `extras`, without what was allocated for one stage, where that stage has run for good.
 
     Until then it counts to what the code outside saves that allocated it.

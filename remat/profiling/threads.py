@@ -12,7 +12,7 @@ import torch
 from remat.errors import OverBudgetWarning
 from remat.measuring.work import Watching
 from remat.runtime.accelerator import is_accelerator
-from remat.runtime.raw_memory import Watch, begin_watch, end_watch
+from remat.runtime.raw_memory import RawAccessListener, begin_watch, end_watch
 from remat.utils.warn import warn
 
 
@@ -36,7 +36,7 @@ def warning_of_threads(device: torch.device) -> Iterator[None]:
         )
 
 
-class _Threads(Watch):
+class _Threads(RawAccessListener):
     """Those that a thread gives work to."""
 
     of_memory = False

@@ -29,7 +29,7 @@ class LetGo(NamedTuple):
     position: int | None = None
 
 
-class Passed(NamedTuple):
+class OneStageStorage(NamedTuple):
     """A storage that code outside allocated for one stage, and that nobody needs once that stage has run for good.
 
     Autograd saves it for no backward. It is the stage's activation or a side input.
@@ -68,12 +68,12 @@ class Variables:
     def __init__(self, root: CodeType) -> None:
         self.let_go: list[LetGo] = []
         self.activations: list[LetGo] = []
-        self.passed: list[Passed] = []
+        self.passed: list[OneStageStorage] = []
         self._root = root
         self._made_in: dict[int, int] = {}  # pieces of code outside, by what they allocated
-        self._named: dict[int, Passed] = {}  # what was passed to stages, while variables hold it
+        self._named: dict[int, OneStageStorage] = {}  # what was passed to stages, while variables hold it
         self._kept: list[StorageWeakRef | None] = []  # so that no address is given to another storage
-        self._gone: list[tuple[int, Passed]] = []
+        self._gone: list[tuple[int, OneStageStorage]] = []
         self._saved: set[int] = set()  # what is needed besides
         self._seen: dict[int, StorageWeakRef] = {}
         self._held: list[_Watched] = []
@@ -106,7 +106,7 @@ class Variables:
             made_in = self._made_in.pop(storage, None)
             if made_in is not None:
                 size = rounded(storage_of(tensor).nbytes(), tensor.device)
-                self._named[storage] = Passed(made_in, index, index, size)
+                self._named[storage] = OneStageStorage(made_in, index, index, size)
             else:  # perhaps for another stage already
                 self._saved.add(storage)
 

@@ -4,7 +4,7 @@ A *step* runs *calls* in a *context*; *saved tensors* wait in autograd's graph f
 is none the *policy*, drops storages; a *recomputation* makes them again from what is known of the call's *graph*; the
 *accounting* judges.
 
-- Step: a training step being run. `planned.forward_run.Run` by a schedule, `live.units.calls.Calls` under DTR.
+- Step: a training step being run. `planned.forward_run.Run` by a schedule, `live.units.calls.BlockCalls` under DTR.
 - Call: one call of a module, or of several that make a stage, that can be made again (`calls.call.Call`), with what it
   was passed (`calls.passed.Passed`).
 - Context: all that a call depends on besides (`calls.environment.FirstRun`): generators, autocast, flags, hooks,
@@ -14,8 +14,8 @@ is none the *policy*, drops storages; a *recomputation* makes them again from wh
 - Graph: the operators of a call, the storages that they make, what is saved (`calls.tape.Tape`); its parts that may be
   kept or dropped are found by a minimum cut (`calls.hull`).
 - Recomputation: a call made again, in part or as a whole (`Call.again`, `calls.partial`, `calls.recompute`).
-- Plan: what to drop and to make again, and when. `planned.program.Program` of a schedule, `live.units.plans.Plan` of
-  what the policy core has decided on paper.
+- Plan: what to drop and to make again, and when. `planned.program.Program` of a schedule, `live.units.plans.BlockPlan`
+  of what the policy core has decided on paper.
 - Policy: the core of `dtr`, with its heuristics; it decides what is not planned.
 - Accounting: bytes in use now (`live.units.account.Account`), and on paper (the core again).
 

@@ -25,7 +25,7 @@ from remat.formatting import format_bytes
 from remat.runtime.accelerator import is_accelerator, pinned, synchronise
 
 
-class Copy(Protocol):
+class Transfer(Protocol):
     """A copy that is under way."""
 
     def wait(self) -> None:
@@ -43,7 +43,7 @@ class Link(ABC):
         """So many bytes of the host's memory."""
 
     @abstractmethod
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Copy:
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
         """Begins to copy: each pair is a target and a source of as many bytes."""
 
 
@@ -91,7 +91,7 @@ class FileLink(Link):
             ) from error
         return torch.from_numpy(np.frombuffer(pages, np.uint8))
 
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Copy:
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
         return _Thread([(target.numpy(), source.numpy()) for target, source in pairs])
 
 
@@ -126,7 +126,7 @@ class StreamLink(Link):
     def buffer(self, size: int) -> torch.Tensor:
         return pinned(size)
 
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Copy:
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             for target, source in pairs:

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from remat.errors import RematError
 from remat.runtime.fakes import is_fake
-from remat.runtime.loss_in_parts import Autocast, LossInParts, Step, Steps, Way
+from remat.runtime.loss_in_parts import Autocast, LogitsFunction, LossInParts, Steps, Way
 from remat.runtime.patching import StandIn, has_own_forward, stand_in
 from remat.runtime.pytree import Uncomputed
 
@@ -67,7 +67,7 @@ class HeadInParts:
         self.calls += 1
         autocast = Autocast.now(input.device.type)
         dtype = autocast.dtype if autocast.enabled and input.dtype != torch.float64 else input.dtype
-        source = Source(self, layer.weight, layer.bias, autocast, dtype, _versions(input, layer))
+        source = LogitsSource(self, layer.weight, layer.bias, autocast, dtype, _versions(input, layer))
         return _logits(input, source)
 
 
@@ -112,7 +112,7 @@ def logits_layer(model: nn.Module) -> nn.Linear | None:
     return found if isinstance(found, nn.Linear) else None
 
 
-class Source(NamedTuple):
+class LogitsSource(NamedTuple):
     """How logits come from rows.
 
     Attributes:
@@ -148,7 +148,7 @@ class Logits(Uncomputed):
         across: whether classes are the second of three dimensions, as `cross_entropy` takes them.
     """
 
-    source: Source
+    source: LogitsSource
     then: Steps
     across: bool
 
@@ -197,7 +197,7 @@ def _answered(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return func(*_computed(args), **_computed(kwargs))
 
 
-def _logits(rows: torch.Tensor, source: Source, then: Steps = (), across: bool = False) -> Logits:
+def _logits(rows: torch.Tensor, source: LogitsSource, then: Steps = (), across: bool = False) -> Logits:
     lead, classes = rows.shape[:-1], source.weight.shape[0]
     needed = any(each is not None and each.requires_grad for each in (rows, source.weight, source.bias))
     shape = (lead[0], classes, lead[1]) if across else (*lead, classes)
@@ -322,7 +322,7 @@ def _by_row(func: Any) -> Callable[..., Any]:
     def answer(logits: Logits, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(each, (torch.Tensor, torch.device, str)) for each in (*args, *kwargs.values())):
             return NotImplemented
-        step = Step(func, args, kwargs)
+        step = LogitsFunction(func, args, kwargs)
         dtype = step(torch.empty((), dtype=logits.source.dtype, device="cpu")).dtype
         source = logits.source._replace(dtype=dtype)
         return _logits(logits.rows, source, (*logits.then, step), logits.across)

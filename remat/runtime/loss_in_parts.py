@@ -13,7 +13,7 @@ from torch.nn import functional
 from remat.errors import RematError
 
 
-class Step(NamedTuple):
+class LogitsFunction(NamedTuple):
     """What is done to logits: a function of them and other arguments."""
 
     func: Any
@@ -25,7 +25,7 @@ class Step(NamedTuple):
         return found
 
 
-Steps = tuple[Step, ...]
+Steps = tuple[LogitsFunction, ...]
 
 
 class Autocast(NamedTuple):

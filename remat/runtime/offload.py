@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from remat.errors import RematError, ReplayError
-from remat.runtime.links import Copy, Link, link_of
+from remat.runtime.links import Link, Transfer, link_of
 from remat.runtime.pytree import storage_of, tensor_on
 
 
@@ -144,7 +144,7 @@ class Sent:
 
     def __init__(self, memory: HostMemory, slots: Collection[Slot], name: str) -> None:
         self._memory, self._name = memory, name
-        self._copy: Copy | None = None
+        self._copy: Transfer | None = None
         self._buffer: Buffer | None = None
         self.is_away = False
         self._pieces: dict[int, _Piece] = {}

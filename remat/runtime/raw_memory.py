@@ -1,9 +1,9 @@
 """Who reaches a tensor's memory without an operator: NumPy, `tolist`, printing, pickling, pointers, other threads.
 
-No dispatch mode sees that. Where what tensors hold may not be there, or it matters who reads it, a `Watch` is told of
-it first. While there is one, the functions that lead to memory are replaced, for all threads. What reaches memory
-otherwise (a pointer taken before, C++ code of an extension that asks no dispatcher, a function that was imported by
-name before, work that a thread of the program's own takes from a queue) cannot be seen.
+No dispatch mode sees that. Where what tensors hold may not be there, or it matters who reads it, a `RawAccessListener`
+is told of it first. While there is one, the functions that lead to memory are replaced, for all threads. What reaches
+memory otherwise (a pointer taken before, C++ code of an extension that asks no dispatcher, a function that was imported
+by name before, work that a thread of the program's own takes from a queue) cannot be seen.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Access(Enum):
     WRITES = "it changes it"
 
 
-class Watch:
+class RawAccessListener:
     """Is told, in whichever thread it happens.
 
     Attributes:
@@ -95,17 +95,17 @@ class _Hidden:
 # Functions in C that hand out memory with no word to Python. Who does not find them calls `__dlpack__`.
 _EXCHANGE = "__dlpack_c_exchange_api__"
 _lock = threading.RLock()
-_watches: list[Watch] = []  # of all threads; the functions are replaced while there is any
+_watches: list[RawAccessListener] = []  # of all threads; the functions are replaced while there is any
 
 
-def begin_watch(watch: Watch) -> None:
+def begin_watch(watch: RawAccessListener) -> None:
     """From now on it is told."""
     with _lock:
         _watches.append(watch)
         _replace_as_watched()
 
 
-def end_watch(watch: Watch) -> None:
+def end_watch(watch: RawAccessListener) -> None:
     """Ends what `begin_watch` began, also where that was interrupted; does nothing a second time."""
     with _lock:
         kept = [other for other in _watches if other is not watch]
@@ -121,7 +121,7 @@ def _replace_as_watched() -> None:
         replacement.be(there=any(watch.of_memory for watch in _watches))
 
 
-def watches() -> list[Watch]:
+def watches() -> list[RawAccessListener]:
     """Those that are told just now."""
     return list(_watches)
 

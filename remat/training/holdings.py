@@ -43,7 +43,7 @@ _NUMBERS = 64  # bytes of those that an optimiser writes as tensors, which no mo
 _UNKNOWN = 2  # times the bytes of its parameters, as Adam's: the state of an optimiser that cannot be asked
 
 
-class Held(NamedTuple):
+class HeldBytes(NamedTuple):
     """Bytes that somebody holds: now, and from the second step on."""
 
     name: str
@@ -60,7 +60,7 @@ class Holdings(NamedTuple):
         working: what the optimiser's own step takes, when of a training step only the batch is still there.
     """
 
-    rows: tuple[Held, ...]
+    rows: tuple[HeldBytes, ...]
     later_reserved: int
     working: int
 
@@ -121,7 +121,7 @@ def holdings_of(model: nn.Module, optimizers: Sequence[Optimizer], sample: Any) 
     else:
         rows.append(("others", _bytes_of(_alive(), device, seen), []))
     return Holdings(
-        tuple(Held(name, now, now + sum(rounded(size, device) for size in more)) for name, now, more in rows),
+        tuple(HeldBytes(name, now, now + sum(rounded(size, device) for size in more)) for name, now, more in rows),
         reserved_for([size for _, _, more in rows for size in more], device),
         max((each.working for each in asked), default=0) + sample_bytes,
     )
@@ -208,7 +208,7 @@ def _alive() -> Iterator[torch.Tensor]:
 # Asking an optimiser -------------------------------------------------------------------------------------------------
 
 
-class _Asked(NamedTuple):
+class _FirstStep(NamedTuple):
     """What an optimiser does in its first step.
 
     Attributes:
@@ -220,7 +220,7 @@ class _Asked(NamedTuple):
     working: int
 
 
-def _asked(optimizer: Optimizer, device: torch.device) -> _Asked:
+def _asked(optimizer: Optimizer, device: torch.device) -> _FirstStep:
     """By a step of a copy of it on tensors without data."""
     world = World(device_named("cpu"), asks_kernels=False)
     try:
@@ -238,13 +238,13 @@ def _asked(optimizer: Optimizer, device: torch.device) -> _Asked:
             f"no step on tensors without data ({type(error).__name__}: {error})",
             OverBudgetWarning,
         )
-        return _Asked([max(_UNKNOWN * trained - known, 0)], 0)
+        return _FirstStep([max(_UNKNOWN * trained - known, 0)], 0)
     for size in before:
         if size in found:
             found.remove(size)
     (region,) = meter.regions
     more = sum(rounded(size, device) for size in found)
-    return _Asked(found, max(region.peak_bytes - region.start_bytes - more, 0) + _NUMBERS)
+    return _FirstStep(found, max(region.peak_bytes - region.start_bytes - more, 0) + _NUMBERS)
 
 
 def _sizes(state: Any, device: torch.device) -> list[int]:

@@ -28,7 +28,7 @@ from remat.runtime.accelerator import (
 )
 from remat.runtime.checks import Loss
 from remat.runtime.executor import BySchedule
-from remat.runtime.planned.executor import Known
+from remat.runtime.planned.executor import KnownStage
 from remat.schedule import Schedule
 
 _STEPS = 3  # of a model in shards on the CPU, where threads of gloo choose when they let go of what they have sent
@@ -46,7 +46,7 @@ class Rehearsal(NamedTuple):
 
     peak_bytes: int
     reserved_bytes: int
-    known: tuple[Known, ...]
+    known: tuple[KnownStage, ...]
 
     def __str__(self) -> str:
         return f"{format_bytes(self.peak_bytes)} allocated, {format_bytes(self.reserved_bytes)} reserved"

@@ -21,7 +21,7 @@ from remat.errors import RematError
 from remat.runtime.calls import environment, recompute
 from remat.runtime.generators import RandomState
 from remat.runtime.live.units.account import Account
-from remat.runtime.live.versions import Operator
+from remat.runtime.live.versions import OperatorRun
 from remat.solvers import Offload
 
 _Patch = pytest.MonkeyPatch
@@ -57,13 +57,13 @@ def _other_values(patch: _Patch) -> None:
         self._take = lambda number, tensor: take(number, tensor + 1 if tensor.is_floating_point() else tensor)
 
     patch.setattr(recompute.Collector, "__init__", begun)
-    run = Operator.run
+    run = OperatorRun.run
 
-    def ran(self: Operator, *call: Any) -> Any:
+    def ran(self: OperatorRun, *call: Any) -> Any:
         result = run(self, *call)
         return result + 1 if isinstance(result, torch.Tensor) and result.is_floating_point() else result
 
-    patch.setattr(Operator, "run", ran)
+    patch.setattr(OperatorRun, "run", ran)
 
 
 def _no_evictions(patch: _Patch) -> None:

@@ -15,9 +15,9 @@ from remat.runtime.calls.call import Call
 from remat.runtime.calls.partial import Parts
 from remat.runtime.live.sites import site_at, sites
 from remat.runtime.live.units.choosing import Ways
-from remat.runtime.live.units.course import Kind, Known, Place
-from remat.runtime.live.units.orders import Decision
-from remat.runtime.live.units.plans import Plan, Trial
+from remat.runtime.live.units.course import Kind, KnownPlace, KnownWay
+from remat.runtime.live.units.orders import Order
+from remat.runtime.live.units.plans import BlockPlan, Trial
 from support.steps import assert_same, chain_of, gradients_of, parted
 
 BLOCKS = 4
@@ -67,7 +67,7 @@ def step(model: Blocks, x: torch.Tensor) -> list[torch.Tensor]:
     return gradients_of(model)
 
 
-def place_of(model: nn.Module) -> Place:
+def place_of(model: nn.Module) -> KnownPlace:
     """What is known of the blocks in which this model runs."""
     courses = [course for site in sites.values() for course in site.courses.items()]
     (found,) = [place for root, place in courses if root is not None and root() is model]
@@ -94,7 +94,7 @@ def test_a_plan_and_dtr_with_the_same_drops_run_the_same_recomputations() -> Non
     forwards = [at for at, segment in enumerate(segments) if segment.kind is Kind.FORWARD]
     assert len(forwards) == BLOCKS
     dropped: list[frozenset[int]] = []
-    decisions: dict[int, list[Decision]] = {}
+    decisions: dict[int, list[Order]] = {}
     for number, begins in enumerate(forwards):
         unit = segments[begins].unit
         assert unit is not None and unit.tape is not None
@@ -103,7 +103,7 @@ def test_a_plan_and_dtr_with_the_same_drops_run_the_same_recomputations() -> Non
         chosen = inside[number % 2 :]  # all that is inside, or all but what is made first
         storages = {storage for making in chosen for storage in unit.makings[making].storages}
         dropped.append(frozenset(at for at, value in enumerate(unit.tape.saved) if value.storage in storages))
-        decisions[begins + 1] = [Decision(True, number, making) for making in chosen]
+        decisions[begins + 1] = [Order(True, number, making) for making in chosen]
     assert all(dropped)
 
     chain = chain_of(model, x, stages=["blocks"], options=False)
@@ -115,8 +115,8 @@ def test_a_plan_and_dtr_with_the_same_drops_run_the_same_recomputations() -> Non
             assert_same(expected, step(model, x))
     remat.remove(model)
 
-    trial = Trial([Plan("the same", "h_dtr", decisions)], "", decided=True)
-    place.ways[0] = Known(segments, trial, None)
+    trial = Trial([BlockPlan("the same", "h_dtr", decisions)], "", decided=True)
+    place.ways[0] = KnownWay(segments, trial, None)
     site_at((dtr.where, dtr.budget)).repeats.clear()
     with noted(model) as by_dtr:
         assert_same(expected, under_dtr())

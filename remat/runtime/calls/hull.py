@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from remat.runtime.accelerator import rounded
-from remat.runtime.calls.partial import Structure, needs
+from remat.runtime.calls.partial import TapeStructure, needs
 from remat.runtime.calls.tape import OUTSIDE, Operator, Tape
 
 _LONGEST = 2000  # operators of a stage, beyond which a cut takes seconds
@@ -118,7 +118,7 @@ class _Network:
     def __init__(self, tape: Tape, seconds: Sequence[float], keep: Collection[str]) -> None:
         import networkx  # takes long, and PyTorch does not need it
 
-        self._tape, self._structure = tape, Structure(tape)
+        self._tape, self._structure = tape, TapeStructure(tape)
         self._cut = partial(networkx.minimum_cut, flow_func=networkx.algorithms.flow.boykov_kolmogorov)
         self._seconds = [
             0.0 if op.is_view else max(each, 1e-9) for op, each in zip(tape.operators, seconds, strict=True)

@@ -38,7 +38,7 @@ from remat.runtime.calls.tape import (
 from remat.runtime.fakes import fake_mode, fake_on, is_fake, storage_without_data
 from remat.runtime.operators import traits_of
 from remat.runtime.pytree import storage_of, tensor_on
-from remat.runtime.raw_memory import Access, Watch, begin_watch, end_watch
+from remat.runtime.raw_memory import Access, RawAccessListener, begin_watch, end_watch
 from remat.runtime.sharding import local_part
 
 Find = Callable[[int], torch.Tensor | None]  # the tensor that autograd saved under this number, where it was kept
@@ -60,7 +60,7 @@ class Needs(NamedTuple):
     kept: dict[int, list[int]]
 
 
-class Structure:
+class TapeStructure:
     """Which operators of a tape make each storage, and which come too early to read it as it is in the end.
 
     Attributes:
@@ -103,14 +103,14 @@ def needs(
     tape: Tape,
     dropped: Collection[int],
     gone: Collection[int] = (),
-    structure: Structure | None = None,
+    structure: TapeStructure | None = None,
     also: Collection[int] = (),
 ) -> Needs:
     """What to run again where the saved tensors of the numbers `dropped` are to be made; those `gone` are not there.
 
     `also`: storages that are to be made, whether autograd saves them or not.
     """
-    structure = structure or Structure(tape)
+    structure = structure or TapeStructure(tape)
     kept: dict[int, list[int]] = {}
     for number, saved in enumerate(tape.saved):
         storage = saved.storage
@@ -282,7 +282,7 @@ def _look(storage: torch.UntypedStorage, value: Value, device: torch.device) -> 
     return tensor
 
 
-class Replaying(OperatorMode, Watch):
+class Replaying(OperatorMode, RawAccessListener):
     """A run is made again in part inside of it.
 
     Args:

@@ -33,7 +33,7 @@ from remat.runtime.operators import (
     written,
 )
 from remat.runtime.pytree import storage_of, tensors
-from remat.runtime.raw_memory import Access, Watch, begin_watch, end_watch
+from remat.runtime.raw_memory import Access, RawAccessListener, begin_watch, end_watch
 from remat.runtime.sharding import are_spread, local_part
 
 OUTSIDE = -1  # the number of all storages that the run has not made: parameters, buffers, its input
@@ -233,7 +233,7 @@ class OperatorMode(TorchDispatchMode):
         return is_cast_of_a_leaf(func, args) or only_asks(func)
 
 
-class Recorder(OperatorMode, Watch):
+class Recorder(OperatorMode, RawAccessListener):
     """Writes the tape of a run that it is entered around; several times, where the run has several calls.
 
     Attributes:

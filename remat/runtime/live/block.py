@@ -24,7 +24,7 @@ from remat.runtime.live.nesting import claim, refuse_nested, release
 from remat.runtime.live.outcomes import outcome_of, report_of, warn_of_more
 from remat.runtime.live.raw_access import Guard, guard, unguard
 from remat.runtime.live.repeating import revive
-from remat.runtime.live.saved_tensors import Saving
+from remat.runtime.live.saved_tensors import SavingHooks
 from remat.runtime.live.settings import Settings
 from remat.runtime.live.sites import site_at
 from remat.runtime.live.store import Store
@@ -46,7 +46,7 @@ class Block(Guard):
         self.ledger, self._limits = settings.ledger(), settings.limits()
         self._store = Store(self.ledger, self._limits, level_of_accelerator())
         self._mode = Dispatcher(self._store, by_model=settings.by_model)
-        self._saving = Saving(self._store)
+        self._saving = SavingHooks(self._store)
         self._observation = Observation(self.ledger, settings.site.current_ways()) if observes else None
         self._root = root
         self._limits.whole = site_at(settings.place).done  # whatever the budget was

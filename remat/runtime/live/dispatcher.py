@@ -36,7 +36,7 @@ from remat.runtime.live.operator_calls import (
 from remat.runtime.live.raw_access import are_others, expose_elsewhere
 from remat.runtime.live.repeating import revive
 from remat.runtime.live.store import Store
-from remat.runtime.live.versions import Given, Operator, Source, StorageRef, Version, VersionRef, bits_of, hand_over
+from remat.runtime.live.versions import Given, OperatorRun, Source, StorageRef, Version, VersionRef, bits_of, hand_over
 from remat.runtime.operators import Traits, tensors_in, traits_of
 from remat.runtime.pytree import storage_of
 from remat.runtime.surroundings import KNOWN, Surroundings, surroundings_of
@@ -182,7 +182,7 @@ class Dispatcher(TorchDispatchMode):
             return False, None  # others may give way
         price = facts.model_nanoseconds if self.by_model else facts.nanoseconds
         tensor = ledger.add_one(traits.label, price, numbers, inputs, size, facts.scratch_bytes)
-        operator = Operator(function, template, surroundings, torch.is_grad_enabled())
+        operator = OperatorRun(function, template, surroundings, torch.is_grad_enabled())
         version = Version(tensor, size, operator)
         storage = storage_of(result)
         version.where = where = StorageRef(storage, store.died)
@@ -409,7 +409,7 @@ class Dispatcher(TorchDispatchMode):
         tensors = self._written_down(pending, sizes)
         operator = None
         if action.repeatable:
-            operator = Operator(call.function, call.template, call.surroundings, torch.is_grad_enabled())
+            operator = OperatorRun(call.function, call.template, call.surroundings, torch.is_grad_enabled())
             operator.kwargs = call.names
             if random is not None and (not traits.foreign or random != random.now()):
                 operator.random = random
@@ -514,7 +514,7 @@ class Dispatcher(TorchDispatchMode):
 
     def _enter(
         self,
-        operator: Operator | None,
+        operator: OperatorRun | None,
         tensors: range,
         made: list[torch.UntypedStorage],
         changed: list[tuple[Version, torch.UntypedStorage]],

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.runtime.live.compiled import also_from_now_on, run_as_written, run_compiled
 from remat.runtime.operators import tensors_in, traits_of
-from remat.runtime.raw_memory import Access, Watch, begin_watch, end_watch
+from remat.runtime.raw_memory import Access, RawAccessListener, begin_watch, end_watch
 
 _lock = threading.Lock()
 _blocks: list[Guard] = []  # of all threads; compiled code runs as written while there is any
@@ -36,7 +36,7 @@ class CountsStates(Protocol):
         """The state of PyTorch's generator, which checkpointing holds from a forward to its backward."""
 
 
-class Guard(Watch, CountsStates):
+class Guard(RawAccessListener, CountsStates):
     """A block, which has a tensor's memory there before that is touched."""
 
     def constructs(self) -> None:

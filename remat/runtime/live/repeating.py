@@ -10,13 +10,13 @@ from remat.errors import ReplayError
 from remat.runtime.accelerator import bytes_of
 from remat.runtime.fakes import in_earnest
 from remat.runtime.live.made import new_storages
-from remat.runtime.live.versions import Given, Operator, Source, Version, no_autocast, no_autograd, on_storage
+from remat.runtime.live.versions import Given, OperatorRun, Source, Version, no_autocast, no_autograd, on_storage
 
 if TYPE_CHECKING:
     from remat.runtime.live.store import Store
 
 
-def repeat(store: Store, operator: Operator) -> None:
+def repeat(store: Store, operator: OperatorRun) -> None:
     """Runs an operator again and puts its results where they are missing.
 
     Raises:
@@ -52,7 +52,7 @@ def repeat(store: Store, operator: Operator) -> None:
                 _place(store, version, storage, operator)
 
 
-def _place(store: Store, version: Version, made: torch.UntypedStorage, operator: Operator) -> None:
+def _place(store: Store, version: Version, made: torch.UntypedStorage, operator: OperatorRun) -> None:
     size = bytes_of(made)
     if size != version.size:
         raise ReplayError(

@@ -9,18 +9,18 @@ from torch.nn import Parameter
 from remat.runtime.calls.saved import Packed, changed, unpack
 from remat.runtime.fakes import alias, in_earnest
 from remat.runtime.live.store import Store
-from remat.runtime.live.versions import Saved, no_autocast, no_autograd, on_storage
+from remat.runtime.live.versions import SavedVersion, no_autocast, no_autograd, on_storage
 from remat.runtime.pytree import storage_of
 
 
-class Saving:
+class SavingHooks:
     """The hooks that `torch.autograd.graph.saved_tensors_hooks` takes."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self.was_asked = False  # for anything that was saved, as backwards do
 
-    def pack(self, tensor: Tensor) -> Saved | Packed:
+    def pack(self, tensor: Tensor) -> SavedVersion | Packed:
         """What autograd is to keep for `tensor`."""
         if type(tensor) in (Tensor, Parameter) and tensor.layout == torch.strided:
             storage = storage_of(tensor)
@@ -30,14 +30,14 @@ class Saving:
                 self._store.saves += 1
                 if version.resident and version.held is None:
                     version.held = storage
-                return Saved(tensor, version, self._store.dropped)
+                return SavedVersion(tensor, version, self._store.dropped)
         # A leaf can be kept as it is; another might own, through its graph, the node that keeps it.
         return tensor if tensor.is_leaf else alias(tensor), None if tensor.is_inference() else tensor._version
 
-    def unpack(self, saved: Saved | Packed) -> Tensor:
+    def unpack(self, saved: SavedVersion | Packed) -> Tensor:
         """The tensor again."""
         self.was_asked = True
-        if not isinstance(saved, Saved):
+        if not isinstance(saved, SavedVersion):
             return unpack(saved)
         if saved.witness._version != saved.changes:
             raise changed(saved.witness, saved.changes, saved.view[1])

@@ -16,7 +16,7 @@ from remat.runtime.live.ledger import Instructions
 
 if TYPE_CHECKING:
     from remat.runtime.live.units.choosing import Ways
-    from remat.runtime.live.units.course import Place
+    from remat.runtime.live.units.course import KnownPlace
     from remat.runtime.live.units.roomy import Repeats
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -38,7 +38,7 @@ class Site:
         self.heuristic = ""
         self.done: Instructions | None = None
         self.ways: list[Ways] = []
-        self.courses: dict[weakref.ref[nn.Module] | None, Place] = {}
+        self.courses: dict[weakref.ref[nn.Module] | None, KnownPlace] = {}
         self.repeats: list[Repeats] = []
 
     def current_ways(self) -> list[Ways]:
@@ -49,7 +49,7 @@ class Site:
     def add_ways(self, found: Ways) -> None:
         self.ways = [*self.current_ways(), found][-_MOST:]
 
-    def course_of(self, root: weakref.ref[nn.Module] | None, new: type[Place]) -> Place:
+    def course_of(self, root: weakref.ref[nn.Module] | None, new: type[KnownPlace]) -> KnownPlace:
         """What blocks there did that called this model first."""
         course = self.courses.pop(root, None) or new()
         self.courses[root] = course

@@ -23,7 +23,7 @@ from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
 from remat.runtime.live.repeating import repeat, revive
 from remat.runtime.live.versions import (
-    Operator,
+    OperatorRun,
     StorageRef,
     Version,
     VersionRef,
@@ -72,7 +72,7 @@ class Store:
 
     # Bookkeeping -----------------------------------------------------------------------------------------------------
 
-    def enter(self, tensor: int, storage: torch.UntypedStorage, size: int, operator: Operator | None) -> Version:
+    def enter(self, tensor: int, storage: torch.UntypedStorage, size: int, operator: OperatorRun | None) -> Version:
         """Makes the version of a storage, or its next one. Without operator it is locked in the ledger."""
         version = Version(tensor, size, operator)
         reference = self.know(version)

@@ -45,7 +45,7 @@ class Version:
         size: bytes.
         operator: what computes it; None where nothing can, so that it stays in memory.
         where: the storage that has it, or had it when it was evicted, if that still exists.
-        held: that storage, where the program itself does not keep it: autograd has only a `Saved`, or it was
+        held: that storage, where the program itself does not keep it: autograd has only a `SavedVersion`, or it was
             recomputed although nothing refers to it any more.
         constant: what took its place when it was cut loose from its operator.
         saves: how often autograd has saved it; handle: what it keeps of it.
@@ -64,7 +64,7 @@ class Version:
     dropped = False
     released = False
 
-    def __init__(self, tensor: int, size: int, operator: Operator | None) -> None:
+    def __init__(self, tensor: int, size: int, operator: OperatorRun | None) -> None:
         self.tensor = tensor
         self.size = size
         self.operator = operator
@@ -185,7 +185,7 @@ def hand_over(version: Version, heir: Version, storage: torch.UntypedStorage) ->
     version.handle, version.saves = None, 0
 
 
-class Saved:
+class SavedVersion:
     """What autograd keeps in place of a tensor; notifies the runtime when it is dropped."""
 
     __slots__ = ("changes", "dropped", "handle", "view", "witness")
@@ -220,7 +220,7 @@ def _witness(tensor: Tensor) -> Tensor:
 _empty: dict[torch.device, Tensor] = {}
 
 
-class Operator:
+class OperatorRun:
     """A call of an operator, as is needed to run it again.
 
     Attributes:

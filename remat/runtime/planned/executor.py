@@ -24,7 +24,7 @@ from remat.runtime.generators import held_by
 from remat.runtime.offload import HostMemory
 from remat.runtime.patching import Forward, intercepted, is_compiled
 from remat.runtime.planned.forward_run import Run
-from remat.runtime.planned.order import Calls
+from remat.runtime.planned.order import ForwardCalls
 from remat.runtime.planned.out_of_memory import explained
 from remat.runtime.planned.program import compile_schedule
 from remat.runtime.pytree import Arguments, tensors
@@ -62,7 +62,7 @@ class _AllWaiting(weakref.WeakSet[_Waiting]):
         return _AllWaiting, ()
 
 
-class Known(NamedTuple):
+class KnownStage(NamedTuple):
     """What runs of one stage have taught.
 
     Attributes:
@@ -120,10 +120,10 @@ class Executor:
         self._warned = False
 
     @staticmethod
-    def _known(stage: Stage, found_right: bool) -> Known:
-        return Known(stage, BufferWatch(), Ending(stage, found_right=found_right), Tapes(stage.name))
+    def _known(stage: Stage, found_right: bool) -> KnownStage:
+        return KnownStage(stage, BufferWatch(), Ending(stage, found_right=found_right), Tapes(stage.name))
 
-    def taught_by(self, known: Sequence[Known]) -> None:
+    def taught_by(self, known: Sequence[KnownStage]) -> None:
         """What runs of the same stages have taught elsewhere need not be learned again."""
         self.known = tuple(
             mine._replace(watch=theirs.watch, ending=theirs.ending) if mine.stage.parts == theirs.stage.parts else mine
@@ -186,7 +186,7 @@ class Executor:
             with caches_off(self._configs):
                 return forward(*args, **kwargs)
         run = Run(self)
-        calls = Calls(self.places, run)
+        calls = ForwardCalls(self.places, run)
         with self.lock, caches_off(self._configs):
             try:
                 if self.places.in_a_row:

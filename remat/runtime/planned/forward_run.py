@@ -17,7 +17,7 @@ from remat.runtime.calls.saved import Saved
 from remat.runtime.calls.stage_call import StageCall
 from remat.runtime.generators import held_by
 from remat.runtime.planned.out_of_memory import explained
-from remat.runtime.planned.program import Step
+from remat.runtime.planned.program import StageRun
 from remat.runtime.planned.stored import Stored, versions_of
 from remat.runtime.planned.transfers import Transfers
 from remat.runtime.pytree import tensors
@@ -35,7 +35,7 @@ class Open(NamedTuple):
         call: None where the stage is stored, and not to be run again.
     """
 
-    step: Step
+    step: StageRun
     value: Any
     versions: tuple[int, ...]
     call: StageCall | None
@@ -66,7 +66,7 @@ class Run:
 
     # Forward -----------------------------------------------------------------------------------------------------
 
-    def begins(self, step: Step, value: Any, passed: Passed, beside: Any = ()) -> Open:
+    def begins(self, step: StageRun, value: Any, passed: Passed, beside: Any = ()) -> Open:
         """A stage is about to run for the first time, on `value` and what is `beside` it; its calls go to `passed`."""
         index = step.operation.stage
         executor, known = self.executor, self.executor.known[index - 1]
@@ -115,7 +115,7 @@ class Run:
         self._transfers.send(index, self.executor.sent(step.operation))
         self._waits_for_backward(index, returned)
 
-    def passes(self, step: Step) -> bool:
+    def passes(self, step: StageRun) -> bool:
         """Whether nothing of this stage runs again, nor anything on its input, so that nobody has to watch it run.
 
         Where something is sent away, the end of each stage lets go of what the one before it has sent (rule 7).
@@ -124,7 +124,7 @@ class Run:
         once = step.first and step.last and self.executor.keeps_all(step.operation)
         return once and not looked_on and step.operation.stage - 1 not in self.stored
 
-    def passed(self, step: Step, output: Any, returned: Any) -> None:
+    def passed(self, step: StageRun, output: Any, returned: Any) -> None:
         """Such a stage has run; `output` and `returned` as for `ended`."""
         self.stored.settle(step, output)
         self._waits_for_backward(step.operation.stage, returned)
@@ -152,7 +152,7 @@ class Run:
 
     # Recomputation -----------------------------------------------------------------------------------------------
 
-    def recompute(self, step: Step) -> None:
+    def recompute(self, step: StageRun) -> None:
         """Runs a stage again from a stored input, as a step says."""
         index = step.operation.stage
         self.observe(Operation(B, index) if step.completes else step.operation)  # a replay of the rest belongs to B

@@ -21,11 +21,11 @@ from remat.runtime.calls.route import Route
 from remat.runtime.generators import RandomState, held_by
 from remat.runtime.patching import Forward
 from remat.runtime.planned.forward_run import Open, Run
-from remat.runtime.planned.program import Step
+from remat.runtime.planned.program import StageRun
 from remat.runtime.variants import running
 
 
-class Calls:
+class ForwardCalls:
     """The calls of one forward of the model, each run as the program says.
 
     Code outside of the stages, between their calls, runs as ordinary autograd.
@@ -34,7 +34,7 @@ class Calls:
     def __init__(self, places: Places, run: Run) -> None:
         self._route, self._run = Route(places), run
         self._steps = iter(run.program.forward)
-        self._passing: Step | None = None  # a stage under way that is not watched
+        self._passing: StageRun | None = None  # a stage under way that is not watched
         self._open: Open | None = None
         self._passed: Passed | None = None  # to the calls of the open stage
         self._under_way = False  # one of them
@@ -131,7 +131,7 @@ class Calls:
         self._passed = Passed(value, several=several, generators=generators)
         self._open = run.begins(step, value, self._passed, given)
 
-    def _pass(self, step: Step, output: Any) -> None:
+    def _pass(self, step: StageRun, output: Any) -> None:
         """The one run of a stage is over that is not watched."""
         self._passing = None
         activation = self._run.places.activation_of(output)

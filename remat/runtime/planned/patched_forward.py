@@ -27,7 +27,7 @@ class Runs(Protocol):
     def run(self, forward: Forward, args: Any, kwargs: Any, left: Callable[[str], None]) -> Any: ...
 
 
-class Watching(Protocol):
+class ForwardListener(Protocol):
     """Is told of the forwards of a model: when the step before one is over, and when it begins, planned for."""
 
     def ends(self) -> None: ...
@@ -69,7 +69,7 @@ class PatchedForward:
         self._ended: list[Callable[[], None]] = []
         self.figures: Callable[[], Mapping[str, int]] = dict
         self.of, self.besides = "allocated", 0
-        self.watch: Watching | None = None
+        self.watch: ForwardListener | None = None
         self.before: Callable[[], None] = lambda: None
         self.least: Callable[[], int] = int
         self.model, self.choose, self.other_path = model, choose, other_path

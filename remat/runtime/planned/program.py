@@ -14,7 +14,7 @@ from remat.schedule import F_ALL, B, Operation, Schedule
 from remat.simulation import simulate
 
 
-class Step(NamedTuple):
+class StageRun(NamedTuple):
     """A forward run of one stage.
 
     Attributes:
@@ -49,8 +49,8 @@ class Program:
     """
 
     stages: int
-    forward: tuple[Step, ...]
-    phases: tuple[tuple[Step, ...], ...]
+    forward: tuple[StageRun, ...]
+    phases: tuple[tuple[StageRun, ...], ...]
     stores_input: bool
     sends: bool = False
 
@@ -102,7 +102,7 @@ def compile_schedule(schedule: Schedule, fixed: tuple[bool, ...] = ()) -> Progra
 
     runs = _runs(schedule.operations, length, named)
     steps = iter(_annotate([run for run in runs if run.operation.kind != B]))
-    phases: list[list[Step]] = [[] for _ in range(length + 1)]
+    phases: list[list[StageRun]] = [[] for _ in range(length + 1)]
     phase = length
     for run in runs:
         if run.operation.kind == B:
@@ -145,11 +145,11 @@ def _runs(operations: Sequence[Operation], length: int, dropped: Sequence[Sequen
     return runs
 
 
-def _annotate(runs: Sequence[_Run]) -> list[Step]:
+def _annotate(runs: Sequence[_Run]) -> list[StageRun]:
     first_runs: dict[int, int] = {}
     for position, run in enumerate(runs):
         first_runs.setdefault(run.operation.stage, position)
-    steps: list[Step] = []
+    steps: list[StageRun] = []
     run_later: set[int] = set()
     read_later: set[int] = set()  # activations a recomputation behind this point reads, and none in between makes
     for position in range(len(runs) - 1, -1, -1):
@@ -160,7 +160,7 @@ def _annotate(runs: Sequence[_Run]) -> list[Step]:
         read_later.discard(stage)
         # A first run reads the output of the run before it; only recomputations read stored activations.
         last, drop_input = stage not in run_later, stage - 1 not in read_later
-        steps.append(Step(operation, first, last, store_output, drop_input, completes=completes))
+        steps.append(StageRun(operation, first, last, store_output, drop_input, completes=completes))
         run_later.add(stage)
         if not first:
             read_later.add(stage - 1)

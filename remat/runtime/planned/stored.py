@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from remat.errors import ReplayError
 from remat.runtime.calls.places import Places
 from remat.runtime.calls.stages import detached
-from remat.runtime.planned.program import Step
+from remat.runtime.planned.program import StageRun
 from remat.runtime.pytree import tensors
 
 
@@ -29,7 +29,7 @@ class Stored:
     def put(self, index: int, value: Any) -> None:
         self._values[index] = _Activation(detached(value), versions_of(value))
 
-    def settle(self, step: Step, output: Any) -> None:
+    def settle(self, step: StageRun, output: Any) -> None:
         """Stores and drops as a step says, whose output this is."""
         index = step.operation.stage
         if step.drop_input:

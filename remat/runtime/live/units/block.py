@@ -22,7 +22,7 @@ from remat.runtime.live.outcomes import outcome_of, report_of, warn_of_more
 from remat.runtime.live.raw_access import count_states, count_states_no_more
 from remat.runtime.live.returned import notice_returns
 from remat.runtime.live.settings import Settings
-from remat.runtime.live.units.calls import Calls
+from remat.runtime.live.units.calls import BlockCalls
 from remat.runtime.live.units.choosing import Ways
 from remat.runtime.live.units.history import History
 from remat.runtime.live.units.known import KnownCalls
@@ -48,7 +48,7 @@ class UnitsBlock:
         known = KnownCalls(module for each in ways for module in each.modules)
         by_model, level = settings.by_model, level_of(known.device)
         pool = Pool(settings.ledger(), settings.limits(), by_model=by_model, level=level)
-        self.calls = Calls(pool, known, learns=settings.place is not None)
+        self.calls = BlockCalls(pool, known, learns=settings.place is not None)
         self._history: History | None = None  # once it is known which model runs
         self._inside = ExitStack()
         self._thread = threading.get_ident()

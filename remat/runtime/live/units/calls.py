@@ -17,19 +17,19 @@ from remat.runtime.live.units.counting import Counting, inner_peak, with_seconds
 from remat.runtime.live.units.course import Course, Event, Kind, Segment
 from remat.runtime.live.units.dormant import Nodes
 from remat.runtime.live.units.known import BoundModule, KnownCalls, others_are_at_work
-from remat.runtime.live.units.orders import Decision
+from remat.runtime.live.units.orders import Order
 from remat.runtime.live.units.pieces import Reference
 from remat.runtime.live.units.pool import Pool
 from remat.runtime.live.units.saving import FirstSaving, note_returned
-from remat.runtime.live.units.state import State
+from remat.runtime.live.units.state import PythonState
 from remat.runtime.live.units.unit import Unit
-from remat.runtime.live.units.watch import Watch
+from remat.runtime.live.units.watch import OperatorWatch
 from remat.runtime.pytree import storage_of, tensors
 
 _VARYING = 2  # times what calls have taken that vary: so much others may take
 
 
-class Calls:
+class BlockCalls:
     """The calls of a block, as they are made: known ones run under hooks, others are recorded, code outside is watched.
 
     Args:
@@ -46,13 +46,13 @@ class Calls:
     def __init__(self, pool: Pool, known: KnownCalls, *, learns: bool) -> None:
         self.pool, self.known = pool, known
         self.course = Course(pool.account, learns=learns)
-        self.watch = Watch(Counting(pool))
+        self.watch = OperatorWatch(Counting(pool))
         self.nodes = Nodes()
         self.turn = self.recorded = 0
         self.ahead: dict[int, weakref.ref[UnitCall]] = {}
         self._in_call = False
         self._attempt: tuple[UnitCall, int] | None = None  # a call that runs, and the memory before
-        self._held: list[Decision] = []  # that a plan evicts, and somebody else holds
+        self._held: list[Order] = []  # that a plan evicts, and somebody else holds
         self.stays = False
         pool.on_backward = self._backward
 
@@ -205,7 +205,7 @@ class Calls:
         first = FirstSaving(call, recorder)
         working = unit.bytes.working
         account.others += working  # nobody says when it is taken
-        start, state = account.others, State([call.stage.modules, args, kwargs])
+        start, state = account.others, PythonState([call.stage.modules, args, kwargs])
         mode.trail = []
         try:
             output = call.run(forward, args, kwargs, first)

@@ -11,7 +11,7 @@ from remat.runtime.live.units.unit import Unit
 
 if TYPE_CHECKING:
     from remat.runtime.live.units.dormant import Precedent
-    from remat.runtime.live.units.plans import Plan, Trial
+    from remat.runtime.live.units.plans import BlockPlan, Trial
 
 
 _WATCHED = 16  # blocks in which what has once gone on in another way is watched
@@ -72,17 +72,17 @@ class Course:
 
     def __init__(self, account: Account, *, learns: bool) -> None:
         self._account, self._learns = account, learns
-        self._place = Place()
-        self._known: Known | None = None
+        self._place = KnownPlace()
+        self._known: KnownWay | None = None
         self.follows = self._may_follow = self._was_left = False
         self.is_whole = True
         self.trial: Trial | None = None
-        self.plan: Plan | None = None
+        self.plan: BlockPlan | None = None
         self.precedent: Precedent | None = None
         self.segments: list[Segment] = [Segment(Event(Kind.START, None))]
         self._start = account.memory
 
-    def know(self, place: Place) -> None:
+    def know(self, place: KnownPlace) -> None:
         """What blocks before did."""
         self._place = place
         self._may_follow = bool(place.ways)
@@ -114,7 +114,7 @@ class Course:
         return self._known is not None and len(self.segments) == len(self._known.segments)
 
     @property
-    def known_again(self) -> Known | None:
+    def known_again(self) -> KnownWay | None:
         """What blocks before did that this one came to follow on its way."""
         return self._known if self.follows and self._ends_as_known and self._was_left else None
 
@@ -140,7 +140,7 @@ class Course:
             return False
         return common(self.segments, segments) == position
 
-    def _take(self, known: Known) -> None:
+    def _take(self, known: KnownWay) -> None:
         if self._known is None:
             self.trial, self.precedent = known.trial, known.precedent
             if self.trial is not None:
@@ -227,7 +227,7 @@ class Course:
             unit.bytes.backward = max(unit.bytes.backward, segment.rise)
 
 
-class Known(NamedTuple):
+class KnownWay(NamedTuple):
     """What blocks at one place do, and what is best for them; None where that is not known.
 
     Attributes:
@@ -239,7 +239,7 @@ class Known(NamedTuple):
     precedent: Precedent | None
 
 
-class Place:
+class KnownPlace:
     """What blocks at one place of a program did that ended well.
 
     Attributes:
@@ -250,7 +250,7 @@ class Place:
     """
 
     def __init__(self) -> None:
-        self.ways: list[Known] = []
+        self.ways: list[KnownWay] = []
         self.forward = self.backward = self.unsettled = 0
 
     def unsettle(self) -> None:
@@ -265,7 +265,7 @@ class Place:
         if known is None:
             if not course.is_whole:
                 return
-            known = Known(course.segments, trial, precedent)
+            known = KnownWay(course.segments, trial, precedent)
         length = len(known.segments)
         others = []
         for each in self.ways:

@@ -10,13 +10,13 @@ from torch import nn
 from remat.runtime.live.choosing import FIRST
 from remat.runtime.live.settings import Settings
 from remat.runtime.live.units.choosing import Ways
-from remat.runtime.live.units.course import Place
+from remat.runtime.live.units.course import KnownPlace
 from remat.runtime.live.units.dormant import Precedent, precedent_of
 from remat.runtime.live.units.plans import Trial, plans_for
 from remat.runtime.live.units.roomy import Repeats, has_twice
 
 if TYPE_CHECKING:
-    from remat.runtime.live.units.calls import Calls
+    from remat.runtime.live.units.calls import BlockCalls
 
 
 class History:
@@ -35,10 +35,10 @@ class History:
     def __init__(self, settings: Settings, root: nn.Module, ways: Ways | None, *, stays: bool) -> None:
         self._settings, self._site, self._root = settings, settings.site, weakref.ref(root)
         self._ways, self._stays = ways, stays
-        self.place = self._site.course_of(self._root, Place)
+        self.place = self._site.course_of(self._root, KnownPlace)
         self.next = ""
 
-    def learn(self, calls: Calls, outcome: str, *, failed: bool) -> None:
+    def learn(self, calls: BlockCalls, outcome: str, *, failed: bool) -> None:
         """Has later blocks here do better; `failed`: an exception has left this one."""
         if self._settings.place is None:
             return
@@ -51,7 +51,7 @@ class History:
         elif not (self._stays and self._ways.is_last) and self._ways.does_not_fit(learned=calls.recorded > 0):
             self._site.forget_course_of(self._root)
 
-    def _learn_course(self, calls: Calls, outcome: str, *, failed: bool) -> None:
+    def _learn_course(self, calls: BlockCalls, outcome: str, *, failed: bool) -> None:
         """Remembers what blocks here do, and what is to be tried in those that do as this one."""
         trial, gave_up = calls.course.trial, calls.pool.limits.gave_up
         if not failed and not gave_up:
@@ -68,7 +68,7 @@ class History:
             self._site.heuristic = trial.present.heuristic
             self.next = trial.says
 
-    def _remember_repeats(self, calls: Calls) -> None:
+    def _remember_repeats(self, calls: BlockCalls) -> None:
         """So that the next blocks here, where they have far more room than they need, only look at calls."""
         place, budget = self.place, self._settings.budget
         most = max((way.precedent.most for way in place.ways if way.precedent is not None), default=budget)
@@ -78,7 +78,7 @@ class History:
         if not any(unit.varies or unit.sized_by_data for unit in units):  # nobody would notice that they take more
             self._site.add_repeats(Repeats(self._root, calls.known.units, place))
 
-    def _precedent(self, calls: Calls) -> Precedent | None:
+    def _precedent(self, calls: BlockCalls) -> Precedent | None:
         """What the next block repeats, if it does as this one and the one before."""
         course, pool = calls.course, calls.pool
         if not course.was_followed or pool.has_evicted or self.place.forward or self.place.backward:
@@ -87,7 +87,7 @@ class History:
             pool.log.story, pool.log.rows, course.segments, pool.peak, calls.nodes.counts
         )
 
-    def _trial_for_the_next(self, calls: Calls, outcome: str) -> Trial | None:
+    def _trial_for_the_next(self, calls: BlockCalls, outcome: str) -> Trial | None:
         course, pool = calls.course, calls.pool
         first = course.is_whole and not self.place.ways  # of several courses only those that come again
         if course.was_followed and course.trial is not None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from remat.runtime.calls.hull import choices
-from remat.runtime.calls.partial import Structure, needs
+from remat.runtime.calls.partial import TapeStructure, needs
 from remat.runtime.calls.tape import OUTSIDE, Operator, Tape
 from remat.runtime.live.costs import rates_of
 from remat.runtime.live.units.times import PASSED, REPLAY
@@ -49,7 +49,7 @@ def makings(tape: Tape) -> list[Making]:
     What is returned may be in use by others, so each such storage goes by itself; what is inside goes by the options
     that a plan would have: first what the option drops that keeps most, then what the next one drops besides.
     """
-    structure = Structure(tape)
+    structure = TapeStructure(tape)
     returned = [(storage,) for storage in sorted(tape.returned)]
     groups = [*_by_options(tape, structure), *returned]
     groups.sort(key=lambda storages: max((at for each in storages for at in structure.makers[each]), default=-1))
@@ -79,7 +79,7 @@ def makings(tape: Tape) -> list[Making]:
     return found
 
 
-def _by_options(tape: Tape, structure: Structure) -> list[tuple[int, ...]]:
+def _by_options(tape: Tape, structure: TapeStructure) -> list[tuple[int, ...]]:
     """What autograd saves inside of a call, in groups that go together."""
     inside = structure.saved.keys() - tape.returned
     groups: list[tuple[int, ...]] = []

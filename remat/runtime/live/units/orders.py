@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from remat.runtime.live.units.pool import Pool
 
 
-class Decision(NamedTuple):
+class Order(NamedTuple):
     """What is to be done with what a making of a call makes: it is evicted, or made again."""
 
     evicts: bool
@@ -39,9 +39,9 @@ class Orders:
         self._wanted: set[int] = set()
         self._passing: dict[tuple[int, int], list[Piece]] = {}  # that nobody waits for, needed on the way to others
         self._later: list[tuple[int, int]] = []
-        self.held: list[Decision] = []
+        self.held: list[Order] = []
 
-    def carry_out(self, decisions: Iterable[Decision]) -> None:
+    def carry_out(self, decisions: Iterable[Order]) -> None:
         for decision in decisions:
             place = decision.call, decision.making
             row = self._pool.log.rows[decision.call] if decision.call < len(self._pool.log.rows) else None
@@ -59,7 +59,7 @@ class Orders:
             self._writer.let_go(self._passing)
             self._writer.evict(self._later)
 
-    def _evict(self, decision: Decision, place: tuple[int, int], call: UnitCall) -> None:
+    def _evict(self, decision: Order, place: tuple[int, int], call: UnitCall) -> None:
         self._passing.pop(place, None)
         pieces = [
             piece

@@ -16,7 +16,7 @@ from remat.runtime.dtr.learning import PLANNED, learn, with_evictions
 from remat.runtime.live.choosing import CANDIDATES
 from remat.runtime.live.ledger import Notes
 from remat.runtime.live.units.course import Kind, Segment
-from remat.runtime.live.units.orders import Decision
+from remat.runtime.live.units.orders import Order
 from remat.runtime.live.units.pieces import Row
 from remat.runtime.live.units.story import Died, Event, Free, Gone, Made, Ran, Writer
 
@@ -25,7 +25,7 @@ _MOST = 20  # times the program's own time, above which a way is given up
 _BLOCKS = 2  # that each of several is tried in; the first one of each sets up what its replays need
 
 
-class Plan(NamedTuple):
+class BlockPlan(NamedTuple):
     """What to do in blocks that follow a course.
 
     Attributes:
@@ -36,7 +36,7 @@ class Plan(NamedTuple):
 
     name: str
     heuristic: str
-    decisions: Mapping[int, Sequence[Decision]]
+    decisions: Mapping[int, Sequence[Order]]
 
 
 class Trial:
@@ -47,14 +47,14 @@ class Trial:
         note: what was found on paper.
     """
 
-    def __init__(self, plans: Sequence[Plan], note: str, *, decided: bool) -> None:
+    def __init__(self, plans: Sequence[BlockPlan], note: str, *, decided: bool) -> None:
         self._plans, self.note = list(plans), note
         self._times: list[list[int]] = [[] for _ in plans]
         self._number = 0
         self._decided = decided or len(plans) == 1
 
     @property
-    def present(self) -> Plan:
+    def present(self) -> BlockPlan:
         return self._plans[self._number]
 
     @property
@@ -67,7 +67,7 @@ class Trial:
         """A block by the present plan has taken so long to evict and to make again."""
         if self._decided:
             if not passed:  # the heuristic alone
-                self._plans[self._number] = Plan(self.present.heuristic, self.present.heuristic, {})
+                self._plans[self._number] = BlockPlan(self.present.heuristic, self.present.heuristic, {})
             return
         times = self._times[self._number]
         times.append(nanoseconds)
@@ -112,12 +112,12 @@ def plans_for(
         until=time.monotonic() + _SECONDS,
     )
     if learned is None:  # so it is not looked for again
-        return Trial([Plan(heuristic, heuristic, {})], "no way within the budget was found on paper", decided=True)
+        return Trial([BlockPlan(heuristic, heuristic, {})], "no way within the budget was found on paper", decided=True)
     found = {name: nanoseconds for name, nanoseconds in learned.tried.items() if nanoseconds is not None}
-    plans = [Plan(learned.name, learned.heuristic, program.decided(budget, learned.heuristic, learned.evictions))]
+    plans = [BlockPlan(learned.name, learned.heuristic, program.decided(budget, learned.heuristic, learned.evictions))]
     online = min((name for name in found if name != PLANNED), key=found.__getitem__, default=None)
     if learned.evictions and online is not None:
-        plans.append(Plan(online, online, program.decided(budget, online)))
+        plans.append(BlockPlan(online, online, program.decided(budget, online)))
     ordered = sorted(found, key=found.__getitem__)
     note = ", ".join(f"{name} {found[name] / own:.2f}" for name in ordered)
     return Trial(plans, f"predicted time over the program's own: {note}", decided=by_model)
@@ -153,20 +153,18 @@ class _Program:
     def instructions(self) -> np.ndarray:
         return np.array(self.notes.instructions, np.int64).reshape(-1, 2)
 
-    def decided(
-        self, budget: int, heuristic: str, evictions: Sequence[tuple[int, int]] = ()
-    ) -> dict[int, list[Decision]]:
+    def decided(self, budget: int, heuristic: str, evictions: Sequence[tuple[int, int]] = ()) -> dict[int, list[Order]]:
         """What the core does, segment by segment, with these evictions besides its own."""
         graph = self.notes.graph
         core = Core(graph, budget, HEURISTICS[heuristic], held=True, log=True)
         core.run(with_evictions(self.instructions, evictions))
-        decided: dict[int, list[Decision]] = {}
-        waiting: list[Decision] = []
+        decided: dict[int, list[Order]] = {}
+        waiting: list[Order] = []
         for kind, _, what, *_ in core.logged(0):
             if kind == k.COMPUTED:
                 segment = self._begins.get(graph.tensors[what][1])
                 if segment is not None and waiting:
                     decided[segment], waiting = waiting, []
             elif kind in (k.EVICTED, k.RECOMPUTED) and what in self._places:
-                waiting.append(Decision(kind == k.EVICTED, *self._places[what]))
+                waiting.append(Order(kind == k.EVICTED, *self._places[what]))
         return decided

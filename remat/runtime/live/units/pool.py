@@ -17,7 +17,7 @@ from remat.runtime.live.limits import Limits
 from remat.runtime.live.units.account import Account
 from remat.runtime.live.units.call import UnitCall
 from remat.runtime.live.units.log import Log
-from remat.runtime.live.units.orders import Decision, Orders
+from remat.runtime.live.units.orders import Order, Orders
 from remat.runtime.live.units.pieces import Piece
 from remat.runtime.live.units.readers import Readers
 from remat.runtime.live.units.remaking import Remaking
@@ -88,7 +88,7 @@ class Pool:
         self.room(label, more)
         return self.account.memory < before
 
-    def carry_out(self, decisions: Sequence[Decision]) -> list[Decision]:
+    def carry_out(self, decisions: Sequence[Order]) -> list[Order]:
         """Does what a plan says; returns what could not be evicted, since somebody else still holds it."""
         began = time.perf_counter_ns()
         orders = Orders(self, None)
@@ -232,12 +232,12 @@ class Pool:
         found = self.log.writer.tensors(piece.place for piece in pieces if piece.content() is not None)
         return [tensor for tensor in found if tensor not in besides]
 
-    def _decided(self) -> list[Decision]:
+    def _decided(self) -> list[Order]:
         """What the core has decided since it was asked last."""
         places = self.log.writer.places
-        return [Decision(kind == k.EVICTED, *places[what]) for kind, what in self.ledger.decided() if what in places]
+        return [Order(kind == k.EVICTED, *places[what]) for kind, what in self.ledger.decided() if what in places]
 
-    def _obey(self, decided: Sequence[Decision]) -> bool:
+    def _obey(self, decided: Sequence[Order]) -> bool:
         """Does what the core has decided; returns whether something could not be evicted."""
         orders = Orders(self, self.log.writer)
         try:

@@ -30,7 +30,7 @@ from remat.runtime.live.nesting import alone_in_its_thread
 from remat.runtime.live.outcomes import outcome_of
 from remat.runtime.live.settings import Settings
 from remat.runtime.live.units.account import Account
-from remat.runtime.live.units.course import Kind, Place
+from remat.runtime.live.units.course import Kind, KnownPlace
 from remat.runtime.live.units.dormant import Precedent, nodes_made
 from remat.runtime.live.units.known import form_of, key_of_call, others_are_at_work
 from remat.runtime.live.units.log import Log
@@ -92,7 +92,7 @@ class Repeats:
     """
 
     def __init__(
-        self, root: weakref.ref[nn.Module], units: dict[nn.Module, dict[Hashable, Unit]], place: Place
+        self, root: weakref.ref[nn.Module], units: dict[nn.Module, dict[Hashable, Unit]], place: KnownPlace
     ) -> None:
         self.root, self.place = root, place
         self.members = [_Members(module, own) for module, own in units.items()]

@@ -18,7 +18,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _KEPT = frozenset(("_parameters", "_buffers"))  # of modules: kept by the environment of a call
 
 
-class State:
+class PythonState:
     """State of Python that a call may change, as it is now.
 
     Args:

@@ -16,7 +16,7 @@ _ATTEMPTS = 3  # replays in part that fail before no more are tried
 _MOST_PARTS = 256  # ways to make a part that are held
 
 
-class Bytes:
+class CallBytes:
     """What calls of a unit take at most.
 
     Attributes:
@@ -62,7 +62,7 @@ class Unit:
         self.makings: list[Making] = []
         self.making_of: dict[int, int] = {}
         self.first_runs, self.replays = FirstRuns(1, 0, 0, 1), Replays(0, 0)
-        self.bytes = Bytes(working_bytes(stage))
+        self.bytes = CallBytes(working_bytes(stage))
         self.saved: list[Value] = []
         self.kept = self.once = ""
         self.varies = self.sized_by_data = self.leaves_others = self.casts = False

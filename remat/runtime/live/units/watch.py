@@ -11,7 +11,7 @@ from remat.runtime.live.returned import once_returned
 from remat.runtime.live.units.counting import Counting
 
 
-class Watch:
+class OperatorWatch:
     """A mode that counts what operators of this thread make, entered and left as a step goes on.
 
     Attributes:

@@ -23,8 +23,8 @@ from remat.runtime.live.sites import sites
 from remat.runtime.live.traced import trace_of
 from remat.runtime.live.units import history
 from remat.runtime.live.units.counting import Seen, with_seconds
-from remat.runtime.live.units.orders import Decision, Orders
-from remat.runtime.live.units.plans import Plan, Trial
+from remat.runtime.live.units.orders import Order, Orders
+from remat.runtime.live.units.plans import BlockPlan, Trial
 from remat.runtime.live.units.pool import Pool
 from support.live_models import allocate_gradients, decisions_of, metered
 from support.unit_blocks import Model, blocks, by_calls, left_by, memory_of, mlp, mlps, step_of
@@ -81,8 +81,8 @@ def test_a_plan_ends_where_a_block_does_something_else(monkeypatch: pytest.Monke
         return carry_out(pool, decisions)
 
     monkeypatch.setattr(Pool, "carry_out", counting)
-    decisions = [Decision(True, call, making) for call in range(3) for making in range(2)]
-    always = Plan("a plan", "h_dtr_eq", dict.fromkeys(range(7, 40), decisions))
+    decisions = [Order(True, call, making) for call in range(3) for making in range(2)]
+    always = BlockPlan("a plan", "h_dtr_eq", dict.fromkeys(range(7, 40), decisions))
     monkeypatch.setattr(history, "plans_for", lambda *args, **kwargs: Trial([always], "", decided=True))
     model = mlps(8)
     sample = torch.randn(64, 64)
@@ -136,7 +136,7 @@ def test_only_what_comes_again_is_planned(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_of_several_plans_the_fastest_stays() -> None:
-    plans = [Plan("a plan", "h_lru", {3: [Decision(True, 0, 0)]}), Plan("h_dtr", "h_dtr", {})]
+    plans = [BlockPlan("a plan", "h_lru", {3: [Order(True, 0, 0)]}), BlockPlan("h_dtr", "h_dtr", {})]
 
     def after(*times: int | None) -> Trial:
         trial = Trial(plans, "on paper", decided=False)
@@ -151,7 +151,7 @@ def test_of_several_plans_the_fastest_stays() -> None:
     assert after(9, 7, 9, 6).present.name == "h_dtr"
     assert after(None, 9, 9).present.name == "h_dtr"  # that went over is out
     went_over = after(9, 5, 9, 6, None)
-    assert went_over.present == Plan("h_lru", "h_lru", {})
+    assert went_over.present == BlockPlan("h_lru", "h_lru", {})
 
 
 def test_costs_of_a_model_decide_at_once() -> None:
@@ -170,7 +170,7 @@ def test_costs_of_a_model_decide_at_once() -> None:
 @pytest.mark.parametrize("error", [OutOfBudget("f", 1, 2, None), Thrashing("f", 1, 20, None)])
 def test_a_plan_that_fails_is_not_tried_again(error: RematError, monkeypatch: pytest.MonkeyPatch) -> None:
     """On paper it did not; whatever the reason, the next block does something else."""
-    plans = [Plan("a plan", "h_dtr_eq", {7: [Decision(True, 0, 0)]}), Plan("h_lru", "h_lru", {})]
+    plans = [BlockPlan("a plan", "h_dtr_eq", {7: [Order(True, 0, 0)]}), BlockPlan("h_lru", "h_lru", {})]
     monkeypatch.setattr(history, "plans_for", lambda *args, **kwargs: Trial(plans, "", decided=False))
     judge = Limits.judge
     fails = False
@@ -300,6 +300,6 @@ def _make_evict_and_make(pool: Pool) -> tuple[int, int]:
     for number in (first, second):
         assert all(piece.evict() for piece in call.row.made_by(number))
     before = pool.account.pieces
-    decisions = [Decision(False, 1, first), Decision(True, 1, first), Decision(False, 1, second)]
+    decisions = [Order(False, 1, first), Order(True, 1, first), Order(False, 1, second)]
     Orders(pool, pool.log.writer).carry_out(decisions)
     return pool.account.pieces - before, sum(piece.size for piece in call.row.made_by(second))

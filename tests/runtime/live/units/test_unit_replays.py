@@ -12,7 +12,7 @@ from torch import nn
 import remat
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.live.units.call import UnitCall
-from remat.runtime.live.units.orders import Decision, Orders
+from remat.runtime.live.units.orders import Order, Orders
 from remat.runtime.live.units.times import Replays
 from support.live_models import allocate_gradients
 from support.unit_blocks import by_calls, left_by, memory_of
@@ -61,7 +61,7 @@ def test_one_run_makes_all_that_comes_back_of_a_call(reads: bool) -> None:
             call.pieces[number].there = True
 
     pool: Any = SimpleNamespace(make=make, has_evicted=False, log=SimpleNamespace(rows=[before.row, call.row]))
-    decisions = [Decision(False, 1, 0), Decision(True, 0, 0), Decision(False, 1, 1)]
+    decisions = [Order(False, 1, 0), Order(True, 0, 0), Order(False, 1, 1)]
     Orders(pool, writer).carry_out(decisions)
     assert done == ([([0], True), ([1], False)] if reads else [([0, 1], False)])
     assert not kept.there and all(piece.there for piece in call.pieces.values())
