@@ -36,7 +36,7 @@ class Transfer(Protocol):
 
 
 class Link(ABC):
-    """Between a device and the host's memory."""
+    """A way for bytes between a device and the host's memory."""
 
     @abstractmethod
     def buffer(self, size: int) -> torch.Tensor:
@@ -77,7 +77,7 @@ class _Thread(threading.Thread):
 
 
 class FileLink(Link):
-    """From the CPU's memory to a file."""
+    """A link from the CPU's memory to a file."""
 
     def buffer(self, size: int) -> torch.Tensor:
         try:
@@ -117,7 +117,7 @@ class _Event:
 
 
 class StreamLink(Link):
-    """From an accelerator's memory to pinned memory."""
+    """A link from an accelerator's memory to pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

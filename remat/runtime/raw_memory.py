@@ -34,7 +34,7 @@ class Access(Enum):
 
 
 class RawAccessListener:
-    """Is told, in whichever thread it happens.
+    """Somebody who is told of it, in whichever thread it happens.
 
     Attributes:
         of_memory: not of threads alone; code that is compiled meanwhile meets functions that are replaced.

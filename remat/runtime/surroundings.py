@@ -17,6 +17,8 @@ from torch.utils import _python_dispatch as dispatch
 
 
 class Flag(NamedTuple):
+    """A flag of PyTorch's: the functions that read and write it."""
+
     read: Callable[[], Any]
     write: Callable[[Any], Any]
 

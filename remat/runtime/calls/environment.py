@@ -210,7 +210,7 @@ def _memory_of(parameter: nn.Parameter) -> torch.UntypedStorage | None:
 
 
 class FirstRun:
-    """Records what the first forward of a stage depended on; `again` puts it back for a recomputation.
+    """The context of a stage's first forward: what it depended on; `again` puts that back for a recomputation.
 
     Args:
         value: what it works on; beside: what else it is passed.

@@ -283,7 +283,7 @@ def _look(storage: torch.UntypedStorage, value: Value, device: torch.device) -> 
 
 
 class Replaying(OperatorMode, RawAccessListener):
-    """A run is made again in part inside of it.
+    """A mode inside of which a run is made again in part.
 
     Args:
         find: what was kept.

@@ -234,7 +234,7 @@ class OperatorMode(TorchDispatchMode):
 
 
 class Recorder(OperatorMode, RawAccessListener):
-    """Writes the tape of a run that it is entered around; several times, where the run has several calls.
+    """A mode that writes the tape of the run that it is entered around; several times, where the run has several calls.
 
     Attributes:
         known: generators of the program's own that are set back for a replay.

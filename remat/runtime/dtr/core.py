@@ -51,7 +51,7 @@ class _Known(NamedTuple):
 
 
 class Core:
-    """Keeps the memory of a graph's tensors within a budget.
+    """The policy core: keeps the memory of a graph's tensors within a budget.
 
     Args:
         graph: the operators that will be called; more may be added to it before they are.

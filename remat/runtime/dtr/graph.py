@@ -186,6 +186,8 @@ _MARKS = {
 
 
 class _Compiler:
+    """A trace on its way to a graph, instruction by instruction."""
+
     def __init__(self, releases: bool) -> None:
         self.releases = releases
         self.graph = Graph()

@@ -104,7 +104,7 @@ class Notes:
 
 
 class Ledger(Notes):
-    """Consults the policy core where memory runs out.
+    """Notes that the policy core is asked by, where memory runs out.
 
     The core lags behind: as long as all fits and all is there it has nothing to decide, and gets its instructions
     later. `memory` is always what it will say.

@@ -26,7 +26,7 @@ class Over(NamedTuple):
 
 
 class Limits:
-    """Judges the policy core's answers.
+    """What the answers of the policy core are held to.
 
     Args:
         thrash_limit: multiple of the operators' own time above which their time, recomputation included, counts as

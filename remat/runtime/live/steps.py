@@ -18,7 +18,7 @@ _MOST_TURNS = 64  # forwards whose backwards may all be ahead; of more, some wil
 
 
 class Steps:
-    """Runs forwards of a model by calls; a block lasts from a forward to the next that comes after its backward.
+    """The training steps of a model in blocks: each lasts from a forward to the next that comes after its backward.
 
     What lies between the model's forward and its backward is the caller's, and taken as free.
 

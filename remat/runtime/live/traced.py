@@ -29,6 +29,8 @@ def trace_of(ledger: Ledger, reserved_bytes: int = 0) -> Trace:
 
 
 class _Recorder:
+    """What a block has noted, on its way to the instructions of a trace."""
+
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._name_of: dict[int, str] = {}  # of tensors; a new version may have the name of the old one

@@ -12,6 +12,8 @@ from remat.runtime.pytree import tensors
 
 
 class _Activation(NamedTuple):
+    """An activation that is stored, and the versions that its tensors had then."""
+
     value: Any
     versions: tuple[int, ...]
 

@@ -32,7 +32,7 @@ class _Node:
 
 
 class Observation:
-    """Watches the calls of modules in a block, in this thread.
+    """What is seen of the calls of modules in a block, in this thread.
 
     Args:
         known: of models that were observed before, which are not observed again.

@@ -39,7 +39,7 @@ class Seen(NamedTuple):
 
 
 class Counting(TorchDispatchMode):
-    """Entered around what is not known.
+    """A mode around what is not known: it counts what operators make.
 
     Attributes:
         trail: while a call is recorded, what was seen of it.

@@ -18,6 +18,8 @@ _WATCHED = 16  # blocks in which what has once gone on in another way is watched
 
 
 class Kind(Enum):
+    """A kind of event that segments begin with."""
+
     START = "start"
     FORWARD = "forward"
     AFTER = "code after a call"
@@ -57,7 +59,7 @@ class Segment:
 
 
 class Course:
-    """Follows what blocks at one place of a program did before, as long as they do it again.
+    """How far a block has come in what blocks at its place of the program did before, as long as it does that again.
 
     Args:
         learns: whether what units take is learned; not where backwards of calls that were not seen are among theirs.

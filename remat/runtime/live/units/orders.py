@@ -22,7 +22,7 @@ class Order(NamedTuple):
 
 
 class Orders:
-    """Decisions that were made at once, in order.
+    """Orders that were given at once, in their order.
 
     Args:
         writer: tells the policy core what it does not know, where that has decided; None: a plan has, and the core

@@ -40,7 +40,7 @@ class BlockPlan(NamedTuple):
 
 
 class Trial:
-    """Tries what is best on paper, and the best heuristic alone, in some blocks each, and stays with the faster one.
+    """A trial of two ways, some blocks each: what is best on paper, and the best heuristic alone; the faster one stays.
 
     Attributes:
         present: what the next block is to do.
