@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -179,15 +179,24 @@ def _compiled(model: nn.Module) -> nn.Module:
     return copy
 
 
+def _ways_compiled(chain: remat.Chain, most: int) -> list[tuple[dict[str, object], Any]]:
+    """What a row says of each way to run compiled blocks, and the way."""
+    ways: list[tuple[dict[str, object], Any]] = []
+    for share in SHARES:
+        with suppress(InfeasibleBudget):
+            ways.append(({"way": "compiled options", "limit": share}, remat.solve(chain, int(share * most), "fastest")))
+    for share in COMPILED:
+        ways.append(({"way": "blocks compiled", "activation_memory_budget": share}, OneBudget(share)))
+    return ways
+
+
 def _of(name: str, model: nn.Module, sample: Any) -> list[dict[str, object]]:
     start = time.process_time()
     whole = remat.profile(model, sample, options=False)
     middle = time.process_time()
     chain = remat.profile(model, sample)
     spent = {"profile_seconds": middle - start, "profile_seconds_with_options": time.process_time() - middle}
-    most = chain.store_all_bytes
-    compiled = _compiled(model)
-    of_compiled = remat.profile(compiled, sample)
+    most, has_blocks = chain.store_all_bytes, hasattr(model, "config")
     rows: list[dict[str, object]] = []
     with Bench(model, sample) as bench:
         steps = [bench.step(None)]
@@ -198,7 +207,7 @@ def _of(name: str, model: nn.Module, sample: Any) -> list[dict[str, object]]:
                 rows.append({"model": name, "way": kind, "limit": share, "limit_bytes": int(share * most)})
                 rows[-1] |= {"planned": report.overhead, "predicted_bytes": report.peak_bytes, "parts": schedule.parts}
                 steps.append(bench.step(schedule))
-        if hasattr(model, "config"):
+        if has_blocks:
             for way in (
                 BlockCheckpointing("every block checkpointed"),
                 BlockCheckpointing("selective", selective=True),
@@ -206,18 +215,15 @@ def _of(name: str, model: nn.Module, sample: Any) -> list[dict[str, object]]:
                 rows.append({"model": name, "way": way.name})
                 steps.append(bench.step(way))
         peaks = [bench.peak_bytes(step) for step in steps]
-        with Bench(compiled, sample) as other:
-            for share in SHARES:
-                try:
-                    schedule = remat.solve(of_compiled, int(share * most), "fastest")
-                except InfeasibleBudget:
-                    continue
-                rows.append({"model": name, "way": "compiled options", "limit": share})
-                steps.append(other.step(schedule))
-            for budget in COMPILED:
-                rows.append({"model": name, "way": "blocks compiled", "activation_memory_budget": budget})
-                steps.append(other.step(OneBudget(budget)))
-            peaks += [other.peak_bytes(step) for step in steps[len(peaks) :]]
+        with ExitStack() as stack:
+            if has_blocks:
+                compiled = _compiled(model)
+                ways = _ways_compiled(remat.profile(compiled, sample), most)
+                other = stack.enter_context(Bench(compiled, sample))
+                for row, how in ways:
+                    rows.append({"model": name, **row})
+                    steps.append(other.step(how))
+                    peaks.append(other.peak_bytes(steps[-1]))
             times = in_turn(steps)
     for row, peak, spent_by in zip(rows, peaks[1:], times[1:], strict=True):
         row |= {"peak_bytes": peak, "share_of_plain": peak / peaks[0], "measured": quartiles(spent_by, times[0])}
