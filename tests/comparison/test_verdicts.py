@@ -96,6 +96,12 @@ def test_a_budget_that_nothing_keeps_is_said_so() -> None:
     assert "nothing works" in Comparison("model", 1, (60,), found.entries).recommendations()[0]
 
 
+def test_that_gradients_are_why_nothing_counts_is_said() -> None:
+    wrong = entry("revolve", 50, (0.5, 0.5, 0.5), gradients="differ by 1.0e-02")
+    line = comparison(wrong).recommendations()[0]
+    assert line == "within 100 B: no result counts, as gradients are not plain PyTorch's: revolve"
+
+
 def test_the_interval_is_of_quartiles_where_there_are_many_rounds() -> None:
     assert entry("chen", 1, (1.0, 2.0, 3.0)).interval == (1.0, 3.0)
     assert entry("chen", 1, (1.0,)).interval is None
