@@ -207,10 +207,10 @@ def planned__table() -> str:
 
 @figure
 def planned__lost() -> str:
-    """What checkpoint_sequential loses at its fastest, by family, where that was noted."""
+    """What checkpoint_sequential loses at its fastest, by family, at 1000 px and batch 8."""
     lost: dict[str, list[float]] = {}
     for row in _planned():
-        if "checkpoint_sequential_over_plain" in row:
+        if (row["side"], row["batch"]) == (1000, 8):
             family = row["network"].partition("-")[0].removesuffix(" v3")
             lost.setdefault(family, []).append(row["checkpoint_sequential_over_plain"] - 1)
     return ", ".join(f"{family} {percent(statistics.mean(values), 1)} %" for family, values in lost.items())
