@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -52,10 +54,10 @@ def train_by_calls(
         most = bench.peak_bytes(bench.step(None)) if isinstance(memory, float) else None
         budget = resolve_budget(memory, most)
         dtr = _dtr_of(model, budget)
-        report, hint = _rehearsed(dtr, bench)
+        report, hint = _rehearsed(dtr, bench, partial(tell, "trying steps under DTR"))
         if report is None and hint <= budget:  # anew, with all that is known of calls by now
             dtr = _dtr_of(model, budget, turn=1)
-            report, hint = _rehearsed(dtr, bench)
+            report, hint = _rehearsed(dtr, bench, partial(tell, "trying steps under DTR once more"))
         if report is None:
             least = _least_by_calls(model, bench, max(hint, budget + 1), below, tell)
             if least is None:
@@ -88,11 +90,13 @@ def _dtr_of(model: nn.Module, budget: int, turn: int = 0) -> DTR:
     return dtr
 
 
-def _rehearsed(dtr: DTR, bench: Bench) -> tuple[Report | None, int]:
+def _rehearsed(dtr: DTR, bench: Bench, tell: Callable[[int, int], None] | None = None) -> tuple[Report | None, int]:
     """The report of a step at module granularity, or None if the budget is too small; and a budget to try next."""
     way, budget = UnderDTR(dtr, bench.sample_bytes), dtr.budget
     hint = budget
-    for _ in range(_REHEARSALS):
+    for attempt in range(_REHEARSALS):
+        if tell is not None:
+            tell(attempt, _REHEARSALS)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ThrashingWarning)
@@ -131,14 +135,15 @@ def _least_by_calls(model: nn.Module, bench: Bench, first: int, below: int | Non
     return works
 
 
-def fits_by_operators(model: nn.Module, sample: Any, budget: int, setup: Setup) -> str:
+def fits_by_operators(model: nn.Module, sample: Any, budget: int, setup: Setup, *, quiet: bool) -> str:
     """A hint for the error message if a step under DTR at operator granularity fits the budget; else an empty string.
 
     Recurrent layers are an example.
     """
-    with Bench(model, sample, setup.loss, output_held=setup.output_held) as bench:
+    with Bench(model, sample, setup.loss, output_held=setup.output_held) as bench, shown(not quiet) as tell:
         way = UnderDTR(DTR(budget, granularity="operator"), bench.sample_bytes)
-        for _ in range(_REHEARSALS):
+        for attempt in range(_REHEARSALS):
+            tell("trying steps under DTR operator by operator", attempt, _REHEARSALS)
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", ThrashingWarning)

@@ -394,14 +394,14 @@ def _planned(
         if not by_calls_too or _is_hopeless(error.budget, error.minimum):
             raise
         if is_sequential(model):
-            error.args = (f"{error}{fits_by_operators(model, sample, limit, setup)}",)
+            error.args = (f"{error}{fits_by_operators(model, sample, limit, setup, quiet=quiet)}",)
             raise
         why = f"plans for {kind} need at least {format_bytes(error.minimum + wish.besides)}"
         try:
             train_by_calls(model, sample, limit, setup, patch, why, quiet=quiet, below=error.minimum)
         except (UnsupportedModel, InfeasibleBudget) as by_calls:
             last = by_calls if isinstance(by_calls, InfeasibleBudget) else error
-            last.args = (f"{last}{fits_by_operators(model, sample, limit, setup)}",)
+            last.args = (f"{last}{fits_by_operators(model, sample, limit, setup, quiet=quiet)}",)
             raise last from None
         return None
     return limit

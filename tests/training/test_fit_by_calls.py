@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -293,9 +294,9 @@ def test_steps_that_fail_while_they_learn_are_tried_anew(monkeypatch: pytest.Mon
     tried: list[tuple[int, Any]] = []
     own = by_calls._rehearsed
 
-    def rehearsed(dtr: remat.DTR, bench: Any) -> tuple[Any, int]:
+    def rehearsed(dtr: remat.DTR, bench: Any, *tell: Any) -> tuple[Any, int]:
         tried.append((dtr.budget, dtr.where))
-        return (None, dtr.budget) if len(tried) == 1 else own(dtr, bench)
+        return (None, dtr.budget) if len(tried) == 1 else own(dtr, bench, *tell)
 
     monkeypatch.setattr(by_calls, "_rehearsed", rehearsed)
     model, plain, x, limit = _fitted()
@@ -387,7 +388,10 @@ class Recurrent(nn.Module):
         return self.head(self.cells(x)[0])
 
 
-def test_what_only_operators_can_train_is_named() -> None:
+def test_what_only_operators_can_train_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And meanwhile it is said what is tried, as such steps may take long."""
+    told_of: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(by_calls, "shown", lambda progress: nullcontext(lambda *told: told_of.append(told)))
     torch.manual_seed(0)
     model, x = Recurrent(), torch.randn(8, 60, 16)
 
@@ -400,6 +404,7 @@ def test_what_only_operators_can_train_is_named() -> None:
     with pytest.raises(InfeasibleBudget, match=r"blocks of remat\.DTR\(\d+, granularity='operator'\)") as told:
         remat.fit(model, x, memory=0.8, loss=lambda y: y.square().mean(), quiet=True)
     assert told.value.budget < told.value.minimum
+    assert ("trying steps under DTR operator by operator", 0, 3) in told_of
     with remat.DTR(told.value.budget, granularity="operator") as dtr:
         found = step()
     assert dtr.report().outcome == "pass" and all(map(torch.equal, plain, found))
