@@ -426,10 +426,14 @@ class _Two(nn.Module):
         return x + y.sum()
 
 
+def _shallow() -> nn.Module:
+    """For what is estimated many times."""
+    return remat.models.gpt(vocabulary=200, width=32, heads=4, depth=2, context=32)
+
+
 def test_what_fits_and_the_largest_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a device so small that only some rows do; one row more does not."""
-    model, _ = MODELS["gpt"]()
-    sample = torch.zeros(4, 32, dtype=torch.int64)
+    model, sample = _shallow(), torch.zeros(4, 32, dtype=torch.int64)
     roomy = remat.estimate(model, sample, device="l4", optimizer="sgd")
     assert roomy.fits and roomy.overhead() == 1.0
     memory = int((roomy.static.total + 5 * roomy.least_bytes) / 0.95)
@@ -483,7 +487,7 @@ def test_an_optimiser_of_the_model_is_asked(optimizer: Any) -> None:
 
 def test_what_would_make_it_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each remedy by itself, on a device for which the batch is too large; and what is said holds where it is taken."""
-    model, tokens = MODELS["gpt"]()[0], torch.zeros(16, 32, dtype=torch.int64)
+    model, tokens = _shallow(), torch.zeros(16, 32, dtype=torch.int64)
     plain = remat.estimate(model, tokens, device="l4", optimizer="adam", loss=_cross_entropy)
     memory = int((plain.static.total + plain.least_bytes) / 0.95) - 2**16
     monkeypatch.setitem(DEVICES, "small", Device(**{**DEVICES["l4"].__dict__, "name": "small", "memory_bytes": memory}))
