@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from remat.budgets import resolve_budget
@@ -15,6 +17,7 @@ from remat.comparison.bench import Bench
 from remat.errors import InfeasibleBudget, OutOfBudget, Thrashing, ThrashingWarning, UnsupportedModel
 from remat.formatting import count, format_bytes
 from remat.report import Report
+from remat.runtime.accelerator import give_back
 from remat.runtime.executor import UnderDTR
 from remat.runtime.live.context import DTR
 from remat.runtime.live.steps import Steps
@@ -26,6 +29,7 @@ from remat.utils.progress import Progress, shown
 
 _REHEARSALS = 3  # one may fail at operator granularity and show the units; another may find that other units fit
 _ATTEMPTS = 8  # to find the least memory of DTR
+_SMALLER = 5  # budgets, where the device has less than it says
 
 
 def train_by_calls(
@@ -54,7 +58,20 @@ def train_by_calls(
         most = bench.peak_bytes(bench.step(None)) if isinstance(memory, float) else None
         budget = resolve_budget(memory, most)
         dtr = _dtr_of(model, budget)
-        report, hint = _rehearsed(dtr, bench, partial(tell, "trying steps under DTR"))
+        report, hint = None, budget
+        for attempt in range(_SMALLER):
+            try:
+                report, hint = _rehearsed(dtr, bench, partial(tell, "trying steps under DTR"))
+                break
+            except torch.OutOfMemoryError:  # of the device: what is free there may lie in pieces that are too small
+                if attempt == _SMALLER - 1:
+                    raise
+            gc.collect()
+            give_back(bench.device)
+            if not attempt:
+                why = f"{why}, and the device runs out of memory within {format_bytes(budget)}"
+            budget = budget * 7 // 8
+            dtr = _dtr_of(model, budget)
         if report is None and hint <= budget:  # anew, with all that is known of calls by now
             dtr = _dtr_of(model, budget, turn=1)
             report, hint = _rehearsed(dtr, bench, partial(tell, "trying steps under DTR once more"))

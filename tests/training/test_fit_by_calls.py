@@ -309,6 +309,32 @@ def test_steps_that_fail_while_they_learn_are_tried_anew(monkeypatch: pytest.Mon
     assert _steps_of(model)._dtr.where == tried[1][1]
 
 
+def test_a_device_that_has_less_than_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where what is free lies in pieces: DTR takes less then. No more often than some times."""
+    tried: list[int] = []
+    own = by_calls._rehearsed
+
+    def rehearsed(dtr: remat.DTR, bench: Any, *tell: Any) -> tuple[Any, int]:
+        tried.append(dtr.budget)
+        if len(tried) != 3:
+            raise torch.OutOfMemoryError("out of memory")
+        return own(dtr, bench, *tell)
+
+    monkeypatch.setattr(by_calls, "_rehearsed", rehearsed)
+    model, plain, x, limit = _fitted(0.8)
+    smaller = limit * 7 // 8
+    assert tried == [limit, smaller, smaller * 7 // 8]
+    assert patched_forward_of(model).figures()["limit"] == tried[-1]  # type: ignore[union-attr]
+    torch.manual_seed(5)
+    plain(x).backward()
+    torch.manual_seed(5)
+    model(x).backward()
+    assert _same_gradients(model, plain)
+    with pytest.raises(torch.OutOfMemoryError):
+        _fitted(0.8)
+    assert len(tried) == 3 + 5
+
+
 def test_too_small_a_limit_names_one_that_works() -> None:
     model, x = Dense(), torch.randn(256, 32)
     with pytest.raises(InfeasibleBudget) as caught:
