@@ -140,7 +140,10 @@ def _least_by_calls(model: nn.Module, bench: Bench, first: int, below: int | Non
         if below is not None and budget >= below:
             return None
         tell(f"finding the least limit: trying {format_bytes(budget)}", attempt, _ATTEMPTS)
-        report, _ = _rehearsed(_dtr_of(model, budget), bench)
+        try:
+            report, _ = _rehearsed(_dtr_of(model, budget), bench)
+        except torch.OutOfMemoryError:  # of the device, which has no more than what was tried before
+            return works
         if report is None:
             fails = budget
         elif below is None and not report.evictions:  # no more than plain PyTorch would do

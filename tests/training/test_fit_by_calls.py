@@ -335,6 +335,19 @@ def test_a_device_that_has_less_than_it_says(monkeypatch: pytest.MonkeyPatch) ->
     assert len(tried) == 3 + 5
 
 
+def test_a_device_that_is_full_before_a_limit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where more is tried than the limit, that is what the device has not."""
+
+    def rehearsed(dtr: remat.DTR, bench: Any, *tell: Any) -> tuple[None, int]:
+        if not tell:  # in search of the least limit
+            raise torch.OutOfMemoryError("out of memory")
+        return None, dtr.budget
+
+    monkeypatch.setattr(by_calls, "_rehearsed", rehearsed)
+    with pytest.raises(UnsupportedModel, match="does not reach"):
+        _fitted(0.8)
+
+
 def test_too_small_a_limit_names_one_that_works() -> None:
     model, x = Dense(), torch.randn(256, 32)
     with pytest.raises(InfeasibleBudget) as caught:

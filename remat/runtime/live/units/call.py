@@ -135,8 +135,7 @@ class UnitCall(Call):
         """As every call; nobody looks at its operators, and that it draws, what it draws from tells."""
         unit, parts = self.unit, self.stage.parts
         passed = tensors([each.there() for each in self.passed.inputs])
-        cannot_draw = is_steady(parts, passed) and not (modes_now() or Hooks(parts).any)
-        if unit.draws or cannot_draw:
+        if unit.draws or (is_steady(parts, passed) and not (modes_now() or Hooks(parts).any)):
             return super().as_a_whole(collector, activation, recorder)
         devices = accelerators(self.stage, passed)
         random = RandomState(devices, [*held_by(parts), *of_python()])
