@@ -165,7 +165,7 @@ def _memory_of(generator: Any) -> Hashable:
     training step, twice a block.
     """
     if generator is random._inst and type(generator) is random.Random:
-        return generator.gauss_next, _bytes_of(generator)
+        return vars(generator)["gauss_next"], _bytes_of(generator)
     of_numpy = sys.modules.get("numpy.random")
     if of_numpy is None or generator is not of_numpy.mtrand._rand:
         return None

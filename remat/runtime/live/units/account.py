@@ -78,8 +78,8 @@ class Account:
 
     def reached(self, more: int) -> None:
         """So much more than what is counted was in use for a moment."""
-        self.peaked(more)
-        self.top = max(self.top, self.memory + more + self.shift)
+        memory = self.pieces + self.others + self.unseen + more
+        self.peak, self.top = max(self.peak, memory), max(self.top, memory + self.shift)
 
     def peaked(self, more: int) -> None:
         """The same, by what is only done since there is a limit."""

@@ -28,7 +28,7 @@ from remat.runtime.live.units.pieces import Reference, Row, look_at
 from remat.runtime.live.units.saving import FirstSaving, Saving
 from remat.runtime.live.units.unit import Unit
 from remat.runtime.pytree import storage_of, tensors
-from remat.runtime.surroundings import Surroundings, modes_now, present
+from remat.runtime.surroundings import modes_now, present
 
 if TYPE_CHECKING:
     from remat.runtime.live.units.pool import Pool
@@ -46,14 +46,13 @@ class UnitCall(Call):
     """
 
     __slots__ = (
-        *("_flags", "_parameters", "bound", "is_back", "owner", "packed", "reference", "row", "saves", "turn"),
+        *("_parameters", "bound", "is_back", "owner", "packed", "reference", "row", "saves", "turn"),
         *("unit", "varied"),
     )
     hint = (
         "Its forward must not depend on state that changes before its backward, such as module attributes. Otherwise "
         "use remat.DTR(..., granularity='operator')"
     )
-    _flags: Surroundings
     _parameters: Parameters
 
     def __init__(
@@ -103,7 +102,7 @@ class UnitCall(Call):
             if first is not None:
                 first.recorder.known = own
         else:
-            self._parameters, self._flags = Parameters(self.bound.parameters), present()
+            self._parameters = Parameters(self.bound.parameters)
         pack = packing(self) if self.owner.log.precedent is not None else (first or Saving(self)).pack
         with saved_tensors_hooks(pack, unpack):
             if first is not None:
@@ -170,8 +169,8 @@ class UnitCall(Call):
             return self.context.again()
         self._parameters.refuse_others(self.stage, self.unit.name)
         contexts = autocast_again([])  # nothing was cast then
-        if present() is not self._flags:
-            contexts.append(self._flags.again())
+        if present() is not self.unit.surroundings:
+            contexts.append(self.unit.surroundings.again())
         if [part.training for part in self.stage.parts] != self.unit.flags:
             contexts.append(flags_again(self.stage.parts, self.unit.flags))
         return all_of(contexts)

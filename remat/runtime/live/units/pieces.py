@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -137,22 +136,22 @@ class Piece:
 
     def may_go(self) -> bool:
         """Whether nobody else holds it, who would be left with it."""
-        filled = self._filled()
-        storage = None if self.counted is None else self.counted()
         if self.changes or self.call.varied or self.call.unit.kept:  # whatever the core believes of it
             return False
+        storage = self.content()
         if storage is None:
             return True
-        ours = Counter([id(slot.tensor) for slot in filled])
+        filled = self._filled()
+        ours: dict[int, int] = {}
+        for slot in filled:
+            ours[id(slot.tensor)] = ours.get(id(slot.tensor), 0) + 1
         if _uses(storage._cdata) > len(ours) + 1:
             return False  # more than our tensors and the storage's Python object
         # Or autograd has saved the very tensor that the program holds.
-        return not any(_is_shared(slot, ours[id(slot.tensor)]) for slot in filled)
+        return not any([_is_shared(slot, ours[id(slot.tensor)]) for slot in filled])
 
     def evict(self) -> bool:
-        """Frees it, where it may go."""
-        if not self.may_go():
-            return False
+        """Frees it, which may go; returns whether its memory is gone."""
         filled = self._filled()
         self.evicted = True
         self.held = None

@@ -52,7 +52,7 @@ class Remaking:
             ReplayError: what the call depends on has changed, or its inputs are not there.
         """
         call, unit, parts = self._call, self._call.unit, self._parts
-        if parts is not None and self._may_run_whole() and unit.replays.whole_is_faster(parts):
+        if parts is not None and unit.replays.whole_is_faster(parts) and self._may_run_whole():
             parts = None
         if parts is None or not self._run_in_part(parts):
             self._run_whole()
@@ -94,9 +94,9 @@ class Remaking:
         read = [each.storage for each in self._call.passed.inputs if each.storage is not None]
         return (
             not pool.by_model
+            and unit.is_on_host
             and pool.account.memory + unit.bytes.whole <= pool.budget
-            and all(piece.content() is not None for piece in read)
-            and all(storage.device.type == "cpu" for storage in self._tape.storages)
+            and all([piece.content() is not None for piece in read])
         )
 
     def _have_inputs(self, numbers: Iterable[int]) -> None:

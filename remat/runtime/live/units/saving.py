@@ -10,7 +10,7 @@ import torch
 
 from remat.runtime.accelerator import bytes_of
 from remat.runtime.calls.saved import Packed, Saved
-from remat.runtime.calls.tape import OUTSIDE, Recorder, Tape, looks_so, value_of
+from remat.runtime.calls.tape import OUTSIDE, Recorder, Tape, Value, looks_so, value_of
 from remat.runtime.fakes import alias
 from remat.runtime.live.made import is_number
 from remat.runtime.live.units.account import Counted
@@ -33,44 +33,55 @@ class Saving:
         number = call.saves
         call.saves = number + 1
         kept = tensor if tensor.grad_fn is None else tensor.detach()
+        piece, look = self._piece_of(tensor, number)
+        if piece is None:
+            return kept, tensor._version
         saved = Saved(call.owner, call, number, tensor._version, kept)
-        return saved if self.find_piece(saved) else (kept, saved.version)
+        self._stands_for(saved, piece, look)
+        return saved
 
-    def find_piece(self, saved: Saved) -> bool:
-        """Gives it the piece of what it stands for; returns whether there is one."""
-        call, looks, number, tensor = self._call, self._looks, saved.number, saved.tensor
-        assert tensor is not None
-        made, value, saved.storage = OUTSIDE, None, None
+    def find_piece(self, saved: Saved) -> None:
+        """Gives it the piece of what it stands for, if there is one."""
+        assert saved.tensor is not None
+        piece, look = self._piece_of(saved.tensor, saved.number)
+        if piece is not None:
+            self._stands_for(saved, piece, look)
+
+    def _stands_for(self, saved: Saved, piece: Piece, look: Value | None) -> None:
+        """What autograd has saved lies in a piece; `look`: how, where the call has made that."""
+        if look is None:
+            assert saved.tensor is not None
+            look, saved.number = value_of(saved.tensor, piece.number), -1
+            self._call.row.others.append(weakref.ref(piece))
+        saved.storage, saved.value = piece, look
+        piece.slots.append(weakref.ref(saved))
+
+    def _piece_of(self, tensor: torch.Tensor, number: int) -> tuple[Piece | None, Value | None]:
+        """What a tensor lies in that autograd saves under this number, and how it looks at what the call has made.
+
+        Neither where nothing of that is to be evicted.
+        """
+        call, looks = self._call, self._looks
+        look = None
         if not call.varied:
-            if number < len(looks):
-                value = looks[number]
-                made = value.storage
-                if not looks_so(tensor, value):
-                    call.varied, made = True, OUTSIDE
+            if number < len(looks) and looks_so(tensor, looks[number]):
+                look = looks[number]
             else:
                 call.varied = True
-        if made != OUTSIDE:
-            piece = call.row.piece(made)
-            storage = storage_of(tensor)
+        if look is not None and look.storage != OUTSIDE:
+            piece, storage = call.row.piece(look.storage), storage_of(tensor)
             if piece is None:
-                piece = self._own(made, storage)
-            elif piece.counted is None or piece.counted() is not storage:
-                call.varied = True  # other tensors share memory than when it was recorded
-                self.count_in(tensor)
-                return False
+                return self._own(look.storage, storage), look
+            if piece.counted is not None and piece.counted() is storage:
+                return piece, look
+            call.varied = True  # other tensors share memory than when it was recorded
         else:
             counted = self._counted(tensor)
-            piece = None if counted is None else counted.piece
-            if piece is None:
-                if call.varied or is_number(tensor):
-                    self.count_in(tensor)
-                return False
-            value, saved.number = value_of(tensor, piece.number), -1
-            call.row.others.append(weakref.ref(piece))
-        assert value is not None
-        saved.storage, saved.value = piece, value
-        piece.slots.append(weakref.ref(saved))
-        return True
+            if counted is not None and counted.piece is not None:
+                return counted.piece, None
+        if call.varied or is_number(tensor):
+            self.count_in(tensor)
+        return None, None
 
     def returned(self, found: list[torch.Tensor], tape: Tape) -> None:
         """Notes what the call has made of the tensors that it returned."""

@@ -10,6 +10,7 @@ from remat.runtime.calls.stages import Stage
 from remat.runtime.calls.tape import OUTSIDE, Operator, Tape, Value
 from remat.runtime.live.units.makings import Making, makings, model_nanoseconds
 from remat.runtime.live.units.times import FirstRuns, Replays
+from remat.runtime.surroundings import present
 
 INPUT_CHANGED = "its input is changed"  # why a unit may be kept
 _ATTEMPTS = 3  # replays in part that fail before no more are tried
@@ -37,7 +38,7 @@ class Unit:
 
     Attributes:
         name: of the module's class.
-        flags: of the module and those in it, whether they are in train mode.
+        flags: of the module and those in it, whether they are in train mode; surroundings: flags of backends.
         tape: None until a call was recorded.
         makings: of what outlives a call, and making_of each storage that does.
         first_runs, replays: what these take; bytes: what calls take.
@@ -48,13 +49,14 @@ class Unit:
         leaves_others: whether a call leaves memory behind that is not on its tape, as in a cache that it returns: then
             its operators are counted where it is not known what comes; casts: whether it may leave copies of weights
             that autocast has cast, or another call: then they are counted each time.
+        is_on_host: whether no accelerator is involved.
         varies: whether a call has done something else than was recorded of it; sized_by_data: whether one may, with
             as many operators: its tensors may be as large as data says.
     """
 
     def __init__(self, stage: Stage) -> None:
         self.name = stage.name
-        self.flags = [part.training for part in stage.parts]
+        self.flags, self.surroundings = [part.training for part in stage.parts], present()
         self.watch = BufferWatch()
         self._parts: dict[tuple[frozenset[int], ...], Parts] = {}
         self._failed = 0
@@ -65,7 +67,7 @@ class Unit:
         self.bytes = CallBytes(working_bytes(stage))
         self.saved: list[Value] = []
         self.kept = self.once = ""
-        self.varies = self.sized_by_data = self.leaves_others = self.casts = False
+        self.varies = self.sized_by_data = self.leaves_others = self.casts = self.is_on_host = False
         self.draws = True
         self.writes: tuple[int, ...] = ()
         rescales = any(rescaled(part) for part in stage.parts)
@@ -142,6 +144,7 @@ class Unit:
         )
         if self.writes:
             self.kept = "it changes its input"
+        self.is_on_host = all(storage.device.type == "cpu" for storage in tape.storages)
         self.sized_by_data = bool(tape.observed) or any(map(_may_size_by_data, tape.operators))
         if tape.meets:
             self.never_again(f"it runs the collective {tape.meets}")
