@@ -11,7 +11,7 @@ from torch import nn
 
 from remat.measuring.isolating import drops_gradients
 from remat.measuring.work import parameters_kept
-from remat.runtime.calls.attributes import MISSING, containers, fill, hooks_of, put, undone
+from remat.runtime.calls.attributes import MISSING, containers, fill, hooks_of, plain_tensors, put, undone
 from remat.runtime.calls.environment import rescaled
 from remat.runtime.fakes import is_fake
 from remat.runtime.generators import RandomState, held_by, of_python
@@ -24,6 +24,8 @@ from remat.runtime.sharding import is_sharded
 def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> Iterator[Replaced]:
     """Afterwards buffers, weights that forwards rescale, and states of random number generators are as before.
 
+    Tensors in attributes are buffers, too.
+
     It also restores the hooks of modules, their attributes as in `runtime.calls.attributes`, and containers in which
     forwards have stored tensors with graphs, since these would keep the graphs alive.
     """
@@ -32,14 +34,19 @@ def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> 
     attributes = [(part, dict(vars(part))) for part in parts]
     contents = [(each, each.copy()) for part in parts for each in (*containers(part), *hooks_of(part))]
     buffers = [(part, name, buffer) for part in parts for name, buffer in part._buffers.items()]
+    plain = [
+        (part, name, tensor) for part in parts for name, tensor in plain_tensors(vars(part)) if not tensor._is_view()
+    ]
     # Forwards use copies of the buffers, because a pending backward may check the version counters of the originals.
-    copies = {id(buffer): buffer.clone() for _, _, buffer in buffers if buffer is not None}
+    copies = {id(buffer): buffer.clone() for _, _, buffer in (*buffers, *plain) if buffer is not None}
     own = [each for part in parts for each in part._parameters.values() if each is not None]
     weights = [(weight, weight.detach().clone()) for part in parts for weight in rescaled(part).values()]
     inside = {(part, name): None if buffer is None else copies[id(buffer)] for part, name, buffer in buffers}
     try:
         for (part, name), buffer in inside.items():
             part._buffers[name] = buffer
+        for part, name, tensor in plain:
+            vars(part)[name] = copies[id(tensor)]
         with parameters_kept(own):
             yield Replaced(inside)
     finally:
@@ -54,6 +61,8 @@ def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> 
             changed |= dict(undone(part, before, hooked=False))
             for name, was in changed.items():
                 put(part, name, was)
+        for part, name, tensor in plain:
+            vars(part)[name] = tensor
         for container, held in contents:
             fill(container, held)
         random.restore()

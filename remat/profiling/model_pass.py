@@ -164,6 +164,12 @@ class ModelPass(Pass):
                 f"{name!r} was called, but {f'{place.name!r}' if place else 'no stage'} came next when the chain was "
                 "found"
             )
+        if any(isinstance(each, Iterator) for each in (*args, *kwargs.values())):
+            raise NoChain(
+                f"{name!r} is passed an iterator, which gives its items only once, so it cannot run again. Pass a "
+                "list, or train the model under remat.DTR",
+                "a block is passed an iterator",
+            )
         self._route.passed()
         if place.first:
             self._begin(place, args, kwargs)

@@ -7,8 +7,10 @@ import pickle
 import random
 import sys
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -17,13 +19,17 @@ from torch import nn
 from remat.errors import UnsupportedModel
 from remat.runtime.accelerator import default_generator
 from remat.runtime.fakes import in_earnest
+from remat.runtime.pytree import is_plain
 
 _DEPTH = 4  # how far into what a module holds
+_CALLS_DEEP = 2  # functions that call each other, in which generators are looked for
 OWN = frozenset(vars(nn.Module()))  # attributes that every module has; children are modules of their own
-_CONSTANTS = frozenset((bool, int, float, str, bytes, type(None), torch.Tensor, nn.Parameter))
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.Tensor, nn.Module, type)
 Path = tuple[Any, ...]  # keys and names, from the attributes of a module on
-_paths: weakref.WeakKeyDictionary[nn.Module, tuple[Look, tuple[Path, ...]]] = weakref.WeakKeyDictionary()
+# Of modules that look so, where they hold generators, and what gives those that their functions refer to.
+_paths: weakref.WeakKeyDictionary[nn.Module, tuple[Look, tuple[Path, ...], tuple[Callable[[], Any], ...]]] = (
+    weakref.WeakKeyDictionary()
+)
 _states: dict[int, tuple[Any, Hashable, Any]] = {}  # of generators, by `id`, what was in memory, and the state
 
 
@@ -57,27 +63,56 @@ class Look:
 
 
 def held_by(modules: Iterable[nn.Module], passed: Any = ()) -> list[Any]:
-    """The generators that modules hold now in places where they held some before, and those that a call is passed."""
-    found = {} if _holds_none(passed) else {id(each): each for _, each in _generators(passed, (), set())}
+    """The generators that modules hold now in places where they held some before, and those that a call is passed.
+
+    Modules also have those that their classes hold, and that global variables refer to of which their code speaks.
+    """
+    found = {} if is_plain(passed) else {id(each): each for _, each in _generators(passed, (), set())}
     for module in modules:
-        look, paths = _paths.get(module, (None, ()))
+        look, paths, elsewhere = _paths.get(module, (None, (), ()))
         if look is None or not look.is_of(module):  # a forward may have set some up where there was nothing
             held = {name: value for name, value in vars(module).items() if name not in OWN}
             paths = tuple(path for path, _ in _generators(held, (), set()))
-            _paths[module] = Look(module), paths
+            elsewhere = (*_of_class(type(module)), *_of_functions(held.values()))  # type: ignore[arg-type]
+            _paths[module] = Look(module), paths, elsewhere
         for path in paths:
             value = _at(vars(module), path)
+            if is_generator(value):
+                found[id(value)] = value
+        for get in elsewhere:
+            value = get()
             if is_generator(value):
                 found[id(value)] = value
     return list(found.values())
 
 
-def _holds_none(value: Any) -> bool:
-    """Whether a value is tensors and constants, as what calls pass nearly always is."""
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return all(map(_holds_none, value))
-    return kind in _CONSTANTS or (kind is dict and all(map(_holds_none, value.values())))
+@cache
+def _of_class(kind: Any) -> tuple[Callable[[], Any], ...]:
+    """Give the generators, or nothing yet, that a class of modules and its methods refer to."""
+    own = [base for base in kind.__mro__ if not base.__module__.startswith("torch.") and base is not object]
+    found = [partial(vars(base).get, name) for base in own for name, value in vars(base).items() if is_generator(value)]
+    return (*found, *_of_functions([value for base in own for value in vars(base).values()]))
+
+
+def _of_functions(values: Iterable[Any]) -> Iterator[Callable[[], Any]]:
+    """The same of functions among these values, and of those that they call."""
+    todo = [(value, _CALLS_DEEP) for value in values]
+    seen: set[CodeType] = set()
+    while todo:
+        function, deep = todo.pop()
+        if not isinstance(function, FunctionType) or function.__code__ in seen:
+            continue
+        seen.add(function.__code__)
+        known = function.__globals__
+        for name in function.__code__.co_names:
+            if name in known and (known[name] is None or is_generator(known[name])):
+                yield partial(known.get, name)
+            elif deep:
+                todo.append((known.get(name), deep - 1))
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # it refers to nothing yet
+                if is_generator(cell.cell_contents):
+                    yield partial(getattr, cell, "cell_contents")
 
 
 def of_python() -> list[Any]:

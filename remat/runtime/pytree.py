@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -107,6 +108,29 @@ def _map_record(function: Callable[[Any], Any], record: Any, kinds: tuple[type, 
 
 def _is_record(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+_TENSORS_AND_CONSTANTS = frozenset((*_PLAIN, bytes, torch.Tensor, torch.nn.Parameter))
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is tensors and constants, as what calls pass nearly always is."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return all(map(is_plain, value))
+    return kind in _TENSORS_AND_CONSTANTS or (kind is dict and all(map(is_plain, value.values())))
+
+
+def objects_in(value: Any) -> list[Any]:
+    """Objects of the program's own in a value, other than modules: their attributes may be what a call works on."""
+    if is_plain(value):
+        return []
+    return [
+        leaf for leaf in pytree.tree_leaves(value) if hasattr(leaf, "__dict__") and not isinstance(leaf, _NO_OBJECTS)
+    ]
+
+
+_NO_OBJECTS = (torch.Tensor, torch.nn.Module, type, FunctionType)
 
 
 class Arguments(NamedTuple):

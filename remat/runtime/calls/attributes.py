@@ -1,8 +1,10 @@
-"""Attributes that a forward gives its modules: counters, caches, what is kept for the next step or for the loss.
+"""Attributes of modules, which their forwards read and may change: settings, counters, caches, what the loss needs.
 
-A run that is made again finds numbers, flags, tensors, and tuples, lists, dictionaries and sets of them, as the first
-run did, and leaves all attributes and such containers as they were before it. Where the first run has made an object or
-registered a hook, flags stay: they may say that this is done. Containers in containers are not looked at.
+A run that is made again finds what the first run met, whoever has changed it since, and leaves all attributes and
+containers as they were before it. That is so for numbers, flags, tensors, and tuples, lists, dictionaries and sets of
+them; of other objects, for which ones there were, as long as the program holds them. Where the first run has made an
+object or registered a hook, flags that it has changed stay: they may say that this is done. Containers in containers
+are not looked at.
 
 Tensors come back without the graph that they are part of, which would keep another step alive: a run that is made again
 only fills the graph of the first one.
@@ -13,9 +15,10 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,30 +28,53 @@ from remat.errors import UnsupportedModel
 from remat.runtime.generators import OWN, Look, is_generator
 
 MISSING = object()
+_UNKNOWN = object()
 _OTHERS = frozenset(("training", "forward", "__getstate__"))  # that are kept by others
 # Of each module, those that are containers when its attributes look so.
 _names: weakref.WeakKeyDictionary[nn.Module, tuple[Look, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 _CONTAINERS = frozenset((list, dict, set, deque))
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
+_CONSTANT_TYPES = frozenset(_CONSTANTS)
+_NOT_MET = OWN | _OTHERS
+_HARMLESS = (type, FunctionType, BuiltinFunctionType, torch.dtype, torch.device)
 
 
 class Attributes:
-    """Attributes of modules, before a run of theirs begins."""
+    """Attributes of modules, or of objects that a run is passed, before it begins.
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = list(modules)
-        self._before = [(module, dict(vars(module))) for module in self._modules]
+    Args:
+        changing: the run may change some, and shall do so once; else they come back as it met them, whoever it was.
+    """
+
+    __slots__ = ("_before", "_changed", "_changing", "_contents", "_hooks", "_met", "_modules")
+
+    def __init__(self, modules: Sequence[Any], *, changing: bool = True) -> None:
+        self._modules, self._changing = modules, changing
+        self._before = [dict(vars(each)) for each in modules]
+        self._met: list[tuple[dict[str, Any], int]] = []  # what is held of that, and how many there were afterwards
         self._changed: list[tuple[nn.Module, str, Any]] = []
+        self._contents: list[tuple[Any, Any]] = []
         self._hooks = RemovableHandle.next_id
-        found = [each for module in self._modules for each in containers(module)]
-        self._contents = [(each, _without_graphs(each.copy())) for each in found if _is_state(each)]
+        if changing:
+            found = [each for module in modules for each in containers(module)]
+            self._contents = [(each, _without_graphs(each.copy())) for each in found if _is_state(each)]
+
+    def tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:
+        """What is neither a parameter nor a buffer, and no graph leads to: the position of its module, and its name."""
+        for position, before in enumerate(self._before):
+            for name, value in plain_tensors(before):
+                yield position, name, value
 
     def ended(self) -> None:
-        """The run is over: notes what it has changed; does nothing a second time."""
+        """The run is over: notes what it has changed, and holds the rest of what it has met; nothing a second time."""
         hooked = RemovableHandle.next_id != self._hooks  # of any tensor or module, PyTorch counts all of them
-        for module, before in self._before:
-            changes = undone(module, before, hooked=hooked)
-            self._changed += [(module, name, _without_graphs(was)) for name, was in changes]
+        for module, before in zip(self._modules, self._before, strict=False):
+            met = {name: _held(before[name]) for name in before.keys() - _NOT_MET}
+            if self._changing:
+                met.update(dict.fromkeys(_differing(vars(module), before), _UNKNOWN))
+                changes = undone(module, before, hooked=hooked)
+                self._changed += [(module, name, _without_graphs(was)) for name, was in changes]
+            self._met.append((met, len(vars(module))))
         self._before = []
 
     def undo(self) -> None:
@@ -58,11 +84,36 @@ class Attributes:
         for container, held in self._contents:
             fill(container, held)
 
+    def others(self) -> list[tuple[Any, str, Any]]:
+        """What has been changed since the run by others, and what it was."""
+        self.ended()
+        found: list[tuple[Any, str, Any]] = []
+        for module, (met, count) in zip(self._modules, self._met, strict=True):
+            now = vars(module)
+            for name, was in met.items():
+                value = now.get(name, MISSING)
+                if value is was or was is _UNKNOWN:
+                    continue
+                if type(was) is weakref.ReferenceType:
+                    there = was()
+                    if there is not value and there is not None:
+                        found.append((module, name, there))
+                elif type(was) is not _Detached:
+                    found.append((module, name, was))
+                elif was.reference() is not value:
+                    found.append((module, name, was.tensor))
+            if len(now) != count:
+                found += [(module, name, MISSING) for name in now.keys() - met.keys() - _NOT_MET]
+        return found
+
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self, others: Sequence[tuple[nn.Module, str, Any]]) -> Iterator[None]:
         """Inside, they are as before the run; afterwards as they are now."""
         present = [(module, dict(vars(module))) for module in self._modules]
-        contents = [(each, each.copy()) for module in self._modules for each in containers(module)]
+        found = [each for module in self._modules for each in containers(module)] if self._changing else []
+        contents = [(each, each.copy()) for each in found]
+        for module, name, was in others:
+            put(module, name, was)
         self.undo()
         try:
             yield
@@ -72,6 +123,36 @@ class Attributes:
             for module, was in present:
                 for name in _differing(vars(module), was):
                     put(module, name, was.get(name, MISSING))
+
+
+def plain_tensors(attributes: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those among a module's attributes that are tensors no graph leads to, other than parameters and buffers."""
+    for name, value in attributes.items():
+        if type(value) is torch.Tensor and not value.requires_grad and value.layout == torch.strided:
+            yield name, value
+
+
+class _Detached(NamedTuple):
+    """A tensor with a graph, which is not held, and what is held instead."""
+
+    reference: weakref.ref[torch.Tensor]
+    tensor: torch.Tensor
+
+
+def _held(value: Any) -> Any:
+    """What is held of what an attribute referred to: no graph, and no object that may hold one."""
+    if type(value) in _CONSTANT_TYPES:
+        return value
+    if isinstance(value, torch.Tensor):
+        return value if value.grad_fn is None else _Detached(weakref.ref(value), _without_graphs(value))
+    if _is_state(value):
+        return value if _without_graphs(value) is value else _UNKNOWN
+    if isinstance(value, _HARMLESS):
+        return value
+    try:
+        return weakref.ref(value)
+    except TypeError:  # of its class there are none
+        return _UNKNOWN
 
 
 def undone(module: nn.Module, before: dict[str, Any], *, hooked: bool) -> Iterator[tuple[str, Any]]:

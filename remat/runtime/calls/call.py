@@ -47,12 +47,23 @@ class Call(ABC):
         """What autograd saved as this number, where it is in memory."""
 
     def surroundings(self) -> AbstractContextManager[Any]:
-        """Inside, all that it depends on besides what it was passed is as it was."""
+        """Inside, all that it depends on besides what it was passed is as it was.
+
+        Raises:
+            ReplayError: that cannot be.
+        """
         assert self.context is not None
+        changed = self.context.changed_buffer
+        if changed:
+            self.distrusted()
+            raise ReplayError(
+                f"{changed} in {self.name} was modified in place since the forward, so recomputing it would give "
+                "another result; put another tensor in its place, or modify it after backward()"
+            )
         return self.context.again()
 
     def distrusted(self) -> None:  # noqa: B027  # there may be nothing to do
-        """An input of it was changed, which nobody has said."""
+        """What it reads was changed, which nobody has said."""
 
     def missing(self, number: int, parts: Parts | None) -> torch.Tensor:
         """What is passed for the input of this number, which is not there."""

@@ -1,7 +1,7 @@
 """What a stage's forward depends on besides its input, so that running it again is the same run.
 
-Random number generators, autocast, train/eval flags, flags of backends, buffers and attributes that the stage itself
-changes, parameter versions.
+Random number generators, autocast, train/eval flags, flags of backends, hooks and attributes are as the first run met
+them; buffers that it changes are changed once; parameters and other buffers are compared by their versions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from remat.errors import ReplayError
 from remat.runtime.accelerator import granule_of, is_accelerator, rounded
-from remat.runtime.calls.attributes import Attributes
+from remat.runtime.calls.attributes import Attributes, plain_tensors
 from remat.runtime.calls.early_stop import sum_of
 from remat.runtime.calls.hooks import Hooks
 from remat.runtime.calls.stages import Stage
@@ -24,7 +24,7 @@ from remat.runtime.calls.steady import is_steady
 from remat.runtime.fakes import in_earnest, is_fake
 from remat.runtime.generators import RandomState, held_by, of_python
 from remat.runtime.meter import instruments
-from remat.runtime.pytree import storage_of, tensors
+from remat.runtime.pytree import objects_in, storage_of, tensors
 from remat.runtime.surroundings import modes_now, present, under
 
 
@@ -41,6 +41,7 @@ def working_bytes(stage: Stage) -> int:
     """
     found = [buffer for *_, buffer in stage.buffers()]
     found += [weight for part in stage.parts for weight in rescaled(part).values()]
+    found += [tensor for part in stage.parts for _, tensor in plain_tensors(vars(part))]
     states = state_bytes(on_accelerator=bool(accelerators(stage, ())))
     dense = [buffer for buffer in found if buffer.layout == torch.strided]  # a stage does not write to others
     return 2 * sum(rounded(buffer.nbytes, buffer.device) for buffer in dense) + states
@@ -73,12 +74,12 @@ class _Before(NamedTuple):
     @property
     def intact(self) -> bool:
         """Whether the old values are still those: a buffer that was replaced may be changed by who else holds it."""
-        return self.copy is None or self.copy is not self.buffer or self.copy._version == self.version
+        return self.copy is None or self.copy is not self.buffer or version_of(self.copy) == self.version
 
     @property
     def can_be_undone(self) -> bool:
         """Whether the old values are still somewhere."""
-        return self.buffer is None or self.copy is not None or self.buffer._version == self.version
+        return self.buffer is None or self.copy is not None or version_of(self.buffer) == self.version
 
     @property
     def kept_bytes(self) -> int:
@@ -86,7 +87,7 @@ class _Before(NamedTuple):
 
 
 class BufferWatch:
-    """Which buffers of a stage its forward changes, learned from its runs.
+    """Which buffers of a stage its forward changes, learned from its runs; tensors in attributes are buffers, too.
 
     A buffer must be copied before a run that writes to it. The first run in each combination of train and eval flags
     copies all of them; later ones only those that were seen to change. Versions alone do not tell: the kernels of
@@ -103,18 +104,25 @@ class BufferWatch:
         self._changing: dict[tuple[bool, ...], set[_Key]] = {}
         self.rewritten: set[int] | None = None
 
-    def before(self, stage: Stage, flags: tuple[bool, ...]) -> dict[_Key, _Before]:
-        """Every buffer as it is now."""
+    def before(
+        self, stage: Stage, flags: tuple[bool, ...], attributes: Iterable[tuple[int, str, torch.Tensor]] = ()
+    ) -> dict[_Key, _Before]:
+        """Every buffer as it is now; `attributes`: tensors in attributes of which module of the stage."""
         known = self._changing.get(flags)
+        buffers = [
+            (position, name, buffer)
+            for position, part in enumerate(stage.parts)
+            if part._buffers or isinstance(part, _RESCALING)
+            for name, buffer in (*part._buffers.items(), *rescaled(part).items())
+        ]
         return {
             (position, name): _Before(None, 0, None)
             if buffer is None
             else _Before(
-                buffer, buffer._version, buffer.detach().clone() if known is None or (position, name) in known else None
+                *(buffer, version_of(buffer)),
+                buffer.detach().clone() if known is None or (position, name) in known else None,
             )
-            for position, part in enumerate(stage.parts)
-            if part._buffers or isinstance(part, _RESCALING)
-            for name, buffer in (*part._buffers.items(), *rescaled(part).items())
+            for position, name, buffer in (*buffers, *attributes)
         }
 
     def after(self, stage: Stage, flags: tuple[bool, ...], before: dict[_Key, _Before]) -> dict[_Key, _Before]:
@@ -124,7 +132,7 @@ class BufferWatch:
             key: was
             for key, was in before.items()
             if (known is not None and key in known)
-            or (was.buffer is not None and was.buffer._version != was.version)
+            or (was.buffer is not None and version_of(was.buffer) != was.version)
             or _is_running_statistic(stage.parts[key[0]], flags[key[0]])
             or key[1] in rescaled(stage.parts[key[0]])
             or (known is None and _differ(was.buffer, was.copy))
@@ -132,10 +140,25 @@ class BufferWatch:
         replaced = {
             key: was._replace(copy=was.buffer)
             for key, was in before.items()
-            if key not in written and stage.parts[key[0]]._buffers.get(key[1]) is not was.buffer
+            if key not in written and _is_replaced(stage.parts[key[0]], key[1], was.buffer)
         }
         self._changing.setdefault(flags, set()).update(written)
         return written | replaced
+
+
+def _is_replaced(part: nn.Module, name: str, buffer: torch.Tensor | None) -> bool:
+    return name in part._buffers and part._buffers[name] is not buffer
+
+
+def _holder(part: nn.Module, name: str) -> dict[str, Any]:
+    """What a module holds a parameter, a buffer or an attribute in."""
+    holders: Sequence[dict[str, Any]] = (part._parameters, part._buffers)
+    return next((each for each in holders if name in each), vars(part))
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often it was changed in place; those of inference mode do not count."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _differ(buffer: torch.Tensor | None, copy: torch.Tensor | None) -> bool:
@@ -240,18 +263,21 @@ class FirstRun:
         self._random: RandomState | None = None
         self._before: dict[_Key, _Before] = {}
         self._changed: dict[_Key, _Before] = {}
+        self._unchanged: list[tuple[_Key, torch.Tensor | None, int]] = []  # buffers that the run leaves as they are
+        self._attributes = Attributes(stage.parts, changing=not self._is_steady)
+        objects = objects_in((value, beside))
+        self._objects = Attributes(objects, changing=False) if objects else None
         if not self._is_steady:
-            self._note_state(value, own if preserve_random else None)
+            self._note_state(value, own, preserve_random=preserve_random)
 
-    def _note_state(self, value: Any, own: Sequence[Any] | None) -> None:
+    def _note_state(self, value: Any, own: Sequence[Any], *, preserve_random: bool) -> None:
         """What a run may draw on and change."""
         stage, watch = self._stage, self._watch
         self._sums = None if watch.rewritten is not None else _sums(stage)
-        if own is not None:
-            own = list({id(each): each for each in (*own, *held_by(stage.parts))}.values())
-            self._random = RandomState(accelerators(stage, value), [*own, *of_python()])
-        self._before = watch.before(stage, self._flags)
-        self._attributes = Attributes(stage.parts)
+        own = [*{id(each): each for each in (*own, *held_by(stage.parts))}.values(), *of_python()]
+        devices = accelerators(stage, value) if preserve_random else ()
+        self._random = RandomState(devices, own, of_cpu=preserve_random)
+        self._before = watch.before(stage, self._flags, self._attributes.tensors())
 
     @property
     def situation(self) -> Hashable:
@@ -261,8 +287,11 @@ class FirstRun:
 
     def ended(self) -> None:
         """To be called when the first run is over: keeps only what it really drew on and changed."""
+        if self._objects is not None:
+            self._objects.ended()
         if self._is_steady:
             return
+        self._attributes.ended()
         # A stage may change a parameter itself (Embedding's max_norm); only what comes after its run is an error.
         if self._sums is not None:
             pairs = zip(self._sums, _sums(self._stage), strict=True)
@@ -276,8 +305,10 @@ class FirstRun:
             kept_aside = {id(weight) for part in self._stage.parts for weight in rescaled(part).values()}
             self._rewritten = [weight for weight in self._rewritten if id(weight) not in kept_aside]
         self._parameters = Parameters(self._stage.parameters())
-        self._attributes.ended()
         self._changed = self._watch.after(self._stage, self._flags, self._before)
+        self._unchanged = [
+            (key, was.buffer, was.version) for key, was in self._before.items() if key not in self._changed
+        ]
         self._before = {}
         self._hooks.ended()
         now = None if self._random is None else self._random.now()
@@ -291,9 +322,7 @@ class FirstRun:
         if self._parameters.changed() or not all(was.can_be_undone for was in self._before.values()):
             return False
         for (position, name), was in self._before.items():
-            part = self._stage.parts[position]
-            holder: dict[str, Any] = part._parameters if name in part._parameters else part._buffers
-            holder[name] = was.buffer
+            _holder(self._stage.parts[position], name)[name] = was.buffer
             if was.buffer is not None and was.copy is not None:
                 was.buffer.detach().copy_(was.copy)
         self._attributes.ended()
@@ -320,8 +349,8 @@ class FirstRun:
         """The surroundings of the first run; afterwards everything is as before, buffers changed once included.
 
         Raises:
-            ReplayError: a parameter was modified in place since, a buffer changed that never did before, or the stage
-                writes other values to a parameter of its own each time.
+            ReplayError: a parameter was modified in place since, a buffer changed in this run that never did before, or
+                the stage writes other values to a parameter of its own each time.
         """
         self._parameters.refuse_others(self._stage, f"stage {self._stage.name!r}")
         contexts: list[AbstractContextManager[Any]] = []
@@ -332,15 +361,28 @@ class FirstRun:
         contexts += autocast_again(self._autocast)
         if not self._hooks.are_present:
             contexts.append(self._hooks.again())
+        others = self._attributes.others()
+        if self._objects is not None:
+            contexts.append(self._objects.again(self._objects.others()))
         if not self._is_steady:
-            contexts.append(self._state_again())
+            contexts.append(self._state_again(others))
+        elif others:
+            contexts.append(self._attributes.again(others))
         return all_of(contexts)
 
+    @property
+    def changed_buffer(self) -> str:
+        """Which buffer, or tensor in an attribute, others have changed in place since the run; empty where none."""
+        for (position, name), buffer, version in self._unchanged:
+            if buffer is not None and version_of(buffer) != version:
+                return f"{name!r} of a {type(self._stage.parts[position]).__name__}"
+        return ""
+
     @contextmanager
-    def _state_again(self) -> Iterator[None]:
-        """What the first run drew on and changed."""
+    def _state_again(self, others: Sequence[tuple[nn.Module, str, Any]]) -> Iterator[None]:
+        """What the first run met, drew on and changed."""
         written = [(weight, weight.detach().clone()) for weight in self._rewritten]
-        with under(self._modes), self._attributes.again(), self._buffers_again():
+        with under(self._modes), self._attributes.again(others), self._buffers_again():
             try:
                 with nullcontext() if self._random is None else self._random.again():
                     yield
@@ -369,12 +411,17 @@ class FirstRun:
                         f"buffer {name!r} of stage {self._stage.name!r} changed in this forward but not in the ones "
                         "before, so its old value was not kept; use the store_all schedule"
                     )
-                holder: dict[str, Any] = part._parameters if name in part._parameters else part._buffers
-                originals.append((holder, name, holder[name]))
+                holder = _holder(part, name)
+                originals.append((holder, name, holder.get(name)))
                 scratch = None if was.copy is None else was.copy.clone()
-                if isinstance(holder[name], nn.Parameter) and scratch is not None:
+                if isinstance(holder.get(name), nn.Parameter) and scratch is not None:
                     scratch = nn.Parameter(scratch, holder[name].requires_grad)
                 holder[name] = scratch
+            for (position, name), buffer, _ in self._unchanged:
+                holder = _holder(self._stage.parts[position], name)
+                if holder.get(name) is not buffer and holder is not vars(self._stage.parts[position]):
+                    originals.append((holder, name, holder.get(name)))
+                    holder[name] = buffer
             yield
         finally:
             for holder, name, buffer in originals:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from remat.errors import ReplayError
 from remat.runtime.calls.call import Call
-from remat.runtime.calls.environment import FirstRun, Parameters, accelerators, all_of, autocast_again, flags_again
+from remat.runtime.calls.environment import FirstRun, accelerators
 from remat.runtime.calls.hooks import Hooks
 from remat.runtime.calls.partial import Parts, nothing
 from remat.runtime.calls.passed import Held, Input, Passed, given_again
@@ -24,11 +23,11 @@ from remat.runtime.calls.tape import Recorder
 from remat.runtime.generators import RandomState, held_by, of_python
 from remat.runtime.live.units.dormant import packing
 from remat.runtime.live.units.known import BoundModule
-from remat.runtime.live.units.pieces import Reference, Row, look_at
+from remat.runtime.live.units.pieces import Reference, Row, is_flagged, look_at
 from remat.runtime.live.units.saving import FirstSaving, Saving
 from remat.runtime.live.units.unit import Unit
-from remat.runtime.pytree import storage_of, tensors
-from remat.runtime.surroundings import modes_now, present
+from remat.runtime.pytree import is_plain, storage_of, tensors
+from remat.runtime.surroundings import modes_now
 
 if TYPE_CHECKING:
     from remat.runtime.live.units.pool import Pool
@@ -46,14 +45,13 @@ class UnitCall(Call):
     """
 
     __slots__ = (
-        *("_parameters", "bound", "is_back", "owner", "packed", "reference", "row", "saves", "turn"),
+        *("bound", "is_back", "owner", "packed", "reference", "row", "saves", "turn"),
         *("unit", "varied"),
     )
     hint = (
         "Its forward must not depend on state that changes before its backward, such as module attributes. Otherwise "
         "use remat.DTR(..., granularity='operator')"
     )
-    _parameters: Parameters
 
     def __init__(
         self,
@@ -79,11 +77,13 @@ class UnitCall(Call):
         return self.unit.name
 
     def _hold(self, tensor: torch.Tensor) -> Input:
-        storage = id(storage_of(tensor))
-        counted = self.owner.account.known.get(storage)
+        storage = storage_of(tensor)
+        counted = self.owner.account.of(storage)
         piece = None if counted is None else counted.piece
-        self.owner.readers.add(storage, self.reference, len(self.passed.inputs))
-        if piece is None or piece.call.unit.kept or piece.call.varied:
+        self.owner.readers.add(id(storage), self.reference, len(self.passed.inputs))
+        if piece is not None and piece.is_written(tensor):
+            self.owner.changed(piece)
+        if piece is None or piece.changes or piece.call.unit.kept or piece.call.varied or is_flagged(tensor):
             return Held(tensor)  # nobody can make it again
         return Reference(tensor, piece)
 
@@ -93,16 +93,13 @@ class UnitCall(Call):
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], first: FirstSaving | None
     ) -> Any:
         """Makes the call, under hooks that keep what autograd saves; `first`: it is recorded so."""
-        unit = self.unit
-        there = torch._C._is_any_autocast_enabled() or torch._C._len_torch_function_stack()
-        if unit.needs_environment or first is not None or there:
-            own = held_by(self.stage.parts, (args, kwargs))
-            preserve = unit.draws or bool(own)
-            self.context = FirstRun(self.stage, self.passed.given(), unit.watch, preserve_random=preserve, own=own)
-            if first is not None:
-                first.recorder.known = own
-        else:
-            self._parameters = Parameters(self.bound.parameters)
+        unit, given = self.unit, self.passed.given()
+        own = held_by((), (args, kwargs))
+        preserve = unit.draws or bool(own)
+        beside = () if is_plain(args) and is_plain(kwargs) else (args, kwargs)
+        self.context = FirstRun(self.stage, given, unit.watch, preserve_random=preserve, beside=beside, own=own)
+        if first is not None:
+            first.recorder.known = [*own, *held_by(self.stage.parts)]
         pack = packing(self) if self.owner.log.precedent is not None else (first or Saving(self)).pack
         with saved_tensors_hooks(pack, unpack):
             if first is not None:
@@ -111,10 +108,9 @@ class UnitCall(Call):
                 began = time.perf_counter_ns()
                 output = forward(*args, **kwargs)
                 unit.first_runs.took(time.perf_counter_ns() - began)
-        if self.context is not None:
-            self.context.ended()
-            for kept in self.context.kept():
-                self.owner.account.enter(storage_of(kept))
+        self.context.ended()
+        for kept in self.context.kept():
+            self.owner.account.enter(storage_of(kept))
         return output
 
     def wake(self) -> None:
@@ -154,6 +150,12 @@ class UnitCall(Call):
         storage = None if piece is None or piece.changes else piece.content()
         return None if storage is None else look_at(storage, value)
 
+    @property
+    def is_distrusted(self) -> bool:
+        """Whether an input of it, or a buffer, was changed since."""
+        changed = any(given.is_changed for given in self.passed.inputs)
+        return changed or (self.context is not None and bool(self.context.changed_buffer))
+
     def distrusted(self) -> None:
         self.owner.distrust()
 
@@ -163,17 +165,6 @@ class UnitCall(Call):
             return super().missing(number, parts)
         tensor = nothing(found.value, found.storage.size, found.device)
         return given_again(tensor, needs_gradient=found.needs_gradient)
-
-    def surroundings(self) -> AbstractContextManager[Any]:
-        if self.context is not None:
-            return self.context.again()
-        self._parameters.refuse_others(self.stage, self.unit.name)
-        contexts = autocast_again([])  # nothing was cast then
-        if present() is not self.unit.surroundings:
-            contexts.append(self.unit.surroundings.again())
-        if [part.training for part in self.stage.parts] != self.unit.flags:
-            contexts.append(flags_again(self.stage.parts, self.unit.flags))
-        return all_of(contexts)
 
     def __del__(self) -> None:
         self.owner.log.gone(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ from remat.runtime.surroundings import dispatch_modes, present
 
 # By module, by the form of its parameters and buffers, by the look of a call.
 _known: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, dict[Hashable, Unit]]] = weakref.WeakKeyDictionary()
+
+
+_MOST = 256  # looks of calls of a module that are known
 
 
 class BoundModule:
@@ -74,6 +77,8 @@ class KnownCalls:
             return None
         unit = units.get(key)
         if unit is None:
+            if len(units) >= _MOST:
+                units.clear()
             unit = units[key] = Unit(stage)
         return unit
 
@@ -108,12 +113,12 @@ def _is_reached(end: Node) -> bool | None:
 
 
 class _UnsupportedArguments(Exception):
-    """Sparse tensors, or tensors of other classes."""
+    """Sparse tensors, tensors of other classes, or what gives its items only once."""
 
 
 def key_of_call(parts: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
-    """What calls of a module have in common that do the same; None where they are passed sparse tensors, or ones of
-    other classes."""
+    """What calls of a module have in common that do the same; None where they are passed sparse tensors, ones of other
+    classes, or iterators."""
     look: list[Any] = [torch.is_grad_enabled(), present(), *[part.training for part in parts]]
     numbers: dict[int, int] = {}
     try:
@@ -161,6 +166,8 @@ def _look(value: Any, look: list[Any], numbers: dict[int, int]) -> None:
         look += (kind, *value)
         for item in value.values():
             _look(item, look, numbers)
+    elif isinstance(value, Iterator):
+        raise _UnsupportedArguments
     else:
         look.append(kind)
         for tensor in tensors(value) if kind is not float else ():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from remat.runtime.calls.environment import version_of
 from remat.runtime.calls.saved import Saved
 from remat.runtime.calls.tape import Value, value_of
 from remat.runtime.fakes import in_earnest
@@ -104,13 +105,14 @@ class Piece:
         held: that storage, where it was made again although autograd holds no slot of it.
         slots: those that autograd holds of it; references to them, of which some may be dead.
         evicted: its memory was freed, and may be waited for.
+        version: of the tensors in it that the call has returned; -1 where it has returned none.
         changes: how often it was changed since it was made; then no replay would make it as it is.
         released: nobody held it any more, as the policy core knows.
     """
 
     __slots__ = (
         *("__weakref__", "call", "changes", "counted", "evicted", "held", "number"),
-        *("released", "size", "slots"),
+        *("released", "size", "slots", "version"),
     )
 
     def __init__(self, call: UnitCall, number: int, size: int) -> None:
@@ -119,7 +121,11 @@ class Piece:
         self.held: torch.UntypedStorage | None = None
         self.slots: list[weakref.ref[Saved]] = []
         self.evicted = self.released = False
-        self.changes = 0
+        self.changes, self.version = 0, -1
+
+    def is_written(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that lies in it was changed since the call has returned it, watched or not."""
+        return self.version >= 0 and not self.changes and self.version != version_of(tensor)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -244,6 +250,11 @@ def _own_references() -> int:
 
 
 _OWN_REFERENCES = _own_references()
+
+
+def is_flagged(tensor: torch.Tensor) -> bool:
+    """Whether it shows its memory in another way than shape and strides say."""
+    return bool(tensor.is_conj() or tensor.is_neg())
 
 
 def look_at(storage: torch.UntypedStorage, value: Value) -> torch.Tensor:

@@ -22,7 +22,7 @@ from remat.runtime.live.units.pieces import Piece
 from remat.runtime.live.units.readers import Readers
 from remat.runtime.live.units.remaking import Remaking
 from remat.runtime.live.units.story import Ran
-from remat.runtime.live.units.unit import INPUT_CHANGED
+from remat.runtime.live.units.unit import INPUT_CHANGED, OUTPUT_CHANGED
 
 
 class Pool:
@@ -125,13 +125,19 @@ class Pool:
         counted = self.account.of(storage)
         changed = None if counted is None else counted.piece
         if changed is not None:
-            changed.call.unit.kept = "its output is changed"
+            changed.call.unit.kept = OUTPUT_CHANGED
         for call in self.readers.pop(storage):
             call.unit.kept = INPUT_CHANGED
             # Brings back what it waits for, as long as what that is made of is as it was.
             self.room("in-place change", 0, call.row.waiting())
         if changed is not None:
-            changed.changes += 1
+            self.changed(changed)
+
+    def changed(self, piece: Piece) -> None:
+        """What a call has returned was changed in place."""
+        self.log.wake()
+        piece.call.unit.kept = OUTPUT_CHANGED
+        piece.changes += 1
 
     def all_draw(self) -> None:
         """A call draws that did not when it was recorded: so may others that were made since."""
@@ -139,14 +145,14 @@ class Pool:
             row.unit.draws = True
 
     def distrust(self) -> None:
-        """An input of a call was changed where nobody was watching: so may those of others have been. Of calls whose
+        """What a call reads was changed where nobody was watching: so may that of others have been. Of calls whose
         backward is over nobody knows; those of modules of the same class are taken for changed, too."""
         gone = []
         for row in self.log.rows:
             call = row.call()
             if call is None:
                 gone.append(row.unit)
-            elif any(given.is_changed for given in call.passed.inputs):
+            elif call.is_distrusted:
                 row.unit.kept = INPUT_CHANGED
         caught = {row.unit.name for row in self.log.rows if row.unit.kept == INPUT_CHANGED}
         for unit in gone:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from remat.runtime.accelerator import bytes_of
+from remat.runtime.calls.environment import version_of
 from remat.runtime.calls.saved import Packed, Saved
 from remat.runtime.calls.tape import OUTSIDE, Recorder, Tape, Value, looks_so, value_of
 from remat.runtime.fakes import alias
 from remat.runtime.live.made import is_number
 from remat.runtime.live.units.account import Counted
-from remat.runtime.live.units.pieces import Piece
+from remat.runtime.live.units.pieces import Piece, is_flagged
 from remat.runtime.pytree import storage_of, tensors
 
 if TYPE_CHECKING:
@@ -77,8 +78,11 @@ class Saving:
             call.varied = True  # other tensors share memory than when it was recorded
         else:
             counted = self._counted(tensor)
-            if counted is not None and counted.piece is not None:
-                return counted.piece, None
+            piece = None if counted is None else counted.piece
+            if piece is not None and not is_flagged(tensor):
+                if piece.is_written(tensor):
+                    call.owner.changed(piece)
+                return (None if piece.changes else piece), None
         if call.varied or is_number(tensor):
             self.count_in(tensor)
         return None, None
@@ -86,12 +90,15 @@ class Saving:
     def returned(self, found: list[torch.Tensor], tape: Tape) -> None:
         """Notes what the call has made of the tensors that it returned."""
         for tensor, value in zip(found, tape.outputs, strict=True):
-            if value.storage == OUTSIDE or value.storage in self._call.row.sizes:
+            if value.storage == OUTSIDE:
                 continue
-            storage = storage_of(tensor)
-            counted = self._account.of(storage)
-            if counted is None or counted.piece is None:
-                self._own(value.storage, storage)
+            piece, storage = self._call.row.piece(value.storage), storage_of(tensor)
+            if piece is None and value.storage not in self._call.row.sizes:
+                counted = self._account.of(storage)
+                if counted is None or counted.piece is None:
+                    piece = self._own(value.storage, storage)
+            if piece is not None:
+                piece.version = version_of(tensor)
 
     def count_in(self, tensor: torch.Tensor) -> None:
         """Counts what it has made, which is kept, since it varies."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from remat.runtime.calls.attributes import plain_tensors
 from remat.runtime.calls.environment import BufferWatch, rescaled, working_bytes
 from remat.runtime.calls.partial import Parts
 from remat.runtime.calls.stages import Stage
 from remat.runtime.calls.tape import OUTSIDE, Operator, Tape, Value
 from remat.runtime.live.units.makings import Making, makings, model_nanoseconds
 from remat.runtime.live.units.times import FirstRuns, Replays
-from remat.runtime.surroundings import present
 
-INPUT_CHANGED = "its input is changed"  # why a unit may be kept
+INPUT_CHANGED, OUTPUT_CHANGED = "its input is changed", "its output is changed"  # why a unit may be kept
 _ATTEMPTS = 3  # replays in part that fail before no more are tried
 _MOST_PARTS = 256  # ways to make a part that are held
 
@@ -38,7 +38,6 @@ class Unit:
 
     Attributes:
         name: of the module's class.
-        flags: of the module and those in it, whether they are in train mode; surroundings: flags of backends.
         tape: None until a call was recorded.
         makings: of what outlives a call, and making_of each storage that does.
         first_runs, replays: what these take; bytes: what calls take.
@@ -56,7 +55,6 @@ class Unit:
 
     def __init__(self, stage: Stage) -> None:
         self.name = stage.name
-        self.flags, self.surroundings = [part.training for part in stage.parts], present()
         self.watch = BufferWatch()
         self._parts: dict[tuple[frozenset[int], ...], Parts] = {}
         self._failed = 0
@@ -71,12 +69,8 @@ class Unit:
         self.draws = True
         self.writes: tuple[int, ...] = ()
         rescales = any(rescaled(part) for part in stage.parts)
-        self.has_buffers = rescales or any(True for _ in stage.buffers())
-
-    @property
-    def needs_environment(self) -> bool:
-        """Whether calls depend on more than parameters, in general."""
-        return self.draws or self.has_buffers
+        plain = any(True for part in stage.parts for _ in plain_tensors(vars(part)))
+        self.has_buffers = plain or rescales or any(True for _ in stage.buffers())
 
     @property
     def is_whole(self) -> bool:
@@ -151,7 +145,7 @@ class Unit:
         if tape.draws_elsewhere:
             self.never_again("it draws from a torch.Generator that is not its attribute or argument")
         self.draws = draws or any(operator.draws for operator in tape.operators)
-        if not self.needs_environment:
+        if not (self.draws or self.has_buffers):
             self.bytes.working = 0
 
 

@@ -1,0 +1,526 @@
+"""State that a forward reads, and code outside changes before the backward: a recomputation meets what the forward met.
+
+Each program by a plan in which every block is made again, and by DTR at both granularities, against plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import remat
+from remat.errors import InfeasibleBudget, ReplayError
+from remat.runtime.live.units import known
+from support.live_models import allocate_gradients
+from support.steps import assert_same
+from support.unit_blocks import left_by, memory_of
+
+pytestmark = [
+    pytest.mark.usefixtures("nothing_known"),
+    pytest.mark.filterwarnings("ignore::remat.OverBudgetWarning", "ignore:.*recomputed as a whole"),
+]
+WIDTH, HIDDEN, ROWS, BLOCKS, STEPS = 16, 64, 128, 6, 7
+OF_NUMPY = np.random.default_rng(0)
+Step = Callable[[int], None]
+Read = Callable[[Any, Tensor], Tensor]
+
+
+class Block(nn.Module):
+    """A perceptron whose hidden units do something more."""
+
+    sigma = 0.0
+
+    def __init__(self, read: Read) -> None:
+        super().__init__()
+        self.up, self.down, self.read = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH), read
+        self.others = nn.ModuleList(nn.Linear(WIDTH, HIDDEN) for _ in range(2))
+        self.scale, self.which, self.factors = 1.0, 0, [1.0]
+        self.table, self.context, self.look = torch.ones(HIDDEN), None, Look(1.0)
+        self.register_buffer("shift", torch.zeros(HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.read(self, self.up(x) + self.others[self.which](x)).tanh())
+
+
+class Look:
+    """An object that modules hold."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+
+class Plain(nn.Module):
+    """Nothing but PyTorch's own layers, of which one has a setting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.LeakyReLU(0.1), nn.Linear(HIDDEN, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def in_a_row(read: Read) -> nn.Sequential:
+    return nn.Sequential(*(Block(read) for _ in range(BLOCKS)))
+
+
+def of_x(step: int = 0) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def twice(read: Read, set_to: Callable[[Any, int], None]) -> tuple[nn.Module, Step]:
+    """Two forwards, before each of which every block is set to something else, and one backward."""
+    model = in_a_row(read)
+
+    def step(number: int) -> None:
+        found = []
+        for which in range(2):
+            for block in model:
+                set_to(block, which)
+            found.append(model(of_x(number)))
+        (found[0].sin() * found[1]).mean().backward()
+
+    return model, step
+
+
+def then(model: nn.Sequential, before: Callable[[Any], None], after: Callable[[Any], None]) -> tuple[nn.Module, Step]:
+    """Each block is set to something before a forward, and to something else after it."""
+
+    def step(number: int) -> None:
+        for block in model:
+            before(block)
+        loss = model(of_x(number)).square().mean()
+        for block in model:
+            after(block)
+        loss.backward()
+
+    return model, step
+
+
+def put(**values: Any) -> Callable[[Any], None]:
+    def set_to(block: Any) -> None:
+        for name, value in values.items():
+            setattr(block, name, value)
+
+    return set_to
+
+
+def hooked() -> tuple[nn.Module, Step]:
+    """A hook that is there in forwards, and not in backwards."""
+    model = nn.Sequential(*(Plain() for _ in range(BLOCKS)))
+    steer = of_x()[0].repeat(HIDDEN // WIDTH)
+
+    def step(number: int) -> None:
+        handles = [block.layers[0].register_forward_hook(lambda m, given, output: output + steer) for block in model]
+        loss = model(of_x(number)).square().mean()
+        for handle in handles:
+            handle.remove()
+        loss.backward()
+
+    return model, step
+
+
+def of_a_layer() -> tuple[nn.Module, Step]:
+    model = nn.Sequential(*(Plain() for _ in range(BLOCKS)))
+
+    def step(number: int) -> None:
+        for block in model:
+            block.layers[1].negative_slope = 0.1
+        loss = model(of_x(number)).square().mean()
+        for block in model:
+            block.layers[1].negative_slope = 0.5
+        loss.backward()
+
+    return model, step
+
+
+def one_cell() -> tuple[nn.Module, Step]:
+    """A module that is called again and again, and told each time which time it is."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = Block(lambda block, h: h * block.scale)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for number in range(BLOCKS):
+                self.cell.scale = 0.5 + number / 4
+                x = self.cell(x)
+            return x
+
+    model = Net()
+    return model, lambda number: model(of_x(number)).square().mean().backward()
+
+
+class Given:
+    """An object that calls are passed, and that the program changes between them."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.number = x, 0
+
+
+def passed() -> tuple[nn.Module, Step]:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+        def forward(self, given: Given) -> Tensor:
+            return given.x + self.down(self.up(given.x).tanh() * given.number)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(BLOCKS))
+
+        def forward(self, x: Tensor) -> Tensor:
+            given = Given(x)
+            for number, layer in enumerate(self.layers):
+                given.number = number
+                given.x = layer(given)
+            return given.x
+
+    model = Net()
+    return model, lambda number: model(of_x(number)).square().mean().backward()
+
+
+def from_an_iterator() -> tuple[nn.Module, Step]:
+    class Up(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(2 * WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+        def forward(self, x: Tensor, skips: Iterator[Tensor]) -> Tensor:
+            return self.down(self.up(torch.cat([x, next(skips)], 1)).tanh())
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.downs = nn.ModuleList(Block(lambda block, h: h) for _ in range(BLOCKS))
+            self.ups = nn.ModuleList(Up() for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = []
+            for down in self.downs:
+                x = down(x)
+                found.append(x)
+            skips = iter(reversed(found))
+            for up in self.ups:
+                x = up(x, skips)
+            return x
+
+    model = Net()
+    return model, lambda number: model(of_x(number)).square().mean().backward()
+
+
+def warmed_up() -> tuple[nn.Module, Step]:
+    """From the fifth step on, what blocks return is changed in place."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(HIDDEN, WIDTH), nn.Tanh(), nn.Linear(WIDTH, HIDDEN)) for _ in range(8)
+            )
+            self.more = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+                if self.more:
+                    x += 1.0
+            return x
+
+    model = Net()
+
+    def step(number: int) -> None:
+        model.more = number >= 4
+        model(of_x(number).repeat(1, HIDDEN // WIDTH)).square().mean().backward()
+
+    return model, step
+
+
+def begins_to_draw() -> tuple[nn.Module, Step]:
+    model = in_a_row(lambda block, h: h * (random.gauss(1.0, Block.sigma) if Block.sigma else 1.0))
+
+    def step(number: int) -> None:
+        Block.sigma = 0.1 * (number >= 3)
+        model(of_x(number)).square().mean().backward()
+
+    return model, step
+
+
+def with_other_weights() -> tuple[nn.Module, Step]:
+    """The same modules with weights of their own, and with others."""
+    model = in_a_row(lambda block, h: h)
+
+    def step(number: int) -> None:
+        inner = model(of_x(number)).square().mean()
+        given = torch.autograd.grad(inner, list(model.parameters()), allow_unused=True)
+        fast = {
+            name: p if g is None else p - 0.1 * g for (name, p), g in zip(model.named_parameters(), given, strict=True)
+        }
+        torch.func.functional_call(model, fast, (of_x(number + 1),)).square().mean().backward()
+
+    return model, step
+
+
+def conjugated() -> tuple[nn.Module, Step]:
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(WIDTH, HIDDEN, dtype=torch.cfloat) / 8)
+            self.down = nn.Parameter(torch.randn(HIDDEN, WIDTH, dtype=torch.cfloat) / 8)
+
+        def forward(self, z: Tensor) -> Tensor:
+            h = z @ self.up
+            return (h * h.abs().sigmoid()) @ self.down
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Complex() for _ in range(BLOCKS))
+
+        def forward(self, z: Tensor) -> Tensor:
+            for block in self.blocks:
+                z = block(z.conj())
+            return z
+
+    model = Net()
+    return model, lambda number: model(of_x(number).to(torch.cfloat)).abs().square().mean().backward()
+
+
+def made_in_inference() -> tuple[nn.Module, Step]:
+    """A table that grows, first in an evaluation."""
+    model = in_a_row(_looks_up)
+    with torch.inference_mode():
+        model(torch.randn(2 * ROWS, WIDTH))
+    return model, lambda number: model(of_x(number)).square().mean().backward()
+
+
+def _looks_up(block: Any, h: Tensor) -> Tensor:
+    if len(h) > len(block.shift) or block.shift.ndim == 1:
+        block.shift = torch.arange(len(h), dtype=h.dtype)[:, None].expand(-1, HIDDEN) / 1000
+    return h + block.shift[: len(h)]
+
+
+def _moves_a_mean(block: Any, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        block.table.mul_(0.9).add_(h.mean(0), alpha=0.1)
+    return h - block.table
+
+
+def in_lists(block: Any, which: int) -> None:
+    block.factors[:] = [1.0 + which]
+
+
+PROGRAMS: dict[str, Callable[[], tuple[nn.Module, Step]]] = {
+    "a number": lambda: twice(lambda b, h: h * b.scale, lambda b, which: put(scale=1.0 + which)(b)),
+    "a number of one cell": one_cell,
+    "which part": lambda: twice(lambda b, h: h, lambda b, which: put(which=which)(b)),
+    "in a list": lambda: twice(lambda b, h: h * b.factors[0], in_lists),
+    "a tensor": lambda: then(
+        in_a_row(lambda b, h: h if b.context is None else h * b.context),
+        put(context=torch.full((HIDDEN,), 2.0)),
+        put(context=None),
+    ),
+    "an attribute that comes later": lambda: then(
+        in_a_row(lambda b, h: 2 * h if hasattr(b, "late") else h), lambda b: vars(b).pop("late", None), put(late=True)
+    ),
+    "an object": lambda: twice(lambda b, h: h * b.look.factor, lambda b, which: put(look=LOOKS[which])(b)),
+    "a setting of a layer": of_a_layer,
+    "a buffer that is replaced": lambda: then(
+        in_a_row(lambda b, h: h + b.shift),
+        put(shift=torch.ones(HIDDEN)),
+        put(shift=torch.zeros(HIDDEN)),
+    ),
+    "a tensor that its forward changes": lambda: then(in_a_row(_moves_a_mean), put(), put()),
+    "a hook": hooked,
+    "an object that is passed": passed,
+    "an iterator": from_an_iterator,
+    "its output": warmed_up,
+    "numbers of Python, later": begins_to_draw,
+    "a generator of NumPy, global": lambda: then(
+        in_a_row(lambda b, h: h * float(OF_NUMPY.uniform(0.5, 1.5))), put(), put()
+    ),
+    "conjugated views": conjugated,
+    "a table made in inference mode": made_in_inference,
+}
+LOOKS = (Look(1.0), Look(2.0))
+
+
+def made(name: str) -> tuple[nn.Module, Step]:
+    global OF_NUMPY  # noqa: PLW0603  # a program's own
+    torch.manual_seed(0)
+    random.seed(0)
+    OF_NUMPY = np.random.default_rng(0)
+    Block.sigma = 0.0
+    model, step = PROGRAMS[name]()
+    allocate_gradients(model)
+    return model, step
+
+
+def trained(model: nn.Module, step: Step, around: Callable[[Step, int], None], steps: int = STEPS) -> list[Tensor]:
+    return [tensor for number in range(steps) for tensor in (around(step, number), left_by(model))[1]]
+
+
+def plainly(step: Step, number: int) -> None:
+    step(number)
+
+
+@pytest.mark.parametrize("name", [each for each in PROGRAMS if each not in ("its output", "conjugated views")])
+def test_by_a_plan(name: str) -> None:
+    expected = trained(*made(name), plainly)
+    model, step = made(name)
+    try:
+        remat.fit(model, of_x(), 0.6, quiet=True)
+    except InfeasibleBudget as error:  # the plan or DTR needs more
+        assert error.minimum is not None
+        remat.fit(model, of_x(), error.minimum, quiet=True)
+    assert_same(expected, trained(model, step, plainly))
+
+
+@pytest.mark.parametrize("granularity", ["module", "operator"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_under_dtr(name: str, granularity: str) -> None:
+    expected = trained(*made(name), plainly)
+    budget = int(0.6 * memory_of(lambda: alone(name)))
+    model, step = made(name)
+
+    def around(step: Step, number: int) -> None:
+        with remat.DTR(budget, costs="model", thrash_limit=None, granularity=granularity):
+            step(number)
+
+    assert_same(expected, trained(model, step, around))
+
+
+def alone(name: str) -> None:
+    model, step = made(name)
+    step(0)
+    left_by(model)
+
+
+def _norms() -> tuple[nn.Module, Step]:
+    """A forward of running statistics, and one that moves them, before the backward of both."""
+    layers = [nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, WIDTH))]
+    model = nn.Sequential(*layers, *(nn.Sequential(*map(_alike, layers[0])) for _ in range(BLOCKS - 1)))
+
+    def step(number: int) -> None:
+        fixed = model.eval()(of_x(number))
+        (fixed - model.train()(of_x(number + 1))).square().mean().backward()
+
+    return model, step
+
+
+def _alike(layer: Any) -> nn.Module:
+    sizes = {"Linear": ("in_features", "out_features"), "BatchNorm1d": ("num_features",)}.get(type(layer).__name__, ())
+    other: nn.Module = type(layer)(*(getattr(layer, size) for size in sizes))
+    return other
+
+
+def _fill(tensor: Tensor, value: float) -> None:
+    tensor.fill_(value)
+
+
+IN_PLACE: dict[str, Callable[[], tuple[nn.Module, Step]]] = {
+    "a buffer": lambda: then(
+        in_a_row(lambda b, h: h + b.shift), lambda b: _fill(b.shift, 0.0), lambda b: _fill(b.shift, 0.1)
+    ),
+    "a tensor in an attribute": lambda: then(
+        in_a_row(lambda b, h: h + b.table), lambda b: _fill(b.table, 1.0), lambda b: _fill(b.table, 0.5)
+    ),
+    "statistics": _norms,
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_what_is_changed_in_place_is_an_error_and_not_evicted_the_next_time(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is for inputs: the old values are nowhere."""
+    monkeypatch.setitem(PROGRAMS, name, IN_PLACE[name])
+    steps = 2 * STEPS
+    expected = trained(*made(name), plainly, steps)
+    budget = int(0.6 * memory_of(lambda: alone(name)))
+    model, step = made(name)
+    failed = []
+
+    def around(step: Step, number: int) -> None:
+        try:
+            with remat.DTR(budget, costs="model", thrash_limit=None):
+                step(number)
+        except ReplayError as error:
+            assert "modified in place since the forward" in str(error)
+            failed.append(number)
+
+    found = []
+    for number in range(steps):
+        around(step, number)
+        found.append(left_by(model))
+    assert 0 < len(failed) < STEPS and failed[-1] < steps - 4
+    size = len(found[0])
+    for number in range(steps):
+        if number not in failed:
+            assert_same(expected[number * size : (number + 1) * size], found[number])
+
+
+def test_a_plan_says_so_too() -> None:
+    model, step = IN_PLACE["a buffer"]()
+    remat.fit(model, of_x(), 0.5, quiet=True)
+    with pytest.raises(ReplayError, match=r"'shift' of a Block in .* was modified in place since the forward"):
+        step(0)
+
+
+@pytest.mark.parametrize("way", ["plan", "module"])
+def test_weights_that_are_gone_are_an_error(way: str) -> None:
+    model, step = with_other_weights()
+    allocate_gradients(model)
+    budget = int(0.6 * memory_of(lambda: step(0)))
+    if way == "plan":
+        remat.fit(model, of_x(), 0.5, quiet=True)
+        with pytest.raises(ReplayError, match="were replaced since its forward"):
+            step(0)
+        return
+    failed = 0
+    for number in range(STEPS):
+        try:
+            with remat.DTR(budget, costs="model", thrash_limit=None) as dtr:
+                step(number)
+        except ReplayError as error:
+            assert "were replaced since its forward" in str(error)
+            failed += 1
+    assert failed or not dtr.runs_by_calls
+
+
+def test_measuring_changes_no_tensor_in_an_attribute() -> None:
+    model, _ = then(in_a_row(_moves_a_mean), put(), put())
+    before = [(block.table, block.table.clone()) for block in model]
+    remat.fit(model, of_x(), 0.5, quiet=True)
+    for block, (table, values) in zip(model, before, strict=True):
+        assert block.table is table and torch.equal(table, values)
+
+
+def test_what_is_known_of_a_module_is_bounded() -> None:
+    """Numbers that differ in each step are other calls each time."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Plain() for _ in range(BLOCKS))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    model = Net()
+    bound = known.KnownCalls(model.blocks)
+    for number in range(3 * known._MOST):
+        bound.of(model.blocks[0], (of_x(),), {"number": number})
+    assert all(len(units) <= known._MOST for units in bound.units.values())
