@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache, partial
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from remat.runtime.pytree import is_plain
 
 _DEPTH = 4  # how far into what a module holds
 _CALLS_DEEP = 2  # functions that call each other, in which generators are looked for
+_LIBRARIES = ("torch", "numpy", "random", "math")  # whose functions draw from generators that are known
 OWN = frozenset(vars(nn.Module()))  # attributes that every module has; children are modules of their own
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.Tensor, nn.Module, type)
 Path = tuple[Any, ...]  # keys and names, from the attributes of a module on
@@ -95,24 +96,44 @@ def _of_class(kind: Any) -> tuple[Callable[[], Any], ...]:
 
 
 def _of_functions(values: Iterable[Any]) -> Iterator[Callable[[], Any]]:
-    """The same of functions among these values, and of those that they call."""
+    """The same of functions among these values, of those in them, and of those that they call."""
     todo = [(value, _CALLS_DEEP) for value in values]
     seen: set[CodeType] = set()
     while todo:
-        function, deep = todo.pop()
+        value, deep = todo.pop()
+        if isinstance(value, property):
+            todo += [(each, deep) for each in (value.fget, value.fset)]
+        function = getattr(value, "__func__", value)  # of a static or class method, or a bound one
         if not isinstance(function, FunctionType) or function.__code__ in seen:
             continue
         seen.add(function.__code__)
         known = function.__globals__
-        for name in function.__code__.co_names:
-            if name in known and (known[name] is None or is_generator(known[name])):
+        for name in _names_in(function.__code__):
+            found = known.get(name)
+            if name in known and (found is None or is_generator(found)):
                 yield partial(known.get, name)
+            elif deep and isinstance(found, (ModuleType, type)) and not _name_of(found).startswith(_LIBRARIES):
+                todo += [(vars(found).get(each), deep - 1) for each in _names_in(function.__code__)]
             elif deep:
-                todo.append((known.get(name), deep - 1))
+                todo.append((found, deep - 1))
         for cell in function.__closure__ or ():
             with suppress(ValueError):  # it refers to nothing yet
                 if is_generator(cell.cell_contents):
                     yield partial(getattr, cell, "cell_contents")
+                else:
+                    todo.append((cell.cell_contents, deep))
+
+
+def _name_of(holder: ModuleType | type) -> str:
+    return holder.__module__ if isinstance(holder, type) else holder.__name__
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Names that a function speaks of, or an expression or a function in it."""
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _names_in(each)
 
 
 def of_python() -> list[Any]:

@@ -15,6 +15,11 @@ from torch.utils import _pytree as pytree
 storage_of: Callable[[torch.Tensor], torch.UntypedStorage] = torch._C.TensorBase.untyped_storage
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often it was changed in place; those of inference mode do not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def tensor_on(
     storage: torch.UntypedStorage, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int = 0
 ) -> torch.Tensor:
@@ -125,9 +130,8 @@ def objects_in(value: Any) -> list[Any]:
     """Objects of the program's own in a value, other than modules: their attributes may be what a call works on."""
     if is_plain(value):
         return []
-    return [
-        leaf for leaf in pytree.tree_leaves(value) if hasattr(leaf, "__dict__") and not isinstance(leaf, _NO_OBJECTS)
-    ]
+    found = [leaf for leaf in pytree.tree_leaves(value) if not isinstance(leaf, _NO_OBJECTS)]
+    return [leaf for leaf in found if hasattr(leaf, "__dict__") and not _is_record(leaf)]
 
 
 _NO_OBJECTS = (torch.Tensor, torch.nn.Module, type, FunctionType)

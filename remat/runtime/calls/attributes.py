@@ -14,27 +14,31 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
+from numbers import Number
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from remat.errors import UnsupportedModel
 from remat.runtime.generators import OWN, Look, is_generator
+from remat.runtime.pytree import version_of
 
 MISSING = object()
 _UNKNOWN = object()
 _OTHERS = frozenset(("training", "forward", "__getstate__"))  # that are kept by others
 # Of each module, those that are containers when its attributes look so.
 _names: weakref.WeakKeyDictionary[nn.Module, tuple[Look, tuple[str, ...]]] = weakref.WeakKeyDictionary()
-_CONTAINERS = frozenset((list, dict, set, deque))
-_CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
-_CONSTANT_TYPES = frozenset(_CONSTANTS)
+_CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict, Counter))
+_CONSTANT_TYPES = frozenset((bool, int, float, complex, str, bytes, type(None)))
+_CONSTANTS = (torch.Tensor, Number, np.generic, str, bytes, Enum)  # also of NumPy's types, and fractions
 _NOT_MET = OWN | _OTHERS
 _HARMLESS = (type, FunctionType, BuiltinFunctionType, torch.dtype, torch.device)
 
@@ -46,18 +50,47 @@ class Attributes:
         changing: the run may change some, and shall do so once; else they come back as it met them, whoever it was.
     """
 
-    __slots__ = ("_before", "_changed", "_changing", "_contents", "_hooks", "_met", "_modules")
+    __slots__ = (
+        "_before",
+        "_changed",
+        "_changing",
+        "_children",
+        "_contents",
+        "_hooks",
+        "_met",
+        "_modules",
+        "_versions",
+    )
 
     def __init__(self, modules: Sequence[Any], *, changing: bool = True) -> None:
         self._modules, self._changing = modules, changing
-        self._before = [dict(vars(each)) for each in modules]
-        self._met: list[tuple[dict[str, Any], int]] = []  # what is held of that, and how many there were afterwards
+        if changing:
+            self._before = [dict(vars(each)) for each in modules]
+        else:  # what stands in for a forward would hold the graph that this hangs on
+            self._before = [{name: vars(each)[name] for name in vars(each).keys() - _NOT_MET} for each in modules]
+        self._met: list[dict[str, Any]] = []  # what is held of that
+        self._children = [dict(each._modules) if changing and each._modules else None for each in modules]
         self._changed: list[tuple[nn.Module, str, Any]] = []
         self._contents: list[tuple[Any, Any]] = []
         self._hooks = RemovableHandle.next_id
-        if changing:
-            found = [each for module in modules for each in containers(module)]
-            self._contents = [(each, _without_graphs(each.copy())) for each in found if _is_state(each)]
+        self._versions: list[tuple[torch.Tensor, int]] = []  # of tensors that nobody makes a copy of
+        for module, before in zip(modules, self._before, strict=True):
+            self._contents += [
+                (each, _without_graphs(each.copy())) for each in self._containers(module) if _is_state(each)
+            ]
+            trained = [each for each in before.values() if isinstance(each, torch.Tensor) and each.requires_grad]
+            self._versions += [(each, version_of(each)) for each in trained if each.grad_fn is None]
+        for container, _ in self._contents:
+            found = [each for each in items_of(container) if isinstance(each, torch.Tensor) and each.grad_fn is None]
+            self._versions += [(each, version_of(each)) for each in found]
+
+    def _containers(self, module: Any) -> list[Any]:
+        """Those that attributes refer to; where nothing changes them, of layers that have none that matter, none."""
+        if self._changing:
+            return list(containers(module))
+        if isinstance(module, nn.Module):
+            return []
+        return [each for each in vars(module).values() if type(each) in _CONTAINERS]
 
     def tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:
         """What is neither a parameter nor a buffer, and no graph leads to: the position of its module, and its name."""
@@ -74,7 +107,7 @@ class Attributes:
                 met.update(dict.fromkeys(_differing(vars(module), before), _UNKNOWN))
                 changes = undone(module, before, hooked=hooked)
                 self._changed += [(module, name, _without_graphs(was)) for name, was in changes]
-            self._met.append((met, len(vars(module))))
+            self._met.append(met)
         self._before = []
 
     def undo(self) -> None:
@@ -88,8 +121,10 @@ class Attributes:
         """What has been changed since the run by others, and what it was."""
         self.ended()
         found: list[tuple[Any, str, Any]] = []
-        for module, (met, count) in zip(self._modules, self._met, strict=True):
+        for module, met, children in zip(self._modules, self._met, self._children, strict=True):
             now = vars(module)
+            if children is not None and now["_modules"] != children:
+                found.append((module, "_modules", dict(children)))
             for name, was in met.items():
                 value = now.get(name, MISSING)
                 if value is was or was is _UNKNOWN:
@@ -102,15 +137,20 @@ class Attributes:
                     found.append((module, name, was))
                 elif was.reference() is not value:
                     found.append((module, name, was.tensor))
-            if len(now) != count:
-                found += [(module, name, MISSING) for name in now.keys() - met.keys() - _NOT_MET]
+            found += [(module, name, MISSING) for name in now.keys() - met.keys() - _NOT_MET]
         return found
+
+    @property
+    def changed_tensor(self) -> str:
+        """Which tensor was changed in place, by the run or since, whose old values nobody has; empty where none."""
+        shapes = [tuple(each.shape) for each, version in self._versions if version_of(each) != version]
+        return f"a tensor of shape {shapes[0]} in an attribute" if shapes else ""
 
     @contextmanager
     def again(self, others: Sequence[tuple[nn.Module, str, Any]]) -> Iterator[None]:
         """Inside, they are as before the run; afterwards as they are now."""
         present = [(module, dict(vars(module))) for module in self._modules]
-        found = [each for module in self._modules for each in containers(module)] if self._changing else []
+        found = [each for module in self._modules for each in self._containers(module)]
         contents = [(each, each.copy()) for each in found]
         for module, name, was in others:
             put(module, name, was)
@@ -190,7 +230,7 @@ def _is_state(value: Any) -> bool:
     """Whether a copy of the reference is all that has to be kept of it, and of its items."""
     if isinstance(value, tuple) or type(value) in _CONTAINERS:
         return all(type(item) not in _CONTAINERS and _is_state(item) for item in items_of(value))
-    return type(value) in _CONSTANTS or isinstance(value, torch.Tensor)
+    return type(value) in _CONSTANT_TYPES or isinstance(value, _CONSTANTS)
 
 
 def _without_graphs(value: Any) -> Any:
@@ -199,7 +239,7 @@ def _without_graphs(value: Any) -> Any:
         return value if value.grad_fn is None else value.detach().requires_grad_()
     if not (isinstance(value, tuple) or type(value) in _CONTAINERS):
         return value
-    if type(value) is dict:
+    if isinstance(value, dict):
         items: Any = {key: _without_graphs(each) for key, each in value.items()}
     else:
         items = [_without_graphs(each) for each in value]

@@ -24,7 +24,7 @@ from remat.runtime.calls.steady import is_steady
 from remat.runtime.fakes import in_earnest, is_fake
 from remat.runtime.generators import RandomState, held_by, of_python
 from remat.runtime.meter import instruments
-from remat.runtime.pytree import objects_in, storage_of, tensors
+from remat.runtime.pytree import objects_in, storage_of, tensors, version_of
 from remat.runtime.surroundings import modes_now, present, under
 
 
@@ -154,11 +154,6 @@ def _holder(part: nn.Module, name: str) -> dict[str, Any]:
     """What a module holds a parameter, a buffer or an attribute in."""
     holders: Sequence[dict[str, Any]] = (part._parameters, part._buffers)
     return next((each for each in holders if name in each), vars(part))
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often it was changed in place; those of inference mode do not count."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _differ(buffer: torch.Tensor | None, copy: torch.Tensor | None) -> bool:
@@ -331,6 +326,10 @@ class FirstRun:
             self._random.restore()
         return True
 
+    def release(self) -> None:
+        """It will not be put back any more: lets go of objects that were passed."""
+        self._objects = None
+
     @property
     def rewrites(self) -> bool:
         """Whether the run, which has ended, has changed parameters, other than by scaling them down."""
@@ -372,11 +371,16 @@ class FirstRun:
 
     @property
     def changed_buffer(self) -> str:
-        """Which buffer, or tensor in an attribute, others have changed in place since the run; empty where none."""
+        """Which buffer, or tensor in an attribute, was changed in place and cannot be put back; empty where none.
+
+        DDP writes the same values to buffers in each forward, so that versions tell nothing.
+        """
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return ""
         for (position, name), buffer, version in self._unchanged:
             if buffer is not None and version_of(buffer) != version:
                 return f"{name!r} of a {type(self._stage.parts[position]).__name__}"
-        return ""
+        return self._attributes.changed_tensor or (self._objects.changed_tensor if self._objects is not None else "")
 
     @contextmanager
     def _state_again(self, others: Sequence[tuple[nn.Module, str, Any]]) -> Iterator[None]:
@@ -403,6 +407,7 @@ class FirstRun:
     def _buffers_again(self) -> Iterator[None]:
         """Runs on scratch copies of the old values, so that the module's own buffers are not changed a second time."""
         originals: list[tuple[dict[str, Any], str, Any]] = []
+        copies: dict[int, torch.Tensor] = {}  # of buffers that have several names
         try:
             for (position, name), was in self._changed.items():
                 part = self._stage.parts[position]
@@ -413,7 +418,7 @@ class FirstRun:
                     )
                 holder = _holder(part, name)
                 originals.append((holder, name, holder.get(name)))
-                scratch = None if was.copy is None else was.copy.clone()
+                scratch = None if was.copy is None else copies.setdefault(id(was.buffer), was.copy.clone())
                 if isinstance(holder.get(name), nn.Parameter) and scratch is not None:
                     scratch = nn.Parameter(scratch, holder[name].requires_grad)
                 holder[name] = scratch

@@ -227,6 +227,8 @@ class StageCall(Call):
     def never_again(self) -> None:
         """The stage will not run once more: frees the inputs. What else it holds is counted for the whole step."""
         self.passed.release()
+        if self.context is not None:
+            self.context.release()
 
     def send(self, numbers: Collection[int], memory: HostMemory) -> Sent:
         """The tensors of these numbers go to the host, where autograd still holds them."""

@@ -6,7 +6,10 @@ Each program by a plan in which every block is made again, and by DTR at both gr
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 import remat
 from remat.errors import InfeasibleBudget, ReplayError
 from remat.runtime.live.units import known
+from remat.runtime.pytree import objects_in
 from support.live_models import allocate_gradients
 from support.steps import assert_same
 from support.unit_blocks import left_by, memory_of
@@ -355,6 +359,124 @@ PROGRAMS: dict[str, Callable[[], tuple[nn.Module, Step]]] = {
 LOOKS = (Look(1.0), Look(2.0))
 
 
+def in_blocks(read: Read) -> tuple[nn.Module, Step]:
+    """Blocks whose calls a plan stands in for, so that their `__dict__` holds more while they run."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(read) for _ in range(BLOCKS))
+            for block in self.blocks:
+                block.choice = (nn.Tanh(), nn.Sigmoid())
+                block.part = block.choice[0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    model = Net()
+
+    def step(number: int) -> None:
+        for block in model.blocks:
+            vars(block).pop("late", None)
+            vars(block).pop("later", None)
+            block.part = block.choice[0]
+        loss = model(of_x(number)).square().mean()
+        for block in model.blocks:
+            block.late = block.later = True
+            block.part = block.choice[1]
+        loss.backward()
+
+    return model, step
+
+
+class Mode(Enum):
+    ONE = 1
+    TWO = 2
+
+
+def _turns(block: Any, h: Tensor) -> Tensor:
+    """Changes an enumeration, a number of NumPy's, and a counter of its own."""
+    block.mode = Mode.TWO if getattr(block, "mode", Mode.ONE) is Mode.ONE else Mode.ONE
+    block.scale = np.float64(block.scale) * 0.9
+    block.count = getattr(block, "count", None) or Counter()
+    block.count["calls"] += 1
+    return h * float(block.scale) * block.mode.value + block.count["calls"] / 8
+
+
+class OfNumPy:
+    @staticmethod
+    def drawn() -> float:
+        return sum(float(OF_NUMPY.uniform(0.5, 1.5)) for _ in range(2))
+
+
+class Seen:
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+
+def seeing() -> tuple[nn.Module, Step]:
+    """Calls are passed an object with a list that grows."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+        def forward(self, x: Tensor, seen: Seen) -> Tensor:
+            return x + self.down((self.up(x) + len(seen.numbers)).tanh())
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(BLOCKS))
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen = Seen()
+            for number, layer in enumerate(self.layers):
+                seen.numbers.append(number)
+                x = layer(x, seen)
+            return x
+
+    model = Net()
+    return model, lambda number: model(of_x(number)).square().mean().backward()
+
+
+class Mean(nn.Module):
+    def __init__(self, mean: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mean", mean)
+
+    def forward(self, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(h.mean(0), alpha=0.1)
+        return h - self.mean
+
+
+def shared() -> tuple[nn.Module, Step]:
+    """One buffer of two modules of a block."""
+
+    def read(block: Any, h: Tensor) -> Tensor:
+        return block.norm(h) * (1 + block.shift).sigmoid()
+
+    model = in_a_row(read)
+    for block in model:
+        block.norm = Mean(block.shift)
+    return model, lambda number: model(of_x(number)).square().mean().backward()
+
+
+PROGRAMS |= {
+    "a part, and two attributes that come later": lambda: in_blocks(
+        lambda b, h: b.part(2 * h if hasattr(b, "late") else h)
+    ),
+    "an enumeration, NumPy's number and a counter": lambda: then(in_a_row(_turns), put(), put()),
+    "a generator of NumPy, in functions": lambda: then(in_a_row(lambda b, h: h * OfNumPy.drawn()), put(), put()),
+    "a list in an object that is passed": seeing,
+    "a buffer with two names": shared,
+}
+
+
 def made(name: str) -> tuple[nn.Module, Step]:
     global OF_NUMPY  # noqa: PLW0603  # a program's own
     torch.manual_seed(0)
@@ -428,7 +550,25 @@ def _fill(tensor: Tensor, value: float) -> None:
     tensor.fill_(value)
 
 
+def _moves_a_mean_in_a_list(block: Any, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        block.factors[0].mul_(0.9).add_(h.mean(0), alpha=0.1)
+    return h + block.factors[0]
+
+
+def _lists() -> tuple[nn.Module, Step]:
+    model = in_a_row(_moves_a_mean_in_a_list)
+    for block in model:
+        block.factors = [torch.zeros(HIDDEN)]
+    return model, lambda number: model(of_x(number)).square().mean().backward()
+
+
 IN_PLACE: dict[str, Callable[[], tuple[nn.Module, Step]]] = {
+    "a tensor that is trained": lambda: then(
+        in_a_row(lambda b, h: h + b.trained),
+        put(trained=torch.zeros(HIDDEN, requires_grad=True)),
+        lambda b: _fill(b.trained.detach(), 0.5),
+    ),
     "a buffer": lambda: then(
         in_a_row(lambda b, h: h + b.shift), lambda b: _fill(b.shift, 0.0), lambda b: _fill(b.shift, 0.1)
     ),
@@ -470,6 +610,13 @@ def test_what_is_changed_in_place_is_an_error_and_not_evicted_the_next_time(
             assert_same(expected[number * size : (number + 1) * size], found[number])
 
 
+def test_a_tensor_in_a_list_that_its_module_changes_is_an_error() -> None:
+    model, step = _lists()
+    remat.fit(model, of_x(), 0.5, quiet=True, options=False)
+    with pytest.raises(ReplayError, match=r"a tensor of shape \(64,\) in an attribute in .* was modified in place"):
+        step(0)
+
+
 def test_a_plan_says_so_too() -> None:
     model, step = IN_PLACE["a buffer"]()
     remat.fit(model, of_x(), 0.5, quiet=True)
@@ -496,6 +643,28 @@ def test_weights_that_are_gone_are_an_error(way: str) -> None:
             assert "were replaced since its forward" in str(error)
             failed += 1
     assert failed or not dtr.runs_by_calls
+
+
+def test_under_ddp_versions_of_buffers_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes the same values to them in each forward."""
+    model = in_a_row(lambda b, h: h + b.shift)
+    remat.fit(model, of_x(), 0.5, quiet=True)
+    loss = model(of_x()).square().mean()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for block in model:
+        block.shift.copy_(block.shift.clone())
+    loss.backward()
+
+
+@dataclass
+class Record:
+    x: Tensor
+
+
+def test_a_record_that_is_passed_is_not_held() -> None:
+    """What is in it is, without its graph."""
+    given = Given(of_x())
+    assert objects_in(([Record(of_x())], {"given": given, "look": Look, "module": nn.Tanh()})) == [given]
 
 
 def test_measuring_changes_no_tensor_in_an_attribute() -> None:

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from remat.runtime.calls.environment import version_of
 from remat.runtime.calls.saved import Saved
 from remat.runtime.calls.tape import Value, value_of
 from remat.runtime.fakes import in_earnest
 from remat.runtime.live.units.account import Counted
 from remat.runtime.live.units.makings import Making
-from remat.runtime.pytree import tensor_on
+from remat.runtime.pytree import tensor_on, version_of
 
 if TYPE_CHECKING:
     from remat.runtime.live.units.call import UnitCall

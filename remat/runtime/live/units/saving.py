@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from remat.runtime.accelerator import bytes_of
-from remat.runtime.calls.environment import version_of
 from remat.runtime.calls.saved import Packed, Saved
 from remat.runtime.calls.tape import OUTSIDE, Recorder, Tape, Value, looks_so, value_of
 from remat.runtime.fakes import alias
 from remat.runtime.live.made import is_number
 from remat.runtime.live.units.account import Counted
 from remat.runtime.live.units.pieces import Piece, is_flagged
-from remat.runtime.pytree import storage_of, tensors
+from remat.runtime.pytree import storage_of, tensors, version_of
 
 if TYPE_CHECKING:
     from remat.runtime.live.units.call import UnitCall
