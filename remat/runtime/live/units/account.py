@@ -78,7 +78,7 @@ class Account:
 
     def reached(self, more: int) -> None:
         """So much more than what is counted was in use for a moment."""
-        memory = self.pieces + self.others + self.unseen + more
+        memory = self.memory + more
         self.peak, self.top = max(self.peak, memory), max(self.top, memory + self.shift)
 
     def peaked(self, more: int) -> None:
