@@ -29,15 +29,16 @@ Rules, to which the code points back:
    fill the empty ones.
 4. The backward of a call begins when the node of its output is about to run. Just before, all that is planned up to
    there is done: what is to go goes, and what is to be there is made.
-5. A recomputation repeats the first run: context, inputs, and buffers from before it. What autograd saves must come in
+5. A recomputation repeats the first run: the context that it met, whoever has changed that since, inputs, and buffers
+   from before it. What autograd saves must come in
    the same number, shapes and dtypes, else it is an error. In part it is compared with the graph operator by operator,
    and where it differs, all of the call is made again. Where nobody needs its output, it ends with the last tensor that
    is waited for.
 6. State belongs to one step. It hangs on that step's graph and dies with it.
 7. What goes to the host leaves the device when the operation behind it has run, and comes back while the backward of
    the next stage runs.
-8. What cannot be right raises: a second backward, an input, a parameter or a kept tensor changed in place since. What
-   takes more than the budget says so.
+8. What cannot be right raises: a second backward, an input, a parameter, a buffer or a kept tensor changed in place
+   since. What takes more than the budget says so.
 9. A plan holds as long as the step does what the plan was made for, call for call, with a backward of the same kind.
    From the first call that differs on, a schedule gives way to plain autograd, and a plan of DTR to the policy, which
    first hears what was done so far.

@@ -32,7 +32,7 @@ from remat.runtime.generators import OWN, Look, is_generator
 from remat.runtime.pytree import version_of
 
 MISSING = object()
-_UNKNOWN = object()
+_UNKNOWN = object()  # what the run has changed itself, or nothing is held of
 _OTHERS = frozenset(("training", "forward", "__getstate__"))  # that are kept by others
 # Of each module, those that are containers when its attributes look so.
 _names: weakref.WeakKeyDictionary[nn.Module, tuple[Look, tuple[str, ...]]] = weakref.WeakKeyDictionary()
@@ -40,6 +40,7 @@ _CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict, Count
 _CONSTANT_TYPES = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _CONSTANTS = (torch.Tensor, Number, np.generic, str, bytes, Enum)  # also of NumPy's types, and fractions
 _NOT_MET = OWN | _OTHERS
+# Objects that hold no graph, and may be held themselves.
 _HARMLESS = (type, FunctionType, BuiltinFunctionType, torch.dtype, torch.device)
 
 

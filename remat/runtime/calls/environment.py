@@ -371,14 +371,13 @@ class FirstRun:
 
     @property
     def changed_buffer(self) -> str:
-        """Which buffer, or tensor in an attribute, was changed in place and cannot be put back; empty where none.
-
-        DDP writes the same values to buffers in each forward, so that versions tell nothing.
-        """
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return ""
+        """Which buffer, or tensor in an attribute, was changed in place and cannot be put back; empty where none."""
         for (position, name), buffer, version in self._unchanged:
-            if buffer is not None and version_of(buffer) != version:
+            if buffer is None or version_of(buffer) == version:
+                continue
+            # DDP writes the same values to buffers in each forward, so that versions tell nothing.
+            by_ddp = torch.distributed.is_available() and torch.distributed.is_initialized()
+            if not by_ddp or name not in self._stage.parts[position]._buffers:
                 return f"{name!r} of a {type(self._stage.parts[position]).__name__}"
         return self._attributes.changed_tensor or (self._objects.changed_tensor if self._objects is not None else "")
 
@@ -418,7 +417,9 @@ class FirstRun:
                     )
                 holder = _holder(part, name)
                 originals.append((holder, name, holder.get(name)))
-                scratch = None if was.copy is None else copies.setdefault(id(was.buffer), was.copy.clone())
+                scratch = copies.get(id(was.buffer))
+                if scratch is None and was.copy is not None:
+                    scratch = copies[id(was.buffer)] = was.copy.clone()
                 if isinstance(holder.get(name), nn.Parameter) and scratch is not None:
                     scratch = nn.Parameter(scratch, holder[name].requires_grad)
                 holder[name] = scratch

@@ -26,7 +26,7 @@ from remat.runtime.live.units.known import BoundModule
 from remat.runtime.live.units.pieces import Reference, Row, is_flagged, look_at
 from remat.runtime.live.units.saving import FirstSaving, Saving
 from remat.runtime.live.units.unit import Unit
-from remat.runtime.pytree import is_plain, storage_of, tensors
+from remat.runtime.pytree import storage_of, tensors
 from remat.runtime.surroundings import modes_now
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class UnitCall(Call):
         *("unit", "varied"),
     )
     hint = (
-        "Its forward must not depend on state that changes before its backward, such as module attributes. Otherwise "
+        "Its forward must not depend on state that changes before its backward, such as global variables. Otherwise "
         "use remat.DTR(..., granularity='operator')"
     )
 
@@ -93,11 +93,9 @@ class UnitCall(Call):
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], first: FirstSaving | None
     ) -> Any:
         """Makes the call, under hooks that keep what autograd saves; `first`: it is recorded so."""
-        unit, given = self.unit, self.passed.given()
-        own = held_by((), (args, kwargs))
+        unit, own = self.unit, held_by((), (args, kwargs))
         preserve = unit.draws or bool(own)
-        beside = () if is_plain(args) and is_plain(kwargs) else (args, kwargs)
-        self.context = FirstRun(self.stage, given, unit.watch, preserve_random=preserve, beside=beside, own=own)
+        self.context = FirstRun(self.stage, (args, kwargs), unit.watch, preserve_random=preserve, own=own)
         if first is not None:
             first.recorder.known = [*own, *held_by(self.stage.parts)]
         pack = packing(self) if self.owner.log.precedent is not None else (first or Saving(self)).pack
