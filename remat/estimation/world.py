@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.chain import Chain
 from remat.devices import DEVICES, Device
@@ -34,7 +34,7 @@ from remat.estimation.variants import AsOnCuda
 from remat.runtime.accelerator import granule_of_host, rounded
 from remat.runtime.fakes import fake_on, is_fake, storage_without_data
 from remat.runtime.meter import Instruments, Meter, Region, measured_by
-from remat.runtime.operators import Argument, only_asks, only_views, tensors_in
+from remat.runtime.operators import Argument, EachOperator, only_asks, only_views, tensors_in
 from remat.runtime.pytree import map_tensors, storage_of, tensors
 from remat.solvers.persistent import Persistent
 
@@ -237,7 +237,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(EachOperator):
     """Tells a world of every operator."""
 
     def __init__(self, world: World) -> None:
@@ -246,6 +246,8 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if type(operator) is not OpOverload:
+            return self.within(operator, args, kwargs)
         try:
             output = operator(*args, **kwargs)
         except LOOKS_AT_VALUES:

@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.errors import UnsupportedModel
 from remat.measuring.isolating import no_backward
 from remat.measuring.work import ParameterWrites, work_of
 from remat.runtime.checks import failing_on_the_sample
-from remat.runtime.generators import held_by, passed_to, refuse_foreign
-from remat.runtime.operators import looks_at_data, only_views, statistics, tensors_in
+from remat.runtime.generators import held_by, refuse_foreign
+from remat.runtime.operators import EachOperator, drawn_from, looks_at_data, only_views, statistics, tensors_in
 from remat.runtime.operators import written as written_by
 from remat.runtime.patching import Forward, blocks_as_written, intercepted, outside_of_compiled
 from remat.runtime.pytree import (
@@ -180,7 +180,7 @@ class _ForwardRecorder:
         self.present: ModuleCall | None = None
         self.writes = ParameterWrites(model.modules())
         self.generators: list[Any] = []  # that calls were passed
-        self.drawn_from: list[torch.Generator] = []
+        self.drawn_from: list[torch.Generator | torch.Tensor] = []
         self.failed = ""  # the innermost call that raised an error
 
     def call(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -246,7 +246,7 @@ class _ForwardRecorder:
                 call.saved_bytes += storage.size
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(EachOperator):
     """Tells the recorder of every operator."""
 
     def __init__(self, recorder: _ForwardRecorder) -> None:
@@ -257,9 +257,11 @@ class _Operators(TorchDispatchMode):
         kwargs = kwargs or {}
         recorder = self.recorder
         now, call = recorder.clock, recorder.present
+        if type(operator) is not OpOverload:
+            return self.within(operator, args, kwargs)
         if call is None:
             return operator(*args, **kwargs)
-        recorder.drawn_from += passed_to((*args, *kwargs.values()))
+        recorder.drawn_from += drawn_from(operator, args, kwargs)
         inputs = tensors_in((*args, *kwargs.values()))
         for tensor in inputs:
             recorder.storage(tensor).uses.append((now, call))

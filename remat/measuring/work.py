@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._ops import OpOverload
 
 from remat.errors import OverBudgetWarning
 from remat.runtime.accelerator import rounded
 from remat.runtime.arithmetic import operations_of
 from remat.runtime.calls.tape import identity_of
-from remat.runtime.generators import passed_to
-from remat.runtime.operators import looks_at_data, only_views, tensors_in, written
+from remat.runtime.operators import EachOperator, drawn_from, looks_at_data, only_views, tensors_in, written
 from remat.utils.warn import warn
 
 _OPERATIONS_PER_BYTE = 8  # that take about as long as moving one, on usual machines
@@ -45,12 +44,8 @@ def _bytes(tensor: torch.Tensor) -> int:
     return int(tensor._nnz()) * tensor.element_size() if tensor.layout in _SPARSE else 0
 
 
-class Watching(TorchDispatchMode, ABC):
+class Watching(EachOperator, ABC):
     """Is shown every operator that runs inside, once it has run."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # or each call would pass a wrapper that keeps the compiler out
 
     @abstractmethod
     def seen(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
@@ -60,6 +55,8 @@ class Watching(TorchDispatchMode, ABC):
         """An operator is about to run."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if type(func) is not OpOverload:
+            return self.within(func, args, kwargs or {})
         self.before(func, args, kwargs or {})
         output = func(*args, **(kwargs or {}))
         self.seen(func, args, kwargs or {}, output)
@@ -129,7 +126,7 @@ class Work(Watching):
 
     Attributes:
         work: so far.
-        drawn_from: generators that operators were given.
+        drawn_from: random states that operators were given.
         looks: the first operator that has looked at data; empty where none has.
     """
 
@@ -137,7 +134,7 @@ class Work(Watching):
         super().__init__()
         self._writes = writes
         self.work = 0.0
-        self.drawn_from: list[torch.Generator] = []
+        self.drawn_from: list[torch.Generator | torch.Tensor] = []
         self.looks = ""
 
     def before(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -147,6 +144,6 @@ class Work(Watching):
 
     def seen(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
         inputs, outputs = tensors_in((*args, *kwargs.values())), tensors_in(output)
-        self.drawn_from += passed_to((*args, *kwargs.values()))
+        self.drawn_from += drawn_from(operator, args, kwargs)
         if written(operator, args, kwargs) or not only_views(inputs, outputs):
             self.work += work_of(operator, args, kwargs, output, inputs, outputs)

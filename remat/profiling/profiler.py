@@ -33,6 +33,7 @@ from remat.runtime.calls.stages import group
 from remat.runtime.checks import Loss
 from remat.runtime.executor import BySchedule, executing
 from remat.runtime.meter import MemoryMeter, Meter, Region, instruments, undisturbed
+from remat.runtime.patching import keep_compiler_out
 from remat.runtime.pytree import Arguments, loss_in, tensors
 from remat.runtime.sharding import is_sharded, refuse_shards_of_others
 from remat.schedule import B, Schedule, each_recomputed
@@ -102,6 +103,7 @@ class Profiler:
         Raises:
             UnsupportedModel: the model takes another path than when its chain was found.
         """
+        keep_compiler_out()
         variables = Variables(ModelPass.run.__code__)  # tracked in a first pass, which also triggers one-time set-up
         with warning_of_threads(self.device):
             first = self._looked_at(Seconds(self.device), variables=variables).facts

@@ -42,6 +42,24 @@ def within_one_stage() -> Iterator[None]:
         raise graph_handed_on() from error
 
 
+def _is_of_compiled_code(output: Any) -> bool:
+    """Whether compiled code has made a part of the graph of what a stage returned."""
+    todo: list[Any] = [tensor.grad_fn for tensor in tensors(output)]
+    seen = {None}
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name().startswith(_COMPILED):
+            return True
+        todo.extend(before for before, _ in node.next_functions)
+    return False
+
+
+_COMPILED = "CompiledFunction"  # how autograd's nodes of compiled code are called
+
+
 class Pass(ABC):
     """One forward of a model in which each stage is cut off from the others, so that no more than one is in memory.
 
@@ -139,6 +157,8 @@ class Pass(ABC):
                 f"stage {self.stages[index - 1].name!r} returned a DTensor, and stages pass plain tensors on: "
                 "parallelise what it ends with by use_local_output=True"
             )
+        if index <= len(self.stages) and _is_of_compiled_code(output):
+            self.stages[index - 1].runs_compiled, self.facts[index].ends_early = True, False
         if not self.gauge.of_memory:
             following = detached(output)
         ends = [tensor for tensor in tensors(output) if tensor.requires_grad]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.errors import UnsupportedModel
+from remat.errors import NoChain, UnsupportedModel
 from remat.runtime.accelerator import default_generator
 from remat.runtime.fakes import in_earnest
 from remat.runtime.pytree import is_plain
@@ -143,22 +143,25 @@ def of_python() -> list[Any]:
     return found if of_numpy is None else [*found, of_numpy.mtrand._rand]
 
 
-def passed_to(values: Iterable[Any]) -> list[torch.Generator]:
-    """The generators that an operator is given."""
-    return [value for value in values if isinstance(value, torch.Generator)]
-
-
-def foreign(drawn_from: Iterable[torch.Generator], known: Iterable[Any]) -> bool:
-    """Whether one of the generators is neither a device's own nor among those that are known."""
+def foreign(drawn_from: Iterable[torch.Generator | torch.Tensor], known: Iterable[Any]) -> bool:
+    """Whether one of the random states is neither a device's own nor among those that are known."""
     # Operators are given other Python objects for the same generators.
-    found = {each._cdata: each.device for each in drawn_from}  # type: ignore[attr-defined]
+    found = {each._cdata: each.device for each in drawn_from}  # type: ignore[union-attr]
     for each in known:
         found.pop(getattr(each, "_cdata", None), None)
     return any(generator != default_generator(device)._cdata for generator, device in found.items())  # type: ignore[attr-defined]
 
 
-def refuse_foreign(drawn_from: Iterable[torch.Generator], known: Iterable[Any], name: str) -> None:
-    """Raises UnsupportedModel where code has drawn from a generator that nobody could set back."""
+def refuse_foreign(drawn_from: Iterable[torch.Generator | torch.Tensor], known: Iterable[Any], name: str) -> None:
+    """Raises UnsupportedModel where code has drawn from a random state that nobody could set back."""
+    drawn_from = list(drawn_from)
+    if any(isinstance(each, torch.Tensor) for each in drawn_from):
+        raise NoChain(
+            f"{name} has a recurrent layer with dropout, whose random state only cuDNN can reach, so a recomputation "
+            "would drop other elements. Put nn.Dropout between layers of one (dropout=0), or train under remat.DTR, "
+            "which keeps what such a layer saves",
+            "dropout in a recurrent layer, whose random state only cuDNN can reach",
+        )
     if foreign(drawn_from, known):
         raise UnsupportedModel(
             f"{name} draws from a torch.Generator that is neither an attribute of a module nor passed to a call, so a "

@@ -7,6 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from remat.runtime.fakes import fake_mode, in_earnest
 from remat.runtime.pytree import storage_of
@@ -28,6 +32,7 @@ EXPONENTIAL = "linalg_matrix_exp"
 MAKING_SPARSE = ("_to_sparse", "_to_sparse_csr", "_to_sparse_csc", "_to_sparse_bsr", "_to_sparse_bsc")
 _STATISTICS = ("running_mean", "running_var")
 _TRAINING = ("training", "train")
+_HIDDEN = ("dropout_state", "dropout", "train")  # of recurrent layers by cuDNN and MIOpen
 
 
 _COLLECTIVE = ("c10d", "_c10d", "_dtensor", "symm_mem")  # how namespaces of operators begin in which processes meet
@@ -71,6 +76,46 @@ def statistics(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     )
 
 
+class EachOperator(TorchDispatchMode):
+    """A mode that sees every operator. Its `__torch_dispatch__` begins with
+
+    if type(operator) is not OpOverload: return self.within(...)
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or each call would pass through a wrapper that keeps the compiler out, at 4 us
+
+    def within(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs a higher-order operator; what flex attention consists of is seen, of others nothing."""
+        if not (isinstance(operator, HigherOrderOperator) and operator.name().startswith("flex_attention")):
+            return operator(*args, **kwargs)
+        _push_mode(self)
+        try:
+            return operator.dispatch(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+        finally:
+            _pop_mode()
+
+
+def not_of_plain(kind: type, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+    """What a mode for plain tensors answers where a subclass is among the arguments: these take the call apart, and
+    its parts come. But one without data, as the compiler makes them to look, is none of the program's."""
+    return operator(*args, **(kwargs or {})) if issubclass(kind, FakeTensor) else NotImplemented
+
+
+def drawn_from(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Generator | Tensor]:
+    """The random states that a call is given: generators; and the memory from which cuDNN's recurrent layers draw what
+    they drop, which nobody else can reach and no schema speaks of."""
+    found: list[Any] = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+    if isinstance(operator, OpOverload) and (hidden := traits_of(operator).hidden):
+        state, *switches = (argument.of(args, kwargs) for argument in hidden)
+        if state is not None and state.numel() and all(switches):
+            found.append(state)
+    return found
+
+
 class Argument(NamedTuple):
     """Where a call has an argument: at `position` of the positional ones, or by name."""
 
@@ -92,6 +137,7 @@ class Traits(NamedTuple):
         writes: arguments that it changes.
         statistics: arguments that batch normalisation changes in training and whose old values do not matter then.
         training: the argument that says whether it is in training.
+        hidden: the argument with a random state that it alone can reach, and those that say whether it draws from it.
         random: it draws random numbers.
         repeatable: running it again does the same; collective communication does not.
         data_dependent: the size of its output may depend on data; `sized_by_data` says of a call whether it does.
@@ -110,6 +156,7 @@ class Traits(NamedTuple):
     writes: tuple[Argument, ...]
     statistics: tuple[Argument, ...]
     training: Argument | None
+    hidden: tuple[Argument, ...]
     random: bool
     repeatable: bool
     data_dependent: bool
@@ -141,7 +188,7 @@ class Traits(NamedTuple):
 
 
 def traits_of(function: Any) -> Traits:
-    """The traits of an operator (`torch._ops.OpOverload`), read from its schema and tags, once."""
+    """The traits of an operator (`OpOverload`), read from its schema and tags, once."""
     traits = _PLANS.get(function)
     if traits is None:
         traits = _PLANS[function] = _read(function)
@@ -175,6 +222,7 @@ def _read(function: Any) -> Traits:
     composite = not only_asks(function) and _is_composite(function)
     namespace, _, label = schema.name.partition("::")
     foreign = namespace not in _OWN
+    hidden = tuple(argument for name in _HIDDEN for argument in arguments if argument.name == name)
     traits = Traits(
         label,
         is_view=bool(aliases) and all(aliases) and not writes and not composite,
@@ -183,6 +231,7 @@ def _read(function: Any) -> Traits:
         writes=writes,
         statistics=statistics,
         training=next((argument for argument in arguments if argument.name in _TRAINING), None),
+        hidden=hidden if len(hidden) == len(_HIDDEN) else (),
         random=foreign or torch.Tag.nondeterministic_seeded in tags,
         repeatable=not is_collective(namespace),
         data_dependent=torch.Tag.dynamic_output_shape in tags or label in MAKING_SPARSE,
@@ -193,7 +242,7 @@ def _read(function: Any) -> Traits:
         foreign=foreign,
         turns=torch.Tag.inplace_view in tags,
     )
-    special = any(traits[1:6]) or traits.random or traits.data_dependent or not traits.repeatable
+    special = any(traits[1:6]) or bool(traits.hidden) or traits.random or traits.data_dependent or not traits.repeatable
     return traits._replace(usual=not special)
 
 

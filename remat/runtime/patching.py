@@ -124,6 +124,25 @@ def refuse_compiled(model: nn.Module) -> None:
         )
 
 
+def runs_compiled(module: nn.Module) -> bool:
+    """Whether the module was compiled in place, or is what `torch.compile` returned."""
+    return is_compiled(module) or hasattr(module, "_orig_mod")
+
+
+def keep_compiler_out() -> None:
+    """Keeps remat's own code from being compiled. Where a module calls a compiled function, the compiler would take its
+    hooks and modes for code of the model."""
+    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None and not _kept_out:
+        _kept_out.append(True)
+        for package in _RUNS_AMONG_OTHERS:
+            rules.add(package)
+
+
+_RUNS_AMONG_OTHERS = ("remat.runtime", "remat.measuring", "remat.profiling", "remat.options", "remat.finding")
+_kept_out: list[bool] = []
+
+
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, kept from a compiler that is at work; blocks of a model that are compiled stay so."""
     dynamo: Any = sys.modules.get("torch._dynamo")
@@ -151,7 +170,7 @@ def outside_of_compiled(model: nn.Module) -> dict[nn.Module, str]:
         if closed and name.startswith(closed):
             continue
         found[module] = name
-        if name and (is_compiled(module) or hasattr(module, "_orig_mod")):  # the latter is what torch.compile returns
+        if name and runs_compiled(module):
             closed = (*closed, f"{name}.")
     return found
 

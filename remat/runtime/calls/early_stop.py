@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from remat.runtime.calls.attributes import graph_handed_on
 from remat.runtime.calls.stages import Stage
 from remat.runtime.fakes import is_fake
-from remat.runtime.patching import is_compiled, uncompiled
+from remat.runtime.patching import uncompiled
 from remat.runtime.pytree import storage_of, tensor_on
 from remat.runtime.sharding import is_sharded
 
@@ -41,11 +41,9 @@ class Ending:
 
     def __init__(self, stage: Stage, *, found_right: bool = True) -> None:
         # FSDP's hooks behind the forward of a module inside must run, those of the stage's own are outside of what runs
-        # again; a compiled block is run as a whole anyway.
+        # again; compiled code is run as a whole anyway.
         inside = [part for part in stage.parts if part not in stage.modules]
-        whole = any(map(is_sharded, inside)) or any(
-            is_compiled(part) or hasattr(part, "_orig_mod") for part in stage.parts
-        )
+        whole = stage.runs_compiled or any(map(is_sharded, inside))
         self.allowed = None if found_right and not whole else False
 
     def learn(self, saved: Checksums) -> None:

@@ -306,10 +306,6 @@ class Replaying(OperatorMode, RawAccessListener):
         self._reads_nothing = False
         self.done, self.saved_by, self.failure = 0, 0, ""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # or each call would pass a wrapper that keeps the compiler out; nothing compiled is replayed
-
     def __enter__(self) -> Replaying:
         if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):
             self._differ("its operators cannot be seen by a dispatch mode")

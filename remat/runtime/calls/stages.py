@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from remat.errors import PlanMismatch, UnsupportedModel
 from remat.layout import Layout
 from remat.runtime.parts import parts_of
+from remat.runtime.patching import runs_compiled
 from remat.runtime.pytree import Arguments, arguments, map_tensors, tensors
 
 
@@ -22,12 +23,14 @@ class Stage:
         modules: the modules, in order.
         parts: they and all modules inside them.
         name: shown to users, in messages and tables.
+        runs_compiled: whether compiled code runs in it, as far as is known: a module's, or what measuring has seen.
     """
 
     def __init__(self, modules: Sequence[nn.Module], name: str) -> None:
         self.modules = tuple(modules)
         self.name = name
         self.parts = parts_of(modules)
+        self.runs_compiled = any(map(runs_compiled, self.parts))
 
     def __call__(self, value: Any) -> Any:
         for module in self.modules:

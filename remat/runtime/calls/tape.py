@@ -15,15 +15,17 @@ from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.runtime.fakes import is_fake
-from remat.runtime.generators import foreign, passed_to
+from remat.runtime.generators import foreign
 from remat.runtime.meter import instruments
 from remat.runtime.operators import (
+    EachOperator,
     Traits,
+    drawn_from,
     is_sized_by_data,
     only_asks,
     statistics,
@@ -32,6 +34,7 @@ from remat.runtime.operators import (
     waits_for_others,
     written,
 )
+from remat.runtime.patching import blocks_as_written
 from remat.runtime.pytree import storage_of, tensors
 from remat.runtime.raw_memory import Access, RawAccessListener, begin_watch, end_watch
 from remat.runtime.sharding import are_spread, local_part
@@ -134,7 +137,7 @@ class Tape:
         observed: storages that are read so, each with how many operators had run by then.
         freed: the numbers of saved tensors that were gone when the run was over, because nothing leads to them.
         whole: why the run can be made again as a whole only; empty where it can be made in part.
-        draws_elsewhere: it draws from a generator that nobody knows to set back.
+        draws_elsewhere: it draws from a random state that nobody knows to set back.
         meets: an operator of it in which processes meet; empty where there is none.
         is_spread: it saves or returns tensors that are in several processes.
     """
@@ -211,12 +214,22 @@ def _add_look(value: Any, look: list[Any], number: Callable[[torch.Tensor], int]
 _COMPARED = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-class OperatorMode(TorchDispatchMode):
-    """A mode that looks at operators; of tensors that are in several processes, at what is done to their parts here."""
+class OperatorMode(EachOperator):
+    """A mode that looks at operators, of code as it is written; of tensors in several processes, at those on their
+    parts here."""
 
     def __init__(self) -> None:
         super().__init__()
         self._expected: Any = None  # on a part, next
+
+    def __enter__(self) -> Any:
+        self._as_written = blocks_as_written()
+        self._as_written.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._as_written.__exit__(*error)
 
     def is_left_to_parts(self, func: Any, types: Sequence[type], args: Sequence[Any]) -> bool:
         """Whether the tensors take the call apart (`NotImplemented`), so that operators on their parts come next."""
@@ -270,28 +283,24 @@ class Recorder(OperatorMode, RawAccessListener):
         self._known: list[StorageWeakRef] = []  # so that no other storage gets an identity that has a number
         self._results: list[tuple[weakref.ref[torch.Tensor], int]] = []  # of all operators, with their storages
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # or each call would pass a wrapper that keeps the compiler out; nothing compiled is recorded
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if type(func) is not OpOverload:
+            self.tape.whole = f"{func} is not an ordinary operator"
+            return self.within(func, args, kwargs)
         if self._in_parts and self.is_left_to_parts(func, types, args):
-            if isinstance(func, torch._ops.OpOverload) and traits_of(func).random:
+            if traits_of(func).random:
                 self.tape.whole = f"{func} draws for a tensor that is in several processes"
             return NotImplemented
         if self.is_beside(func, args):
             return func(*args, **kwargs)
         given = tensors_in((*args, *kwargs.values()))
         reads = tuple(dict.fromkeys(self.number(tensor) for tensor in given))
-        if not isinstance(func, torch._ops.OpOverload):
-            self.tape.whole = f"{func} is not an ordinary operator"
-            return func(*args, **kwargs)
         traits = traits_of(func)
         changes = [] if traits.turns else written(func, args, kwargs)
         changed = [*changes, *self._counted(given, statistics(func, args, kwargs))]
         writes = tuple(dict.fromkeys(self.number(tensor) for tensor in changed))
-        self._look_at(func, traits, (*args, *kwargs.values()))
+        self._look_at(func, traits, args, kwargs)
         look = look_of(traits, args, kwargs, self.number)
         outside = {identity_of(tensor) for tensor in given} - self._numbers.keys()
         now = instruments().now
@@ -339,7 +348,7 @@ class Recorder(OperatorMode, RawAccessListener):
         if get_ident() == self._thread:
             self.tape.whole = "it starts work in other threads"
 
-    def _look_at(self, func: Any, traits: Traits, values: Sequence[Any]) -> None:
+    def _look_at(self, func: Any, traits: Traits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Notes why a run in which this operator is called must not be made again, or not in part."""
         if waits_for_others(func):
             self.tape.meets = str(func)
@@ -349,7 +358,7 @@ class Recorder(OperatorMode, RawAccessListener):
         if traits.is_fresh and not self._constructs:
             self.tape.whole = "it creates a tensor from unknown values"
         self._constructs = False
-        if foreign(passed_to(values), self.known):
+        if foreign(drawn_from(func, args, kwargs), self.known):
             self.tape.draws_elsewhere = True
 
     def _is_resized(self, tensor: torch.Tensor) -> bool:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.runtime.accelerator import bytes_of
 from remat.runtime.calls.environment import state_bytes
@@ -24,7 +24,6 @@ from remat.runtime.live.costs import SHARED, Knowledge, Observed, OperatorFacts,
 from remat.runtime.live.keeping_aside import cut_loose, preserve
 from remat.runtime.live.made import NUMBER_BYTES, can_be_evicted, parts_of, storages_made
 from remat.runtime.live.operator_calls import (
-    CPU,
     USUAL,
     Action,
     OperatorCall,
@@ -37,8 +36,8 @@ from remat.runtime.live.raw_access import are_others, expose_elsewhere
 from remat.runtime.live.repeating import revive
 from remat.runtime.live.store import Store
 from remat.runtime.live.versions import Given, OperatorRun, Source, StorageRef, Version, VersionRef, bits_of, hand_over
-from remat.runtime.operators import Traits, tensors_in, traits_of
-from remat.runtime.pytree import storage_of
+from remat.runtime.operators import EachOperator, Traits, drawn_from, not_of_plain, tensors_in, traits_of
+from remat.runtime.pytree import storage_of, tensors
 from remat.runtime.surroundings import KNOWN, Surroundings, surroundings_of
 
 STATE_BYTES = state_bytes()
@@ -46,7 +45,7 @@ STATE_BYTES = state_bytes()
 _ON_STORAGES = (torch.ops.aten.set_.source_Storage_storage_offset, torch.ops.aten.set_.source_Storage)
 
 
-class Dispatcher(TorchDispatchMode):
+class Dispatcher(EachOperator):
     """A dispatch mode around one block of a program.
 
     Args:
@@ -63,10 +62,6 @@ class Dispatcher(TorchDispatchMode):
         self.first_calls = 0
         self._lazy = False  # whether tensors with lazy conjugation or negation may be about
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # or each call would pass through a wrapper that keeps torch.compile out, at 4 us
-
     # Operators -------------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(
@@ -74,9 +69,17 @@ class Dispatcher(TorchDispatchMode):
     ) -> Any:
         for kind in types:
             if kind is not Tensor and kind is not Parameter:
-                return NotImplemented  # a subclass that takes the call apart; its parts come here
+                return not_of_plain(kind, function, args, kwargs)
         if are_others():
             expose_elsewhere(args)
+        if type(function) is not OpOverload:
+            with self.store.lock:
+                for tensor in tensors((args, kwargs)):  # it reads some of them itself, unseen
+                    if tensor.layout == torch.strided:
+                        version = self.store.versions.get(id(storage_of(tensor)))
+                        if version is not None:
+                            cut_loose(self.store, version)
+            return self.within(function, args, kwargs or {})
         with self.store.lock:
             return self._dispatch(function, args, kwargs)
 
@@ -111,7 +114,7 @@ class Dispatcher(TorchDispatchMode):
                 self._access(call)
             facts = self.knowledge.learn(key, traits, function, args, kwargs)
         call.facts = facts
-        if traits.writes or traits.statistics or call.opaque or not traits.repeatable:
+        if traits.writes or traits.statistics or call.opaque or traits.hidden or not traits.repeatable:
             return self._unusual(call)
         return self._carry_out(call, USUAL)
 
@@ -246,8 +249,6 @@ class Dispatcher(TorchDispatchMode):
                 call.fresh.append(source)
         else:
             source = version
-            if not version.resident:
-                call.missing = True
         call.sources.append(source)
         if dtype.is_complex or tensor.is_quantized:
             self._lazy = True
@@ -262,7 +263,6 @@ class Dispatcher(TorchDispatchMode):
             version = self.store.versions.get(id(storage_of(part)))
             if version is not None and version.operator is not None:
                 call.sources.append(version)
-                call.missing = call.missing or not version.resident
 
     def _access(self, call: OperatorCall) -> None:
         """Has the data of a call in memory, before it is known what the call makes of it."""
@@ -273,7 +273,6 @@ class Dispatcher(TorchDispatchMode):
         if not all(version.resident for version in versions):  # one had to give way to another
             for version in versions:
                 cut_loose(self.store, version)
-        call.missing = False
 
     def _view(self, traits: Traits, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Views touch no data, but PyTorch makes most of them only of storages that are there."""
@@ -304,7 +303,8 @@ class Dispatcher(TorchDispatchMode):
     def _unusual(self, call: OperatorCall) -> Any:
         """Calls that change storages, or that cannot run again."""
         store, traits, args, kwargs = self.store, call.traits, call.args, call.kwargs
-        action = Action(repeatable=traits.repeatable and not call.opaque)
+        hidden = bool(traits.hidden) and bool(drawn_from(call.function, args, kwargs))
+        action = Action(repeatable=traits.repeatable and not call.opaque and not hidden)
         if call.opaque:
             for source in call.sources:
                 if isinstance(source, Version):
@@ -373,7 +373,7 @@ class Dispatcher(TorchDispatchMode):
     def _carry_out(self, call: OperatorCall, action: Action) -> Any:
         """Makes room for a call, runs it and writes it down."""
         ledger, store = self.ledger, self.store
-        traits, facts, kwargs = call.traits, call.facts, call.kwargs
+        traits, facts = call.traits, call.facts
         changed = action.changed
         scratch = facts.working_bytes + (STATE_BYTES if traits.random else 0) + action.discarded_bytes
         pending = Pending(
@@ -386,7 +386,7 @@ class Dispatcher(TorchDispatchMode):
         pending.overwritten = sum(version.size for version, _ in changed)
         if call.missing or ledger.memory + facts.total_bytes + scratch > ledger.ceiling:
             self._make_room(pending, call, changed)
-        random = random_before(traits, call.device or CPU, kwargs) if traits.random and action.repeatable else None
+        random = random_before(call) if traits.random and action.repeatable else None
         result, peak = self._run(call, pending, changed, random)
         made = storages_made(result, call.sources, self.store.versions)
         if action.repeatable and not can_be_evicted(result, made):

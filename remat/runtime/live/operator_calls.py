@@ -13,7 +13,7 @@ from remat.runtime.accelerator import default_generator
 from remat.runtime.generators import RandomState
 from remat.runtime.live.costs import OperatorFacts
 from remat.runtime.live.versions import Given, Source, Version
-from remat.runtime.operators import Traits
+from remat.runtime.operators import Traits, drawn_from
 from remat.runtime.surroundings import Surroundings
 
 CPU = torch.device("cpu")
@@ -29,14 +29,13 @@ class OperatorCall:
         key: what calls like this one have in common.
         sources: what the arguments look at.
         fresh: constants that nothing else was computed from.
-        missing: whether a source is not in memory.
         surroundings: flags that the operator may depend on besides its arguments.
         opaque: whether an argument has no storage of its own, so that versions in it might go unnoticed.
     """
 
     __slots__ = (
         *("args", "device", "facts", "floats", "fresh", "function", "kwargs", "key"),
-        *("missing", "names", "opaque", "traits", "sources", "surroundings", "template"),
+        *("names", "opaque", "traits", "sources", "surroundings", "template"),
     )
     facts: OperatorFacts
     template: list[Any]
@@ -59,9 +58,13 @@ class OperatorCall:
         self.sources: list[Source] = []
         self.fresh: list[Given] = []
         self.floats: list[float] = []
-        self.missing = False
         self.opaque = False
         self.device: torch.device | None = None
+
+    @property
+    def missing(self) -> bool:
+        """Whether a source is not in memory now: making room for another one may have evicted it."""
+        return any(isinstance(source, Version) and not source.resident for source in self.sources)
 
 
 @dataclass
@@ -110,12 +113,13 @@ def entries_of(tensor: Tensor) -> int:
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
-def random_before(traits: Traits, device: torch.device, kwargs: Mapping[str, Any]) -> RandomState:
+def random_before(call: OperatorCall) -> RandomState:
     """The states of the generators that a call may draw from."""
-    given = kwargs.get("generator")
-    if given is not None:
-        return RandomState(own=[given], of_cpu=False)
-    own = default_generator(device)
-    if traits.foreign and own is not torch.default_generator:  # it may draw on either
+    given = drawn_from(call.function, call.args, call.kwargs)
+    if given:
+        return RandomState(own=given, of_cpu=False)
+    # That of what it makes, which may be elsewhere than what it is made like.
+    own = default_generator(device_among(call.kwargs) if call.kwargs.get("device") is not None else call.device or CPU)
+    if call.traits.foreign and own is not torch.default_generator:  # it may draw on either
         return RandomState(own=[own, torch.default_generator], of_cpu=False)
     return RandomState(own=[own], of_cpu=False)

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._ops import OpOverload
 
 from remat.runtime.live.compiled import also_from_now_on, run_as_written, run_compiled
-from remat.runtime.operators import tensors_in, traits_of
+from remat.runtime.operators import EachOperator, tensors_in, traits_of
 from remat.runtime.raw_memory import Access, RawAccessListener, begin_watch, end_watch
 
 _lock = threading.Lock()
@@ -126,17 +126,15 @@ def _accounting(get_state: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return accounting
 
 
-class _Visitor(TorchDispatchMode):
+class _Visitor(EachOperator):
     """Every operator of a thread that no block runs in has its arguments in memory, and keeps them there."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(
         self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if type(function) is not OpOverload:
+            return self.within(function, args, kwargs)
         if _blocks and getattr(_own, "block", None) is None:
             expose_elsewhere([*args, *kwargs.values()])
             expose_elsewhere([argument.of(args, kwargs) for argument in traits_of(function).writes], Access.WRITES)

@@ -22,7 +22,7 @@ from remat.runtime.calls.structure import Containers, Structure
 from remat.runtime.calls.tapes import Tapes
 from remat.runtime.generators import held_by
 from remat.runtime.offload import HostMemory
-from remat.runtime.patching import Forward, intercepted, is_compiled
+from remat.runtime.patching import Forward, intercepted, keep_compiler_out
 from remat.runtime.planned.forward_run import Run
 from remat.runtime.planned.order import ForwardCalls
 from remat.runtime.planned.out_of_memory import explained
@@ -154,6 +154,7 @@ class Executor:
             forward: the model's own.
             left: called with the reason where the forward takes another path than the chain's.
         """
+        keep_compiler_out()
         try:
             return self._run_counted(forward, args, kwargs, left)
         except torch.OutOfMemoryError as error:
@@ -266,7 +267,7 @@ def _variants_of(schedule: Schedule, stages: Sequence[Stage]) -> dict[int, float
                 found[operation.stage] = variant
     for index in found:
         stage = stages[index - 1]
-        if not any(is_compiled(part) or hasattr(part, "_orig_mod") for part in stage.parts):
+        if not stage.runs_compiled:
             raise PlanMismatch(
                 f"the schedule has variants of {stage.name!r}, which is not compiled here: compile it as it was when "
                 "the model was profiled (block.compile()), or plan anew"

@@ -12,7 +12,7 @@ from torch import nn
 
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.live.ledger import Ledger
-from remat.runtime.patching import is_compiled
+from remat.runtime.patching import runs_compiled
 from remat.runtime.sharding import is_sharded
 
 _TRIED = 24  # sizes of units
@@ -194,7 +194,7 @@ def _at_most(roots: Sequence[_Node], largest: int) -> list[_Node]:
 
 
 def _must_not_run_in_part(module: nn.Module) -> bool:
-    compiled = is_compiled(module) or hasattr(module, "_orig_mod") or isinstance(module, torch.jit.ScriptModule)
+    compiled = runs_compiled(module) or isinstance(module, torch.jit.ScriptModule)
     return compiled or any(is_sharded(part) for part in module.modules())
 
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.runtime.calls.tape import Operator
 from remat.runtime.live.costs import SHARED, Knowledge, Observed, OperatorFacts, in_key, observe, working_device
@@ -16,7 +16,7 @@ from remat.runtime.live.made import new_storages, sizes_of
 from remat.runtime.live.operator_calls import device_among
 from remat.runtime.live.units.account import Counted
 from remat.runtime.live.units.pool import Pool
-from remat.runtime.operators import Traits, traits_of
+from remat.runtime.operators import EachOperator, Traits, not_of_plain, traits_of
 from remat.runtime.pytree import storage_of
 from remat.runtime.surroundings import KNOWN, surroundings_of
 
@@ -38,7 +38,7 @@ class Seen(NamedTuple):
     nanoseconds: int
 
 
-class Counting(TorchDispatchMode):
+class Counting(EachOperator):
     """A mode around what is not known: it counts what operators make.
 
     Attributes:
@@ -55,15 +55,14 @@ class Counting(TorchDispatchMode):
         self.rests = False
         self._outside = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # or each call would pass through a wrapper that keeps torch.compile out
-
     def __torch_dispatch__(
         self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(kind is not Tensor and kind is not Parameter for kind in types):
-            return NotImplemented  # a subclass that takes the call apart; its parts come here
+        for kind in types:
+            if kind is not Tensor and kind is not Parameter:
+                return not_of_plain(kind, function, args, kwargs)
+        if type(function) is not OpOverload:
+            return self.within(function, args, kwargs or {})
         traits = traits_of(function)
         while True:
             try:

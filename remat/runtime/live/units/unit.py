@@ -143,7 +143,7 @@ class Unit:
         if tape.meets:
             self.never_again(f"it runs the collective {tape.meets}")
         if tape.draws_elsewhere:
-            self.never_again("it draws from a torch.Generator that is not its attribute or argument")
+            self.never_again("it draws from a random state that cannot be set back")
         self.draws = draws or any(operator.draws for operator in tape.operators)
         if not (self.draws or self.has_buffers):
             self.bytes.working = 0
