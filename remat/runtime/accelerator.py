@@ -134,6 +134,20 @@ def _counted(device: torch.device, what: str, how: str) -> int:
     return int(torch._C._accelerator_getDeviceStats(index)[what]["all"][how])
 
 
+def most_from_now_on(device: torch.device | None) -> Callable[[], int]:
+    """What tells how many bytes more than now an accelerator's allocator has given out at most since; 0 where it had
+    given out more before, so that its record does not say."""
+    if device is None or not is_accelerator(device):
+        return lambda: 0
+    base, before = allocated_bytes(device), _counted(device, "allocated_bytes", "peak")
+
+    def most() -> int:
+        found = _counted(device, "allocated_bytes", "peak")
+        return found - base if found > before else 0
+
+    return most
+
+
 def level_of(device: torch.device) -> Callable[[], int] | None:
     """What tells how many bytes a device's allocator has given out; None where it does not count them."""
     return partial(allocated_bytes, device) if is_accelerator(device) else None

@@ -252,7 +252,7 @@ class Planned:
             asked += chain.reserve_bytes  # much of it chance, which most steps do without
         while True:
             try:
-                schedule = solved(chain, solver, asked, ranks=ranks)
+                schedule = solved(chain, solver, max(asked, 1), ranks=ranks)
             except InfeasibleBudget as error:
                 if not tried and error.minimum <= _NEARLY * limit:  # on paper: steps may take less
                     asked = error.minimum

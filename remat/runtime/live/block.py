@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack, _pop_mode
 from remat.errors import OutOfBudget, Thrashing
 from remat.formatting import format_bytes
 from remat.report import Report
-from remat.runtime.accelerator import level_of_accelerator
+from remat.runtime.accelerator import accelerator_in_use, level_of_accelerator, most_from_now_on
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.fakes import in_earnest
 from remat.runtime.live.advice import Advice, advice_on
@@ -45,6 +45,7 @@ class Block(Guard):
         self.settings = settings
         self.ledger, self._limits = settings.ledger(), settings.limits()
         self._store = Store(self.ledger, self._limits, level_of_accelerator())
+        self._most = most_from_now_on(accelerator_in_use())
         self._mode = Dispatcher(self._store, by_model=settings.by_model)
         self._saving = SavingHooks(self._store)
         self._observation = Observation(self.ledger, settings.site.current_ways()) if observes else None
@@ -111,6 +112,8 @@ class Block(Guard):
                 for version in self._store.living():
                     if not version.resident:
                         revive(self._store, version)
+                for version in self._store.unsafe():
+                    revive(self._store, version)
                 self._count()
             finally:  # even where the device has no memory left for that, the next block can run
                 self._store.close()
@@ -156,6 +159,7 @@ class Block(Guard):
 
     def _count(self) -> None:
         """Notes what the program holds, which is in memory whatever the budget."""
+        self._limits.look_back(self._most())
         held = sum(version.size for version in self._store.living())
         self.ledger.peak = max(self.ledger.peak, held)
         if held > self.ledger.budget:

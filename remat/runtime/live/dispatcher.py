@@ -305,7 +305,7 @@ class Dispatcher(EachOperator):
         store, traits, args, kwargs = self.store, call.traits, call.args, call.kwargs
         hidden = bool(traits.hidden) and bool(drawn_from(call.function, args, kwargs))
         action = Action(repeatable=traits.repeatable and not call.opaque and not hidden)
-        if call.opaque:
+        if call.opaque or not traits.repeatable:  # a collective may be at work on them until somebody waits for it
             for source in call.sources:
                 if isinstance(source, Version):
                     cut_loose(store, source)

@@ -57,6 +57,11 @@ class Limits:
         if self.over is None or peak_bytes > self.over.peak_bytes:
             self.over = Over(where, peak_bytes)
 
+    def look_back(self, most: int) -> None:
+        """The allocator says that it has given out so much at most: also what no account knows, as where it does not
+        split a block that is larger than what was asked for."""
+        self.went_over("the allocator's own record", most)
+
     def not_measured(self, label: str, memory: int, budget: int) -> None:
         """Notes an operator of unknown scratch memory that ran where that may matter."""
         if 2 * memory > budget:

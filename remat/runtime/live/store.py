@@ -139,7 +139,7 @@ class Store:
             self.numbers = 0
         if version.saves == 0:
             if self.closed:
-                version.held = None
+                _let_go(version)
             else:
                 self.dead.append(version)
 
@@ -277,6 +277,12 @@ class Store:
             version for version in found if version is not None and not version.released and version.where is not None
         ]
 
+    def unsafe(self) -> list[Version]:
+        """What autograd has saved and would be made again later, when the program may have changed what that reads."""
+        found = [reference() for reference in self.by_tensor.values()]
+        saved = [version for version in found if version is not None and version.saves and not version.resident]
+        return [version for version in saved if _reads_unwatched(version)]
+
     def close(self) -> None:
         """Lets go of all that nobody refers to."""
         self.limited = False
@@ -292,5 +298,30 @@ class Store:
         self.closed = True
         for version in list(self.versions.values()):
             version.where = None  # the reference refers back to the version; without it both are gone at once
+            if version.held is None:
+                _let_go(version)
         self.versions.clear()
         self.by_tensor.clear()
+
+
+def _let_go(version: Version) -> None:
+    """Where it is needed again it is computed again: the program may have changed its memory since, or dropped it."""
+    version.held = None
+    if version.operator is not None:
+        version.resident = False
+
+
+def _reads_unwatched(version: Version) -> bool:
+    """Whether it would be computed again from memory of which nobody sees changes."""
+    todo, seen = [version], set[int]()
+    while todo:
+        last = todo.pop()
+        if last.operator is None or id(last) in seen:
+            continue
+        seen.add(id(last))
+        for source in last.operator.sources():
+            if isinstance(source, Version) and source.constant is None:
+                todo.append(source)
+            elif isinstance(source, Version) or source.version is None:
+                return True
+    return False

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from remat.report import Report
-from remat.runtime.accelerator import level_of
+from remat.runtime.accelerator import level_of, most_from_now_on
 from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.live.advice import Advice, advice_on
 from remat.runtime.live.dispatcher import STATE_BYTES
@@ -53,7 +53,7 @@ class UnitsBlock:
         self._inside = ExitStack()
         self._thread = threading.get_ident()
         self.outcome = "pass"
-        self._peak = 0
+        self._peak, self._most = 0, most_from_now_on(known.device)
         self._began = self._seconds = 0.0
 
     @property
@@ -172,6 +172,7 @@ class UnitsBlock:
         pool = self.calls.pool
         self._peak = pool.peak
         budget = pool.limits.budget
+        pool.limits.look_back(self._most())
         if (self._peak > budget or (pool.too_large and pool.budget == budget)) and self.outcome == "pass":
             self.outcome = "over"
         if self._history is not None:
