@@ -77,12 +77,12 @@ def rehearse(
                 return Rehearsal(peak, peak, () if way.executor is None else way.executor.known)
             give_back(device)
             peaks = [bench.peak(step).bytes for _ in range(2)]
-            give_back(device)
+            _leave_nothing(device)
             allocated, held = allocated_bytes(device), reserved_bytes(device)
             with _on_own_stream(device):
                 step = bench.step(way)
+                _leave_nothing(device)
                 workspaces = allocated_bytes(device) - allocated  # of products, kept for each stream
-                give_back(device)
                 alone = [bench.peak(step) for _ in range(2)]
             peak = max(*peaks, *(each.bytes for each in alone))
             reserved = max(each.reserved_bytes or 0 for each in alone) - held - workspaces + bench.sample_bytes
@@ -90,6 +90,12 @@ def rehearse(
             return Rehearsal(peak, max(reserved, peak), known)
     except torch.OutOfMemoryError:
         return None
+
+
+def _leave_nothing(device: torch.device) -> None:
+    """Of a step that is over: what autocast still keeps would be let go of in the next one, and be missing there."""
+    torch.clear_autocast_cache()
+    give_back(device)
 
 
 def most_of(found: Sequence[Rehearsal | None], own: Rehearsal | None) -> Rehearsal | None:

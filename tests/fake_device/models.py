@@ -93,6 +93,13 @@ def _resnet() -> tuple[nn.Module, torch.Tensor]:
     return resnet50(10), torch.randn(2, 3, 64, 64)
 
 
+def _large_vocabulary() -> tuple[nn.Module, torch.Tensor]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_layer": 6, "n_embd": 128, "n_head": 4, "vocab_size": 8000, "n_positions": 256}
+    return GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False)), torch.randint(0, 8000, (8, 256))
+
+
 def _wide() -> tuple[nn.Module, torch.Tensor]:
     blocks = [nn.Sequential(nn.Linear(700, 1500), nn.ReLU(), nn.Linear(1500, 700)) for _ in range(6)]
     return nn.Sequential(*blocks), torch.randn(900, 700)
@@ -122,9 +129,10 @@ _OTHERS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "BERT": _bert,
     "ResNet-50": _resnet,
     "wide MLP": _wide,
+    "large vocabulary": _large_vocabulary,
     "residual MLP": lambda: (nn.Sequential(*(_Feedforward() for _ in range(10))), torch.randn(16, 100, 128)),
 }
-OTHERS = tuple(_OTHERS)
+OTHERS = tuple(name for name in _OTHERS if name != "large vocabulary")
 
 
 def mean(output: Any) -> torch.Tensor:

@@ -28,9 +28,7 @@ DRAWS: dict[str, Draw] = {
 class Drawing(nn.Module):
     def __init__(self, draw: Draw) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32)) for _ in range(6)
-        )
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32)) for _ in range(6))
         self.draw, self.own = draw, torch.Generator()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
