@@ -391,7 +391,8 @@ def _planned(
         planned.plan_with("fastest", limit, tried_on=call_of(model, sample))
     except InfeasibleBudget as error:
         error.args = (f"{error}{what_is_outside(chain, error.minimum)}",)
-        if not by_calls_too or _is_hopeless(error.budget, error.minimum):
+        reserved = planned.of == "reserved" and wish.memory != AUTO  # of which blocks of DTR leave much in pieces
+        if not by_calls_too or reserved or _is_hopeless(error.budget, error.minimum):
             raise
         if is_sequential(model):
             error.args = (f"{error}{fits_by_operators(model, sample, limit, setup, quiet=quiet)}",)

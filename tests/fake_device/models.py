@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import fake_device
 from remat.models import resnet50
+from remat.runtime.accelerator import make_workspaces
 
 
 def _mlp() -> tuple[nn.Module, torch.Tensor]:
@@ -165,7 +166,8 @@ class Training:
         self.name, self._around = name, around
         model, sample = (_MAKERS | _OTHERS)[name]()
         self.model, self.sample = fake_device.moved(model).train(), sample.to(fake_device.KIND)
-        self.run()  # whose products leave workspaces
+        make_workspaces()
+        self.run()  # whose products may leave more
         self._begun = {key: value.clone() for key, value in self.model.state_dict().items()}
         self._clear()
         self.plain = self.step()

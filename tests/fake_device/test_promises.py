@@ -73,9 +73,7 @@ def test_whole_stages(trained: Training) -> None:
 @of_models(*MODELS, "residual MLP")  # which has blocks that are not split
 @pytest.mark.parametrize("granularity", ["module", "operator"])
 def test_dtr(trained: Training, granularity: str) -> None:
-    by_cudnn = (
-        trained.name == "LSTM" and fake_device.KIND == "cuda"
-    )  # which keeps all, in one piece, and a random state
+    by_cudnn = trained.name == "LSTM" and fake_device.KIND == "cuda"  # which keeps all, and a random state
     for share in (1.5,) if by_cudnn else SHARES:
         budget = int(share * trained.plain.peak_bytes)
         for _ in range(4):

@@ -62,6 +62,12 @@ class OperatorCall:
         self.device: torch.device | None = None
 
     @property
+    def made_on(self) -> torch.device:
+        """Where what it makes is: that may be elsewhere than what it is made like."""
+        given = self.kwargs.get("device")
+        return self.device or CPU if given is None else torch.device(given)
+
+    @property
     def missing(self) -> bool:
         """Whether a source is not in memory now: making room for another one may have evicted it."""
         return any(isinstance(source, Version) and not source.resident for source in self.sources)
@@ -118,8 +124,7 @@ def random_before(call: OperatorCall) -> RandomState:
     given = drawn_from(call.function, call.args, call.kwargs)
     if given:
         return RandomState(own=given, of_cpu=False)
-    # That of what it makes, which may be elsewhere than what it is made like.
-    own = default_generator(device_among(call.kwargs) if call.kwargs.get("device") is not None else call.device or CPU)
+    own = default_generator(call.made_on)
     if call.traits.foreign and own is not torch.default_generator:  # it may draw on either
         return RandomState(own=[own, torch.default_generator], of_cpu=False)
     return RandomState(own=[own], of_cpu=False)

@@ -1,4 +1,4 @@
-"""What is drawn again is what was drawn: from generators in any place of a call, and from states that nobody can reach."""
+"""What is drawn again is what was drawn: from generators anywhere in a call, and from states that nobody can reach."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import nn
 
 import remat
 from remat.errors import NoChain
-
 from support.unit_blocks import memory_of
 
 Draw = Callable[[torch.Tensor, torch.Generator], torch.Tensor]

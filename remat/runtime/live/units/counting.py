@@ -80,6 +80,8 @@ class Counting(EachOperator):
         if traits.is_view or pool.replaying or self.rests:
             return function(*args, **kwargs)
         key, given = _key_of(traits, function, args, kwargs)
+        if key[0].type == "meta" and kwargs.get("device") is None:
+            return function(*args, **kwargs)
         facts = self._knowledge.facts.get(key)
         if facts is None:
             facts = self._knowledge.learn(key, traits, function, args, kwargs)
