@@ -25,6 +25,7 @@ Found = dict[str, Any]
 _LIMITS = 10
 _DTR_SHARES = (0.9, 0.7, 0.5)
 _ESTIMATED = (0.5, 1.5)  # of what is measured is estimated: kernels differ between devices, and so does what they save
+_SAID = 1.1  # of a budget may be taken where the report says so, as by blocks that the allocator does not split
 _STEPS = 4  # of DTR at each budget: found by operators, recorded, repeated
 
 
@@ -116,7 +117,8 @@ def dtr(name: str, device: torch.device, small: bool) -> Found:
                     break
                 _same_bits(plain, _left(work.model), f"{name} under DTR at {share}, {granularity}")
                 rows.append({"peak_over_budget": peak / budget, "outcome": report.outcome})
-            kept = rows[-1].get("peak_over_budget", 0) <= 1 or rows[-1]["outcome"] == "over"
+            most_over = _SAID if rows[-1]["outcome"] == "over" else 1
+            kept = rows[-1].get("peak_over_budget", 0) <= most_over
             assert kept, f"{name}, {granularity}, {share}: {rows}"
     return found
 
