@@ -14,6 +14,8 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from pkgutil import iter_modules
 from threading import get_ident
 from typing import Any
 
@@ -135,11 +137,12 @@ def keep_compiler_out() -> None:
     rules: Any = sys.modules.get("torch._dynamo.trace_rules")
     if rules is not None and not _kept_out:
         _kept_out.append(True)
-        for package in _RUNS_AMONG_OTHERS:
-            rules.add(package)
+        here = [f"remat.runtime.{module.name}" for module in iter_modules([str(Path(__file__).parent)])]
+        for name in [*here, "remat.measuring", "remat.profiling", "remat.options", "remat.finding"]:
+            if name != "remat.runtime.variants":  # whose functions are compiled
+                rules.add(name)
 
 
-_RUNS_AMONG_OTHERS = ("remat.runtime", "remat.measuring", "remat.profiling", "remat.options", "remat.finding")
 _kept_out: list[bool] = []
 
 
@@ -151,7 +154,12 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def beyond_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, kept from a compiler that traces its caller; what it calls may be compiled by itself."""
-    return uncompiled(function) if torch.compiler.is_compiling() else function
+    return uncompiled(function) if torch.compiler.is_compiling() or _is_at_work() else function
+
+
+def _is_at_work() -> bool:
+    """Whether the compiler compiles what is called next in this thread."""
+    return "torch._dynamo" in sys.modules and callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
 
 
 def blocks_as_written() -> AbstractContextManager[Any]:
@@ -159,7 +167,18 @@ def blocks_as_written() -> AbstractContextManager[Any]:
 
     Code that the compiler meets while operators are watched it marks as never to be compiled again.
     """
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    return _as_written() if "torch._dynamo" in sys.modules else nullcontext()
+
+
+@contextmanager
+def _as_written() -> Iterator[None]:
+    set_callback = torch._C._dynamo.eval_frame.set_eval_frame
+    before = set_callback(None)  # of a compiler that is at work, which lets nobody take its stance
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        set_callback(before)
 
 
 def outside_of_compiled(model: nn.Module) -> dict[nn.Module, str]:

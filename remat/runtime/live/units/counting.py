@@ -80,7 +80,7 @@ class Counting(EachOperator):
         if traits.is_view or pool.replaying or self.rests:
             return function(*args, **kwargs)
         key, given = _key_of(traits, function, args, kwargs)
-        if key[0].type == "meta" and kwargs.get("device") is None:
+        if (key[0] if kwargs.get("device") is None else device_among(kwargs)).type == "meta":  # nobody's memory
             return function(*args, **kwargs)
         facts = self._knowledge.facts.get(key)
         if facts is None:
