@@ -77,10 +77,7 @@ def statistics(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 class EachOperator(TorchDispatchMode):
-    """A mode that sees every operator. Its `__torch_dispatch__` begins with
-
-    if type(operator) is not OpOverload: return self.within(...)
-    """
+    """A mode that sees every operator; its `__torch_dispatch__` gives what is no `OpOverload` to `within`."""
 
     supports_higher_order_operators = True
 

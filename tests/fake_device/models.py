@@ -101,6 +101,27 @@ def _large_vocabulary() -> tuple[nn.Module, torch.Tensor]:
     return GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False)), torch.randint(0, 8000, (8, 256))
 
 
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(128, 384), nn.Linear(128, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each.unflatten(-1, (4, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        made = functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
+        return x + self.out(made.transpose(1, 2).flatten(2))
+
+
+class _DrawingLikeOthers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(128, 512), nn.Linear(512, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        like = torch.empty(*x.shape[:-1], 512)
+        return x + self.last(self.first(x).tanh() * torch.rand_like(like, device=x.device))
+
+
 def _wide() -> tuple[nn.Module, torch.Tensor]:
     blocks = [nn.Sequential(nn.Linear(700, 1500), nn.ReLU(), nn.Linear(1500, 700)) for _ in range(6)]
     return nn.Sequential(*blocks), torch.randn(900, 700)
@@ -130,10 +151,17 @@ _OTHERS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "BERT": _bert,
     "ResNet-50": _resnet,
     "wide MLP": _wide,
-    "large vocabulary": _large_vocabulary,
     "residual MLP": lambda: (nn.Sequential(*(_Feedforward() for _ in range(10))), torch.randn(16, 100, 128)),
 }
-OTHERS = tuple(name for name in _OTHERS if name != "large vocabulary")
+OTHERS = tuple(_OTHERS)
+_OF_ONE_TEST: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+    "large vocabulary": _large_vocabulary,
+    "attention": lambda: (nn.Sequential(*(_Attention() for _ in range(8))), torch.randn(16, 100, 128)),
+    "drawing like others": lambda: (
+        nn.Sequential(*(_DrawingLikeOthers() for _ in range(6))),
+        torch.randn(16, 100, 128),
+    ),
+}
 
 
 def mean(output: Any) -> torch.Tensor:
@@ -164,7 +192,7 @@ class Training:
     def __init__(self, name: str, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         torch.manual_seed(1)
         self.name, self._around = name, around
-        model, sample = (_MAKERS | _OTHERS)[name]()
+        model, sample = (_MAKERS | _OTHERS | _OF_ONE_TEST)[name]()
         self.model, self.sample = fake_device.moved(model).train(), sample.to(fake_device.KIND)
         make_workspaces()
         self.run()  # whose products may leave more

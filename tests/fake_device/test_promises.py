@@ -119,8 +119,9 @@ def test_a_limit_of_what_is_reserved(trained: Training) -> None:
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor])
 def test_a_limit_of_the_whole_device(trained: Training, optimizer: Any) -> None:
     """Counted by the allocator, over some steps with the optimiser's, from the first gradient on."""
+    low = 0.85 if trained.name == "convolutions" else 0.8  # about the least of which no blocks of DTR are needed
     by_cudnn = trained.name == "convolutions" and fake_device.KIND == "cuda"  # whose workspaces are most of it
-    for share in (1.5,) if by_cudnn else (1.1, 0.85):
+    for share in (1.5,) if by_cudnn else (1.1, low):
         model = copy.deepcopy(trained.model)
         model.zero_grad()
         optim = optimizer(model.parameters(), lr=1e-3)
@@ -169,14 +170,26 @@ def test_a_limit_of_the_whole_device_under_autocast() -> None:
     assert device.max_memory_reserved() <= limit
 
 
-@of_models("MLP")
-def test_what_the_allocator_gives_besides_is_in_the_report(trained: Training) -> None:
+def test_what_the_allocator_gives_besides_is_in_the_report() -> None:
     """Blocks that it does not split: where they take more than the budget, that is said."""
-    for share in (0.8, 0.5):
+    trained = Training("attention", lambda: torch.autocast(fake_device.KIND, torch.bfloat16))
+    for share in (0.7, 0.5):
+        budget = int(share * trained.plain.peak_bytes)
         for _ in range(4):
-            block = remat.DTR(int(share * trained.plain.peak_bytes), thrash_limit=100)
+            block = remat.DTR(budget, thrash_limit=1000)
             seen = trained.under(block)
-            assert seen.peak_bytes <= block.report().peak_bytes + 512
+            assert trained.has_equal_bits(seen)
+            assert seen.peak_bytes <= budget or block.report().peak_bytes + 512 >= seen.peak_bytes
+
+
+def test_what_is_drawn_on_the_device_like_what_is_elsewhere() -> None:
+    """By the device's generator, which is the one to be set back."""
+    trained = Training("drawing like others")
+    budget = int(0.7 * trained.plain.peak_bytes)
+    for granularity in ("operator", "module"):
+        block = remat.DTR(budget, granularity=granularity, thrash_limit=1000)
+        assert trained.has_equal_bits(trained.under(block))
+        assert block.report().recomputations
 
 
 @of_models("MLP", "convolutions")
