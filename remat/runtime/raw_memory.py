@@ -202,8 +202,8 @@ def _checking(check: Callable[..., Any]) -> Callable[..., Any]:
     return checking
 
 
-class _Replacement:
-    """An attribute of a class or module, and what stands in its place while there is a watch."""
+class Replacement:
+    """An attribute of a class or module, and what stands in its place for a time, in all threads."""
 
     _MISSING = object()
 
@@ -237,15 +237,15 @@ class _Replacement:
 
 _OF_MEMORY = (
     *(
-        _Replacement(owner, name, functools.partial(_telling, access=access))
+        Replacement(owner, name, functools.partial(_telling, access=access))
         for owner, name, access in _GUARDED
         if hasattr(owner, name)
     ),
-    *(_Replacement(owner, name, _constructing) for owner, name in _CONSTRUCTORS),
-    *(_Replacement(Tensor, name, lambda _: _Hidden(_EXCHANGE)) for name in [_EXCHANGE] if name in vars(Tensor)),
+    *(Replacement(owner, name, _constructing) for owner, name in _CONSTRUCTORS),
+    *(Replacement(Tensor, name, lambda _: _Hidden(_EXCHANGE)) for name in [_EXCHANGE] if name in vars(Tensor)),
 )
 _OF_THREADS = (
-    _Replacement(threading.Thread, "start", _starting),
-    _Replacement(ThreadPoolExecutor, "submit", _submitting),
-    _Replacement(multiprocessing.pool.Pool, "_check_running", _checking),
+    Replacement(threading.Thread, "start", _starting),
+    Replacement(ThreadPoolExecutor, "submit", _submitting),
+    Replacement(multiprocessing.pool.Pool, "_check_running", _checking),
 )

@@ -30,14 +30,8 @@ def _flags(*names: tuple[str, str]) -> tuple[Flag, ...]:
 
 
 def _precisions(*names: tuple[str, str]) -> tuple[Flag, ...]:
-    """What float32 products are computed in, by backend and operator; before torch 2.9 there was a switch or two."""
-    read = getattr(torch._C, "_get_fp32_precision_getter", None)
-    write = getattr(torch._C, "_set_fp32_precision_setter", None)
-    if read is None or write is None:
-        return _flags(
-            ("_get_float32_matmul_precision", "_set_float32_matmul_precision"),
-            ("_get_cudnn_allow_tf32", "_set_cudnn_allow_tf32"),
-        )
+    """What float32 products are computed in, by backend and operator."""
+    read, write = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
     return tuple(Flag(partial(read, *name), partial(write, *name)) for name in names)
 
 

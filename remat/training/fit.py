@@ -372,6 +372,7 @@ def _planned(
     kind, quiet, setup = type(model).__name__, wish.quiet, wish.setup
     by_calls_too = setup.stages is None and setup.group is None and (setup.of != "reserved" or wish.memory == AUTO)
     limit = wish.limit_for(planned) if planned.limit is None else planned.limit
+    reserved = planned.of == "reserved" and wish.memory != AUTO  # of which blocks of DTR leave much in pieces
     try:
         if planned.chain is None:
             planned.measure(sample, progress=not quiet, again=False, enough=partial(_refuse_hopeless, limit))
@@ -379,6 +380,11 @@ def _planned(
         if not by_calls_too:
             raise
         train_by_calls(model, sample, limit, setup, patch, f"{error.why} in {kind}", quiet=quiet)
+        if reserved:
+            warn(
+                f"{kind} trains under DTR, whose blocks keep what is allocated within the limit; PyTorch's allocator "
+                "may reserve more than that, in pieces. Ask for less where the device has no more than the limit"
+            )
         return None
     if head is not None:
         refuse_unused(head, model)
@@ -391,7 +397,6 @@ def _planned(
         planned.plan_with("fastest", limit, tried_on=call_of(model, sample))
     except InfeasibleBudget as error:
         error.args = (f"{error}{what_is_outside(chain, error.minimum)}",)
-        reserved = planned.of == "reserved" and wish.memory != AUTO  # of which blocks of DTR leave much in pieces
         if not by_calls_too or reserved or _is_hopeless(error.budget, error.minimum):
             raise
         if is_sequential(model):

@@ -201,6 +201,23 @@ def test_a_limit_that_leaves_nothing_is_refused(trained: Training) -> None:
         assert patched_forward_of(trained.model) is None
 
 
+@of_models("residual MLP")
+def test_dtr_does_not_bound_what_is_reserved_and_that_is_said(
+    trained: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model in which no blocks in a row are found trains by calls, also where the limit is of the whole device."""
+
+    def none(*args: object, **options: object) -> None:
+        raise remat.errors.NoChain("none, for this test")
+
+    monkeypatch.setattr("remat.training.planned.Planned.measure", none)
+    model = copy.deepcopy(trained.model)
+    optim = torch.optim.SGD(model.parameters(), lr=1e-3)
+    limit = holdings_of(model, [optim], trained.sample).total + 2 * trained.plain.reserved_bytes
+    with pytest.warns(UserWarning, match="may reserve more than that"):
+        remat.fit(model, trained.sample, limit, mean, optimizer=optim, quiet=True)
+
+
 @of_models("MLP")
 def test_no_limit_is_more_than_the_device_can_give(trained: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     """As "80GiB" is where the device's context, or a neighbour, has taken a part of them."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from remat.errors import InvalidTrace
 from remat.runtime.dtr import _kernels as k
-from remat.runtime.dtr.trace import Annotate, Call, Constant, Copy, CopyFrom, Mutate, Release, Trace
+from remat.runtime.dtr.trace import OF_TENSORS, Annotate, Call, Constant, Copy, CopyFrom, Mutate, Release, Trace
 
 
 class Rows(NamedTuple):
@@ -179,10 +179,7 @@ def compile_trace(trace: Trace, *, releases: bool = True) -> CompiledTrace:
     return compiler.finish()
 
 
-_MARKS = {
-    **{"LOCK": k.LOCK, "UNLOCK": k.UNLOCK, "DROP": k.DROP, "HOLD": k.HOLD},
-    **{"FORGET": k.FORGET, "EVICT": k.EVICT, "RETAIN": k.RETAIN},
-}
+_MARKS = {mark: getattr(k, mark) for mark in OF_TENSORS}
 
 
 class _Compiler:

@@ -82,21 +82,9 @@ class Annotate(NamedTuple):
 Instruction: TypeAlias = Constant | Call | Mutate | Copy | CopyFrom | Release | Annotate
 
 
-_MARKS = frozenset(
-    {
-        "HELD",
-        "SCRATCH",
-        "OVERWRITE",
-        "AGAIN",
-        "LOCK",
-        "UNLOCK",
-        "DROP",
-        "HOLD",
-        "FORGET",
-        "EVICT",
-        "RETAIN",
-    }  # remat's own
-)
+# remat's own annotations: those of a tensor, which are instructions of the core too, and those of what comes next.
+OF_TENSORS = ("LOCK", "UNLOCK", "DROP", "HOLD", "FORGET", "EVICT", "RETAIN")
+_MARKS = frozenset((*OF_TENSORS, "HELD", "SCRATCH", "OVERWRITE", "AGAIN"))
 REPLAY = "_replay"  # under which a trace keeps what the simulator made of it
 
 

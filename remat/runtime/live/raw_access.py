@@ -20,12 +20,11 @@ from torch._ops import OpOverload
 
 from remat.runtime.live.compiled import also_from_now_on, run_as_written, run_compiled
 from remat.runtime.operators import EachOperator, tensors_in, traits_of
-from remat.runtime.raw_memory import Access, RawAccessListener, begin_watch, end_watch
+from remat.runtime.raw_memory import Access, RawAccessListener, Replacement, begin_watch, end_watch
 
 _lock = threading.Lock()
 _blocks: list[Guard] = []  # of all threads; compiled code runs as written while there is any
 _counting: list[CountsStates] = []  # of all threads
-_replaced: list[tuple[Any, str, Any]] = []  # attributes, with what was there
 _own = threading.local()  # the blocks of this thread
 
 
@@ -54,7 +53,7 @@ def guard(block: Guard) -> None:
     with _lock:
         _blocks.append(block)
         if len(_blocks) == 1:
-            _replace(torch, "compile", also_from_now_on(torch.compile))
+            _COMPILE.be(there=True)
             run_as_written()
 
 
@@ -67,7 +66,7 @@ def unguard(block: Guard) -> None:
         if block in _blocks:
             _blocks.remove(block)
         if not _blocks:
-            _restore("compile")
+            _COMPILE.be(there=False)
             run_compiled()
 
 
@@ -76,19 +75,20 @@ def count_states(block: CountsStates) -> None:
     _own.counts = block
     with _lock:
         _counting.append(block)
-        if len(_counting) == 1:
-            for owner in (torch, torch.random):
-                _replace(owner, "get_rng_state", _accounting(owner.get_rng_state))
+        _replace_as_counted()
 
 
 def count_states_no_more(block: CountsStates) -> None:
     """Ends what `count_states` began; does nothing a second time."""
     _own.counts = None
     with _lock:
-        if any(other is block for other in _counting):
-            _counting[:] = [other for other in _counting if other is not block]
-        if not _counting:
-            _restore("get_rng_state")
+        _counting[:] = [other for other in _counting if other is not block]
+        _replace_as_counted()
+
+
+def _replace_as_counted() -> None:
+    for replacement in _STATES:
+        replacement.be(there=bool(_counting))
 
 
 def expose_elsewhere(values: Sequence[Any], access: Access = Access.KEEPS) -> None:
@@ -106,17 +106,6 @@ def are_others() -> bool:
     return len(_blocks) > 1
 
 
-def _replace(owner: Any, name: str, by: Any) -> None:
-    _replaced.append((owner, name, owner.__dict__[name]))
-    setattr(owner, name, by)
-
-
-def _restore(name: str) -> None:
-    for entry in [entry for entry in _replaced if entry[1] == name]:
-        setattr(*entry)
-        _replaced.remove(entry)
-
-
 def _accounting(get_state: Callable[[], Tensor]) -> Callable[[], Tensor]:
     @functools.wraps(get_state)
     def accounting() -> Tensor:
@@ -124,6 +113,10 @@ def _accounting(get_state: Callable[[], Tensor]) -> Callable[[], Tensor]:
         return get_state() if block is None else block.take_state(get_state)
 
     return accounting
+
+
+_COMPILE = Replacement(torch, "compile", also_from_now_on)
+_STATES = [Replacement(owner, "get_rng_state", _accounting) for owner in (torch, torch.random)]
 
 
 class _Visitor(EachOperator):

@@ -5,18 +5,10 @@ from __future__ import annotations
 from collections.abc import Generator
 
 from remat.runtime.dtr import _kernels as k
-from remat.runtime.dtr.trace import Annotate, Call, Constant, Copy, Instruction, Mutate, Release, Trace
+from remat.runtime.dtr.trace import OF_TENSORS, Annotate, Call, Constant, Copy, Instruction, Mutate, Release, Trace
 from remat.runtime.live.ledger import Ledger
 
-_MARKS = {
-    k.LOCK: "LOCK",
-    k.UNLOCK: "UNLOCK",
-    k.DROP: "DROP",
-    k.HOLD: "HOLD",
-    k.FORGET: "FORGET",
-    k.EVICT: "EVICT",
-    k.RETAIN: "RETAIN",
-}
+_MARKS = {getattr(k, mark): mark for mark in OF_TENSORS}
 
 
 def trace_of(ledger: Ledger, reserved_bytes: int = 0) -> Trace:

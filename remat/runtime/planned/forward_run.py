@@ -6,6 +6,7 @@ The rules that it names are those of `remat.runtime`.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -135,7 +136,7 @@ class Run:
         if not first and not self.executor.begins_something[index]:
             return
         for node in dict.fromkeys(tensor.grad_fn for tensor in tensors(returned) if tensor.grad_fn is not None):
-            node.register_prehook(_Trigger(self, index))
+            node.register_prehook(partial(self.begin_backward, index))
             self._lowest = min(self._lowest, index)
 
     def leaves(self, opened: Open) -> None:
@@ -187,7 +188,7 @@ class Run:
 
     # Backward ----------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, index: int) -> None:
+    def begin_backward(self, index: int, _gradients: Any = None) -> None:
         """Called when the backward of stage `index` is about to begin (rule 4)."""
         if self._broken:
             raise ReplayError(self._broken)
@@ -284,14 +285,3 @@ class Run:
             if self._broken:
                 call.empty()
         self._calls.clear()
-
-
-class _Trigger:
-    """The hook on the node of a stage's output that starts the stage's backward."""
-
-    def __init__(self, run: Run, index: int) -> None:
-        self.run = run
-        self.index = index
-
-    def __call__(self, grad_outputs: Any) -> None:
-        self.run.begin_backward(self.index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -305,22 +306,14 @@ def _leaves_others(call: UnitCall, made: Sequence[Counted]) -> bool:
 
 def _hook(call: UnitCall, found: Sequence[torch.Tensor]) -> None:
     """The backward of a call begins with a node of what it returned."""
-    begins = _Begins(weakref.ref(call))
+    begins = partial(_begins, weakref.ref(call))
     for tensor in found:
         node = tensor.grad_fn
         if node is not None:
             node.register_prehook(begins)
 
 
-class _Begins:
-    """A hook on a node with which the backward of a call begins."""
-
-    __slots__ = ("_call",)
-
-    def __init__(self, call: weakref.ref[UnitCall]) -> None:
-        self._call = call
-
-    def __call__(self, _: Any) -> None:
-        call = self._call()
-        if call is not None and call.owner.backward_of is not call:
-            call.owner.begin_backward(call)
+def _begins(weak: weakref.ref[UnitCall], _gradients: Any) -> None:
+    call = weak()
+    if call is not None and call.owner.backward_of is not call:
+        call.owner.begin_backward(call)
