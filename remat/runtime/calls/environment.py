@@ -248,6 +248,7 @@ class FirstRun:
         self._stage, self._watch = stage, watch
         self._flags = tuple([part.training for part in stage.parts])
         self._parameters = Parameters(stage.parameters())
+        self._trained = tuple([each.requires_grad for each in stage.parameters()])
         self._autocast = autocast_now(value)
         self._surroundings, self._modes, self._hooks = present(), modes_now(), Hooks(stage.parts)
         passed = tensors((value, beside))
@@ -276,9 +277,10 @@ class FirstRun:
 
     @property
     def situation(self) -> Hashable:
-        """What runs of the stage have in common that do the same: shapes, flags of modules and backends, autocast."""
+        """What runs of the stage have in common that do the same: shapes, flags of modules, parameters and backends,
+        autocast."""
         autocast = tuple((state["device_type"], state["enabled"], state["dtype"]) for state in self._autocast)
-        return self._shapes, self._flags, self._surroundings, autocast
+        return self._shapes, self._flags, self._trained, self._surroundings, autocast
 
     def ended(self) -> None:
         """To be called when the first run is over: keeps only what it really drew on and changed."""
@@ -355,6 +357,11 @@ class FirstRun:
         contexts: list[AbstractContextManager[Any]] = []
         if any([part.training is not flag for part, flag in zip(self._stage.parts, self._flags, strict=True)]):
             contexts.append(flags_again(self._stage.parts, self._flags))
+        # As where a discriminator is frozen for a generator's forward, and no longer when its backward begins.
+        pairs = zip(self._stage.parameters(), self._trained, strict=True)
+        others_trained = [each for each, trained in pairs if each.requires_grad is not trained]
+        if others_trained:
+            contexts.append(_switched(others_trained))
         if present() is not self._surroundings:
             contexts.append(self._surroundings.again())
         contexts += autocast_again(self._autocast)
@@ -459,6 +466,18 @@ def flags_again(parts: Sequence[nn.Module], flags: Sequence[bool]) -> Iterator[N
     finally:
         for part, flag in now if other else ():
             part.training = flag
+
+
+@contextmanager
+def _switched(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Inside, those of them are trained that are not, and the other way round."""
+    for each in parameters:
+        each.requires_grad_(not each.requires_grad)
+    try:
+        yield
+    finally:
+        for each in parameters:
+            each.requires_grad_(not each.requires_grad)
 
 
 @contextmanager

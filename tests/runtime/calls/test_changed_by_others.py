@@ -28,7 +28,9 @@ from support.unit_blocks import Model, left_by, memory_of
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_known"),
-    pytest.mark.filterwarnings("ignore::remat.OverBudgetWarning", "ignore:.*recomputed as a whole"),
+    pytest.mark.filterwarnings(
+        "ignore::remat.OverBudgetWarning", "ignore:.*recomputed as a whole", "ignore:.*measured and planned again"
+    ),
 ]
 WIDTH, HIDDEN, ROWS, BLOCKS, STEPS = 16, 64, 128, 6, 7
 OF_NUMPY = np.random.default_rng(0)
@@ -114,6 +116,19 @@ def put(**values: Any) -> Callable[[Any], None]:
             setattr(block, name, value)
 
     return set_to
+
+
+def training(part: str, on: bool) -> Callable[[Any], None]:
+    """As programs of two networks switch the one off while the other learns."""
+
+    def switch(block: Any) -> None:
+        getattr(block, part).requires_grad_(on)
+
+    return switch
+
+
+def _as_it_is(block: Any, h: Tensor) -> Tensor:
+    return h
 
 
 def hooked() -> tuple[nn.Module, Step]:
@@ -450,6 +465,8 @@ PROGRAMS |= {
     "a generator of NumPy, in functions": lambda: then(in_a_row(lambda b, h: h * OfNumPy.drawn()), put(), put()),
     "a list in an object that is passed": seeing,
     "a buffer with two names": shared,
+    "weights that are trained again": lambda: then(in_a_row(_as_it_is), training("up", False), training("up", True)),
+    "weights that are frozen": lambda: then(in_a_row(_as_it_is), training("down", True), training("down", False)),
 }
 
 
