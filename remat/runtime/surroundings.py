@@ -67,9 +67,7 @@ _PLAIN = (
     Flag(torch.get_default_dtype, torch.set_default_dtype),
     Flag(torch.get_num_threads, torch.set_num_threads),  # a reduction's order of summation depends on it
     Flag(torch._C._get_deterministic_algorithms, _set_deterministic),
-    *_flags(
-        ("_get_deterministic_fill_uninitialized_memory", "_set_deterministic_fill_uninitialized_memory"),
-    ),
+    *_flags(("_get_deterministic_fill_uninitialized_memory", "_set_deterministic_fill_uninitialized_memory")),
 )
 _BACKENDS = (
     *_PLAIN,

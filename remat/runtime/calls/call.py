@@ -86,11 +86,7 @@ class Call(ABC):
         return tensor
 
     def again(
-        self,
-        collector: Collector,
-        parts: Parts | None = None,
-        activation: Any = None,
-        recorder: Recorder | None = None,
+        self, collector: Collector, parts: Parts | None = None, activation: Any = None, recorder: Recorder | None = None
     ) -> list[Any] | None:
         """Makes the call again as far as `collector` wants it; what its modules return, None where it ends before.
 

@@ -47,13 +47,7 @@ class StageCall(Call):
     )
 
     def __init__(
-        self,
-        stage: Stage,
-        number: int,
-        passed: Passed,
-        context: FirstRun | None,
-        ending: Ending,
-        tapes: Tapes,
+        self, stage: Stage, number: int, passed: Passed, context: FirstRun | None, ending: Ending, tapes: Tapes
     ) -> None:
         super().__init__(stage, number, passed, context)
         self._ending, self._tapes = ending, tapes

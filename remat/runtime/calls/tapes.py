@@ -52,11 +52,7 @@ class Tapes:
         self._drop_parts(situation)
 
     def parts(
-        self,
-        situation: Hashable,
-        values: Sequence[Value],
-        empty: frozenset[int],
-        gone: frozenset[int],
+        self, situation: Hashable, values: Sequence[Value], empty: frozenset[int], gone: frozenset[int]
     ) -> Parts | None:
         """How to make some of what a run saved; None: by the whole run.
 

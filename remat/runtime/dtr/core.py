@@ -289,10 +289,7 @@ def is_ready() -> bool:
 
 
 _CODE = InBackground(
-    vars(k),
-    "advance",
-    "from remat.runtime.dtr.core import compile_all; compile_all()",
-    "the policy core of DTR",
+    vars(k), "advance", "from remat.runtime.dtr.core import compile_all; compile_all()", "the policy core of DTR"
 )
 _FRESH_STORAGE = np.zeros(k.STORAGE_COLUMNS, np.int64)
 _FRESH_STORAGE[[k.HEAD, k.TAIL, k.SLOT, k.NODE]] = -1

@@ -114,11 +114,7 @@ HEURISTICS: dict[str, Ratio] = {
     "h_msps": Ratio("ancestors", staleness="no", formula="cost with evicted ancestors / size (Peng et al., 2020)"),
     "h_rand": Ratio("random", formula="random"),
     "h_e_star": Ratio("neighborhood", staleness="no", formula="cost with evicted neighbourhood / size"),
-    "h_dtr_unopt": Ratio(
-        "neighborhood",
-        staleness="neighborhood",
-        formula="h_dtr with the neighbourhood's staleness",
-    ),
+    "h_dtr_unopt": Ratio("neighborhood", staleness="neighborhood", formula="h_dtr with the neighbourhood's staleness"),
 }
 
 

@@ -14,14 +14,7 @@ import torch
 from torch import Tensor
 
 from remat.devices import DEVICES, device_called
-from remat.runtime.accelerator import (
-    allocated_so_far,
-    is_accelerator,
-    name_of,
-    rounded,
-    slack_of,
-    synchronise,
-)
+from remat.runtime.accelerator import allocated_so_far, is_accelerator, name_of, rounded, slack_of, synchronise
 from remat.runtime.arithmetic import operations_of
 from remat.runtime.fakes import in_earnest
 from remat.runtime.meter import MemoryMeter

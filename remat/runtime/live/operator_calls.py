@@ -42,12 +42,7 @@ class OperatorCall:
     names: dict[str, Any]
 
     def __init__(
-        self,
-        traits: Traits,
-        surroundings: Surroundings,
-        function: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
+        self, traits: Traits, surroundings: Surroundings, function: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> None:
         self.traits = traits
         self.surroundings = surroundings

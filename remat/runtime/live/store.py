@@ -22,12 +22,7 @@ from remat.runtime.live.constants import Constants
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
 from remat.runtime.live.repeating import repeat, revive
-from remat.runtime.live.versions import (
-    OperatorRun,
-    StorageRef,
-    Version,
-    VersionRef,
-)
+from remat.runtime.live.versions import OperatorRun, StorageRef, Version, VersionRef
 from remat.runtime.operators import tensors_in
 from remat.runtime.pytree import storage_of
 

@@ -6,12 +6,7 @@ import torch
 from torch import nn
 
 from remat.formatting import format_bytes
-from remat.runtime.accelerator import (
-    allocated_bytes,
-    bytes_of,
-    is_accelerator,
-    reserved_bytes,
-)
+from remat.runtime.accelerator import allocated_bytes, bytes_of, is_accelerator, reserved_bytes
 from remat.runtime.pytree import storage_of
 
 

@@ -44,10 +44,7 @@ class UnitCall(Call):
         varied: whether it does something else than was recorded.
     """
 
-    __slots__ = (
-        *("bound", "is_back", "owner", "packed", "reference", "row", "saves", "turn"),
-        *("unit", "varied"),
-    )
+    __slots__ = (*("bound", "is_back", "owner", "packed", "reference", "row", "saves", "turn"), *("unit", "varied"))
     hint = (
         "Its forward must not depend on state that changes before its backward, such as global variables. Otherwise "
         "use remat.DTR(..., granularity='operator')"
