@@ -16,15 +16,8 @@ from remat.runtime.fakes import fake_mode, in_earnest
 from remat.runtime.pytree import storage_of
 from remat.runtime.surroundings import BACKENDS, Readers, readers_for
 
-_OWN = (
-    "aten",
-    "prims",
-    "prim",
-    "c10d",
-    "_c10d_functional",
-    "_dtensor",
-    "symm_mem",
-)  # namespaces of PyTorch's own operators
+# Namespaces of PyTorch's own operators.
+_OWN = ("aten", "prims", "prim", "c10d", "_c10d_functional", "_dtensor", "symm_mem")
 INDEXING = ("index", "_unsafe_index")
 PUTTING = ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
 EXPONENTIAL = "linalg_matrix_exp"

@@ -52,15 +52,7 @@ class Attributes:
     """
 
     __slots__ = (
-        "_before",
-        "_changed",
-        "_changing",
-        "_children",
-        "_contents",
-        "_hooks",
-        "_met",
-        "_modules",
-        "_versions",
+        *("_before", "_changed", "_changing", "_children", "_contents", "_hooks", "_met", "_modules", "_versions"),
     )
 
     def __init__(self, modules: Sequence[Any], *, changing: bool = True) -> None:

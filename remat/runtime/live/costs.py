@@ -49,21 +49,8 @@ class OperatorFacts:
     """
 
     __slots__ = (
-        "bounded",
-        "extent",
-        "family",
-        "grown_bytes",
-        "measured",
-        "model_nanoseconds",
-        "nanoseconds",
-        "output_bytes",
-        "plain",
-        "scratch_bytes",
-        "settled",
-        "simple",
-        "slack_bytes",
-        "timed",
-        "total_bytes",
+        *("bounded", "extent", "family", "grown_bytes", "measured", "model_nanoseconds", "nanoseconds", "output_bytes"),
+        *("plain", "scratch_bytes", "settled", "simple", "slack_bytes", "timed", "total_bytes"),
     )
 
     def __init__(self, output_bytes: Sequence[int], model_nanoseconds: int) -> None:

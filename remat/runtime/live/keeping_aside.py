@@ -34,13 +34,8 @@ def cut_loose(store: Store, version: Version) -> None:
     heir = Version(version.tensor, version.size, None)
     hand_over(version, heir, storage)
     store.know(heir)
-    version.constant, version.operator, version.where, version.held, version.released = (
-        constant,
-        None,
-        None,
-        None,
-        True,
-    )
+    version.constant, version.released = constant, True
+    version.operator = version.where = version.held = None
     store.put(heir, storage)
 
 

@@ -48,13 +48,9 @@ def _walk(value: Any, depth: int, seen: set[int]) -> Iterator[Hashable]:
         yield value if value == value else "nan"  # noqa: PLR0124
         return
     yield id(value)
-    if (
-        isinstance(value, torch.Tensor)
-        or is_generator(value)
-        or depth > _DEPTH
-        or id(value) in seen
-        or len(seen) > _MOST
-    ):
+    if isinstance(value, torch.Tensor) or is_generator(value):
+        return
+    if depth > _DEPTH or id(value) in seen or len(seen) > _MOST:
         return
     seen.add(id(value))
     if isinstance(value, nn.Module):
