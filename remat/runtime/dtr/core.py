@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
+import time
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -257,6 +258,24 @@ class Core:
         state.operators[known.operators : ends.operators] = rows.operators
         edges = state.edges[known.edges : ends.edges]
         edges[:, k.USED], edges[:, k.USER], edges[:, k.NEXT_USE] = rows.edges, rows.users, -1
+
+
+def carried_out(
+    graph: Graph, instructions: np.ndarray, budget: int, heuristic: Heuristic, until: float, **how: Any
+) -> Core | None:
+    """The core that has carried a program out on paper; None where it did not get through, or not by then, as
+    `time.monotonic` counts. `how`: of the core."""
+
+    def late() -> bool:
+        return time.monotonic() > until
+
+    core = Core(graph, budget, heuristic, stopped=late, **how)
+    try:
+        return core if core.run(instructions) == k.DONE else None
+    except KeyboardInterrupt:
+        if not late():
+            raise
+        return None
 
 
 def _with_room(array: np.ndarray, rows: int) -> np.ndarray:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from remat.runtime.dtr import _kernels as k
-from remat.runtime.dtr.core import NO_LIMIT, Core
+from remat.runtime.dtr.core import NO_LIMIT, carried_out
 from remat.runtime.dtr.graph import Graph
 from remat.runtime.dtr.heuristics import DEFAULT, HEURISTICS
 
@@ -80,14 +80,9 @@ def learn(
         return time.monotonic() > until
 
     def run(evictions: Sequence[tuple[int, int]], name: str) -> int | None:
-        core = Core(graph, budget, HEURISTICS[name], most_again=most_again, held=held, stopped=late)
-        try:
-            answer = core.run(with_evictions(instructions, evictions))
-        except KeyboardInterrupt:
-            if not late():
-                raise
-            return None
-        return core.scalar(k.CLOCK) if answer == k.DONE else None
+        rows, how = with_evictions(instructions, evictions), {"most_again": most_again, "held": held}
+        passed = carried_out(graph, rows, budget, HEURISTICS[name], until, **how)
+        return None if passed is None else passed.scalar(k.CLOCK)
 
     for name in heuristics:
         if tried and late():

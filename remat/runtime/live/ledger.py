@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from remat.runtime.dtr import _kernels as k
-from remat.runtime.dtr.core import NO_LIMIT, Core
+from remat.runtime.dtr.core import NO_LIMIT, Core, carried_out
 from remat.runtime.dtr.graph import Graph
 from remat.runtime.dtr.heuristics import Heuristic
 
@@ -31,29 +31,6 @@ class Instructions(NamedTuple):
         """
         operators, tensors = len(graph.labels), graph.operators[-1][k.OUT] if graph.operators else 0
         return self.graph.labels[:operators] == graph.labels and self.graph.sizes[:tensors] == graph.sizes[:tensors]
-
-    def replayed(
-        self, budget: int, heuristic: Heuristic, *, most_again: int, until: float, **options: bool | int
-    ) -> Core | None:
-        """The core that has carried it out on paper; None where it did not get through.
-
-        Args:
-            most_again: nanoseconds of recomputation that are allowed.
-            until: when to give up, as `time.monotonic` counts.
-            options: of the core.
-        """
-
-        def late() -> bool:
-            return time.monotonic() > until
-
-        core = Core(self.graph, budget, heuristic, most_again=most_again, stopped=late, held=True, **options)  # type: ignore[arg-type]
-        try:
-            passed = core.run(np.array(self.instructions, np.int64).reshape(-1, 2)) == k.DONE
-        except KeyboardInterrupt:
-            if not late():
-                raise
-            passed = False
-        return core if passed else None
 
 
 class Notes:
@@ -186,10 +163,6 @@ class Ledger(Notes):
         untold = sum(self.graph.operators[what][k.FIRST_PRICE] for kind, what in new if kind == k.COMPUTE)
         return int(self.core.scalar(k.MODEL_COST)) + untold
 
-    def limit_recomputation(self, nanoseconds: int) -> None:
-        """From now on so much more of it makes the core answer THRASHING."""
-        self.core.limit_recomputation(nanoseconds)
-
     def program(self) -> Instructions:
         """All that was written down so far, to be carried out on paper; without what a plan has evicted."""
         return Instructions(self.graph, [row for row in self.instructions if row[0] not in (k.EVICT, k.RETAIN)])
@@ -208,9 +181,11 @@ class Ledger(Notes):
             overhead: times the operators' own time that it may take.
         """
         program, until = whole or self.program(), time.monotonic() + _SEARCH_SECONDS
+        rows = np.array(program.instructions, np.int64).reshape(-1, 2)
 
         def run(budget: int, most_again: int) -> Core | None:
-            return program.replayed(budget, self._heuristic, most_again=most_again, until=until, **self._options)
+            how = {"most_again": most_again, "held": True, **self._options}
+            return carried_out(program.graph, rows, budget, self._heuristic, until, **how)
 
         unlimited = run(NO_LIMIT, NO_LIMIT)
         if unlimited is None:

@@ -72,7 +72,7 @@ class Limits:
         if self.thrash_limit is not None:
             own, again = ledger.own_nanoseconds, ledger.core.scalar(k.AGAIN_COST)
             most = round(max(_HOPELESS, self.thrash_limit) * own) + _LEAST_NANOSECONDS
-            ledger.limit_recomputation(max(most - again, 0))
+            ledger.core.limit_recomputation(max(most - again, 0))
         return ledger.consult()
 
     def judge(self, answer: int, ledger: Ledger, label: str, tensors: Sequence[Tensor]) -> None:
