@@ -148,15 +148,9 @@ def most_from_now_on(device: torch.device | None) -> Callable[[], int]:
     return most
 
 
-def level_of(device: torch.device) -> Callable[[], int] | None:
-    """What tells how many bytes a device's allocator has given out; None where it does not count them."""
-    return partial(allocated_bytes, device) if is_accelerator(device) else None
-
-
-def level_of_accelerator() -> Callable[[], int] | None:
-    """The same for the accelerator that is in use, if one is."""
-    device = accelerator_in_use()
-    return None if device is None else level_of(device)
+def level_of(device: torch.device | None) -> Callable[[], int] | None:
+    """What tells how many bytes a device's allocator has given out; None where it does not count them, or for None."""
+    return None if device is None or not is_accelerator(device) else partial(allocated_bytes, device)
 
 
 def accelerator_in_use() -> torch.device | None:

@@ -138,7 +138,7 @@ class MemoryMeter:
         self.regions.append(Region(self._start - self._base, end - self._base, peak - self._base, reserved))
 
     def _profiled(self) -> Iterator[None]:
-        if _profiler_is_on():
+        if torch.autograd._profiler_enabled():
             raise MeasurementError(
                 "a PyTorch profiler is running; measuring memory starts another one, which would erase the memory "
                 "events of the first. Measure outside of it"
@@ -151,14 +151,10 @@ class MemoryMeter:
         self.regions = _regions(results.experimental_event_tree() if results is not None else [], self._may_be_idle)
 
 
-def _profiler_is_on() -> bool:
-    return torch.autograd._profiler_enabled()
-
-
 def is_profiled(model: nn.Module) -> bool:
     """Whether a profiler of the program's own is running which memory of this model cannot be measured beside."""
     on_cpu = any(parameter.device.type == "cpu" for parameter in model.parameters())
-    return on_cpu and _profiler_is_on()
+    return on_cpu and torch.autograd._profiler_enabled()
 
 
 def _regions(roots: list, may_be_idle: bool) -> list[Region]:

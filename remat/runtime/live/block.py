@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack, _pop_mode
 from remat.errors import OutOfBudget, Thrashing
 from remat.formatting import format_bytes
 from remat.report import Report
-from remat.runtime.accelerator import accelerator_in_use, level_of_accelerator, most_from_now_on
+from remat.runtime.accelerator import accelerator_in_use, level_of, most_from_now_on
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.fakes import in_earnest
 from remat.runtime.live.advice import Advice, advice_on
@@ -44,8 +44,8 @@ class Block(Guard):
     def __init__(self, settings: Settings, *, observes: bool = False, root: nn.Module | None = None) -> None:
         self.settings = settings
         self.ledger, self._limits = settings.ledger(), settings.limits()
-        self._store = Store(self.ledger, self._limits, level_of_accelerator())
-        self._most = most_from_now_on(accelerator_in_use())
+        here = accelerator_in_use()
+        self._store, self._most = Store(self.ledger, self._limits, level_of(here)), most_from_now_on(here)
         self._mode = Dispatcher(self._store, by_model=settings.by_model)
         self._saving = SavingHooks(self._store)
         self._observation = Observation(self.ledger, settings.site.current_ways()) if observes else None
