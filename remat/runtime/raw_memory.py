@@ -13,7 +13,7 @@ import multiprocessing.pool
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ import torch.utils.dlpack
 from torch import Tensor
 
 from remat.runtime.pytree import tensors
+from remat.runtime.surroundings import all_of
 
 
 class Access(Enum):
@@ -161,9 +162,7 @@ def _elsewhere() -> list[AbstractContextManager[Any]]:
 def _inside(function: Callable[..., Any], contexts: Sequence[AbstractContextManager[Any]]) -> Callable[..., Any]:
     @functools.wraps(function)
     def inside(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context)
+        with all_of(contexts):
             return function(*args, **kwargs)
 
     return inside

@@ -169,6 +169,19 @@ def dispatch_modes() -> list[Any]:
     ]
 
 
+def all_of(contexts: Sequence[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
+    """Inside, all of them are entered, in their order."""
+    return _entered(contexts) if contexts else nullcontext()
+
+
+@contextmanager
+def _entered(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
 @contextmanager
 def under(modes: Sequence[Any]) -> Iterator[None]:
     """Inside, these are in force, too: a backward runs without any."""

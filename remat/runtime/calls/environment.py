@@ -7,7 +7,7 @@ them; buffers that it changes are changed once; parameters and other buffers are
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -19,13 +19,13 @@ from remat.runtime.accelerator import granule_of, is_accelerator, rounded
 from remat.runtime.calls.attributes import Attributes, plain_tensors
 from remat.runtime.calls.early_stop import sum_of
 from remat.runtime.calls.hooks import Hooks
-from remat.runtime.calls.stages import Stage
+from remat.runtime.calls.stages import Stage, autocast_of
 from remat.runtime.calls.steady import is_steady
 from remat.runtime.fakes import in_earnest, is_fake
 from remat.runtime.generators import RandomState, held_by, of_python
 from remat.runtime.meter import instruments
 from remat.runtime.pytree import objects_in, storage_of, tensors, version_of
-from remat.runtime.surroundings import modes_now, present, under
+from remat.runtime.surroundings import all_of, modes_now, present, under
 
 
 def state_bytes(*, on_accelerator: bool = False) -> int:
@@ -140,14 +140,10 @@ class BufferWatch:
         replaced = {
             key: was._replace(copy=was.buffer)
             for key, was in before.items()
-            if key not in written and _is_replaced(stage.parts[key[0]], key[1], was.buffer)
+            if key not in written and stage.parts[key[0]]._buffers.get(key[1], was.buffer) is not was.buffer
         }
         self._changing.setdefault(flags, set()).update(written)
         return written | replaced
-
-
-def _is_replaced(part: nn.Module, name: str, buffer: torch.Tensor | None) -> bool:
-    return name in part._buffers and part._buffers[name] is not buffer
 
 
 def _holder(part: nn.Module, name: str) -> dict[str, Any]:
@@ -397,7 +393,7 @@ class FirstRun:
                 with nullcontext() if self._random is None else self._random.again():
                     yield
             finally:
-                self._note_versions()
+                self._parameters = self._parameters.again()
             for weight, was in written:
                 if not is_fake(weight) and not torch.equal(weight, was):
                     weight.detach().copy_(was)
@@ -405,9 +401,6 @@ class FirstRun:
                         f"stage {self._stage.name!r} changes its own parameter of shape {tuple(was.shape)} in its "
                         "forward, so recomputing it would give another result; use the store_all schedule"
                     )
-
-    def _note_versions(self) -> None:
-        self._parameters = self._parameters.again()
 
     @contextmanager
     def _buffers_again(self) -> Iterator[None]:
@@ -441,19 +434,6 @@ class FirstRun:
                 holder[name] = buffer
 
 
-def all_of(contexts: Sequence[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
-    """Inside, all of them are entered, in their order."""
-    return _entered(contexts) if contexts else nullcontext()
-
-
-@contextmanager
-def _entered(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
-
-
 @contextmanager
 def flags_again(parts: Sequence[nn.Module], flags: Sequence[bool]) -> Iterator[None]:
     """Inside, modules are in train or eval mode as these flags say."""
@@ -480,16 +460,6 @@ def _switched(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
             each.requires_grad_(not each.requires_grad)
 
 
-@contextmanager
-def without_autocast(device_types: Iterable[str]) -> Iterator[None]:
-    """Inside, nothing is cast."""
-    with ExitStack() as stack:
-        for device_type in device_types:
-            if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-                stack.enter_context(torch.autocast(device_type, enabled=False))
-        yield
-
-
 def autocast_now(passed: Any) -> list[dict[str, Any]]:
     """What casts, for the devices of tensors in `passed` and the CPU; nothing where nothing does anywhere."""
     if not torch._C._is_any_autocast_enabled():
@@ -500,9 +470,8 @@ def autocast_now(passed: Any) -> list[dict[str, Any]]:
 def autocast_again(states: list[dict[str, Any]]) -> list[AbstractContextManager[Any]]:
     """Contexts in which that is in force, where it is not; a backward usually runs outside of it."""
     if not states:
-        if not torch._C._is_any_autocast_enabled():
-            return []
-        return [without_autocast(kinds_here())]
+        here = kinds_here() if torch._C._is_any_autocast_enabled() else ()
+        return [torch.autocast(kind, enabled=False) for kind in here if autocast_of(kind) is not None]
     if autocast_states([state["device_type"] for state in states]) == states:
         return []
     return [torch.autocast(**state) for state in states]

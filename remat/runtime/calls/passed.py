@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,7 +13,7 @@ from remat.runtime.calls.stages import attached, seen_again
 from remat.runtime.fakes import in_earnest
 from remat.runtime.generators import RandomState
 from remat.runtime.pytree import Key, key_of, map_tensors, tensors
-from remat.runtime.surroundings import Surroundings, present
+from remat.runtime.surroundings import Surroundings, all_of, present
 
 
 class Input(Protocol):
@@ -124,10 +123,7 @@ class _Made(NamedTuple):
             self.random.restore()
         if self.surroundings is None:
             return self.forward(*args, **kwargs)
-        with ExitStack() as stack:
-            for context in autocast_again(self.autocast):
-                stack.enter_context(context)
-            stack.enter_context(self.surroundings.again())
+        with all_of([*autocast_again(self.autocast), self.surroundings.again()]):
             return self.forward(*args, **kwargs)
 
 

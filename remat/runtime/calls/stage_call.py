@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from remat.runtime.calls.tapes import Tapes
 from remat.runtime.fakes import alias
 from remat.runtime.offload import HostMemory, Sent
 from remat.runtime.sharding import local_part
+from remat.runtime.surroundings import all_of
 
 _NONE: frozenset[int] = frozenset()
 
@@ -68,7 +69,7 @@ class StageCall(Call):
         if dropped is not None and self._recorder is None and self._is_unknown:
             self._recorder = Recorder()
         hooks = saved_tensors_hooks(partial(self._pack, owner), unpack)
-        return hooks if self._recorder is None else _recorded(self._recorder, hooks)
+        return hooks if self._recorder is None else all_of([hooks, self._recorder])
 
     def _pack(self, owner: Owner, tensor: torch.Tensor) -> Saved:
         number = len(self.saved)
@@ -228,9 +229,3 @@ class StageCall(Call):
         """The tensors of these numbers go to the host, where autograd still holds them."""
         self.sent = Sent(memory, list(self.living(numbers)), self.stage.name)
         return self.sent
-
-
-@contextmanager
-def _recorded(recorder: Recorder, hooks: saved_tensors_hooks) -> Iterator[None]:
-    with hooks, recorder:
-        yield
