@@ -12,7 +12,7 @@ from remat.runtime.calls.environment import autocast_again, autocast_now
 from remat.runtime.calls.stages import attached, seen_again
 from remat.runtime.fakes import in_earnest
 from remat.runtime.generators import RandomState
-from remat.runtime.pytree import Key, key_of, map_tensors, tensors
+from remat.runtime.pytree import Key, key_of, map_tensors, tensors, version_of
 from remat.runtime.surroundings import Surroundings, all_of, present
 
 
@@ -57,7 +57,7 @@ class Held:
     def __init__(self, tensor: torch.Tensor, *, with_graph: bool = False) -> None:
         self.tensor = tensor if with_graph or tensor.grad_fn is None else tensor.detach()
         self.needs_gradient = tensor.requires_grad
-        self.version = -1 if tensor.is_inference() else tensor._version
+        self.version = version_of(tensor)
 
     @property
     def is_changed(self) -> bool:

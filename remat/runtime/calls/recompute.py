@@ -72,15 +72,11 @@ class Collector:
             if self._checksums is not None:
                 with in_earnest():
                     self._checksums.note(alias(tensor))
-        if self._last is not None and self._is_complete(self._last):
+        if self._last is None or self._count < self._last:
+            return
+        # All that is wanted is there; and proved to be right?
+        if replaying is None or (self._count >= replaying.saved_by and replaying.done >= self._ends_at):
             raise EarlyStop
-
-    def _is_complete(self, last: int) -> bool:
-        """Whether all that is wanted is there, and proved to be right."""
-        replaying = self.replaying
-        if self._count < last:
-            return False
-        return replaying is None or (self._count >= replaying.saved_by and replaying.done >= self._ends_at)
 
     def finish(self, outputs: list[Any]) -> None:
         """The run has come to its end, and the module calls have returned this.

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from remat.runtime.calls.places import CallCounter, Place, Places, among
-from remat.runtime.pytree import activation_of
+from remat.runtime.pytree import activation_of, version_of
 
 
 class Route:
@@ -44,19 +44,15 @@ class Route:
         """The activation among the arguments of a stage's first call; None if it is missing or was modified."""
         if place.stage not in self._places.follows:
             return activation_of(args, kwargs)
-        if self._handed is None or _version(self._handed) != self._version:
+        if self._handed is None or version_of(self._handed) != self._version:
             return None
         return among(self._handed, (args, kwargs))
 
     def hand_on(self, stage: int, activation: Any) -> None:
         """Remembers the output of stage `stage` as the input of the next one, if that follows it."""
         if isinstance(activation, torch.Tensor) and stage + 1 in self._places.follows:
-            self._handed, self._version = activation, _version(activation)
+            self._handed, self._version = activation, version_of(activation)
 
     def let_go(self) -> None:
         """Forgets the last activation."""
         self._handed = None
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version

@@ -15,30 +15,22 @@ _CHILDREN = attrgetter("_modules")
 
 
 class Structure:
-    """The modules of a model, at all depths."""
+    """The modules of a model, at all depths, and which containers inside it run their children one after the other, and
+    do nothing else; `containers`: whether these matter."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, containers: bool = True) -> None:
         self.modules = list(model.modules())
         self._children = Members(_CHILDREN, self.modules)
-
-    def is_current(self) -> bool:
-        """Whether none was replaced, added or removed since."""
-        return self._children.are_current()
-
-
-class Containers:
-    """Which containers inside a model run their children one after the other, and do nothing else."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._found = [each for each in model.modules() if each is not model and is_sequential(each)]
+        found = self.modules[1:] if containers else []
+        self._containers = [each for each in found if is_sequential(each)]
         self._plain = self._plain_now()
 
     def _plain_now(self) -> list[bool]:
-        return [not has_hooks(each) and "forward" not in vars(each) for each in self._found]
+        return [not has_hooks(each) and "forward" not in vars(each) for each in self._containers]
 
-    def are_current(self) -> bool:
-        """Whether none was given hooks or another forward since, or lost them."""
-        return self._plain_now() == self._plain
+    def is_current(self) -> bool:
+        """Whether no module was replaced, added or removed since, and no container given hooks or another forward."""
+        return self._children.are_current() and self._plain_now() == self._plain
 
 
 class Members:

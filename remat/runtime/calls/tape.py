@@ -306,7 +306,8 @@ class Recorder(OperatorMode, RawAccessListener):
         now = instruments().now
         start = now(_HOST) if self._timed else 0.0
         output = func(*args, **kwargs)
-        spent = now(_device_of(output)) - start if self._timed else 0.0
+        made = tensors_in(output) if self._timed else []
+        spent = now(made[0].device if made else _HOST) - start if self._timed else 0.0
         if any(self._is_resized(tensor) for tensor in changed):
             self.tape.whole = f"{func} changes the size of what it writes to"
         form: type | None = None
@@ -501,8 +502,3 @@ def changed_argument(func: Any, position: int) -> tuple[int, str] | None:
         if info is not None and info.is_write and info.before_set & returned.alias_info.before_set:
             return at, argument.name
     return None
-
-
-def _device_of(output: Any) -> torch.device:
-    """Of the first tensor that an operator has made."""
-    return next((tensor.device for tensor in tensors_in(output)), _HOST)

@@ -18,7 +18,7 @@ from remat.runtime.calls.early_stop import Ending
 from remat.runtime.calls.environment import BufferWatch
 from remat.runtime.calls.places import Places
 from remat.runtime.calls.stages import Stage, input_of
-from remat.runtime.calls.structure import Containers, Structure
+from remat.runtime.calls.structure import Structure
 from remat.runtime.calls.tapes import Tapes
 from remat.runtime.generators import held_by
 from remat.runtime.offload import HostMemory
@@ -107,8 +107,7 @@ class Executor:
         self.planned, self.in_flight = "", 0
         self.lock, self.host = Lock(), HostMemory()
         self.known = tuple(map(self._known, self.places.stages, _found_right(layout, len(self.places.stages))))
-        self._structure = Structure(model)
-        self._containers = Containers(model) if self.places.in_a_row else None
+        self._structure = Structure(model, containers=self.places.in_a_row)
         self._dropped = layout.dropped if layout is not None else ()
         self._sent = layout.offloaded if layout is not None else ()
         self.variants = _variants_of(schedule, self.places.stages)
@@ -229,7 +228,7 @@ class Executor:
     @property
     def is_current(self) -> bool:
         """Whether the model consists of the modules that it did, of which the stages know what is inside."""
-        return self._structure.is_current() and (self._containers is None or self._containers.are_current())
+        return self._structure.is_current()
 
     @property
     def begins_something(self) -> Sequence[bool]:

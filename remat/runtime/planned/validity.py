@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 
 from remat.runtime.calls.stages import autocast_of, describe_call
-from remat.runtime.calls.structure import Containers, Members, Structure
+from remat.runtime.calls.structure import Members, Structure
 from remat.runtime.planned.lengths import counts_of, is_padded, named_in, switches_in
 from remat.runtime.pytree import Arguments, tensors
 
@@ -78,7 +78,7 @@ class Snapshot:
     """A model's modules, parameters and flags, with all that `Validity` and stages depend on, to compare it with."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._structure, self._containers = Structure(model), Containers(model)
+        self._structure = Structure(model)
         self._held = Members(_HELD, self._structure.modules)
         self._parameters = [each for each in self._held.known if each is not None]
         self._flags = self._present()
@@ -87,7 +87,7 @@ class Snapshot:
         return [*map(_FLAG, self._structure.modules), *map(_NEEDED, self._parameters)]
 
     def is_current(self) -> bool:
-        alike = self._structure.is_current() and self._containers.are_current() and self._held.are_current()
+        alike = self._structure.is_current() and self._held.are_current()
         return alike and self._present() == self._flags
 
 
