@@ -154,11 +154,13 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def beyond_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, kept from a compiler that traces its caller; what it calls may be compiled by itself."""
-    return uncompiled(function) if torch.compiler.is_compiling() or _is_at_work() else function
+    return uncompiled(function) if compiler_is_at_work() else function
 
 
-def _is_at_work() -> bool:
-    """Whether the compiler compiles what is called next in this thread."""
+def compiler_is_at_work() -> bool:
+    """Whether the compiler traces what runs, or compiles what is called next in this thread."""
+    if torch.compiler.is_compiling():
+        return True
     return "torch._dynamo" in sys.modules and callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
 
 

@@ -14,15 +14,14 @@ from typing import Any
 import torch
 
 from remat.errors import RematError
+from remat.runtime.patching import compiler_is_at_work
 
 _restore: list[Callable[[], None]] = []
 
 
 def refuse_inside() -> None:
     """Raises RematError where this is called from code that the compiler traces, or has compiled in part."""
-    if torch.compiler.is_compiling() or (
-        "torch._dynamo" in sys.modules and torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
-    ):
+    if compiler_is_at_work():
         raise RematError(
             "a DTR block does not work inside a function compiled by torch.compile, which would trace the block too. "
             "Put the block around the call of that function (it then runs uncompiled), or decorate the function that "

@@ -41,7 +41,7 @@ class SavingHooks:
             return unpack(saved)
         if saved.witness._version != saved.changes:
             raise changed(saved.witness, saved.changes, saved.view[1])
-        version = saved.version
+        version = saved.handle.version
         if not version.resident:
             self._store.access(version, "backward")
         storage = self._store.lend(version)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -166,11 +167,6 @@ class Handle:
         version.handle = weakref.ref(self)
 
 
-def handle_of(version: Version) -> Handle:
-    known = None if version.handle is None else version.handle()
-    return Handle(version) if known is None else known
-
-
 def hand_over(version: Version, heir: Version, storage: torch.UntypedStorage) -> None:
     """What autograd has saved of a version is another one's from now on, which has the storage.
 
@@ -191,33 +187,29 @@ class SavedVersion:
     __slots__ = ("changes", "dropped", "handle", "view", "witness")
 
     def __init__(self, tensor: Tensor, version: Version, dropped: Callable[[Version], None]) -> None:
-        self.handle = handle_of(version)
+        known = None if version.handle is None else version.handle()
+        self.handle = Handle(version) if known is None else known
         shape, stride = tensor.shape, tensor.stride()
         self.view: View = (version, shape, stride, tensor.storage_offset(), tensor.dtype, bits_of(tensor))
         self.dropped = dropped
         self.changes = tensor._version
-        self.witness = _witness(tensor)
-
-    @property
-    def version(self) -> Version:
-        return self.handle.version
+        self.witness = witness_of(tensor)
 
     def __del__(self) -> None:
         self.dropped(self.handle.version)
 
 
-def _witness(tensor: Tensor) -> Tensor:
+def witness_of(tensor: Tensor) -> Tensor:
     """A tensor without memory that counts how often the given one was changed."""
     with in_earnest():
         witness = tensor.detach()
-        empty = _empty.get(tensor.device)
-        if empty is None:  # one for each device: not every accelerator's tensors take the CPU's in their place
-            empty = _empty[tensor.device] = torch.empty(0, device=tensor.device)
-        witness.data = empty
+        witness.data = _nothing_on(tensor.device)
     return witness
 
 
-_empty: dict[torch.device, Tensor] = {}
+@cache
+def _nothing_on(device: torch.device) -> Tensor:  # not every accelerator's tensors take the CPU's in their place
+    return torch.empty(0, device=device)
 
 
 class OperatorRun:

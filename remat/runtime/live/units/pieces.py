@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,7 @@ from remat.runtime.calls.tape import Value, value_of
 from remat.runtime.fakes import in_earnest
 from remat.runtime.live.units.account import Counted
 from remat.runtime.live.units.makings import Making
+from remat.runtime.live.versions import witness_of
 from remat.runtime.pytree import tensor_on, version_of
 
 if TYPE_CHECKING:
@@ -212,8 +212,7 @@ class Reference:
         self.changes, self.value = storage.changes, value_of(tensor, storage.number)
         self.witness: torch.Tensor | None = None
         if self.version >= 0:
-            self.witness = tensor.detach()
-            self.witness.data = _nothing_on(tensor.device)
+            self.witness = witness_of(tensor)
 
     def written(self) -> None:
         """The call itself changes it, and does not read it again."""
@@ -260,8 +259,3 @@ def look_at(storage: torch.UntypedStorage, value: Value) -> torch.Tensor:
     """A value of a tape, on the given storage; no mode sees that it is made."""
     with in_earnest():
         return tensor_on(storage, value.dtype, value.size, value.stride, value.offset)
-
-
-@cache
-def _nothing_on(device: torch.device) -> torch.Tensor:
-    return torch.empty(0, device=device)
