@@ -269,7 +269,7 @@ class Checkpointable(Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.planned.patch is not None or not self.training or not torch.is_grad_enabled():
-            return self._plainly(*args, **kwargs)  # which trains by the plan, where that is in place
+            return self.wrapped.forward(*args, **kwargs)  # which trains by the plan, where that is in place
         return beyond_compiler(self._by_plan)(args, kwargs)
 
     def _by_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

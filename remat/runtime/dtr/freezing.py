@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
 from remat.budgets import resolve_budget
 from remat.chain import Chain
@@ -79,11 +79,7 @@ def _frozen(chain: Chain, replay: Replay, budget: int, heuristic: str | Heuristi
     return operations_of(chain, replay, core.decisions())
 
 
-class _StageRun(NamedTuple):
-    """One run of a stage, forward or backward, in the order of DTR."""
-
-    stage: int
-    backward: bool
+_StageRun: TypeAlias = tuple[int, bool]  # a run of a stage, and whether it is the backward's
 
 
 def operations_of(chain: Chain, replay: Replay, decisions: Sequence[Decision]) -> tuple[Operation, ...]:
@@ -94,7 +90,7 @@ def operations_of(chain: Chain, replay: Replay, decisions: Sequence[Decision]) -
     """
     runs = _runs(replay, decisions)
     drops = _may_drop_input(runs, chain.length)
-    last = {run.stage: position for position, run in enumerate(runs) if not run.backward}
+    last = {stage: position for position, (stage, backward) in enumerate(runs) if not backward}
     own, saved = {0}, set[int]()
     operations: list[Operation] = []
     for position, (stage, backward) in enumerate(runs):
@@ -124,7 +120,7 @@ def _runs(replay: Replay, decisions: Sequence[Decision]) -> list[_StageRun]:
         label = graph.labels[graph.tensors[decision.what][1]]
         for kind in ("forward", "backward"):
             if label.startswith(kind):
-                runs.append(_StageRun(int(label.removeprefix(kind)), kind == "backward"))
+                runs.append((int(label.removeprefix(kind)), kind == "backward"))
     return runs
 
 

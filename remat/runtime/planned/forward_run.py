@@ -160,8 +160,7 @@ class Run:
         value = self.stored.load(index - 1)
         dropped = self.executor.dropped(step.operation)
         if step.completes:
-            self._complete(index, value)
-            output = None
+            output = self._replay(index, value)
         else:
             filling = step.operation.kind == F_ALL
             output = self._replay(index, value, filling=filling, ends_early=step.ends_early, dropped=dropped)
@@ -172,17 +171,11 @@ class Run:
             self._transfers.send(index, self.executor.sent(step.operation))
 
     def _replay(self, index: int, value: Any, **how: Any) -> Any:
-        self.repeating = True
+        """Makes a stage again; where nobody says how, only what autograd waits for."""
+        call, self.repeating = self._calls[index], True
         try:
-            output = self._calls[index].replay(value, **how)
+            output = call.replay(value, **how) if how else call.complete(value)
             return None if output is None else self.places.activation_of(output)
-        finally:
-            self.repeating = False
-
-    def _complete(self, index: int, value: Any) -> None:
-        self.repeating = True
-        try:
-            self._calls[index].complete(value)
         finally:
             self.repeating = False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from remat.chain import Chain
 from remat.errors import InvalidSchedule, PlanMismatch
@@ -101,12 +101,12 @@ def compile_schedule(schedule: Schedule, fixed: tuple[bool, ...] = ()) -> Progra
             )
 
     runs = _runs(schedule.operations, length, named)
-    steps = iter(_annotate([run for run in runs if run.operation.kind != B]))
+    steps = iter(_annotate([run for run in runs if run[0].kind != B]))
     phases: list[list[StageRun]] = [[] for _ in range(length + 1)]
     phase = length
-    for run in runs:
-        if run.operation.kind == B:
-            phase = run.operation.stage - 1
+    for operation, _ in runs:
+        if operation.kind == B:
+            phase = operation.stage - 1
         else:
             phases[phase].append(next(steps))
     for phase, recomputed in enumerate(phases[:length]):
@@ -121,11 +121,7 @@ def compile_schedule(schedule: Schedule, fixed: tuple[bool, ...] = ()) -> Progra
     )
 
 
-class _Run(NamedTuple):
-    """An operation, or, where it `completes`, the replay before a backward of what F_all has not kept."""
-
-    operation: Operation
-    completes: bool = False
+_Run: TypeAlias = tuple[Operation, bool]  # or, where that is set, the replay before a backward of what it has not kept
 
 
 def _runs(operations: Sequence[Operation], length: int, dropped: Sequence[Sequence[frozenset[int]]]) -> list[_Run]:
@@ -135,20 +131,20 @@ def _runs(operations: Sequence[Operation], length: int, dropped: Sequence[Sequen
     for operation in operations:
         if operation.stage == length:
             if operation.kind == B:
-                runs.append(_Run(operation))
+                runs.append((operation, False))
             continue
         if operation.kind == B and operation.stage in partly:
-            runs.append(_Run(partly.pop(operation.stage), completes=True))
+            runs.append((partly.pop(operation.stage), True))
         elif operation.option and dropped[operation.stage - 1][operation.option - 1]:
             partly[operation.stage] = operation
-        runs.append(_Run(operation))
+        runs.append((operation, False))
     return runs
 
 
 def _annotate(runs: Sequence[_Run]) -> list[StageRun]:
     first_runs: dict[int, int] = {}
-    for position, run in enumerate(runs):
-        first_runs.setdefault(run.operation.stage, position)
+    for position, (operation, _) in enumerate(runs):
+        first_runs.setdefault(operation.stage, position)
     steps: list[StageRun] = []
     run_later: set[int] = set()
     read_later: set[int] = set()  # activations a recomputation behind this point reads, and none in between makes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from remat.errors import ReplayError
 from remat.runtime.calls.places import Places
@@ -11,25 +11,18 @@ from remat.runtime.planned.program import StageRun
 from remat.runtime.pytree import tensors
 
 
-class _Activation(NamedTuple):
-    """An activation that is stored, and the versions that its tensors had then."""
-
-    value: Any
-    versions: tuple[int, ...]
-
-
 class Stored:
     """Activations, by the number of the stage that has made them; 0: the model's input."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
-        self._values: dict[int, _Activation] = {}
+        self._values: dict[int, tuple[Any, tuple[int, ...]]] = {}  # with the versions that its tensors had then
 
     def __contains__(self, index: int) -> bool:
         return index in self._values
 
     def put(self, index: int, value: Any) -> None:
-        self._values[index] = _Activation(detached(value), versions_of(value))
+        self._values[index] = detached(value), versions_of(value)
 
     def settle(self, step: StageRun, output: Any) -> None:
         """Stores and drops as a step says, whose output this is."""

@@ -55,10 +55,6 @@ class Wrapper(nn.Module):
         with unpatched(self.wrapped):  # which may train by a plan of its own
             return executor.run(self.wrapped.forward, args, kwargs, refuse_other_path)
 
-    def _plainly(self, *args: Any, **kwargs: Any) -> Any:
-        # forward, not __call__: the hooks of the model are the wrapper's own and have run.
-        return self.wrapped.forward(*args, **kwargs)
-
 
 class ScheduledModule(Wrapper):
     """A model that trains by a fixed schedule; made by `apply`.
@@ -77,7 +73,7 @@ class ScheduledModule(Wrapper):
 
     def forward(self, input: Any) -> Any:
         if not torch.is_grad_enabled():
-            return self._plainly(input)
+            return self.wrapped.forward(input)  # not `wrapped(input)`: its hooks are the wrapper's own and have run
         _check_current(self.executor)
         _check_inputs(self.schedule, input)
         return beyond_compiler(self._by)(self.executor, (input,), {})
