@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils.dlpack
@@ -58,27 +58,14 @@ class RawAccessListener:
         self.elsewhere()
 
 
-class _Guarded(NamedTuple):
-    """A function that is replaced: an attribute of a class or module, and what it does with its arguments."""
-
-    owner: Any
-    name: str
-    access: Access
-
-
+# Functions that are replaced: attributes of a class or module, by what they do with their arguments. `__repr__` looks at
+# elements with all modes off; `untyped_storage` is behind pickling, copy.deepcopy and shared memory.
 _GUARDED = (
-    _Guarded(Tensor, "tolist", Access.READS),
-    _Guarded(Tensor, "__repr__", Access.READS),  # looks at elements with all modes off
-    _Guarded(Tensor, "numpy", Access.SHARES),
-    _Guarded(Tensor, "data_ptr", Access.KEEPS),
-    _Guarded(Tensor, "const_data_ptr", Access.KEEPS),
-    _Guarded(Tensor, "untyped_storage", Access.KEEPS),  # behind pickling, copy.deepcopy and shared memory
-    _Guarded(Tensor, "__dlpack__", Access.SHARES),
-    _Guarded(Tensor, "apply_", Access.WRITES),
-    _Guarded(Tensor, "map_", Access.WRITES),
-    _Guarded(Tensor, "map2_", Access.WRITES),
-    _Guarded(torch, "to_dlpack", Access.SHARES),
-    _Guarded(torch.utils.dlpack, "to_dlpack", Access.SHARES),
+    *((Tensor, name, Access.READS) for name in ("tolist", "__repr__")),
+    *((Tensor, name, Access.KEEPS) for name in ("data_ptr", "const_data_ptr", "untyped_storage")),
+    *((Tensor, name, Access.WRITES) for name in ("apply_", "map_", "map2_")),
+    *((Tensor, name, Access.SHARES) for name in ("numpy", "__dlpack__")),
+    *((module, "to_dlpack", Access.SHARES) for module in (torch, torch.utils.dlpack)),
 )
 _CONSTRUCTORS = ((torch, "tensor"), (torch, "as_tensor"), (torch, "asarray"), (Tensor, "new_tensor"))  # of lists, too
 
@@ -214,24 +201,18 @@ class Replacement:
 
     def be(self, *, there: bool) -> None:
         if there and not self._there:
-            self._put()
+            found = getattr(self._owner, self._name)
+            if self._known is None or self._known[0] is not found:
+                self._known = found, self._stand_in(found)
+            self._own = self._owner.__dict__.get(self._name, self._MISSING)
+            self._there = True
+            setattr(self._owner, self._name, self._known[1])
         elif self._there and not there:
-            self._take_back()
-
-    def _put(self) -> None:
-        found = getattr(self._owner, self._name)
-        if self._known is None or self._known[0] is not found:
-            self._known = found, self._stand_in(found)
-        self._own = self._owner.__dict__.get(self._name, self._MISSING)
-        self._there = True
-        setattr(self._owner, self._name, self._known[1])
-
-    def _take_back(self) -> None:
-        if self._own is not self._MISSING:
-            setattr(self._owner, self._name, self._own)
-        elif self._name in self._owner.__dict__:
-            delattr(self._owner, self._name)
-        self._there = False
+            if self._own is not self._MISSING:
+                setattr(self._owner, self._name, self._own)
+            elif self._name in self._owner.__dict__:
+                delattr(self._owner, self._name)
+            self._there = False
 
 
 _OF_MEMORY = (

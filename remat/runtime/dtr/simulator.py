@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from remat.budgets import resolve_budget
 from remat.errors import RematError
@@ -266,17 +266,11 @@ def sweep(
             replay.program(deallocation).graph.rows()
     cells = []
     stop = threading.Event()  # an interruption reaches this thread only
-    with ThreadPoolExecutor(os.cpu_count()) as pool, _setting(stop):
+    how: Any = {"thrash_limit": thrash_limit, "seed": seed, "stopped": stop.is_set}
+    with ThreadPoolExecutor(os.cpu_count()) as pool, ExitStack() as stack:
+        stack.callback(stop.set)  # by then all are done, but where an exception leaves this
         waiting = [
-            pool.submit(
-                replays[model].run,
-                budget,
-                heuristics[name],
-                deallocation=deallocation,
-                thrash_limit=thrash_limit,
-                seed=seed,
-                stopped=stop.is_set,
-            )
+            pool.submit(replays[model].run, budget, heuristics[name], deallocation=deallocation, **how)
             for model, name, deallocation, budget in wanted
         ]
         for what, done in zip(wanted, waiting, strict=True):
@@ -284,13 +278,3 @@ def sweep(
             if progress is not None:
                 progress(len(cells), len(wanted))
     return cells
-
-
-@contextmanager
-def _setting(event: threading.Event) -> Iterator[None]:
-    """Sets the event where what is inside is left by an exception."""
-    try:
-        yield
-    except BaseException:
-        event.set()
-        raise

@@ -106,7 +106,11 @@ class Executor:
         self.observer: Observer | None = None
         self.planned, self.in_flight = "", 0
         self.lock, self.host = Lock(), HostMemory()
-        self.known = tuple(map(self._known, self.places.stages, _found_right(layout, len(self.places.stages))))
+        right = layout.ends_early if layout is not None and layout.ends_early else (False,) * len(self.places.stages)
+        self.known = tuple(
+            KnownStage(stage, BufferWatch(), Ending(stage, found_right=ends), Tapes(stage.name))
+            for stage, ends in zip(self.places.stages, right, strict=False)
+        )
         self._structure = Structure(model, containers=self.places.in_a_row)
         self._dropped = layout.dropped if layout is not None else ()
         self._sent = layout.offloaded if layout is not None else ()
@@ -117,10 +121,6 @@ class Executor:
         self._waiting = _AllWaiting()
         self._task: int | None = None  # autograd's, of the backward that began last
         self._warned = False
-
-    @staticmethod
-    def _known(stage: Stage, found_right: bool) -> KnownStage:
-        return KnownStage(stage, BufferWatch(), Ending(stage, found_right=found_right), Tapes(stage.name))
 
     def taught_by(self, known: Sequence[KnownStage]) -> None:
         """What runs of the same stages have taught elsewhere need not be learned again."""
@@ -241,11 +241,6 @@ class Executor:
     def is_plain(self) -> bool:
         """Whether the model runs as it is: nothing is recomputed or sent away, and nobody looks on."""
         return self.program.is_plain and self.observer is None and not self.variants
-
-
-def _found_right(layout: Layout | None, stages: int) -> Sequence[bool]:
-    """Of each stage, whether ending its recomputations early was seen to be right."""
-    return layout.ends_early if layout is not None and layout.ends_early else (False,) * stages
 
 
 def _variants_of(schedule: Schedule, stages: Sequence[Stage]) -> dict[int, float]:

@@ -174,7 +174,9 @@ class Run:
         """Makes a stage again; where nobody says how, only what autograd waits for."""
         call, self.repeating = self._calls[index], True
         try:
-            output = call.replay(value, **how) if how else call.complete(value)
+            if not how:
+                call.complete(value)
+            output = call.replay(value, **how) if how else None
             return None if output is None else self.places.activation_of(output)
         finally:
             self.repeating = False
