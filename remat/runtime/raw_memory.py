@@ -58,8 +58,8 @@ class RawAccessListener:
         self.elsewhere()
 
 
-# Functions that are replaced: attributes of a class or module, by what they do with their arguments. `__repr__` looks at
-# elements with all modes off; `untyped_storage` is behind pickling, copy.deepcopy and shared memory.
+# Functions that are replaced: attributes of a class or module, and what they do with their arguments. `__repr__` looks
+# at elements with all modes off; `untyped_storage` is behind pickling, copy.deepcopy and shared memory.
 _GUARDED = (
     *((Tensor, name, Access.READS) for name in ("tolist", "__repr__")),
     *((Tensor, name, Access.KEEPS) for name in ("data_ptr", "const_data_ptr", "untyped_storage")),

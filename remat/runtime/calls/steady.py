@@ -23,7 +23,6 @@ _OF_DIMENSIONS = "Conv ConvTranspose MaxPool AvgPool AdaptiveMaxPool AdaptiveAvg
 _LAYERS = [
     getattr(nn, name)
     for name in (*_NAMES.split(), *(f"{kind}{n}d" for kind in _OF_DIMENSIONS.split() for n in (1, 2, 3)))
-    if hasattr(nn, name)  # in this version of PyTorch
 ]
 _STEADY = {kind: kind.forward for kind in _LAYERS if kind.forward.__globals__["__name__"].startswith("torch.nn.")}
 _PLAIN = (torch.Tensor, nn.Parameter)

@@ -55,11 +55,7 @@ class Block(Guard):
         self._depth = 0  # of the stack of modes below this one
         self._materialised = False
         self.outcome = "pass"
-        self._began = self._seconds = 0.0
-
-    @property
-    def has_ended(self) -> bool:
-        return self._seconds > 0
+        self._began = self.seconds = 0.0
 
     def enter(self) -> None:
         """Begins; leaves nothing behind where that fails or is interrupted."""
@@ -119,8 +115,8 @@ class Block(Guard):
                 self._store.close()
                 unguard(self)
                 release()
-                if not self._seconds:
-                    self._seconds = max(time.perf_counter() - self._began, 1e-9)
+                if not self.seconds:
+                    self.seconds = max(time.perf_counter() - self._began, 1e-9)
 
     def _pop_hooks(self) -> None:
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -183,7 +179,7 @@ class Block(Guard):
         if self._choice is not None and self._choice.overhead is not None:
             name, overhead = self._choice
             following = f"uses {name}: predicted {overhead:.2f} x the program's own time"
-        return advice_on(self.ledger, self._limits.reserved_bytes, self._seconds, following)
+        return advice_on(self.ledger, self._limits.reserved_bytes, self.seconds, following)
 
     def report(self, strategy: str) -> Report:
         """What it cost; see `DTR.report`."""
@@ -195,7 +191,7 @@ class Block(Guard):
             "by_model": self.settings.by_model,
         }
         budget = self.settings.budget
-        return report_of(strategy, self.outcome, self.ledger, self._limits, budget, self._seconds, notes, **how)
+        return report_of(strategy, self.outcome, self.ledger, self._limits, budget, self.seconds, notes, **how)
 
     def touched(self, tensor: Tensor, access: Access) -> None:
         """Has the memory of a tensor there before it is touched without an operator."""

@@ -230,7 +230,7 @@ class DTR:
         return self._block
 
     def _repr_html_(self) -> str:
-        body = "" if self._block is None or not self._block.has_ended else self.report()._repr_html_()
+        body = "" if self._block is None or not self._block.seconds else self.report()._repr_html_()
         return card("DTR", [("budget", format_bytes(self.budget)), ("heuristic", self.name)], body)
 
     def report(self) -> Report:

@@ -56,10 +56,6 @@ class Site:
         _trim(self.courses)
         return course
 
-    def forget_course_of(self, root: weakref.ref[nn.Module]) -> None:
-        """Later blocks there will make other calls."""
-        self.courses.pop(root, None)
-
     def add_repeats(self, found: Repeats) -> None:
         others = [each for each in self.repeats if each.root() not in (None, found.root())]
         self.repeats = [found, *others][:_MOST]

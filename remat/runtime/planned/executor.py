@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from remat.errors import OverBudgetWarning, PlanMismatch
-from remat.layout import Layout
 from remat.runtime.caches import caches_off, configs_with_caches, refuse_checkpointing, switches_of
 from remat.runtime.calls.early_stop import Ending
 from remat.runtime.calls.environment import BufferWatch

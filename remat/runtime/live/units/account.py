@@ -81,10 +81,6 @@ class Account:
         memory = self.memory + more
         self.peak, self.top = max(self.peak, memory), max(self.top, memory + self.shift)
 
-    def peaked(self, more: int) -> None:
-        """The same, by what is only done since there is a limit."""
-        self.peak = max(self.peak, self.memory + more)
-
     def of(self, storage: torch.UntypedStorage) -> Counted | None:
         """The entry of a storage."""
         return self.known.get(id(storage))

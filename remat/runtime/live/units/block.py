@@ -54,7 +54,7 @@ class UnitsBlock:
         self._thread = threading.get_ident()
         self.outcome = "pass"
         self._peak, self._most = 0, most_from_now_on(known.device)
-        self._began = self._seconds = 0.0
+        self._began = self.seconds = 0.0
 
     @property
     def ledger(self) -> Ledger:
@@ -63,10 +63,6 @@ class UnitsBlock:
         pool.log.tell_all()
         pool.ledger.peak = max(pool.ledger.peak, self._peak)  # of replays only the core knows
         return pool.ledger
-
-    @property
-    def has_ended(self) -> bool:
-        return self._seconds > 0
 
     def enter(self) -> None:
         """Begins; leaves nothing behind where that fails."""
@@ -81,7 +77,11 @@ class UnitsBlock:
         self._began = began
         self.enter()
         self._first_called(root, None)
-        return self.calls.called if self._history is not None else _as_it_is
+        return (
+            self.calls.called
+            if self._history is not None
+            else lambda _, forward, args, kwargs: forward(*args, **kwargs)
+        )
 
     def begin_with(self, root: nn.Module) -> None:
         """Begins a block in which this model is called, and runs `inside`.
@@ -135,7 +135,7 @@ class UnitsBlock:
     @property
     def is_routine(self) -> bool:
         """Whether all of it was known, so that others like it will take no less memory or time."""
-        return self.has_ended and not self.calls.recorded and self.calls.course.follows
+        return self.seconds > 0 and not self.calls.recorded and self.calls.course.follows
 
     def _first_called(self, module: nn.Module, _: Any) -> None:
         """The first call of a module tells which model runs."""
@@ -161,7 +161,7 @@ class UnitsBlock:
         self._inside.close()
         self.calls.pool.close()
         self.calls.ahead.clear()
-        self._seconds = max(time.perf_counter() - self._began, 1e-9)
+        self.seconds = max(time.perf_counter() - self._began, 1e-9)
 
     def exit(self, error: BaseException | None) -> None:
         """Ends: what the program still holds is in memory, or made again when it is asked for."""
@@ -181,7 +181,7 @@ class UnitsBlock:
 
     def advice(self) -> Advice:
         following = "" if self._history is None else self._history.next
-        return advice_on(self.ledger, self.calls.pool.limits.reserved_bytes, self._seconds, following)
+        return advice_on(self.ledger, self.calls.pool.limits.reserved_bytes, self.seconds, following)
 
     def report(self, strategy: str) -> Report:
         """What it cost; see `DTR.report`."""
@@ -190,8 +190,4 @@ class UnitsBlock:
         how: Any = {"learns": self.calls.recorded > 0, "by_model": pool.by_model}
         # By what replays take at most, it may have taken more than what was seen of it; the warning says that, too.
         budget = self.settings.budget
-        return report_of(strategy, self.outcome, self.ledger, pool.limits, budget, self._seconds, notes, **how)
-
-
-def _as_it_is(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return forward(*args, **kwargs)
+        return report_of(strategy, self.outcome, self.ledger, pool.limits, budget, self.seconds, notes, **how)

@@ -98,7 +98,8 @@ class UnitCall(Call):
         pack = packing(self) if self.owner.log.precedent is not None else (first or Saving(self)).pack
         with saved_tensors_hooks(pack, unpack):
             if first is not None:
-                output = first.run(forward, args, kwargs)
+                with first.recorder:
+                    output = forward(*args, **kwargs)
             else:
                 began = time.perf_counter_ns()
                 output = forward(*args, **kwargs)

@@ -172,7 +172,10 @@ class BlockCalls:
         if call.varied:
             unit.varies = True
             course.leave()
-        _hook(call, found)
+        begins = partial(_begins, call.reference)
+        for tensor in found:
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(begins)
         event = Event(Kind.AFTER, unit)
         after = course.expects(event) if is_followed else None
         self._begin(event, after)
@@ -304,16 +307,8 @@ def _leaves_others(call: UnitCall, made: Sequence[Counted]) -> bool:
     return any(each() is not None and each.piece is None and each.key not in kept for each in made)
 
 
-def _hook(call: UnitCall, found: Sequence[torch.Tensor]) -> None:
-    """The backward of a call begins with a node of what it returned."""
-    begins = partial(_begins, weakref.ref(call))
-    for tensor in found:
-        node = tensor.grad_fn
-        if node is not None:
-            node.register_prehook(begins)
-
-
-def _begins(weak: weakref.ref[UnitCall], _gradients: Any) -> None:
-    call = weak()
+def _begins(reference: weakref.ref[UnitCall], _: Any) -> None:
+    """A hook on a node with which the backward of a call begins: one of what it returned."""
+    call = reference()
     if call is not None and call.owner.backward_of is not call:
         call.owner.begin_backward(call)

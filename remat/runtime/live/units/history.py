@@ -49,7 +49,7 @@ class History:
         if chosen and chosen != FIRST and calls.pool.has_evicted:
             self._site.heuristic = FIRST  # another order of evictions may need less
         elif not (self._stays and self._ways.is_last) and self._ways.does_not_fit(learned=calls.recorded > 0):
-            self._site.forget_course_of(self._root)
+            self._site.courses.pop(self._root, None)  # later blocks here will make other calls
 
     def _learn_course(self, calls: BlockCalls, outcome: str, *, failed: bool) -> None:
         """Remembers what blocks here do, and what is to be tried in those that do as this one."""

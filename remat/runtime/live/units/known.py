@@ -89,12 +89,9 @@ class KnownCalls:
         """
         task = torch._C._current_graph_task_id()
         if task != self._task:
-            self._task, self._backward = task, self._look_at_backward()
+            keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+            self._task, self._backward = task, (keeps, *map(_is_reached, self._ends))
         return self._backward
-
-    def _look_at_backward(self) -> Hashable:
-        keeps = torch._C._autograd._get_current_graph_task_keep_graph()
-        return keeps, *map(_is_reached, self._ends)
 
 
 def _ends(parameters: Sequence[nn.Parameter]) -> list[Node]:

@@ -274,9 +274,10 @@ class Pool:
 
     def passing(self, label: str, more: int) -> None:
         """So many bytes are taken for a moment, whether the core has known of them or not."""
-        self.account.peaked(more)
-        if self.limited and self.account.memory + more > self.budget:
-            self.limits.went_over(label, self.account.memory + more)
+        taken = self.account.memory + more
+        self.account.peak = max(self.account.peak, taken)  # not `top`: that is so since there is a limit
+        if self.limited and taken > self.budget:
+            self.limits.went_over(label, taken)
 
     def revive(self, piece: Piece) -> None:
         """Makes a piece again, with all that it needs, without regard to the budget."""

@@ -170,18 +170,14 @@ class RoomyBlock:
         self._path: _Path | None = None  # once it is known which model runs
         self._in_call = False
         self._rest: Callable[..., Any] | None = None  # runs calls since it goes on in another way
-        self._began = self._seconds = 0.0
+        self._began = self.seconds = 0.0
         self._ledger: Ledger | None = None
         self._peak = 0  # bytes
         self.outcome = "pass"
 
     @property
-    def has_ended(self) -> bool:
-        return self._seconds > 0
-
-    @property
     def is_routine(self) -> bool:
-        return self.has_ended
+        return self.seconds > 0
 
     def enter(self) -> bool:
         """Begins; returns whether it did: not where a model is not what it was."""
@@ -216,7 +212,7 @@ class RoomyBlock:
             if self._path is not None:
                 self._peak = max(self._peak, self._path.peak)
             self._leave()
-            self._seconds = max(time.perf_counter() - self._began, 1e-9)
+            self.seconds = max(time.perf_counter() - self._began, 1e-9)
 
     def _leave(self) -> None:
         self._inside.close()
@@ -294,7 +290,7 @@ class RoomyBlock:
         return self._ledger
 
     def advice(self) -> Advice:
-        return advice_on(self.ledger, self.settings.reserved, self._seconds, "")
+        return advice_on(self.ledger, self.settings.reserved, self.seconds, "")
 
     def report(self, strategy: str) -> Report:
         """What it cost; see `DTR.report`."""
@@ -304,7 +300,7 @@ class RoomyBlock:
             measured=True,
             budget_bytes=self.settings.budget,
             peak_bytes=self._peak + self.settings.reserved,
-            seconds=self._seconds,
+            seconds=self.seconds,
             overhead=1.0,  # nothing runs besides the program
             recomputations=0,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -150,11 +149,6 @@ class FirstSaving(Saving):
             counted.piece.slots.append(reference)
             call.row.others.append(weakref.ref(counted.piece))
         return saved
-
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The run, recorded."""
-        with self.recorder:
-            return forward(*args, **kwargs)
 
     def ended(self) -> None:
         """The run is over: what it has made are the call's pieces."""
