@@ -46,7 +46,9 @@ class Compacting:
 
     def _lasting(self) -> Iterator[torch.UntypedStorage]:
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        if any(group.get("capturable") for group in groups) or _graphs_are_recorded():  # which know their addresses
+        trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
+        graphs = trees is not None and bool(getattr(trees.local, "tree_manager_containers", None))
+        if any(group.get("capturable") for group in groups) or graphs:  # recorded ones, which know their addresses
             return
         parameters: list[Any] = [*self._model.parameters(), *(each for group in groups for each in group["params"])]
         states = tensors([list(optimizer.state.values()) for optimizer in self._optimizers])
@@ -56,12 +58,6 @@ class Compacting:
                 storage = storage_of(local)
                 if storage.resizable():
                     yield storage
-
-
-def _graphs_are_recorded() -> bool:
-    """Whether compiled functions replay what a device did with the tensors of an earlier call."""
-    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
-    return trees is not None and bool(getattr(trees.local, "tree_manager_containers", None))
 
 
 def move(storages: Sequence[torch.UntypedStorage], device: torch.device) -> None:

@@ -72,8 +72,7 @@ class _Thread(threading.Thread):
         if self._error is not None:
             raise RematError(f"copying to or from CPU memory failed: {self._error}") from self._error
 
-    def finish(self) -> None:
-        self.wait()
+    finish = wait
 
 
 class FileLink(Link):

@@ -35,28 +35,15 @@ def _precisions(*names: tuple[str, str]) -> tuple[Flag, ...]:
     return tuple(Flag(partial(read, *name), partial(write, *name)) for name in names)
 
 
-def _tuples(*names: tuple[str, str]) -> tuple[Flag, ...]:
-    """Flags of several values each, which are read as a tuple and written as `write(*values)`."""
-    return tuple(Flag(partial(_as_tuple, flag.read), partial(_write_all, flag.write)) for flag in _flags(*names))
-
-
-def _sdp_priority() -> tuple[Flag, ...]:
-    """In which order backends of attention are asked."""
-    found = _flags(("_get_sdp_priority_order", "_set_sdp_priority_order"))
-    return tuple(Flag(partial(_as_tuple, flag.read), partial(_write_list, flag.write)) for flag in found)
+def _tuples(*names: tuple[str, str], as_list: bool = False) -> tuple[Flag, ...]:
+    """Flags of several values each, which are read as a tuple and written as `write(*values)`, or as one list."""
+    writes = (lambda write, values: write(list(values))) if as_list else (lambda write, values: write(*values))
+    return tuple(Flag(partial(_as_tuple, flag.read), partial(writes, flag.write)) for flag in _flags(*names))
 
 
 def _as_tuple(read: Callable[[], Any]) -> tuple[Any, ...]:
     value = read()
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)  # one value in older versions
-
-
-def _write_all(write: Callable[..., Any], values: tuple[Any, ...]) -> None:
-    write(*values)
-
-
-def _write_list(write: Callable[[list[Any]], Any], values: tuple[Any, ...]) -> None:
-    write(list(values))
 
 
 def _set_deterministic(value: bool) -> None:
@@ -81,7 +68,7 @@ _BACKENDS = (
         ("_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
         ("_get_linalg_preferred_backend", "_set_linalg_preferred_backend"),
     ),
-    *_sdp_priority(),
+    *_tuples(("_get_sdp_priority_order", "_set_sdp_priority_order"), as_list=True),
     *_precisions(("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn")),
 )
 _REDUCED = "reduced_precision_reduction"

@@ -112,7 +112,7 @@ class Core:
                 if self.stopped is not None and self.stopped():
                     raise KeyboardInterrupt
             elif answer == k.GROW:
-                self._grow()
+                self._make_room({name: 2 * getattr(self._state, name).shape[0] for name in _GROWING})
             elif answer == k.CHOOSE:
                 self._state.scalars[k.CHOSEN] = self._ask()
             else:
@@ -201,9 +201,6 @@ class Core:
         if name == "staleness":
             return self.scalar(k.CLOCK) - self.storages[pool, k.ACCESS].astype(np.float64)
         raise AttributeError(f"columns have no {name!r}")
-
-    def _grow(self) -> None:
-        self._make_room({name: 2 * getattr(self._state, name).shape[0] for name in _GROWING})
 
     def _make_room(self, rows: Mapping[str, int]) -> None:
         """Has so many rows, at least, in the arrays of these names."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from remat.budgets import resolve_budget
 from remat.chain import Chain
@@ -40,6 +40,8 @@ def freeze(chain: Chain, budget: int | str | float, heuristic: str | Heuristic =
             "stages (of an nn.Sequential), or train under remat.DTR itself"
         )
     size = resolve_budget(budget, store_all_peak(chain))
+    name = f"dtr {heuristic}" if isinstance(heuristic, str) else "dtr"
+    how: Any = {"strategy": name, "budget_bytes": size, "layout": chain.layout}
     replay = Replay(Trace.from_chain(chain))
     most = replay.baseline.peak_bytes
     fitting: tuple[float, Schedule] | None = None
@@ -47,36 +49,27 @@ def freeze(chain: Chain, budget: int | str | float, heuristic: str | Heuristic =
     low, high = 0, most
     for tried in range(_TRIES):
         given = min(size, most) if tried == 0 else (low + high) // 2
-        operations = _frozen(chain, replay, given, heuristic)
-        if operations is None:  # DTR itself ran out of memory
+        report, core = replay.run(max(given, 1), heuristic, log=True, thrash_limit=1e6)
+        if report.outcome != "pass":  # DTR itself ran out of memory
             low = given
         else:
+            operations = operations_of(chain, replay, core.decisions())
             peak, seconds = peak_and_makespan(chain, operations)
             least = min(least, peak)
             if peak <= size:
                 low = given
                 if fitting is None or seconds < fitting[0]:
-                    name = f"dtr {heuristic}" if isinstance(heuristic, str) else "dtr"
-                    schedule = Schedule(operations, strategy=name, budget_bytes=size, layout=chain.layout)
-                    fitting = seconds, schedule
+                    fitting = seconds, Schedule(operations, **how)
             else:
                 high = given
         if high - low <= 1:
             break
     if fitting is None and size >= store_all_peak(chain):  # the trace may count a little more than the chain
         everything = store_all_operations(chain.length)
-        name = f"dtr {heuristic}" if isinstance(heuristic, str) else "dtr"
-        return Schedule(everything, strategy=name, budget_bytes=size, layout=chain.layout)
+        return Schedule(everything, **how)
     if fitting is None:
         raise InfeasibleBudget(size, least, "dtr")
     return fitting[1]
-
-
-def _frozen(chain: Chain, replay: Replay, budget: int, heuristic: str | Heuristic) -> tuple[Operation, ...] | None:
-    report, core = replay.run(max(budget, 1), heuristic, log=True, thrash_limit=1e6)
-    if report.outcome != "pass":
-        return None
-    return operations_of(chain, replay, core.decisions())
 
 
 _StageRun: TypeAlias = tuple[int, bool]  # a run of a stage, and whether it is the backward's

@@ -87,10 +87,6 @@ class Graph:
         self.labels.append(label)
         return tensor
 
-    def storage_of(self, tensor: int) -> int:
-        """The storage that a tensor views."""
-        return self.tensors[tensor][0]
-
     def bottleneck_bytes(self) -> int:
         """The most that one operator needs: its outputs and its inputs, views counting nothing."""
         made: set[int] = set()  # storages; the first tensor of each is the one that is not a view
@@ -261,7 +257,7 @@ class _Compiler:
     def _mutate(self, operator: str, arguments: Sequence[str], nanoseconds: int, mutated: Sequence[int]) -> None:
         inputs = [self.tensor_of[name] for name in arguments]
         changed = [inputs[index] for index in mutated]
-        outputs = [(self.graph.sizes[self.graph.storage_of(tensor)], -1) for tensor in changed]
+        outputs = [(self.graph.sizes[self.graph.tensors[tensor][0]], -1) for tensor in changed]
         tensors = self._call(operator, nanoseconds, inputs, outputs, [f"{self.names[tensor]}$" for tensor in changed])
         for index, old, new in zip(mutated, changed, tensors, strict=False):
             self.tensor_of.pop(f"{self.names[old]}$", None)

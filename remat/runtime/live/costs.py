@@ -106,7 +106,8 @@ class Knowledge:
         offer no way to, bounded, and made true once the output is there.
         """
         inputs = tensors_in([*args, *kwargs.values()])
-        device = _output_device(inputs, kwargs)
+        wanted = kwargs.get("device")
+        device = working_device(inputs, kwargs) if wanted is None else torch.device(wanted)
         sizes, grown, shadow = _predicted_outputs(traits, function, args, kwargs, inputs)
         sizes = [rounded(size, device) for size in sizes]
         facts = OperatorFacts(sizes, _model_nanoseconds(function, args, kwargs, inputs, shadow, sum(sizes)))
@@ -275,11 +276,6 @@ def working_device(inputs: Sequence[Tensor], kwargs: Mapping[str, Any]) -> torch
         devices.append(torch.device(wanted))
     others = (device for device in devices if is_accelerator(device))
     return next(others, devices[0] if devices else torch.device("cpu"))
-
-
-def _output_device(inputs: Sequence[Tensor], kwargs: Mapping[str, Any]) -> torch.device:
-    wanted = kwargs.get("device")
-    return working_device(inputs, kwargs) if wanted is None else torch.device(wanted)
 
 
 def _timed(

@@ -81,7 +81,13 @@ class Limits:
         if answer == k.DONE:
             own, again = core.scalar(k.MODEL_COST), core.scalar(k.AGAIN_COST)
             if not self.thrashes and self.thrash_limit is not None and again > (self.thrash_limit - 1) * own:
-                self._warn(ledger)
+                self.thrashes = True
+                warn(
+                    f"DTR is thrashing within {format_bytes(ledger.budget + self.reserved_bytes)}: with recomputation, "
+                    f"the block takes over {self.thrash_limit:g} x the program's own time; a larger budget would be "
+                    "much faster",
+                    ThrashingWarning,
+                )
             return
         needed = core.scalar(k.NEEDED)
         core.abandon()
@@ -102,11 +108,3 @@ class Limits:
             self.thrashes = True
             raise Thrashing(call, budget, max(_HOPELESS, self.thrash_limit or 0), least)
         raise OutOfBudget(call, budget, needed + reserved, least)
-
-    def _warn(self, ledger: Ledger) -> None:
-        self.thrashes = True
-        warn(
-            f"DTR is thrashing within {format_bytes(ledger.budget + self.reserved_bytes)}: with recomputation, the "
-            f"block takes over {self.thrash_limit:g} x the program's own time; a larger budget would be much faster",
-            ThrashingWarning,
-        )

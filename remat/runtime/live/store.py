@@ -142,8 +142,13 @@ class Store:
         """Tells the ledger of references that were dropped."""
         while self.dead:
             self._look_at(self.dead.popleft())
-        if self.gone:
-            self._forget_gone()
+        # Of versions that not even an operator refers to any more: it forgets them too.
+        gone = self.gone[:]
+        del self.gone[: len(gone)]  # not a new list: references call its `append`
+        for reference in gone:
+            if self.by_tensor.get(reference.tensor) is reference:
+                del self.by_tensor[reference.tensor]
+                self.ledger.note(k.FORGET, reference.tensor)
 
     def _look_at(self, version: Version) -> None:
         if version.released:
@@ -156,15 +161,6 @@ class Store:
             self.release(version)
         else:
             version.held = None  # if that was the last reference, the storage dies and the version comes back here
-
-    def _forget_gone(self) -> None:
-        """Tells the ledger of versions that not even an operator refers to any more, so that it forgets them too."""
-        gone = self.gone[:]
-        del self.gone[: len(gone)]  # not a new list: references call its `append`
-        for reference in gone:
-            if self.by_tensor.get(reference.tensor) is reference:
-                del self.by_tensor[reference.tensor]
-                self.ledger.note(k.FORGET, reference.tensor)
 
     def release(self, version: Version) -> None:
         """Nothing refers to the version any more, and its memory is gone or another's."""

@@ -104,7 +104,7 @@ def test_what_names_come_to_mean() -> None:
     graph = program.graph
     assert graph.sizes == [100, 30, 0, 12, 30, 8]  # w, y, z, n, the mutated v with the size of y's storage, s
     assert program.names == ("w", "y", "z", "v", "n", "v$", "s")
-    assert graph.storage_of(3) == graph.storage_of(1)
+    assert graph.tensors[3][0] == graph.tensors[1][0]
     assert program.constant_bytes == 100
     report = remat.simulate_dtr(EVERYTHING, 1.0)
     assert (report.outcome, report.recomputations) == ("pass", 0)

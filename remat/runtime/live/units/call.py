@@ -133,7 +133,8 @@ class UnitCall(Call):
         outputs = super().as_a_whole(collector, activation, recorder)
         if random != random.now():
             random.restore()
-            self.owner.all_draw()
+            for row in self.owner.log.rows:  # it did not when it was recorded: so may others that were made since
+                row.unit.draws = True
             raise ReplayError(
                 f"recomputing {unit.name} did not repeat its first run: it now draws random numbers. {self.hint}"
             )

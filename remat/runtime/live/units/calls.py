@@ -105,17 +105,13 @@ class BlockCalls:
         unit = self.known.of(module, args, kwargs)
         if unit is None:
             return forward(*args, **kwargs)
-        if unit.varies and self._is_short_for(unit):
+        most = _VARYING * max(unit.bytes.forward, unit.bytes.backward)
+        if unit.varies and self.pool.account.memory + most > self.pool.budget:
             self.pool.log.wake()
             self.course.leave_before(unit, watched=self._sees)
             self.watch.turn(on=True)
             return forward(*args, **kwargs)
         return self._run(self.known.bound[module], unit, forward, args, kwargs)
-
-    def _is_short_for(self, unit: Unit) -> bool:
-        """Whether a call that takes some times more than those before it could go over."""
-        most = max(unit.bytes.forward, unit.bytes.backward)
-        return self.pool.account.memory + _VARYING * most > self.pool.budget
 
     def _run(
         self, bound: BoundModule, unit: Unit, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

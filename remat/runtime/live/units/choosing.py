@@ -184,18 +184,14 @@ def _at_most(roots: Sequence[_Node], largest: int) -> list[_Node]:
     chosen, todo = [], list(reversed(roots))
     while todo:
         node = todo.pop()
-        if not node.kept or _must_not_run_in_part(node.module):
+        compiled = runs_compiled(node.module) or isinstance(node.module, torch.jit.ScriptModule)
+        if not node.kept or compiled or any(map(is_sharded, node.module.modules())):  # which must not run in part
             continue
         if node.kept > largest and node.children:
             todo.extend(reversed(node.children))
         else:
             chosen.append(node)
     return chosen
-
-
-def _must_not_run_in_part(module: nn.Module) -> bool:
-    compiled = runs_compiled(module) or isinstance(module, torch.jit.ScriptModule)
-    return compiled or any(is_sharded(part) for part in module.modules())
 
 
 def _outermost(modules: list[nn.Module]) -> list[nn.Module]:

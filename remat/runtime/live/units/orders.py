@@ -64,7 +64,7 @@ class Orders:
         pieces = [
             piece
             for piece in call.row.made_by(decision.making)
-            if piece.content() is not None or self._is_wanted(piece)
+            if piece.content() is not None or (piece.call is self._pending and piece.number in self._wanted)
         ]
         if not pieces:
             return
@@ -79,9 +79,6 @@ class Orders:
                 self._writer.cannot_go(place)
         elif self._writer is None:
             self._pool.log.note(Evicted(*place))
-
-    def _is_wanted(self, piece: Piece) -> bool:
-        return piece.call is self._pending and piece.number in self._wanted
 
     def _put_off(self, place: tuple[int, int], call: UnitCall) -> None:
         pieces = call.row.made_by(place[1])

@@ -139,11 +139,6 @@ class Pool:
         piece.call.unit.kept = OUTPUT_CHANGED
         piece.changes += 1
 
-    def all_draw(self) -> None:
-        """A call draws that did not when it was recorded: so may others that were made since."""
-        for row in self.log.rows:
-            row.unit.draws = True
-
     def distrust(self) -> None:
         """What a call reads was changed where nobody was watching: so may that of others have been. Of calls whose
         backward is over nobody knows; those of modules of the same class are taken for changed, too."""

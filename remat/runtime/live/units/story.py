@@ -136,7 +136,7 @@ class Writer:
         for number, making, size, read in row.makings():
             inner = unit.replay_bytes(making)
             price = making.model_price if self._by_model else making.price
-            first = unit.first_nanoseconds(making, by_model=self._by_model)
+            first = price.first if self._by_model else unit.first_runs.part_of(price.first)
             (tensor,) = self._notes.add(
                 unit.name, price.again, self.tensors(read), [size], inner, inner, first_nanoseconds=first
             )

@@ -83,12 +83,6 @@ class Unit:
             return 0
         return self.bytes.whole if self.is_whole else self.bytes.inner + making.siblings
 
-    def first_nanoseconds(self, making: Making, *, by_model: bool) -> int:
-        """What making a storage took in the call itself: of operators that make several, each has a part."""
-        if by_model:
-            return making.model_price.first
-        return self.first_runs.part_of(making.price.first)
-
     def parts(self, dropped: frozenset[int], gone: frozenset[int], also: frozenset[int]) -> Parts | None:
         """How to make saved tensors of these numbers, and storages, without those that are `gone`; None: as a whole."""
         if self.tape is None or self.is_whole:
