@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 
 from remat.errors import PlanMismatch
 from remat.layout import Layout
-from remat.runtime.calls.stages import Stage, flatten, stage_name
+from remat.runtime.calls.stages import Stage, by_stages, stage_name
 from remat.runtime.pytree import first_tensor, key_of, tensors
 
 
@@ -91,24 +90,14 @@ class Places:
 
 def _in_a_row(model: nn.Module, layout: Layout | None, length: int | None) -> list[tuple[str, ...]]:
     """The calls of the modules of an `nn.Sequential`, by stages."""
-    flat = flatten(model)
-    counts = (1,) * len(flat) if layout is None else layout.modules
-    stages = len(counts) if length is None else length - 1
-    if sum(counts) != len(flat) or len(counts) != stages:
-        planned = stages if layout is None else sum(counts)
-        raise PlanMismatch(
-            f"the schedule was made for a model of {planned} modules in {stages} stages (and the loss), this one "
-            f"flattens to {len(flat)} modules; profile this model and solve for its chain, or write a schedule of "
-            f"{len(flat) + 1} stages by hand"
-        )
     names: dict[nn.Module, str] = {}
     seen: Counter[nn.Module] = Counter()
-    calls = []
-    for name, module in flat:
+
+    def called(name: str, module: nn.Module) -> str:
         seen[module] += 1
-        calls.append(call_name(names.setdefault(module, name), seen[module]))
-    ends = list(accumulate(counts))
-    return [tuple(calls[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+        return call_name(names.setdefault(module, name), seen[module])
+
+    return [tuple([called(*each) for each in part]) for part in by_stages(model, layout, length)]
 
 
 def call_name(module: str, count: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -96,28 +97,32 @@ def has_hooks(module: nn.Module) -> bool:
     return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
-def group(model: nn.Module, layout: Layout | None, length: int) -> list[Stage]:
-    """The stages 1..L of `model` for a schedule of `length` = L+1 stages, cut as `layout` says, else one per module.
+def by_stages(model: nn.Module, layout: Layout | None, length: int | None) -> list[list[tuple[str, nn.Module]]]:
+    """The flattened model for a schedule of `length` = L+1 stages, cut into stages 1..L as `layout` says, else one per
+    module; None: as many as there are.
 
     Raises:
         PlanMismatch: the schedule was made for a model with other modules.
         UnsupportedModel: as `flatten`.
     """
     flat = flatten(model)
-    modules = layout.modules if layout is not None else (1,) * len(flat)
-    if sum(modules) != len(flat) or len(modules) != length - 1:
-        planned = sum(modules) if layout is not None else length - 1
+    counts = (1,) * len(flat) if layout is None else layout.modules
+    stages = len(counts) if length is None else length - 1
+    if sum(counts) != len(flat) or len(counts) != stages:
+        planned = stages if layout is None else sum(counts)
         raise PlanMismatch(
-            f"the schedule was made for a model of {planned} modules in {length - 1} stages (and the loss), this one "
+            f"the schedule was made for a model of {planned} modules in {stages} stages (and the loss), this one "
             f"flattens to {len(flat)} modules; profile this model and solve for its chain, or write a schedule of "
             f"{len(flat) + 1} stages by hand"
         )
-    stages, position = [], 0
-    for count in modules:
-        part = flat[position : position + count]
-        stages.append(Stage([module for _, module in part], stage_name([name for name, _ in part])))
-        position += count
-    return stages
+    rest = iter(flat)
+    return [list(islice(rest, count)) for count in counts]
+
+
+def group(model: nn.Module, layout: Layout | None, length: int) -> list[Stage]:
+    """The stages 1..L of `model`, as for `by_stages`."""
+    cuts = [[*zip(*part, strict=True)] for part in by_stages(model, layout, length)]
+    return [Stage(modules, stage_name(names)) for names, modules in cuts]
 
 
 def stage_name(names: Sequence[str]) -> str:

@@ -88,10 +88,6 @@ _MARKS = frozenset((*OF_TENSORS, "HELD", "SCRATCH", "OVERWRITE", "AGAIN"))
 REPLAY = "_replay"  # under which a trace keeps what the simulator made of it
 
 
-def _is_mark(text: str) -> bool:
-    return text.partition(" ")[0] in _MARKS
-
-
 @dataclass(frozen=True)
 class Trace:
     """A sequence of instructions.
@@ -126,7 +122,7 @@ class Trace:
     def as_in_paper(self) -> Trace:
         """The same trace without remat's own marks, as the paper's simulator reads it: without the scratch memory of
         operators, and without what a running program still holds."""
-        kept = (each for each in self.instructions if not (isinstance(each, Annotate) and _is_mark(each.text)))
+        kept = (a for a in self.instructions if not (isinstance(a, Annotate) and a.text.partition(" ")[0] in _MARKS))
         return Trace(tuple(kept))
 
     def lines(self) -> Iterator[str]:

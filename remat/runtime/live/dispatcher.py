@@ -20,7 +20,7 @@ from remat.runtime.accelerator import bytes_of
 from remat.runtime.calls.environment import state_bytes
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.generators import RandomState
-from remat.runtime.live.costs import SHARED, Knowledge, Observed, OperatorFacts, in_key, observe, working_device
+from remat.runtime.live.costs import SHARED, Observed, OperatorFacts, in_key, observe, working_device
 from remat.runtime.live.keeping_aside import cut_loose, preserve
 from remat.runtime.live.made import NUMBER_BYTES, can_be_evicted, parts_of, storages_made
 from remat.runtime.live.operator_calls import (
@@ -51,14 +51,13 @@ class Dispatcher(EachOperator):
     Args:
         store: of the block's tensors.
         by_model: whether times are taken from the cost model, so that decisions can be repeated.
-        knowledge: what is known of operators from before.
     """
 
-    def __init__(self, store: Store, *, by_model: bool = False, knowledge: Knowledge = SHARED) -> None:
+    def __init__(self, store: Store, *, by_model: bool) -> None:
         super().__init__()
         self.store, self.ledger = store, store.ledger
         self.by_model = by_model
-        self.knowledge = knowledge
+        self.knowledge = SHARED
         self.first_calls = 0
         self._lazy = False  # whether tensors with lazy conjugation or negation may be about
 

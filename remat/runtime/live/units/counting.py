@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from torch.nn import Parameter
 
 from remat.runtime.calls.tape import Operator
-from remat.runtime.live.costs import SHARED, Knowledge, Observed, OperatorFacts, in_key, observe, working_device
+from remat.runtime.live.costs import SHARED, Observed, OperatorFacts, in_key, observe, working_device
 from remat.runtime.live.made import new_storages, sizes_of
 from remat.runtime.live.operator_calls import device_among
 from remat.runtime.live.units.account import Counted
@@ -47,9 +47,9 @@ class Counting(EachOperator):
         rests: it does nothing.
     """
 
-    def __init__(self, pool: Pool, knowledge: Knowledge = SHARED) -> None:
+    def __init__(self, pool: Pool) -> None:
         super().__init__()
-        self._pool, self._knowledge = pool, knowledge
+        self._pool, self._knowledge = pool, SHARED
         self.trail: list[Seen] | None = None
         self.first_calls = 0
         self.rests = False
