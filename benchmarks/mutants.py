@@ -87,7 +87,6 @@ TESTS = {
     "remat/runtime/live/units/log.py": f"{_UNITS} dormant_blocks",
     "remat/runtime/live/units/orders.py": _UNITS,
     "remat/runtime/live/units/pieces.py": _UNITS,
-    "remat/runtime/live/units/readers.py": f"{_UNITS} unit_calls",
     "remat/runtime/live/units/remaking.py": f"{_UNITS} unit_replays",
     "remat/runtime/live/units/saving.py": f"{_UNITS} unit_surprises",
     "remat/runtime/live/units/story.py": _UNITS,

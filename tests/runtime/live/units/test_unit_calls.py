@@ -13,7 +13,7 @@ from torch import nn
 
 import remat
 from remat.errors import OutOfBudget
-from remat.runtime.live.units import readers
+from remat.runtime.live.units import pool as units_pool
 from remat.runtime.live.units.account import Account
 from remat.runtime.live.units.known import _known
 from remat.runtime.live.units.unit import Unit
@@ -506,8 +506,8 @@ def test_what_was_put_off_is_made_when_it_is_asked_for() -> None:
 def test_who_reads_a_storage_is_looked_for_once_for_each_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """A state that is changed in place after each of a hundred calls that read it."""
     asked = []
-    lies_in = readers.lies_in
-    monkeypatch.setattr(readers, "lies_in", lambda *args: asked.append(1) or lies_in(*args))
+    lies_in = units_pool.lies_in
+    monkeypatch.setattr(units_pool, "lies_in", lambda *args: asked.append(1) or lies_in(*args))
     torch.manual_seed(3)
     held = Held(16, 16)
     allocate_gradients(held)
