@@ -20,10 +20,10 @@ from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.nesting import alone_in_its_thread
 from remat.runtime.live.outcomes import outcome_of, report_of, warn_of_more
 from remat.runtime.live.raw_access import count_states, count_states_no_more
-from remat.runtime.live.returned import notice_returns
 from remat.runtime.live.settings import Settings
 from remat.runtime.live.units.calls import BlockCalls
 from remat.runtime.live.units.choosing import Ways
+from remat.runtime.live.units.counting import notice_returns
 from remat.runtime.live.units.history import History
 from remat.runtime.live.units.known import KnownCalls
 from remat.runtime.live.units.pool import Pool

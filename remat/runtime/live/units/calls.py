@@ -14,7 +14,7 @@ from remat.runtime.calls.environment import accelerators, state_bytes
 from remat.runtime.calls.tape import Recorder
 from remat.runtime.live.units.account import Counted
 from remat.runtime.live.units.call import UnitCall
-from remat.runtime.live.units.counting import Counting, inner_peak, with_seconds
+from remat.runtime.live.units.counting import Counting, OperatorWatch, inner_peak, with_seconds
 from remat.runtime.live.units.course import Course, Event, Kind, Segment
 from remat.runtime.live.units.dormant import Nodes
 from remat.runtime.live.units.known import BoundModule, KnownCalls, others_are_at_work
@@ -24,7 +24,6 @@ from remat.runtime.live.units.pool import Pool
 from remat.runtime.live.units.saving import FirstSaving, note_returned
 from remat.runtime.live.units.state import PythonState
 from remat.runtime.live.units.unit import Unit
-from remat.runtime.live.units.watch import OperatorWatch
 from remat.runtime.pytree import storage_of, tensors
 
 _VARYING = 2  # times what calls have taken that vary: so much others may take

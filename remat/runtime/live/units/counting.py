@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, autograd
 from torch._ops import OpOverload
 from torch.nn import Parameter
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack
 
 from remat.runtime.calls.tape import Operator
 from remat.runtime.live.costs import SHARED, Observed, OperatorFacts, in_key, observe, working_device
@@ -208,3 +211,69 @@ def with_seconds(operators: Sequence[Operator], trail: Sequence[Seen]) -> list[O
             seconds, rest = min(seconds, 1e-9 * trail[position].nanoseconds), position + 1
         found.append(operator._replace(seconds=seconds))
     return found
+
+
+class OperatorWatch:
+    """A mode that counts what operators of this thread make, entered and left as a step goes on.
+
+    Attributes:
+        mode: that counts.
+        is_on: whether it is entered.
+    """
+
+    def __init__(self, mode: Counting) -> None:
+        self.mode, self.is_on = mode, False
+        self._thread = threading.get_ident()
+
+    def turn(self, *, on: bool) -> None:
+        """Whether operators are counted from now on; where another mode is in the way, they still are."""
+        if on and not self.is_on:
+            self.mode.__enter__()
+            self.is_on = True
+        elif not on and self.is_on and _get_current_dispatch_mode() is self.mode:
+            self.mode.__exit__(None, None, None)
+            self.is_on = False
+
+    @property
+    def sees(self) -> bool:
+        """Whether operators of this thread are counted now."""
+        return not self.mode.rests and self.mode in _get_current_dispatch_mode_stack()
+
+    def rest(self, leave: Callable[[], None]) -> None:
+        """A backward is over: the mode does nothing from now on, and `leave` is called when it can be left."""
+        self.mode.rests = True
+        if threading.get_ident() == self._thread:
+            once_returned(leave)
+
+
+_here = threading.local()
+
+
+def once_returned(act: Callable[[], None]) -> None:
+    """To be called inside of a backward: `act` is called when it, and those around it, have returned.
+
+    Not where something else than `torch.autograd` runs it.
+    """
+    _here.waiting = [*getattr(_here, "waiting", ()), act]
+
+
+def notice_returns() -> None:
+    """From now on backwards tell when they return. To be called before one begins."""
+    found: Any = autograd._engine_run_backward
+    if not hasattr(found, "_tells"):
+        autograd._engine_run_backward = _telling(found)
+
+
+def _telling(run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def telling(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        finally:
+            if getattr(_here, "waiting", None) and torch._C._current_graph_task_id() == -1:
+                waiting, _here.waiting = _here.waiting, []
+                for act in waiting:
+                    act()
+
+    telling._tells = True  # type: ignore[attr-defined]
+    return telling
