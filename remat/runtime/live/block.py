@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.utils._python_dispatch import _len_torch_dispatch_stack, _pop_mode
 
 from remat.errors import OutOfBudget, Thrashing
 from remat.formatting import format_bytes
 from remat.report import Report
 from remat.runtime.accelerator import accelerator_in_use, level_of, most_from_now_on
+from remat.runtime.calls.saved import Packed, changed, unpack
 from remat.runtime.dtr import _kernels as k
-from remat.runtime.fakes import in_earnest
+from remat.runtime.fakes import alias, in_earnest
 from remat.runtime.live.advice import Advice, advice_on
 from remat.runtime.live.choosing import Choice, choose
 from remat.runtime.live.dispatcher import Dispatcher
@@ -24,14 +26,49 @@ from remat.runtime.live.nesting import claim, refuse_nested, release
 from remat.runtime.live.outcomes import outcome_of, report_of, warn_of_more
 from remat.runtime.live.raw_access import Guard, guard, unguard
 from remat.runtime.live.repeating import revive
-from remat.runtime.live.saved_tensors import SavingHooks
 from remat.runtime.live.settings import Settings
 from remat.runtime.live.sites import site_at
 from remat.runtime.live.store import Store
 from remat.runtime.live.units.choosing import Observation
-from remat.runtime.live.versions import Version
+from remat.runtime.live.versions import SavedVersion, Version, no_autocast, no_autograd, on_storage
 from remat.runtime.pytree import storage_of
 from remat.runtime.raw_memory import Access
+
+
+class SavingHooks:
+    """The hooks that `torch.autograd.graph.saved_tensors_hooks` takes."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.was_asked = False  # for anything that was saved, as backwards do
+
+    def pack(self, tensor: Tensor) -> SavedVersion | Packed:
+        """What autograd is to keep for `tensor`."""
+        if type(tensor) in (Tensor, Parameter) and tensor.layout == torch.strided:
+            storage = storage_of(tensor)
+            version = self._store.versions.get(id(storage))
+            if version is not None and version.operator is not None:
+                version.saves += 1
+                self._store.saves += 1
+                if version.resident and version.held is None:
+                    version.held = storage
+                return SavedVersion(tensor, version, self._store.dropped)
+        # A leaf can be kept as it is; another might own, through its graph, the node that keeps it.
+        return tensor if tensor.is_leaf else alias(tensor), None if tensor.is_inference() else tensor._version
+
+    def unpack(self, saved: SavedVersion | Packed) -> Tensor:
+        """The tensor again."""
+        self.was_asked = True
+        if not isinstance(saved, SavedVersion):
+            return unpack(saved)
+        if saved.witness._version != saved.changes:
+            raise changed(saved.witness, saved.changes, saved.view[1])
+        version = saved.handle.version
+        if not version.resident:
+            self._store.access(version, "backward")
+        storage = self._store.lend(version)
+        with in_earnest(), no_autograd(), no_autocast():
+            return on_storage(saved.view, storage)
 
 
 class Block(Guard):
