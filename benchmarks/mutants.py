@@ -97,7 +97,6 @@ TESTS = {
     "remat/runtime/live/units/unit.py": _UNITS,
     "remat/runtime/live/steps.py": "fit_by_calls",
     "remat/runtime/dtr/learning.py": "learning unit_plans",
-    "remat/runtime/live/keeping_aside.py": _LIVE,
     "remat/runtime/live/repeating.py": _LIVE,
     "remat/runtime/live/ledger.py": _LIVE,
     "remat/runtime/dtr/core.py": f"dtr {_LIVE}",

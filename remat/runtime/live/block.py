@@ -21,11 +21,10 @@ from remat.runtime.fakes import alias, in_earnest
 from remat.runtime.live.advice import Advice, advice_on
 from remat.runtime.live.choosing import Choice, choose
 from remat.runtime.live.dispatcher import Dispatcher
-from remat.runtime.live.keeping_aside import cut_loose, preserve
 from remat.runtime.live.nesting import claim, refuse_nested, release
 from remat.runtime.live.outcomes import outcome_of, report_of, warn_of_more
 from remat.runtime.live.raw_access import Guard, guard, unguard
-from remat.runtime.live.repeating import revive
+from remat.runtime.live.repeating import cut_loose, preserve, revive
 from remat.runtime.live.settings import Settings
 from remat.runtime.live.sites import site_at
 from remat.runtime.live.store import Store

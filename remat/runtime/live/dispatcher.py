@@ -21,7 +21,6 @@ from remat.runtime.calls.environment import state_bytes
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.generators import RandomState
 from remat.runtime.live.costs import SHARED, Observed, OperatorFacts, in_key, observe, working_device
-from remat.runtime.live.keeping_aside import cut_loose, preserve
 from remat.runtime.live.made import NUMBER_BYTES, can_be_evicted, parts_of, storages_made
 from remat.runtime.live.operator_calls import (
     USUAL,
@@ -33,7 +32,7 @@ from remat.runtime.live.operator_calls import (
     random_before,
 )
 from remat.runtime.live.raw_access import are_others, expose_elsewhere
-from remat.runtime.live.repeating import revive
+from remat.runtime.live.repeating import cut_loose, preserve, revive
 from remat.runtime.live.store import Store
 from remat.runtime.live.versions import Given, OperatorRun, Source, StorageRef, Version, VersionRef, bits_of, hand_over
 from remat.runtime.operators import EachOperator, Traits, drawn_from, not_of_plain, tensors_in, traits_of
