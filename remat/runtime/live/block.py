@@ -18,11 +18,10 @@ from remat.runtime.accelerator import accelerator_in_use, level_of, most_from_no
 from remat.runtime.calls.saved import Packed, changed, unpack
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.fakes import alias, in_earnest
-from remat.runtime.live.advice import Advice, advice_on
 from remat.runtime.live.choosing import Choice, choose
 from remat.runtime.live.dispatcher import Dispatcher
 from remat.runtime.live.nesting import claim, refuse_nested, release
-from remat.runtime.live.outcomes import outcome_of, report_of, warn_of_more
+from remat.runtime.live.outcomes import Advice, advice_on, outcome_of, report_of, warn_of_more
 from remat.runtime.live.raw_access import Guard, guard, unguard
 from remat.runtime.live.repeating import cut_loose, preserve, revive
 from remat.runtime.live.settings import Settings

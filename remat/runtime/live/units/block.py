@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from remat.report import Report
 from remat.runtime.accelerator import level_of, most_from_now_on
 from remat.runtime.caches import caches_off, configs_with_caches
-from remat.runtime.live.advice import Advice, advice_on
 from remat.runtime.live.dispatcher import STATE_BYTES
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.nesting import alone_in_its_thread
-from remat.runtime.live.outcomes import outcome_of, report_of, warn_of_more
+from remat.runtime.live.outcomes import Advice, advice_on, outcome_of, report_of, warn_of_more
 from remat.runtime.live.raw_access import count_states, count_states_no_more
 from remat.runtime.live.settings import Settings
 from remat.runtime.live.units.calls import BlockCalls

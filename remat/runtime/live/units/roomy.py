@@ -24,10 +24,9 @@ from remat.formatting import format_bytes
 from remat.report import Report
 from remat.runtime.accelerator import free_on_accelerator
 from remat.runtime.caches import caches_off, configs_with_caches
-from remat.runtime.live.advice import Advice, advice_on
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.nesting import alone_in_its_thread
-from remat.runtime.live.outcomes import outcome_of
+from remat.runtime.live.outcomes import Advice, advice_on, outcome_of
 from remat.runtime.live.settings import Settings
 from remat.runtime.live.units.account import Account
 from remat.runtime.live.units.course import Kind, KnownPlace
