@@ -16,8 +16,8 @@ from remat.runtime.dtr.heuristics import Heuristic, make_heuristic
 from remat.runtime.dtr.trace import Trace
 from remat.runtime.live.block import Block
 from remat.runtime.live.choosing import AUTO, FIRST
-from remat.runtime.live.compiled import refuse_inside
 from remat.runtime.live.outcomes import Advice
+from remat.runtime.live.raw_access import refuse_inside
 from remat.runtime.live.settings import Settings
 from remat.runtime.live.sites import place, site_at
 from remat.runtime.live.traced import trace_of

@@ -4,11 +4,16 @@ NumPy, `tolist`, pickling and pointers know nothing of evicted memory, and neith
 its block's dispatcher does not see. While a block runs, what leads there first has the tensor in memory, and, where it
 hands the memory out, keeps it there; threads that begin meanwhile, and what is given to a thread pool, do the same for
 each operator. `raw_memory` says what cannot be seen.
+
+Compiled code runs as it is written, operator by operator, which is what DTR evicts and repeats: what the compiler makes
+of it allocates and reads memory by itself. PyTorch's own switch for running compiled functions uncompiled
+("force_eager") is on while any block runs.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -18,14 +23,52 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from remat.runtime.live.compiled import also_from_now_on, run_as_written, run_compiled
+from remat.errors import RematError
 from remat.runtime.operators import EachOperator, tensors_in, traits_of
+from remat.runtime.patching import compiler_is_at_work
 from remat.runtime.raw_memory import Access, RawAccessListener, Replacement, begin_watch, end_watch
 
 _lock = threading.Lock()
 _blocks: list[Guard] = []  # of all threads; compiled code runs as written while there is any
 _counting: list[CountsStates] = []  # of all threads
 _own = threading.local()  # the blocks of this thread
+_restore: list[Callable[[], None]] = []  # that switch
+
+
+def refuse_inside() -> None:
+    """Raises RematError where this is called from code that the compiler traces, or has compiled in part."""
+    if compiler_is_at_work():
+        raise RematError(
+            "a DTR block does not work inside a function compiled by torch.compile, which would trace the block too. "
+            "Put the block around the call of that function (it then runs uncompiled), or decorate the function that "
+            "contains the block with torch.compiler.disable"
+        )
+
+
+def run_as_written() -> None:
+    """From now on compiled functions run uncompiled, if there can be any; until `run_compiled`."""
+    if not _restore and "torch._dynamo" in sys.modules:
+        stance = torch.compiler.set_stance("force_eager")
+        _restore.append(functools.partial(stance.__exit__, None, None, None))
+
+
+def run_compiled() -> None:
+    """Ends what `run_as_written` began."""
+    while _restore:
+        _restore[-1]()
+        _restore.pop()
+
+
+def also_from_now_on(compile_function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compile`, which brings the compiler in on first use, for a time in which compiled code runs as written."""
+
+    @functools.wraps(compile_function)
+    def compiling(*args: Any, **kwargs: Any) -> Any:
+        made = compile_function(*args, **kwargs)
+        run_as_written()
+        return made
+
+    return compiling
 
 
 class CountsStates(Protocol):
