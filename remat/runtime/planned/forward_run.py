@@ -5,6 +5,7 @@ The rules that it names are those of `remat.runtime`.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,19 +15,103 @@ import torch
 from remat.errors import ReplayError, UnsupportedModel
 from remat.runtime.calls.environment import FirstRun
 from remat.runtime.calls.passed import Passed
+from remat.runtime.calls.places import Places
 from remat.runtime.calls.saved import Saved
 from remat.runtime.calls.stage_call import StageCall
+from remat.runtime.calls.stages import detached
 from remat.runtime.generators import held_by
+from remat.runtime.offload import HostMemory, Sent
 from remat.runtime.planned.out_of_memory import explained
 from remat.runtime.planned.program import StageRun
-from remat.runtime.planned.stored import Stored, versions_of
-from remat.runtime.planned.transfers import Transfers
 from remat.runtime.pytree import tensors
 from remat.runtime.surroundings import hearing_subclasses, subclasses_heard
 from remat.schedule import F_ALL, B, Operation
 
 if TYPE_CHECKING:
     from remat.runtime.planned.executor import Executor
+
+
+class Stored:
+    """Activations, by the number of the stage that has made them; 0: the model's input."""
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._values: dict[int, tuple[Any, tuple[int, ...]]] = {}  # with the versions that its tensors had then
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._values
+
+    def put(self, index: int, value: Any) -> None:
+        self._values[index] = detached(value), versions_of(value)
+
+    def settle(self, step: StageRun, output: Any) -> None:
+        """Stores and drops as a step says, whose output this is."""
+        index = step.operation.stage
+        if step.drop_input:
+            self._values.pop(index - 1, None)
+        if step.store_output:
+            self.put(index, output)
+
+    def last_before(self, index: int) -> int:
+        """The number of the last one before a stage."""
+        return max(stored for stored in self._values if stored < index)
+
+    def load(self, index: int) -> Any:
+        """One to begin a recomputation from.
+
+        Raises:
+            ReplayError: it was modified since.
+        """
+        value, versions = self._values[index]
+        now = versions_of(value)
+        if now != versions:
+            what = "the model's input" if index == 0 else f"the output of stage {self._places.stages[index - 1].name!r}"
+            raise ReplayError(
+                f"{what} was modified in place since the forward (version {', '.join(map(str, versions))} then, "
+                f"{', '.join(map(str, now))} now), so a recomputation would read it changed; modify a copy"
+            )
+        return detached(value)
+
+    def clear(self) -> None:
+        self._values.clear()
+
+
+def versions_of(value: Any) -> tuple[int, ...]:
+    return tuple([tensor._version for tensor in tensors(value) if not tensor.is_inference()])
+
+
+class Transfers:
+    """Copies to the host and back.
+
+    Args:
+        calls: of the stages, by number.
+    """
+
+    def __init__(self, calls: dict[int, StageCall], host: HostMemory) -> None:
+        self._calls, self._host = calls, host
+        host.forward_begins()
+        self._leaving: Sent | None = None  # what the last operation has sent
+
+    def send(self, stage: int, numbers: Collection[int]) -> None:
+        """An operation has run forward: what the one before has sent is gone, and these tensors of the stage's go."""
+        if self._leaving is not None:
+            self._leaving.leave()
+            self._leaving = None
+        if numbers:
+            self._leaving = self._calls[stage].send(numbers, self._host)
+
+    def fetch(self, stage: int) -> None:
+        """What a stage has sent begins to come back."""
+        call = self._calls.get(stage)
+        if call is not None and call.sent is not None:
+            call.sent.fetch()
+
+    def arrive(self, stage: int) -> None:
+        """What a stage has sent is back."""
+        call = self._calls.get(stage)
+        if call is not None and call.sent is not None:
+            call.sent.arrive()
+            call.sent = None
 
 
 class Open(NamedTuple):
