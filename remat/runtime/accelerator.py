@@ -23,6 +23,7 @@ from torch import nn
 from remat.errors import RematError, UnsupportedModel
 from remat.formatting import format_bytes
 from remat.runtime.fakes import in_earnest
+from remat.runtime.pytree import storage_of
 from remat.utils.packages import available_bytes
 
 UNSPLIT = 1 << 20  # larger blocks are not split for a rest of up to so many bytes, which count as given out
@@ -288,3 +289,35 @@ def _unregister(address: int) -> None:
 
 def _not_pinned(size: int, error: Exception) -> RematError:
     return RematError(f"cannot pin {format_bytes(size)} of CPU memory ({error}); lower host_limit")
+
+
+def explained(error: torch.OutOfMemoryError, model: nn.Module, planned: str) -> torch.OutOfMemoryError:
+    """The error, with more to say.
+
+    Args:
+        planned: for what the step was planned; empty where nobody knows.
+    """
+    device = next((each.device for each in model.parameters() if is_accelerator(each.device)), None)
+    if device is None:
+        return error
+    parameters = [each for each in model.parameters() if each.device == device]
+    ours: dict[str, list[torch.Tensor]] = {
+        "parameters": [*parameters],
+        "gradients": [each.grad for each in parameters if each.grad is not None],
+        "buffers": [each for each in model.buffers() if each.device == device],
+    }
+    found = {name: _taken(tensors) for name, tensors in ours.items()}
+    held, taken, reserved = sum(found.values()), allocated_bytes(device), reserved_bytes(device)
+    found["this step, optimiser state and other tensors"] = max(taken - held, 0)
+    found["reserved, but not given out"] = reserved - taken
+    free, whole = torch.accelerator.get_memory_info(device)
+    found["others than PyTorch"] = max(whole - reserved - free, 0)
+    table = ", ".join(f"{name} {format_bytes(size)}" for name, size in found.items() if size)
+    holders = f"of the {format_bytes(whole)} of {device}: {table}"
+    advice = "Free some of that, or plan for less: remat.fit(model, sample, memory=...)"
+    return torch.OutOfMemoryError(f"{error}\nremat: {planned}{'; ' if planned else ''}{holders}. {advice}")
+
+
+def _taken(tensors: list[torch.Tensor]) -> int:
+    dense = [each for each in tensors if each.layout == torch.strided]
+    return sum({storage_of(each)._cdata: bytes_of(storage_of(each)) for each in dense}.values())

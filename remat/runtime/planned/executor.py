@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from remat.errors import OverBudgetWarning, PlanMismatch
+from remat.runtime.accelerator import explained
 from remat.runtime.caches import caches_off, configs_with_caches, refuse_checkpointing, switches_of
 from remat.runtime.calls.early_stop import Ending
 from remat.runtime.calls.environment import BufferWatch
@@ -24,7 +25,6 @@ from remat.runtime.offload import HostMemory
 from remat.runtime.patching import Forward, intercepted, keep_compiler_out
 from remat.runtime.planned.forward_run import Run
 from remat.runtime.planned.order import ForwardCalls
-from remat.runtime.planned.out_of_memory import explained
 from remat.runtime.planned.program import compile_schedule
 from remat.runtime.pytree import Arguments, tensors
 from remat.runtime.variants import offer_variants

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from remat.errors import ReplayError, UnsupportedModel
+from remat.runtime.accelerator import explained
 from remat.runtime.calls.environment import FirstRun
 from remat.runtime.calls.passed import Passed
 from remat.runtime.calls.places import Places
@@ -21,7 +22,6 @@ from remat.runtime.calls.stage_call import StageCall
 from remat.runtime.calls.stages import detached
 from remat.runtime.generators import held_by
 from remat.runtime.offload import HostMemory, Sent
-from remat.runtime.planned.out_of_memory import explained
 from remat.runtime.planned.program import StageRun
 from remat.runtime.pytree import tensors
 from remat.runtime.surroundings import hearing_subclasses, subclasses_heard
