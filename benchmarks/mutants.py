@@ -58,7 +58,6 @@ TESTS = {
     "remat/runtime/calls/environment.py": _RUNNING,
     "remat/runtime/links.py": "offload",
     "remat/runtime/offload.py": "offload",
-    "remat/runtime/calls/route.py": f"patched_forward other_paths {_MODELS} found_by_users",
     "remat/runtime/planned/order.py": f"patched_forward other_paths {_MODELS} found_by_users",
     "remat/runtime/planned/executor.py": _RUNNING,
     "remat/runtime/planned/patched_forward.py": f"patched_forward other_paths {_MODELS} found_by_users",

@@ -29,8 +29,7 @@ from remat.profiling.stage_pass import Pass, within_one_stage
 from remat.profiling.variables import Variables
 from remat.runtime.calls.environment import accelerators
 from remat.runtime.calls.passed import Held, Passed
-from remat.runtime.calls.places import Place, Places
-from remat.runtime.calls.route import Route
+from remat.runtime.calls.places import Place, Places, Route
 from remat.runtime.calls.stages import detached
 from remat.runtime.checks import Loss
 from remat.runtime.generators import RandomState, held_by
@@ -215,7 +214,7 @@ class ModelPass(Pass):
         with_graphs = partial(Held, with_graph=True)
         passed = Passed(value, hold=with_graphs, several=not place.last, generators=generators)
         self._passed, self._value = passed, value
-        self._counted = self._route.counter.now()
+        self._counted = dict(self._route.counts)
 
     def _stage(self, index: int, passed: Passed, value: torch.Tensor) -> Any:
         """Measures a stage; returns what it returned, cut off from it."""
@@ -244,13 +243,13 @@ class ModelPass(Pass):
         def again(given: Any) -> Any:
             first, *others = given
             replaced = {id(side): other for side, other in zip(sides, others, strict=True)}
-            self._route.counter.back_to(self._counted)  # it runs several times, and counts once
+            self._route.counts = dict(self._counted)  # it runs several times, and counts once
             outputs = passed.again([replaced.get(id(each), each) for each in inputs], first, all_of_them=True)
             return outputs[-1], passed.not_handed_on(outputs)
 
-        counted = self._route.counter.now()
+        counted = dict(self._route.counts)
         output = self._measure(index, again, [value, *sides], on_gradient)
-        self._route.counter.add(counted)
+        self._route.count_also(counted)
         output, _ = output  # what else the calls return, others have been given already
         following = cut(output, partial(self._came_back, index), OUTSIDE, made_by=index)
         handed = first_tensor(following)

@@ -1,4 +1,5 @@
-"""Where the stages of a found chain lie in a model: which calls of which modules they are, and in what order."""
+"""Where the stages of a found chain lie in a model: which calls of which modules they are, and in what order; and how
+far one forward has come among them."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import nn
 from remat.errors import PlanMismatch
 from remat.layout import Layout
 from remat.runtime.calls.stages import Stage, by_stages, stage_name
-from remat.runtime.pytree import first_tensor, key_of, tensors
+from remat.runtime.pytree import activation_of, first_tensor, key_of, tensors, version_of
 
 
 class Place(NamedTuple):
@@ -105,31 +106,6 @@ def call_name(module: str, count: int) -> str:
     return module + (f"#{count}" if count > 1 else "")
 
 
-class CallCounter:
-    """Names the calls of one forward."""
-
-    def __init__(self, places: Places) -> None:
-        self._names = places.names
-        self._counts: dict[nn.Module, int] = {}
-
-    def name(self, module: nn.Module) -> str:
-        """The name of a call that has begun."""
-        count = self._counts[module] = self._counts.get(module, 0) + 1
-        return call_name(self._names[module], count)
-
-    def now(self) -> dict[nn.Module, int]:
-        """How often each module was called so far."""
-        return dict(self._counts)
-
-    def back_to(self, counts: dict[nn.Module, int]) -> None:
-        """As if what was called since had not been."""
-        self._counts = dict(counts)
-
-    def add(self, counts: dict[nn.Module, int]) -> None:
-        """As if each module had been called at least so often."""
-        self._counts = {module: max(count, counts.get(module, 0)) for module, count in (counts | self._counts).items()}
-
-
 def module_of(call: str) -> str:
     """The name of the module of a call."""
     return call.partition("#")[0]
@@ -143,3 +119,55 @@ def among(handed: torch.Tensor, given: object) -> torch.Tensor | None:
         key = key_of(handed)
         same = next((tensor for tensor in found if key_of(tensor) == key), None)
     return same
+
+
+class Route:
+    """Matches the calls of one forward, in order, with those of the chain, and tracks the activation between stages.
+
+    Attributes:
+        counts: how often each module was called so far.
+    """
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self.counts: dict[nn.Module, int] = {}
+        self._position = 0
+        self._handed: torch.Tensor | None = None  # the last activation, where the next stage takes it
+        self._version = -1  # of that
+
+    def name(self, module: nn.Module) -> str | None:
+        """The name of a call that has begun; None where it belongs to no stage and runs as it is."""
+        count = self.counts[module] = self.counts.get(module, 0) + 1
+        name = call_name(self._places.names[module], count)
+        return None if name in self._places.aside else name
+
+    def count_also(self, counts: dict[nn.Module, int]) -> None:
+        """As if each module had been called at least so often."""
+        self.counts = {module: max(count, counts.get(module, 0)) for module, count in (counts | self.counts).items()}
+
+    @property
+    def place(self) -> Place | None:
+        """Of the call that comes next; None where no more do."""
+        calls = self._places.calls
+        return calls[self._position] if self._position < len(calls) else None
+
+    def passed(self) -> None:
+        """The call that comes next has begun."""
+        self._position += 1
+
+    def activation(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The activation among the arguments of a stage's first call; None if it is missing or was modified."""
+        if place.stage not in self._places.follows:
+            return activation_of(args, kwargs)
+        if self._handed is None or version_of(self._handed) != self._version:
+            return None
+        return among(self._handed, (args, kwargs))
+
+    def hand_on(self, stage: int, activation: Any) -> None:
+        """Remembers the output of stage `stage` as the input of the next one, if that follows it."""
+        if isinstance(activation, torch.Tensor) and stage + 1 in self._places.follows:
+            self._handed, self._version = activation, version_of(activation)
+
+    def let_go(self) -> None:
+        """Forgets the last activation."""
+        self._handed = None

@@ -16,8 +16,7 @@ from torch import nn
 
 from remat.runtime.calls.environment import accelerators
 from remat.runtime.calls.passed import Passed
-from remat.runtime.calls.places import Place, Places
-from remat.runtime.calls.route import Route
+from remat.runtime.calls.places import Place, Places, Route
 from remat.runtime.generators import RandomState, held_by
 from remat.runtime.patching import Forward
 from remat.runtime.planned.forward_run import Open, Run
