@@ -13,9 +13,9 @@ from remat.measuring.isolating import drops_gradients
 from remat.measuring.work import parameters_kept
 from remat.runtime.calls.attributes import MISSING, containers, fill, hooks_of, plain_tensors, put, undone
 from remat.runtime.calls.environment import rescaled
+from remat.runtime.calls.stages import parts_of
 from remat.runtime.fakes import is_fake
 from remat.runtime.generators import RandomState, held_by, of_python
-from remat.runtime.parts import parts_of
 from remat.runtime.pytree import tensors
 from remat.runtime.sharding import is_sharded
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -12,9 +12,21 @@ from torch.nn.parameter import UninitializedParameter
 
 from remat.errors import PlanMismatch, UnsupportedModel
 from remat.layout import Layout
-from remat.runtime.parts import parts_of
 from remat.runtime.patching import runs_compiled
 from remat.runtime.pytree import Arguments, arguments, map_tensors, tensors
+
+
+def parts_of(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
+    """They and all modules inside them, each once, in the order of `nn.Module.modules()`, found some times faster."""
+    found: dict[nn.Module, None] = {}
+    todo = list(modules)
+    todo.reverse()
+    while todo:
+        module = todo.pop()
+        if module not in found:
+            found[module] = None
+            todo += [child for child in reversed(list(module._modules.values())) if child is not None]
+    return tuple(found)
 
 
 class Stage:
