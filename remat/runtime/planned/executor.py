@@ -18,7 +18,6 @@ from remat.runtime.calls.early_stop import Ending
 from remat.runtime.calls.environment import BufferWatch
 from remat.runtime.calls.places import Places
 from remat.runtime.calls.stages import Stage, input_of
-from remat.runtime.calls.structure import Structure
 from remat.runtime.calls.tapes import Tapes
 from remat.runtime.generators import held_by
 from remat.runtime.offload import HostMemory
@@ -26,6 +25,7 @@ from remat.runtime.patching import Forward, intercepted, keep_compiler_out
 from remat.runtime.planned.forward_run import Run
 from remat.runtime.planned.order import ForwardCalls
 from remat.runtime.planned.program import compile_schedule
+from remat.runtime.planned.validity import Structure
 from remat.runtime.pytree import Arguments, tensors
 from remat.runtime.variants import offer_variants
 from remat.schedule import F_ALL, Operation, Schedule
