@@ -92,7 +92,6 @@ TESTS = {
     "remat/runtime/live/units/plans.py": "unit_plans",
     "remat/runtime/live/units/pool.py": _UNITS,
     "remat/runtime/live/units/makings.py": f"{_UNITS} unit_replays",
-    "remat/runtime/live/units/times.py": f"{_UNITS} unit_replays",
     "remat/runtime/live/units/unit.py": _UNITS,
     "remat/runtime/live/steps.py": "fit_by_calls",
     "remat/runtime/dtr/learning.py": "learning unit_plans",

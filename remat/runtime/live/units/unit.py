@@ -9,8 +9,7 @@ from remat.runtime.calls.environment import BufferWatch, rescaled, working_bytes
 from remat.runtime.calls.partial import Parts
 from remat.runtime.calls.stages import Stage
 from remat.runtime.calls.tape import OUTSIDE, Operator, Tape, Value
-from remat.runtime.live.units.makings import Making, makings, model_nanoseconds
-from remat.runtime.live.units.times import FirstRuns, Replays
+from remat.runtime.live.units.makings import FirstRuns, Making, Replays, makings, model_nanoseconds
 
 INPUT_CHANGED, OUTPUT_CHANGED = "its input is changed", "its output is changed"  # why a unit may be kept
 _ATTEMPTS = 3  # replays in part that fail before no more are tried

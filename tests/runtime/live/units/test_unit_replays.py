@@ -12,8 +12,8 @@ from torch import nn
 import remat
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.live.units.call import UnitCall
+from remat.runtime.live.units.makings import Replays
 from remat.runtime.live.units.orders import Order, Orders
-from remat.runtime.live.units.times import Replays
 from support.live_models import allocate_gradients
 from support.unit_blocks import by_calls, left_by, memory_of
 
