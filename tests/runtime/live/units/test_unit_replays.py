@@ -125,7 +125,7 @@ def test_reports_compare_with_what_the_program_takes_by_itself() -> None:
         dtr = _block_of(loop, budget)
     rows = dtr._block.calls.pool.log.rows
     for unit in {row.unit for row in rows}:  # the first call's state needs no gradient
-        own = sum(unit.first_nanoseconds(making, by_model=False) for making in unit.makings)
+        own = sum(unit.first_runs.part_of(making.price.first) for making in unit.makings)
         assert 0 < own <= unit.first_runs.recorded * unit.first_runs.pace + len(unit.makings)
     times = [row.unit.first_runs for row in rows]
     most = sum(each.recorded * each.pace + each.backward for each in times)
