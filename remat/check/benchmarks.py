@@ -32,11 +32,8 @@ def compared(name: str, device: torch.device, small: bool, file: Path) -> dict[s
     if has("matplotlib"):
         found.plot().savefig(file.with_suffix(".png"), dpi=150)
     keep = ("strategy", "outcome", "budget_bytes", "peak_bytes", "seconds", "overhead")
-    return {"rows": [{each: getattr(row, each, None) for each in keep} for row in _reports(found)]}
-
-
-def _reports(found: remat.Comparison) -> list[Any]:
-    return [entry.measured for entry in found.entries if entry.measured is not None]
+    reports = [entry.measured for entry in found.entries if entry.measured is not None]
+    return {"rows": [{each: getattr(report, each) for each in keep} for report in reports]}
 
 
 _ROOM = 2**34  # bytes of activations within which the largest batch is looked for; less where less is free

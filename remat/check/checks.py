@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import remat
-from remat.check.workloads import CHAINS, Workload, make
+from remat.check.workloads import CHAINS, Workload, make, mean_square
 from remat.errors import OutOfBudget, Thrashing
 from remat.formatting import format_bytes
 from remat.runtime.accelerator import allocated_bytes, is_accelerator, rounded, slack_of
@@ -98,10 +98,7 @@ def dtr(name: str, device: torch.device, small: bool) -> Found:
     """DTR at shares of the peak, at module and at operator granularity: bits, and the allocator's peak."""
     work = make(name, device, small=small)
     plain = _left_by(work)
-    with remat.DTR(2**50, granularity="operator") as block:
-        _backward(work, work.model)
-    _left(work.model)
-    most = block.report().peak_bytes
+    most = _unlimited(work)
     found: Found = {"peak_bytes": most}
     for granularity in ("module", "operator"):
         for share in _DTR_SHARES:
@@ -121,6 +118,14 @@ def dtr(name: str, device: torch.device, small: bool) -> Found:
             kept = rows[-1].get("peak_over_budget", 0) <= most_over
             assert kept, f"{name}, {granularity}, {share}: {rows}"
     return found
+
+
+def _unlimited(work: Workload) -> int:
+    """The peak of a step under DTR that evicts nothing."""
+    with remat.DTR(2**50, granularity="operator") as block:
+        _backward(work, work.model)
+    _left(work.model)
+    return block.report().peak_bytes
 
 
 def _measured_dtr(work: Workload, budget: int, granularity: str, device: torch.device) -> tuple[int, Any]:
@@ -174,7 +179,7 @@ def streams(device: torch.device, small: bool) -> Found:
     blocks = [Aside(nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))) for _ in range(6)]
     torch.manual_seed(0)
     model = nn.Sequential(*blocks).to(device)
-    return _under_everything(Workload(model, torch.randn(1024, 512, device=device), _mean), "streams")
+    return _under_everything(Workload(model, torch.randn(1024, 512, device=device), mean_square), "streams")
 
 
 def autocast(device: torch.device, small: bool) -> Found:
@@ -240,12 +245,9 @@ def two_devices(device: torch.device, small: bool) -> Found:
             y: torch.Tensor = self.right(self.left(x).to(second))
             return y
 
-    work = Workload(Split(), torch.randn(4096, 512, device=first), _mean)
+    work = Workload(Split(), torch.randn(4096, 512, device=first), mean_square)
     plain = _left_by(work)
-    with remat.DTR(2**50, granularity="operator") as block:
-        _backward(work, work.model)
-    _left(work.model)
-    budget = int(0.7 * block.report().peak_bytes)  # in which workspaces of threads that recompute are little
+    budget = int(0.7 * _unlimited(work))  # in which workspaces of threads that recompute are little
     for granularity in ("module", "operator"):
         for _ in range(_STEPS):
             with remat.DTR(budget, granularity=granularity, thrash_limit=20):
@@ -303,11 +305,6 @@ def estimates(device: torch.device, small: bool) -> Found:
 
 
 # What checks share ---------------------------------------------------------------------------------------------------
-
-
-def _mean(output: Any) -> torch.Tensor:
-    found: torch.Tensor = output.float().square().mean()
-    return found
 
 
 def _backward(

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from remat.models import TreeLSTM, complete_tree, gpt, resnet50, resnet1001
+from remat.runtime.pytree import map_tensors
 
 
 class Workload(NamedTuple):
@@ -92,7 +93,7 @@ class _ViT(nn.Module):
         return head
 
 
-def _of_words(output: torch.Tensor) -> torch.Tensor:
+def mean_square(output: torch.Tensor) -> torch.Tensor:
     return output.float().square().mean()
 
 
@@ -100,17 +101,13 @@ def make(name: str, device: torch.device, *, small: bool) -> Workload:
     """The workload of that name; `small`: for a device on which little can be done in the time."""
     torch.manual_seed(0)
     model, sample = _MAKERS[name](small)
-    return Workload(model.to(device).train(), _moved(sample, device), _of_words)
+    return Workload(model.to(device).train(), map_tensors(lambda tensor: tensor.to(device), sample), mean_square)
 
 
 def with_rows(work: Workload, rows: int) -> Workload:
     """The same model with a sample of so many rows."""
     sample: torch.Tensor = work.sample
     return work._replace(sample=sample.repeat(-(-rows // len(sample)), *(1,) * (sample.dim() - 1))[:rows])
-
-
-def _moved(sample: Any, device: torch.device) -> Any:
-    return sample.to(device) if isinstance(sample, torch.Tensor) else sample
 
 
 def _resnet(small: bool) -> tuple[nn.Module, torch.Tensor]:

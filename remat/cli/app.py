@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
 from remat.errors import RematError
@@ -116,6 +118,14 @@ def budget_in(text: str) -> int | str | float:
         except ValueError:
             continue
     return text
+
+
+def columns_table(title: str, *columns: str) -> Table:
+    """Numbers in columns that do not wrap, narrow enough for a terminal of 80 columns."""
+    table = Table(title=title or None, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("planner", "") else "right", no_wrap=True)
+    return table
 
 
 def profiled(name: str, batch: int, device: str, *, offload: bool = False) -> Chain:

@@ -29,12 +29,12 @@ from remat.cli.app import (
     app,
     budget_in,
     chain_in,
+    columns_table,
     console,
     profiled,
 )
 from remat.errors import InfeasibleBudget, RematError
 from remat.formatting import count, format_bytes, format_seconds
-from remat.plotting.terminal import columns_table
 from remat.utils.progress import shown
 
 if TYPE_CHECKING:

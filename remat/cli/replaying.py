@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
 
-from remat.cli.app import Command, app, budget_in, chain_in, console
+from remat.cli.app import Command, app, budget_in, chain_in, columns_table, console
 from remat.errors import RematError
 from remat.formatting import format_bytes
-from remat.plotting.terminal import sweep_table
 from remat.utils.moved import moved
 from remat.utils.progress import shown
 
@@ -112,6 +112,19 @@ def _trace(path: str) -> Trace:
         return Trace.load(path)
     except (FileNotFoundError, IsADirectoryError) as error:
         raise RematError(f"cannot read {path}: {error}") from error
+
+
+def sweep_table(cells: Sequence[Cell], names: Sequence[str]) -> Table:
+    """Overhead, or why there is none, by budget and heuristic."""
+    table = columns_table("", "budget", *names)
+    by_budget: dict[int, dict[str, str]] = {}
+    for cell in cells:
+        report = cell.report
+        shown = f"{report.overhead:.3f}" if report.outcome == "pass" else report.outcome
+        by_budget.setdefault(report.budget_bytes or 0, {})[cell.heuristic] = shown
+    for size, row in sorted(by_budget.items()):
+        table.add_row(format_bytes(size), *(row[name] for name in names))
+    return table
 
 
 def write_cells(out: Path, cells: Sequence[Cell]) -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +60,7 @@ class Kernels:
 
     def output(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What one call returns; None where it cannot be run with inputs made up."""
-        with in_earnest(), _same_random_numbers():
+        with in_earnest(), torch.random.fork_rng([]):
             given, named = _made_up(args, kwargs)
             try:
                 return operator(*given, **named)
@@ -70,12 +69,7 @@ class Kernels:
 
 
 _UNUSABLE = (RuntimeError, IndexError, ValueError, NotImplementedError)  # values that were made up can be no good
-_SHARED = Kernels()
-
-
-def shared() -> Kernels:
-    """The cache of this process, which all models share."""
-    return _SHARED
+SHARED = Kernels()  # by all models of this process
 
 
 @functools.cache
@@ -97,7 +91,7 @@ def _look(value: Any) -> Hashable:
 
 
 def _run(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Asked | None:
-    with in_earnest(), _same_random_numbers():
+    with in_earnest(), torch.random.fork_rng([]):
         meter = MemoryMeter(_HOST, may_be_idle=True)
         try:
             given, named = _made_up(args, kwargs)
@@ -130,16 +124,6 @@ def _seconds(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> f
         if least > _LONG:
             break
     return least
-
-
-@contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """Afterwards the generator's state is as before."""
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
 
 
 def _made_up(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 from remat.chain import Chain
 from remat.devices import DEVICES, Device
 from remat.errors import MeasurementError
-from remat.estimation.kernels import shared
+from remat.estimation.kernels import SHARED
 from remat.estimation.libraries import as_in_training
 from remat.estimation.roofline import Roofline
 from remat.estimation.values import Values
@@ -68,7 +68,7 @@ class World(Instruments):
         self.values = Values()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._roofline = Roofline(device)
-        self._kernels = shared() if asks_kernels and device.kind == "cpu" else None
+        self._kernels = SHARED if asks_kernels and device.kind == "cpu" else None
         self._there: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         # Of storages and tensors that are stood in for, by identity; with the tensors, so that none is given again.
         self._shadows: dict[int, torch.UntypedStorage] = {}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from remat.measuring.isolating import Form
+from remat.measuring.isolating import Form, StageOutput
 from remat.measuring.stage_costs import NO_MARKS, Boundary, Marks, storage_bytes
 from remat.runtime.accelerator import rounded
 from remat.runtime.pytree import storage_of
@@ -64,13 +64,6 @@ class Receiver:
         """`source` has computed this gradient, of which the largest counts: a view's memory is that of the whole."""
         found = Handed.of(gradient)
         self.handed[source] = max(self.handed.get(source, found), found, key=lambda each: each.memory_bytes)
-
-
-class StageOutput(NamedTuple):
-    """Something that a stage returned and that has a gradient; `position` 0 is its activation."""
-
-    stage: int
-    position: int
 
 
 @dataclass

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from remat.errors import UnsupportedModel
 from remat.runtime.accelerator import rounded
 from remat.runtime.pytree import map_tensors, storage_of, tensors
+
+
+class StageOutput(NamedTuple):
+    """Something that a stage returned and that has a gradient; `position` 0 is its activation."""
+
+    stage: int
+    position: int
 
 
 class Source(torch.autograd.Function):
@@ -53,14 +61,43 @@ def cut_off(
 
     Args:
         on_gradient: called with the gradient that comes back.
-        label: what `label_of` says of the node of this graph.
+        label: what `made_of` says of the node of this graph.
     """
     return Source.apply(anchor, on_gradient, label, tensor.detach())
 
 
-def label_of(node: Any) -> Any:
-    """The label of a graph that was cut off here; None for any other node."""
+def made_of(node: Any) -> StageOutput | None:
+    """The stage output that was cut off at this node of the graph; None for any other node."""
     return node.label if drops_gradients(node) else None
+
+
+def is_cut(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a stage's output whose graph was cut."""
+    return tensor.grad_fn is not None and drops_gradients(tensor.grad_fn)
+
+
+def cut(
+    output: Any,
+    on_gradient: Callable[[int, torch.Tensor], None] | None = None,
+    anchor: torch.Tensor = INSIDE,
+    *,
+    made_by: int | None = None,
+) -> Any:
+    """The same output with each tensor that requires a gradient cut from its graph, in a separate new graph.
+
+    In one common graph, a reference to one tensor would keep the memory of all alive.
+
+    Args:
+        on_gradient: called with the position of a tensor and its gradient.
+        made_by: the stage that returned the output, for `made_of`.
+    """
+    handed = {}
+    for position, tensor in enumerate(tensors(output)):
+        if tensor.requires_grad and id(tensor) not in handed:
+            back = None if on_gradient is None else partial(on_gradient, position)
+            made = None if made_by is None else StageOutput(made_by, position)
+            handed[id(tensor)] = cut_off(tensor, anchor, back, made)
+    return map_tensors(lambda tensor: handed.get(id(tensor), tensor), output)
 
 
 def with_graph_of_its_own(value: Any) -> Any:
@@ -71,6 +108,19 @@ def with_graph_of_its_own(value: Any) -> Any:
 def drops_gradients(node: Any) -> bool:
     """Whether no gradient gets past this node of a graph."""
     return isinstance(node, Source._backward_cls)
+
+
+def nodes_of(ends: Iterable[torch.Tensor], stops: Callable[[Any], bool] = lambda node: False) -> Iterator[Any]:
+    """The nodes of the graph behind `ends`, but for those behind a node that `stops(node)`."""
+    seen: set[Any] = {None}
+    todo: list[Any] = [end.grad_fn for end in ends]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            if not stops(node):
+                todo.extend(before for before, _ in node.next_functions)
 
 
 class Sink(torch.autograd.Function):
@@ -90,18 +140,15 @@ class Sink(torch.autograd.Function):
         return (None, *ctx.make_gradients())
 
 
-def fixed_gradients(like: Iterable[torch.Tensor], seed: int = 0) -> list[torch.Tensor]:
+def fixed_gradients(like: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Random gradients for the given tensors, in their memory format, the same ones every time."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     gradients = []
     for tensor in like:
-        values = torch.randn(tensor.shape, generator=generator, dtype=_random_dtype(tensor.dtype))
+        dtype = tensor.dtype if tensor.dtype.is_complex else torch.float32
+        values = torch.randn(tensor.shape, generator=generator, dtype=dtype)
         gradients.append(torch.empty_like(tensor).copy_(values))
     return gradients
-
-
-def _random_dtype(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype.is_complex else torch.float32
 
 
 class Form(NamedTuple):
@@ -147,8 +194,8 @@ def contiguous_forms(value: Any) -> tuple[Form | None, ...]:
     return tuple(Form.of(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)) for tensor in found)
 
 
-def _empty(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+def _normal(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device).normal_()
 
 
 class RandomGradients:
@@ -162,20 +209,22 @@ class RandomGradients:
     """
 
     def __init__(self, like: Iterable[torch.Tensor], forms: Sequence[Form | None] = ()) -> None:
-        self._forms: list[Form | None] = []
-        self._like: list[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]] = []
+        self._make: list[Callable[[], torch.Tensor]] = []
         for position, tensor in enumerate(like):
             form = forms[position] if position < len(forms) else None
-            known = form is not None and (form.shape, form.dtype) == (tensor.shape, tensor.dtype)
-            self._forms.append(form if known else None)
-            stride = torch.empty_like(tensor, device="meta").stride()
-            self._like.append((tensor.shape, stride, tensor.dtype, tensor.device))
+            if form is not None and (form.shape, form.dtype) == (tensor.shape, tensor.dtype):
+                self._make.append(form.make)
+            else:
+                stride = torch.empty_like(tensor, device="meta").stride()
+                self._make.append(partial(_normal, tensor.shape, stride, tensor.dtype, tensor.device))
 
     def __call__(self) -> tuple[torch.Tensor, ...]:
-        return tuple(
-            _empty(*like).normal_() if form is None else form.make()
-            for form, like in zip(self._forms, self._like, strict=True)
-        )
+        return tuple(make() for make in self._make)
+
+
+def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    """The unpack hook of a forward that keeps what it would."""
+    return tensor
 
 
 def no_backward(_: None) -> torch.Tensor:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from remat.measuring.isolating import drops_gradients
+from remat.measuring.isolating import drops_gradients, nodes_of
 from remat.measuring.work import parameters_kept
 from remat.runtime.calls.attributes import MISSING, containers, fill, hooks_of, plain_tensors, put, undone
 from remat.runtime.calls.environment import rescaled
@@ -203,13 +203,7 @@ class ForeignGradients:
 
     def keep(self, root: torch.Tensor) -> None:
         """Sets aside the gradients of the leaves that the backward of `root` reaches; zeros take their place."""
-        todo, seen = [root.grad_fn], set()
-        while todo:
-            node = todo.pop()
-            if node is None or node in seen or drops_gradients(node):
-                continue
-            seen.add(node)
-            todo.extend(before for before, _ in node.next_functions)
+        for node in nodes_of([root], drops_gradients):
             leaf = getattr(node, "variable", None)
             if leaf is None or id(leaf) in self._aliases:
                 continue

@@ -77,18 +77,12 @@ class SavedStorages:
             StorageWeakRef(storage_of(tensor)).cdata in self._storages for tensor in tensors(value) if tensor.numel()
         )
 
-    def bytes_held(self, besides: Any) -> int:
-        """Bytes of the recorded storages that something still holds, without those of `besides`."""
-        dense = [tensor for tensor in tensors(besides) if tensor.layout == torch.strided and tensor.numel()]
-        others = {StorageWeakRef(storage_of(tensor)).cdata for tensor in dense}
-        there = [(ref, size) for ref, size in self._storages.values() if not ref.expired()]
-        return sum(size for ref, size in there if ref.cdata not in others)
-
-    def bytes_besides(self, value: Any) -> int:
-        """Bytes of the recorded storages, without those of `value`."""
+    def bytes_besides(self, value: Any, *, held: bool = False) -> int:
+        """Bytes of the recorded storages, without those of `value`; `held`: of those that something still holds."""
         dense = [tensor for tensor in tensors(value) if tensor.layout == torch.strided and tensor.numel()]
         others = {StorageWeakRef(storage_of(tensor)).cdata for tensor in dense}
-        return sum(size for key, (_, size) in self._storages.items() if key not in others)
+        there = [(ref.cdata, size) for ref, size in self._storages.values() if not (held and ref.expired())]
+        return sum(size for cdata, size in there if cdata not in others)
 
 
 @dataclass(frozen=True)

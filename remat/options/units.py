@@ -14,10 +14,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from remat.errors import ReplayError
 from remat.layout import Option
-from remat.measuring.cuts import cut
 from remat.measuring.facts import StageFacts
 from remat.measuring.gauges import Gauge, Span
-from remat.measuring.isolating import no_backward, saving_nothing
+from remat.measuring.isolating import cut, no_backward, saving_nothing
 from remat.measuring.stage_costs import Sizes
 from remat.options.sending import Parcel, parcels
 from remat.runtime.calls.early_stop import Ending

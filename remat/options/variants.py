@@ -13,9 +13,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from remat.layout import Option
-from remat.measuring.cuts import cut
 from remat.measuring.facts import StageFacts
 from remat.measuring.gauges import Gauge, Span
+from remat.measuring.isolating import as_it_is, cut
 from remat.measuring.stage_costs import Sizes, storage_bytes
 from remat.options.units import Ends, Run, end_of_run, without_saving
 from remat.runtime.calls.environment import accelerators
@@ -127,7 +127,7 @@ class CompilingVisitor:
 
         with compiled_for(budget), random.again():
             source = cut(detached(given))
-            with saved_tensors_hooks(uncompiled(pack), _as_it_is):
+            with saved_tensors_hooks(uncompiled(pack), as_it_is):
                 output = run(source)
             size = int(max(self._ranks.all(storage_bytes(saved))))
             rounds = any(tensor.is_floating_point() and tensor.element_size() < _FULL for tensor in saved)
@@ -138,10 +138,6 @@ class CompilingVisitor:
                 back = [end.detach() for end in ends]  # gradients that are not all the same
                 gradients = torch.autograd.grad(ends, leaves, back, allow_unused=True)
             return _Seen(size, rounds, [*gradients], random.now())
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _is_right(seen: _Seen, expected: _Seen, *, exact: bool) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -200,21 +200,3 @@ def with_besides(chain: Chain, besides: Sequence[int]) -> Chain:
             for stage, size in zip(chain.options, more, strict=True)
         ),
     )
-
-
-def leaves_of(end: torch.Tensor, stops: Any) -> set[torch.Tensor]:
-    """The leaves that the backward of `end` reaches without passing a node that `stops(node)`."""
-    found: set[torch.Tensor] = set()
-    seen: set[Any] = set()
-    todo = [end.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            found.add(leaf)
-        elif not stops(node):
-            todo.extend(before for before, _ in node.next_functions)
-    return found

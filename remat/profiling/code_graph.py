@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from remat.measuring.cuts import made_of
 from remat.measuring.facts import NOTHING_HANDED, Facts, Receiver
-from remat.measuring.isolating import OUTSIDE, drops_gradients
+from remat.measuring.isolating import OUTSIDE, drops_gradients, made_of
 from remat.measuring.preserving import ForeignGradients
 
 

@@ -17,10 +17,21 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from remat.errors import NoChain, UnsupportedModel
-from remat.measuring.cuts import cut, is_cut, made_of
-from remat.measuring.facts import NOTHING_HANDED, Forms, Handed, Receiver, StageOutput
+from remat.measuring.facts import NOTHING_HANDED, Forms, Handed, Receiver
 from remat.measuring.gauges import Gauge
-from remat.measuring.isolating import OUTSIDE, Form, RandomGradients, Sink, contiguous_forms, saving_nothing
+from remat.measuring.isolating import (
+    OUTSIDE,
+    Form,
+    RandomGradients,
+    Sink,
+    StageOutput,
+    as_it_is,
+    contiguous_forms,
+    cut,
+    is_cut,
+    made_of,
+    saving_nothing,
+)
 from remat.measuring.preserving import ForeignGradients, set_apart
 from remat.measuring.stage_costs import gradient_bytes, storage_bytes
 from remat.profiling.alive import Alive, storages_of
@@ -79,7 +90,7 @@ class ModelPass(Pass):
         last = len(self.places.stages)
         self._generators = held_by(model.modules())
         self._open_outside(1)
-        noted = nullcontext() if self.variables is None else saved_tensors_hooks(self.variables.saves, _as_it_is)
+        noted = nullcontext() if self.variables is None else saved_tensors_hooks(self.variables.saves, as_it_is)
         with intercepted(self.places.names, self.arrive), warnings.catch_warnings(), noted:
             # The cut outputs of a stage are views, and FSDP warns that views must not be modified in place.
             warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
@@ -329,7 +340,3 @@ class ModelPass(Pass):
         with set_apart(self._begun_by.get(index, ())), self.gauge.span("backward", index):
             yield
         self._handed.clear()
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

@@ -18,7 +18,7 @@ from remat.measuring.gauges import Bytes, Gauge, Seconds, Span
 from remat.measuring.isolating import RandomGradients, Sink
 from remat.measuring.preserving import ForeignGradients, Replaced
 from remat.options.sending import Parcel, common, with_offload
-from remat.options.units import MeasuringVisitor, RecordingVisitor, Visitor
+from remat.options.units import MeasuringVisitor, RecordingVisitor
 from remat.options.variants import CompilingVisitor, MeasuredVariants, VariantsVisitor, alike_blocks
 from remat.profiling.assembling import MeasuredOptions, Measurement, chain_of
 from remat.profiling.model_pass import ModelPass
@@ -178,18 +178,13 @@ class Profiler:
         """The measured options of the recomputable stages (None: no options); and the storages they can offload."""
         if not wanted.any:
             return None, {}
-        places, stages = self.places, self.stages
-
-        def look(gauge: Gauge, visitor: Visitor) -> None:
-            self._pass(gauge, "finding parts to keep", known=facts, visitor=visitor)
-
-        ranks = wanted.ranks
+        places, stages, ranks, what = self.places, self.stages, wanted.ranks, "finding parts to keep"
         variants = self._variants(facts, repeats, saved, ranks)
         recomputed = [i for i in range(1, len(stages) + 1) if places is None or not places.fixed[i - 1]]
         in_part = {index: stages[index - 1] for index in recomputed if Ending(stages[index - 1]).allowed is not False}
         recording = RecordingVisitor(in_part)
         for _ in range(RECORDINGS):
-            look(Seconds(self.device), recording)
+            self._pass(Seconds(self.device), what, known=facts, visitor=recording)
         least = _SLIGHT * sum(saved)
         units = recording.agreed(
             recording.units(
@@ -201,14 +196,7 @@ class Profiler:
         sweeps: list[Mapping[Span, float]] = []
         if units:
             measuring = MeasuringVisitor(stages, units, {index: facts[index].ends_early for index in recomputed})
-            gauge = measuring.gauge = Bytes(self.device)
-            with undisturbed(), gauge.meter.session():
-                look(gauge, measuring)
-            regions = gauge.regions()
-            while not self._suffices(sweeps, repeats, ranks):
-                seconds = measuring.gauge = Seconds(self.device)
-                look(seconds, measuring)
-                sweeps.append(seconds.seconds)
+            regions, sweeps = self._measured_by(measuring, what, facts, repeats, ranks)
             failed = ranks.all([measuring.failed(unit.stages[0]) for unit in units])
             units = [unit for unit, *by_ranks in zip(units, *failed, strict=True) if not any(by_ranks)]
         found = MeasuredOptions(units, regions, sweeps, variants)
@@ -226,22 +214,25 @@ class Profiler:
         groups = ranks.first(lambda: alike_blocks(self.stages, recomputed, saved)) if instruments().computes else []
         if not groups:
             return MeasuredVariants([], {}, [])
+        what = "compiling variants of blocks"
+        compiling = CompilingVisitor(self.stages, groups, self.passes.of_its_own(what), ranks)
+        self._pass(Seconds(self.device), what, known=facts, visitor=compiling)
+        measuring, what = VariantsVisitor(compiling.found), "measuring variants of blocks"
+        return MeasuredVariants(compiling.found, *self._measured_by(measuring, what, facts, repeats, ranks))
 
-        def look(gauge: Gauge, what: str, visitor: Visitor) -> None:
-            self._pass(gauge, what, known=facts, visitor=visitor)
-
-        compiling = CompilingVisitor(self.stages, groups, self.passes.of_its_own("compiling variants of blocks"), ranks)
-        look(Seconds(self.device), "compiling variants of blocks", compiling)
-        measuring = VariantsVisitor(compiling.found)
-        gauge = measuring.gauge = Bytes(self.device)
+    def _measured_by(
+        self, visitor: MeasuringVisitor | VariantsVisitor, what: str, known: Facts, repeats: int | None, ranks: Ranks
+    ) -> tuple[dict[Span, Region], list[Mapping[Span, float]]]:
+        """The bytes that a visitor measures in one pass, and the seconds in as many as suffice."""
+        gauge = visitor.gauge = Bytes(self.device)
         with undisturbed(), gauge.meter.session():
-            look(gauge, "measuring variants of blocks", measuring)
+            self._pass(gauge, what, known=known, visitor=visitor)
         sweeps: list[Mapping[Span, float]] = []
         while not self._suffices(sweeps, repeats, ranks):
-            seconds = measuring.gauge = Seconds(self.device)
-            look(seconds, "measuring variants of blocks", measuring)
+            seconds = visitor.gauge = Seconds(self.device)
+            self._pass(seconds, what, known=known, visitor=visitor)
             sweeps.append(seconds.seconds)
-        return MeasuredVariants(compiling.found, gauge.regions(), sweeps)
+        return gauge.regions(), sweeps
 
     @staticmethod
     def _suffices(sweeps: Sequence[Mapping[Span, float]], repeats: int | None, ranks: Ranks) -> bool:

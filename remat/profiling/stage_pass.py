@@ -13,14 +13,13 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from remat.errors import UnsupportedModel
-from remat.measuring.cuts import cut
 from remat.measuring.facts import Facts, Forms
 from remat.measuring.gauges import Gauge
-from remat.measuring.isolating import RandomGradients, Sink, drops_gradients, no_backward
+from remat.measuring.isolating import RandomGradients, Sink, cut, drops_gradients, no_backward, nodes_of
 from remat.measuring.preserving import ForeignGradients, Replaced, set_apart
 from remat.measuring.stage_costs import Boundary, Marks, OldAttributes, SavedStorages, gradient_bytes, storage_bytes
 from remat.options.units import Visitor
-from remat.profiling.carried import begun_by, leaves_of
+from remat.profiling.carried import begun_by
 from remat.runtime.calls.attributes import graph_handed_on
 from remat.runtime.calls.early_stop import CountingHooks, Ending
 from remat.runtime.calls.environment import BufferWatch, accelerators
@@ -44,17 +43,7 @@ def within_one_stage() -> Iterator[None]:
 
 def _is_of_compiled_code(output: Any) -> bool:
     """Whether compiled code has made a part of the graph of what a stage returned."""
-    todo: list[Any] = [tensor.grad_fn for tensor in tensors(output)]
-    seen = {None}
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.name().startswith(_COMPILED):
-            return True
-        todo.extend(before for before, _ in node.next_functions)
-    return False
+    return any(node.name().startswith(_COMPILED) for node in nodes_of(tensors(output)))
 
 
 _COMPILED = "CompiledFunction"  # how autograd's nodes of compiled code are called
@@ -114,7 +103,9 @@ class Pass(ABC):
 
     def _note_backward(self, index: int, end: torch.Tensor) -> None:
         """Notes what a backward of stage `index` that begins with `end` reaches."""
-        self.facts[index].leaves |= leaves_of(end, drops_gradients)
+        self.facts[index].leaves |= {
+            node.variable for node in nodes_of([end], drops_gradients) if hasattr(node, "variable")
+        }
 
     def _refuse_unpacking(self, nothing: None) -> torch.Tensor:
         """The unpack hook of a forward that keeps nothing."""
@@ -206,7 +197,9 @@ class Pass(ABC):
             storage_bytes(set_up),
             storage_bytes([buffer for buffer in set_up if saved.among(buffer)]),
             attributes.bytes(),
-            saved.bytes_held(besides=[given, output, *stage.parameters(), *(buffer for *_, buffer in stage.buffers())]),
+            saved.bytes_besides(
+                [given, output, *stage.parameters(), *(buffer for *_, buffer in stage.buffers())], held=True
+            ),
         )
         del attributes
         activation = self._activation(output)

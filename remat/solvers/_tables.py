@@ -13,7 +13,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -109,13 +109,13 @@ class Table(ABC):
     def whole_row(stages: int) -> int:
         """Row of the whole chain."""
 
-    @abstractmethod
     def _kept_bytes(self) -> tuple[np.ndarray, np.ndarray]:
         """What keeping activation s, and what saving all of stage s, takes from the memory of what comes behind."""
+        return self.sizes[0], self.sizes[1]
 
-    @abstractmethod
     def _kept_by(self, kept: np.ndarray) -> np.ndarray:
         """What options that keep so many bytes of each stage (n, K) take from the memory of what comes behind."""
+        return kept
 
     @abstractmethod
     def _fill(self) -> None:
@@ -244,6 +244,18 @@ def plan_with_tables(
             operations = least()
         plans[budget] = None if operations is None else Plan(operations)
     return [plans[budget] for budget in budgets]
+
+
+def least_operations(
+    chain: Chain, fill: Callable[..., Any], read: Callable[..., Any], *more: Any, behind: tuple[Any, ...] = ()
+) -> Operations:
+    """The schedule of least peak, exact in bytes, by kernels that take `more` before the options, `behind` after."""
+    sizes, times, parts = sizes_of(chain), times_of(chain), options_of(chain)
+    own = (*more, (*parts[:3], np.zeros_like(parts[0]), *parts[3:]), *behind)
+    slots, room = (np.zeros_like(sizes[0]), np.zeros_like(sizes[1])), Room(chain.length)
+    given = (sizes, slots, times, 1, *own, *room.columns)
+    count, *_ = read(np.empty(0, np.float32), 1, 0, fill(sizes, times, *own), *given)
+    return room.operations(count)
 
 
 def always(chain: Chain) -> int:

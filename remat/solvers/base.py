@@ -150,6 +150,12 @@ def fastest_within(chain: Chain, candidates: Iterable[Operations], budgets: Sequ
     return chosen
 
 
+def fastest_of(chain: Chain, plans: Iterable[Plan | None]) -> Plan | None:
+    """The plan with the least makespan, the first of equals; None where there is none."""
+    found = [plan for plan in plans if plan is not None]
+    return min(found, key=lambda plan: peak_and_makespan(chain, plan.operations)[1], default=None)
+
+
 def least_or_all(chain: Chain, least: Operations) -> Operations:
     """The sequence of least memory, or everything stored, where what recomputations need takes more than they free."""
     return least_peak(chain, [least, store_all_operations(chain.length)]) if chain.unneeded_bytes else least

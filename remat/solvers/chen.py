@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from remat.chain import Chain
-from remat.solvers.base import Operations, Plan, Solver, fastest_within, least_peak
-from remat.solvers.sequential import segment_counts, segment_operations
+from remat.solvers.base import Operations
+from remat.solvers.sequential import Sequential, segment_counts, segment_operations
 
 
 @dataclass(frozen=True)
-class Chen(Solver):
+class Chen(Sequential):
     """Segments cut where the memory saved since the last cut passes a threshold (their Algorithm 3).
 
     Where all stages are alike, k segments have L/k stages each, and k = sqrt(L) needs the least memory. Their search
@@ -23,16 +23,8 @@ class Chen(Solver):
         segments: at most how many; None tries 2 .. 2 sqrt(L) and takes the fastest that fits.
     """
 
-    segments: int | None = None
-
     name: ClassVar[str] = "chen"
     purpose: ClassVar[str] = "segments of about equal bytes (Chen et al., 2016)"
-
-    def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:
-        return fastest_within(chain, self._candidates(chain), budgets)
-
-    def least_memory(self, chain: Chain) -> Operations:
-        return least_peak(chain, self._candidates(chain))
 
     def _candidates(self, chain: Chain) -> Iterator[Operations]:
         stages = chain.length - 1

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from remat.chain import Chain
-from remat.simulation import peak_and_makespan
 from remat.solvers import _table_kernels
 from remat.solvers._tables import Table
-from remat.solvers.base import Operations, Plan, Solver, least_peak
+from remat.solvers.base import Operations, Plan, Solver, fastest_of, least_peak
 from remat.solvers.chen import Chen
 from remat.solvers.floating import Floating, FloatingTable, is_quick
 from remat.solvers.persistent import Persistent, PersistentTable
@@ -39,16 +38,11 @@ class Fastest(Solver):
     purpose: ClassVar[str] = "the fastest plan of the papers' planners, with parts"
 
     def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:
-        best: list[tuple[float, Plan] | None] = [None] * len(budgets)
-        for solver in self._solvers(chain):
-            for place, plan in enumerate(solver.plan(chain, budgets)):
-                if plan is None:
-                    continue
-                seconds = peak_and_makespan(chain, plan.operations)[1]
-                known = best[place]
-                if known is None or seconds < known[0]:
-                    best[place] = seconds, plan._replace(note=f"by {solver.name}")
-        return [None if found is None else found[1] for found in best]
+        plans = [
+            [plan and plan._replace(note=f"by {solver.name}") for plan in solver.plan(chain, budgets)]
+            for solver in self._solvers(chain)
+        ]
+        return [fastest_of(chain, each) for each in zip(*plans, strict=True)]
 
     def least_memory(self, chain: Chain) -> Operations:
         return least_peak(chain, (solver.least_memory(chain) for solver in self._solvers(chain)))

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
 
 from remat.budgets import resolve_budget
 from remat.chain import Chain
-from remat.simulation import peak_and_makespan
 from remat.solvers import _table_kernels
-from remat.solvers._tables import Room, Table, in_parallel, options_of, plan_with_tables, sizes_of, times_of
-from remat.solvers.base import Operations, Plan, Solver, least_or_all
+from remat.solvers._tables import Table, in_parallel, least_operations, plan_with_tables
+from remat.solvers.base import Operations, Plan, Solver, fastest_of, least_or_all
 from remat.solvers.persistent import Persistent, PersistentTable
 
 MODEST_WORK = 3e9  # steps of the recurrence, which take a second or two
@@ -49,23 +49,15 @@ class Floating(Solver):
     def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:
         chain = chain if self.options else chain.without_options
         limit = None if self.table_limit is None else resolve_budget(self.table_limit)
-
-        def table(budget: int) -> FloatingTable:
-            return FloatingTable(chain, budget, self.slots, limit=limit)
-
+        table = partial(FloatingTable, chain, slots=self.slots, limit=limit)
         floating = plan_with_tables(chain, budgets, table, lambda: self.least_memory(chain))
         persistent = Persistent(self.slots, self.options).plan(chain, budgets)
-        return [_faster(chain, plans) for plans in zip(floating, persistent, strict=True)]
+        return [fastest_of(chain, plans) for plans in zip(floating, persistent, strict=True)]
 
     def least_memory(self, chain: Chain) -> Operations:
         chain = chain if self.options else chain.without_options
-        sizes, times, parts = sizes_of(chain), times_of(chain), options_of(chain)
-        parts = (*parts[:3], np.zeros_like(parts[0]), *parts[3:])
-        decisions = _table_kernels.fill_least_floating(sizes, times, parts)
-        room = Room(chain.length)
-        nothing, slots = np.empty(0, np.float32), (np.zeros_like(sizes[0]), np.zeros_like(sizes[1]))
-        options = (sizes, slots, times, 1, parts, *room.columns)
-        return least_or_all(chain, room.operations(_table_kernels.read_floating(nothing, 1, 0, decisions, *options)[0]))
+        kernels = _table_kernels.fill_least_floating, _table_kernels.read_floating
+        return least_or_all(chain, least_operations(chain, *kernels))
 
 
 def work(chain: Chain) -> float:
@@ -119,8 +111,3 @@ class FloatingTable(Table):
         none, room = np.empty(0, np.int16), self._room
         options = (self.sizes, self.slots, self.times, self.unit, self.options, *room.columns)
         return _table_kernels.read_floating(self.flat, self.columns, slot, none, *options)
-
-
-def _faster(chain: Chain, plans: tuple[Plan | None, Plan | None]) -> Plan | None:
-    found = [plan for plan in plans if plan is not None]
-    return min(found, key=lambda plan: peak_and_makespan(chain, plan.operations)[1]) if found else None

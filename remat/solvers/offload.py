@@ -11,22 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from functools import partial
+from typing import ClassVar
 
 import numpy as np
 
 from remat.budgets import resolve_budget
 from remat.chain import Chain
-from remat.simulation import host_bytes, peak_and_makespan
+from remat.simulation import host_bytes
 from remat.solvers import _offload_kernels
-from remat.solvers._tables import ENTRY, FEWEST_SLOTS, Room, Table, plan_with_tables, sizes_of, times_of
-from remat.solvers._tables import options_of as recomputed_options_of
-from remat.solvers.base import Operations, Plan, Solver, least_peak
+from remat.solvers._tables import ENTRY, FEWEST_SLOTS, Table, least_operations, plan_with_tables
+from remat.solvers.base import Operations, Plan, Solver, fastest_of, least_peak
 from remat.solvers.fastest import Fastest
 from remat.solvers.persistent import PersistentTable
 from remat.utils.compilation import say_that_it_compiles
 
-_T = TypeVar("_T")
 _PREFERENCE = 1e-3  # of a copy's seconds, that it counts for, although it hides: of plans as fast, that sends least
 _TABLE_LIMIT = 2**29  # bytes of a table; long chains get fewer slots, and beyond a thousand stages or so none
 
@@ -59,41 +58,34 @@ class Offload(Solver):
         say_that_it_compiles(_offload_kernels.fill_offload, "the planner", seconds="a few seconds")
         planned = self._planned(chain, budgets, chain.length)
         sent = [plan and self._within(chain, budget, plan) for budget, plan in zip(budgets, planned, strict=True)]
-        return [_fastest(chain, plans) for plans in zip(alone, sent, strict=True)]
+        return [fastest_of(chain, plans) for plans in zip(alone, sent, strict=True)]
 
     def least_memory(self, chain: Chain) -> Operations:
         candidates = [Fastest(self.slots).least_memory(chain.without_offload), _least_operations(chain, chain.length)]
         if self._is_over(chain, candidates[-1]):
-            candidates[-1:] = self._limited(chain, lambda first: _least_operations(chain, first), lambda found: found)
+            least = self._limited(chain, lambda first: Plan(_least_operations(chain, first)))
+            candidates[-1:] = [plan.operations for plan in least]
         return least_peak(chain, candidates)
 
     def _planned(self, chain: Chain, budgets: Sequence[int], first: int) -> list[Plan | None]:
         """Where the first so many stages may send something."""
-
-        def table(budget: int) -> OffloadTable:
-            return OffloadTable(chain, budget, self.slots, first, limit=_TABLE_LIMIT)
-
+        table = partial(OffloadTable, chain, slots=self.slots, first=first, limit=_TABLE_LIMIT)
         return plan_with_tables(chain, budgets, table, lambda: _least_operations(chain, first))
 
     def _within(self, chain: Chain, budget: int, plan: Plan) -> Plan | None:
         """A plan, or another one that keeps the host's limit too."""
         if not self._is_over(chain, plan.operations):
             return plan
-        found = self._limited(
-            chain, lambda first: self._planned(chain, [budget], first)[0], lambda plan: plan.operations
-        )
-        return _fastest(chain, found)
+        return fastest_of(chain, self._limited(chain, lambda first: self._planned(chain, [budget], first)[0]))
 
-    def _limited(
-        self, chain: Chain, answer: Callable[[int], _T | None], operations: Callable[[_T], Operations]
-    ) -> list[_T]:
+    def _limited(self, chain: Chain, answer: Callable[[int], Plan | None]) -> list[Plan]:
         """The answers within the host limit, from a bisection for the largest number of stages that may offload."""
-        found: list[_T] = []
+        found: list[Plan] = []
         low, high = 0, chain.length  # as many fit, and are too many
         while high - low > 1:
             middle = (low + high) // 2
             answered = answer(middle)
-            if answered is not None and self._is_over(chain, operations(answered)):
+            if answered is not None and self._is_over(chain, answered.operations):
                 high = middle
                 continue
             low = middle
@@ -116,12 +108,6 @@ class OffloadTable(Table):
         self._moves = moves_of(chain, first)
         self.layers = 2 * self._moves[0].shape[1] + 1
         super().__init__(chain, budget, slots, limit=limit)
-
-    def _kept_bytes(self) -> tuple[np.ndarray, np.ndarray]:
-        return self.sizes[0], self.sizes[1]
-
-    def _kept_by(self, kept: np.ndarray) -> np.ndarray:
-        return kept
 
     def _further_sizes(self) -> tuple[np.ndarray, ...]:
         return self._moves[:4]
@@ -147,15 +133,8 @@ def _least_table_bytes(chain: Chain) -> int:
 
 def _least_operations(chain: Chain, first: int) -> Operations:
     """The schedule of least peak, exact in bytes, where the first so many stages may send something."""
-    sizes, times = sizes_of(chain), times_of(chain)
-    parts, moves = recomputed_options_of(chain), moves_of(chain, first)
-    parts = (*parts[:3], np.zeros_like(parts[0]), *parts[3:])
-    decisions = _offload_kernels.fill_least_offload(sizes, times, parts, moves)
-    room = Room(chain.length)
-    nothing, slots = np.empty(0, np.float32), (np.zeros_like(sizes[0]), np.zeros_like(sizes[1]))
-    options = (sizes, slots, times, 1, parts, moves, *room.columns)
-    count, *_ = _offload_kernels.read_offload(nothing, 1, 0, decisions, *options)
-    return room.operations(count)
+    kernels = _offload_kernels.fill_least_offload, _offload_kernels.read_offload
+    return least_operations(chain, *kernels, behind=(moves_of(chain, first),))
 
 
 def beside(chain: Chain, stage: int) -> float:
@@ -190,8 +169,3 @@ def moves_of(chain: Chain, first: int) -> tuple[np.ndarray, ...]:
             seconds[at] = option.replay_seconds + _PREFERENCE * option.link_seconds
             allowed[at] = stage <= first and option.link_seconds <= beside(chain, stage)
     return kept, save, backward, host, slots, seconds, counts, allowed
-
-
-def _fastest(chain: Chain, plans: Sequence[Plan | None]) -> Plan | None:
-    found = [plan for plan in plans if plan is not None]
-    return min(found, key=lambda plan: peak_and_makespan(chain, plan.operations)[1]) if found else None

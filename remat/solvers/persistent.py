@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
 
 from remat.chain import Chain
 from remat.solvers import _table_kernels
-from remat.solvers._tables import Room, Table, in_parallel, options_of, plan_with_tables, sizes_of, times_of
+from remat.solvers._tables import Table, in_parallel, least_operations, plan_with_tables
 from remat.solvers.base import Operations, Plan, Solver, least_or_all
 from remat.utils.compilation import say_that_it_compiles
 
@@ -41,10 +42,7 @@ class Persistent(Solver):
     def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:
         chain = chain if self.options else chain.without_options
         say_that_it_compiles(_table_kernels.fill_persistent, "the planner", seconds="a few seconds")
-
-        def table(budget: int) -> PersistentTable:
-            return PersistentTable(chain, budget, self.slots)
-
+        table = partial(PersistentTable, chain, slots=self.slots)
         return plan_with_tables(chain, budgets, table, lambda: self.least_memory(chain))
 
     def least_memory(self, chain: Chain) -> Operations:
@@ -73,12 +71,6 @@ class PersistentTable(Table):
     def whole_row(stages: int) -> int:
         return PersistentTable.rows(stages - 1)  # cell (0, n-1)
 
-    def _kept_bytes(self) -> tuple[np.ndarray, np.ndarray]:
-        return self.sizes[0], self.sizes[1]
-
-    def _kept_by(self, kept: np.ndarray) -> np.ndarray:
-        return kept
-
     def _fill(self) -> None:
         n = self.chain.length
         rows = self.rows(n)
@@ -103,16 +95,9 @@ class PersistentTable(Table):
 
 
 def least_persistent_operations(chain: Chain, *, save_all: bool) -> Operations:
-    """The memory-persistent schedule of least peak, exact in bytes: the recurrence as a minimax, O(n^3), no slots."""
-    sizes, times, parts = sizes_of(chain), times_of(chain), options_of(chain)
-    parts = (*parts[:3], np.zeros_like(parts[0]), *parts[3:])
-    saved_early = _saved_early(chain, save_all=save_all)
-    decisions = _table_kernels.fill_least_persistent(sizes, times, saved_early, parts)
-    room = Room(chain.length)
-    nothing, slots = np.empty(0, np.float32), (np.zeros_like(sizes[0]), np.zeros_like(sizes[1]))
-    options = (sizes, slots, times, 1, saved_early, parts)
-    count, *_ = _table_kernels.read_persistent(nothing, 1, 0, decisions, *options, *room.columns)
-    return room.operations(count)
+    """The memory-persistent schedule of least peak, exact in bytes, in O(n^3)."""
+    kernels = _table_kernels.fill_least_persistent, _table_kernels.read_persistent
+    return least_operations(chain, *kernels, _saved_early(chain, save_all=save_all))
 
 
 def _saved_early(chain: Chain, *, save_all: bool) -> np.ndarray:

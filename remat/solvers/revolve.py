@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from remat.chain import Chain
@@ -28,9 +29,7 @@ class Revolve(Solver):
     purpose: ClassVar[str] = "keeps outputs of stages only (Griewank and Walther, 2000)"
 
     def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:
-        def table(budget: int) -> PersistentTable:
-            return PersistentTable(chain, budget, self.slots, save_all=False)
-
+        table = partial(PersistentTable, chain, slots=self.slots, save_all=False)
         return plan_with_tables(chain, budgets, table, lambda: self.least_memory(chain), save_all=False)
 
     def least_memory(self, chain: Chain) -> Operations:
