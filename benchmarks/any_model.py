@@ -14,12 +14,13 @@ import remat
 from benchmarks.keeping import FIGURES, write
 from remat.comparison.bench import Bench
 from remat.plotting.style import new_figure
-from remat.runtime.library import Checkpointing
+from remat.runtime.library import BlockCheckpointing, Checkpointing
 from remat.simulation import store_all_peak
 
 Made = tuple[nn.Module, dict[str, Any]]
 BUDGETS = 10
 PAIRS = 25
+RIVALS = (BlockCheckpointing("every block checkpointed"), BlockCheckpointing("selective", selective=True))
 
 
 def _language(kind: str, batch: int, length: int, words: int, **options: Any) -> Made:
@@ -29,13 +30,8 @@ def _language(kind: str, batch: int, length: int, words: int, **options: Any) ->
     torch.manual_seed(0)
     tokens = torch.randint(2, words, (batch, length))
     config = getattr(transformers, f"{kind}Config")(vocab_size=words, **options)
-    name = {
-        "GPT2": "GPT2LMHeadModel",
-        "Llama": "LlamaForCausalLM",
-        "Mistral": "MistralForCausalLM",
-        "Bert": "BertForMaskedLM",
-    }.get(kind, kind)
-    model = getattr(transformers, "T5ForConditionalGeneration" if kind == "T5" else name)(config)
+    heads = {"GPT2": "LMHeadModel", "Bert": "ForMaskedLM", "T5": "ForConditionalGeneration"}
+    model = getattr(transformers, kind + heads.get(kind, "ForCausalLM"))(config)
     return model.train(), {"input_ids": tokens, "labels": tokens}
 
 
@@ -135,7 +131,7 @@ def _finding_seconds(model: nn.Module, sample: dict[str, Any]) -> float:
     return time.perf_counter() - start
 
 
-def against_libraries(repeats: int = 7) -> list[dict[str, object]]:
+def any_model_libraries(repeats: int = 7) -> list[dict[str, object]]:
     """Step times from the peak of the library's checkpointing of every block up to that of storing everything."""
     rows: list[dict[str, object]] = []
     figure = new_figure(9.6, 4.2)
@@ -189,7 +185,7 @@ def _pairs(model: nn.Module, sample: dict[str, Any], peak: int) -> list[float]:
     return [a / b for a, b in zip(ours.times, theirs.times, strict=True)]
 
 
-def against_compile() -> list[dict[str, object]]:
+def any_model_compile() -> list[dict[str, object]]:
     """A small GPT-2: peak and time of torch.compile at values of its memory budget, and of remat, on one plot."""
     model, sample = gpt2(layers=3, width=128, batch=4, length=128, words=500)
     for module in model.modules():  # compiled dropout draws other numbers, so gradients could not be compared

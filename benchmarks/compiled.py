@@ -7,6 +7,7 @@ plans for compiled blocks choose among variants that save less (`remat.runtime.v
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 import remat
 from benchmarks.any_model import Made, _images, gpt2, llama
 from benchmarks.keeping import Kept
-from benchmarks.pairing import in_turn, quartiles
+from benchmarks.pairing import in_turn, peak_of, quartiles
 from remat.comparison.bench import Bench
 from remat.runtime.library import blocks_of
 from remat.runtime.planned.patched_forward import unpatched
@@ -44,18 +45,10 @@ def compiled() -> None:
         kept.part(name, lambda make=make, name=name: _rows(name, *make()))  # type: ignore[misc]
 
 
-class _Step:
-    """A step of a model as it is, with its plan where it has one."""
-
-    def __init__(self, model: nn.Module, sample: Any) -> None:
-        self._model, self._sample = model, sample
-
-    def around(self) -> Any:
-        return torch.enable_grad()
-
-    def __call__(self) -> None:
-        self._model(**self._sample).loss.backward()
-        self._model.zero_grad(set_to_none=False)
+def _step(model: nn.Module, sample: Any) -> None:
+    """Of a model as it is, with its plan where it has one."""
+    model(**sample).loss.backward()
+    model.zero_grad(set_to_none=False)
 
 
 def _rows(name: str, model: nn.Module, sample: Any) -> Iterator[dict[str, Any]]:
@@ -63,7 +56,7 @@ def _rows(name: str, model: nn.Module, sample: Any) -> Iterator[dict[str, Any]]:
         plain = bench.step(None)
         most = bench.peak_bytes(plain)
     written = _copy_of(model)
-    eager, ours = _Step(written, sample), _Step(model, sample)
+    eager, ours = partial(_step, written, sample), partial(_step, model, sample)
     for parameter in (*written.parameters(), *model.parameters()):
         parameter.grad = torch.zeros_like(parameter)
     for compile in (False, True):
@@ -91,7 +84,7 @@ def _rows(name: str, model: nn.Module, sample: Any) -> Iterator[dict[str, Any]]:
         yield _said({**found, "over compiled": quartiles(times[number], times[0])})
 
 
-def _row(name: str, way: str, limit: int, model: nn.Module, sample: Any, eager: _Step, ours: _Step) -> dict[str, Any]:
+def _row(name: str, way: str, limit: int, model: nn.Module, sample: Any, eager: Any, ours: Any) -> dict[str, Any]:
     for _ in range(2):
         ours()
     times = in_turn([eager, ours], _ROUNDS)
@@ -99,7 +92,7 @@ def _row(name: str, way: str, limit: int, model: nn.Module, sample: Any, eager: 
         "model": name,
         "way": way,
         "limit_bytes": limit,
-        "peak_over_limit": round(_peak(model, sample) / limit, 4),
+        "peak_over_limit": round(peak_of(ours, sample) / limit, 4),
         "over eager": quartiles(times[1], times[0]),
     })  # fmt: skip
 
@@ -107,18 +100,6 @@ def _row(name: str, way: str, limit: int, model: nn.Module, sample: Any, eager: 
 def _said(row: dict[str, Any]) -> dict[str, Any]:
     print(row, flush=True)
     return row
-
-
-def _peak(model: nn.Module, sample: Any) -> int:
-    """Of a step, with the sample."""
-    from remat.runtime.meter import MemoryMeter
-    from remat.runtime.pytree import tensors
-
-    meter = MemoryMeter(torch.device("cpu"))
-    with meter.session(), meter.region():
-        _Step(model, sample)()
-    (region,) = meter.regions
-    return region.peak_bytes - region.start_bytes + sum(each.nbytes for each in tensors(sample))
 
 
 def _copy_of(model: nn.Module) -> nn.Module:

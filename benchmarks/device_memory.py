@@ -20,6 +20,7 @@ import remat
 from benchmarks.any_model import _language
 from benchmarks.keeping import Kept
 from benchmarks.on_gpu import MODELS, Program, _fitted, _Rows, _Training, _tried, _Way
+from benchmarks.whole_device import OPTIMIZERS
 from remat.devices import DEVICES, device_called
 from remat.estimation.world import World
 from remat.runtime.accelerator import give_back, name_of
@@ -30,12 +31,7 @@ from remat.training.estimate import estimated_in
 from remat.training.holdings import holdings_of
 
 _SHARES = (0.8, 0.5)  # of what a step reserves without recomputation
-_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
-    "Adam": torch.optim.Adam,
-    "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, fused=True),
-    "Adafactor": torch.optim.Adafactor,
-}
+_OPTIMIZERS = {name: make for name, make in OPTIMIZERS.items() if name != "foreach AdamW"}
 
 
 def _estimated(training: _Training, rows: _Rows) -> dict[str, Any]:

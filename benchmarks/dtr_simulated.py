@@ -27,13 +27,6 @@ NOTE = (
     "operator once; a run that takes twice that thrashes"
 )
 _PAPERS = ("resnet32", "densenet121", "unet", "transformer", "treelstm")
-_SWEPT: dict[str, Callable[..., papers.Experiment]] = {
-    "overhead": papers.overhead_by_heuristic,
-    "ablation": papers.ablation,
-    "deallocation": papers.deallocation_policies,
-    "accesses": papers.storage_accesses,
-    "paper-accesses": papers.papers_storage_accesses,
-}
 _LENGTHS = (64, 128, 200, 256, 512, 1024, 2048, 4096)
 _SLOW = ("transformer", "treelstm")  # of the paper's logs, for which counting h_dtr's accesses takes an hour
 
@@ -48,7 +41,7 @@ def dtr_simulated() -> Rows:
     else:
         print("the DTR paper's logs are not beside the project, and are left out")
     for source, traces in sources.items():
-        for name, make in _SWEPT.items():
+        for name, make in papers.WITH_TRACES.items():
             few = {log: t for log, t in traces.items() if log not in _SLOW} if name == "paper-accesses" else traces
             kept.part(f"{name}, {source}", partial(_swept, source, few if source == "paper" else traces, make))
     kept.part("static", partial(_swept, "graphs", None, papers.static_methods))

@@ -22,6 +22,8 @@ from torch import nn
 import remat
 from benchmarks import any_model, models
 from benchmarks.keeping import write
+from benchmarks.offload import LARGE
+from benchmarks.pairing import in_turn, quartiles
 from remat.errors import InfeasibleBudget
 from remat.estimation.calibration import calibrate
 from remat.simulation import store_all_peak
@@ -129,15 +131,7 @@ def _ratios(model: nn.Module, sample: Any, mine: remat.Schedule, theirs: remat.S
     steps = [_step(remat.apply(copy.deepcopy(model), schedule), sample) for schedule in (mine, theirs)]
     for step in steps:
         step()
-    found = []
-    for number in range(_PAIRS):
-        spent = [0.0, 0.0]
-        for which in (0, 1) if number % 2 else (1, 0):
-            start = time.process_time()
-            steps[which]()
-            spent[which] = time.process_time() - start
-        found.append(spent[0] / spent[1])
-    return statistics.quantiles(found, n=4)
+    return quartiles(*in_turn(steps, _PAIRS))
 
 
 def _step(model: nn.Module, sample: Any) -> Callable[[], None]:
@@ -151,20 +145,8 @@ def _step(model: nn.Module, sample: Any) -> Callable[[], None]:
 
 def _llama() -> list[dict[str, object]]:
     """70 billion parameters in bfloat16 under Adam, a row of 8,192 tokens, on one of 8 and of 16 H100."""
-    import transformers
-
     start = time.perf_counter()
-    config = transformers.LlamaConfig(
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        max_position_embeddings=8192,
-    )
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
+    model = LARGE()
     tokens = torch.zeros(1, 8192, dtype=torch.int64)
     found = remat.estimate(model, {"input_ids": tokens, "labels": tokens}, device="h100", shards=8)
     took = {

@@ -6,13 +6,13 @@ import math
 
 import remat
 from benchmarks.keeping import write
-from benchmarks.pairing import paired
-from benchmarks.workloads import checkpointed, large, peak_bytes, step
+from benchmarks.pairing import paired, peak_of
+from benchmarks.workloads import checkpointed, large, step
 from remat.errors import InfeasibleBudget
 from remat.solvers.persistent import Persistent
 
 
-def frontier(pairs: int) -> list[dict[str, object]]:
+def frontier(pairs: int = 6) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for workload in large():
         chain = remat.profile(workload.model, workload.sample, loss=workload.loss)
@@ -20,14 +20,14 @@ def frontier(pairs: int) -> list[dict[str, object]]:
         for segments in range(2, math.isqrt(4 * stages) + 1):
             layout = Persistent().solve(chain, 1.0)
             theirs = step(checkpointed(workload, layout, segments, reentrant=False), workload)
-            budget = peak_bytes(theirs, workload)
+            budget = peak_of(theirs, workload.sample, warm_up=1)
             try:
                 schedule = remat.solve(chain, budget)
             except InfeasibleBudget as error:
                 rows.append({"model": workload.name, "segments": segments, "bytes": budget, "outcome": str(error)})
                 continue
             mine = step(remat.apply(workload.model, schedule), workload)
-            peak = peak_bytes(mine, workload)
+            peak = peak_of(mine, workload.sample, warm_up=1)
             ratio, seconds, their_seconds = paired(mine, theirs, pairs)
             rows.append(
                 {

@@ -30,8 +30,9 @@ from benchmarks.fuzz_loops import Criterion, Side, draw_limit, draw_loop
 from benchmarks.fuzz_models import Draw, in_words, other, seasoned, sequential
 from benchmarks.fuzz_results import Results
 from benchmarks.keeping import RESULTS
+from benchmarks.module_programs.holding import same
+from benchmarks.pairing import peak_of
 from remat import rotor
-from remat.runtime.meter import MemoryMeter
 from remat.runtime.pytree import loss_in, map_tensors, tensors
 from remat.simulation import store_all_peak
 
@@ -293,11 +294,8 @@ class Case:
                 given = [side.backbone(each).detach().requires_grad_() for each in given]
         alone = Side(side.model, None, side.criterion)
         storages = {id(s): s for each in given for s in (tensor.untyped_storage() for tensor in tensors(each))}
-        meter = MemoryMeter(torch.device("cpu"))
-        with meter.session(), meter.region():
-            self.step(alone, given, holds=holds)
-        (region,) = meter.regions
-        return region.peak_bytes - region.start_bytes + sum(storage.nbytes() for storage in storages.values())
+        fed = sum(storage.nbytes() for storage in storages.values())
+        return fed + peak_of(lambda: self.step(alone, given, holds=holds))
 
 
 class NotRepeatable(Exception):
@@ -339,16 +337,8 @@ def differences(expected: Record, found: Record) -> str:
     if [name for name, _ in expected] != [name for name, _ in found]:
         return f"{len(expected)} results of plain PyTorch, {len(found)} within the limit, or of other names"
     told = [f"{name}: {_difference(a, b)}" for (name, a), (_, b) in zip(expected, found, strict=True)
-            if not _same(a, b)]  # fmt: skip
+            if not same(a, b)]  # fmt: skip
     return f"{len(told)} of {len(expected)} differ: {'; '.join(told[:4])}" if told else ""
-
-
-def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(*(tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)))
 
 
 def _difference(a: torch.Tensor | None, b: torch.Tensor | None) -> str:
@@ -424,12 +414,12 @@ def _checked(case: Case, told: Callable[[str], None]) -> Outcome:
         return Outcome("not counted", str(error))
     except Exception as error:
         told(traceback.format_exc())
-        return Outcome("raw error", f"{type(error).__name__}: {error}; at {_where(error)}")
+        return Outcome("raw error", f"{type(error).__name__}: {error}; at {where(error)}")
 
 
-def _where(error: BaseException) -> str:
+def where(error: BaseException) -> str:
     """The last lines of code that an error came through."""
-    frames = traceback.extract_tb(error.__traceback__)[-3:]
+    frames = traceback.extract_tb(error.__traceback__)[-4:]
     return " > ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames)
 
 

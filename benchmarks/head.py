@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,18 +55,9 @@ class _ByPyTorch(nn.Module):
         return {"loss": loss}
 
 
-class _Training:
-    """A step of a model, as `in_turn` takes it."""
-
-    def __init__(self, model: nn.Module, sample: dict[str, Any]) -> None:
-        self._model, self._sample = model, sample
-
-    def around(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def __call__(self) -> None:
-        self._model.zero_grad(set_to_none=False)
-        self._model(**self._sample)["loss"].backward()
+def _step(model: nn.Module, sample: dict[str, Any]) -> None:
+    model.zero_grad(set_to_none=False)
+    model(**sample)["loss"].backward()
 
 
 def _rows(make: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -95,9 +86,9 @@ def _rows(make: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> list[dict[str
             peaks[name] = bench.peak_bytes(bench.step(plan.schedule))
         print(name, simulate(plan.chain, plan.schedule).overhead, flush=True)
     found = []
-    baseline = _Training(plain, sample)
+    baseline = partial(_step, plain, sample)
     for name, each in ways.items():
-        step = _Training(each, sample)
+        step = partial(_step, each, sample)
         for warm in (baseline, step):
             warm()
         times = in_turn([baseline, step], _ROUNDS, time.process_time)

@@ -145,7 +145,7 @@ def _choice(rounds: int) -> list[dict[str, object]]:
     return rows
 
 
-def live(rounds: int) -> list[dict[str, object]]:
+def live(rounds: int = 7) -> list[dict[str, object]]:
     """All of them."""
     torch.set_num_threads(1)
     rows = [*_mechanisms(3 * rounds), *_addition(3 * rounds), *_cold_addition(rounds), *_choice(200)]

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.keeping import RESULTS, origin
+from remat.files import write_whole
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / ".mutants"  # with a clone for each worker, since mistakes are written to files
@@ -56,6 +57,7 @@ TESTS = {
     "remat/runtime/calls/saved.py": f"{_RUNNING} {_UNITS}",
     "remat/runtime/calls/stage_call.py": _RUNNING,
     "remat/runtime/calls/environment.py": _RUNNING,
+    "remat/runtime/calls/places.py": f"patched_forward other_paths {_MODELS} found_by_users",
     "remat/runtime/links.py": "offload",
     "remat/runtime/offload.py": "offload",
     "remat/runtime/planned/order.py": f"patched_forward other_paths {_MODELS} found_by_users",
@@ -66,7 +68,7 @@ TESTS = {
     "remat/profiling/sequence_pass.py": "profiling found_by_users budget limits",
     "remat/profiling/assembling.py": f"profiling found_by_users budget {_MODELS}",
     "remat/profiling/code_graph.py": f"finding other_paths {_MODELS} profiling",
-    "remat/measuring/cuts.py": f"finding other_paths {_MODELS} profiling",
+    "remat/measuring/isolating.py": f"finding other_paths {_MODELS} profiling",
     "remat/profiling/alive.py": f"finding other_paths {_MODELS} profiling",
     "remat/measuring/gauges.py": f"finding other_paths {_MODELS} profiling",
     "remat/runtime/calls/tape.py": "options exactness",
@@ -96,6 +98,7 @@ TESTS = {
     "remat/runtime/live/steps.py": "fit_by_calls",
     "remat/runtime/dtr/learning.py": "learning unit_plans",
     "remat/runtime/live/repeating.py": _LIVE,
+    "remat/runtime/live/store.py": _LIVE,
     "remat/runtime/live/ledger.py": _LIVE,
     "remat/runtime/dtr/core.py": f"dtr {_LIVE}",
     "remat/runtime/dtr/_kernels.py": f"dtr {_LIVE}",
@@ -140,9 +143,7 @@ def _write(file: Path, sample: int, rows: Sequence[dict[str, Any]]) -> None:
         **{"sample": sample, "tried": len(rows), "noticed": noticed, "share": noticed / len(rows)},
         "rows": rows,
     }
-    written = file.with_suffix(".part")
-    written.write_text(json.dumps(content, indent=1) + "\n")
-    written.replace(file)
+    write_whole(file, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def _clone(number: int) -> Path:

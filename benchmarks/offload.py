@@ -15,16 +15,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 import remat
 from benchmarks.keeping import FIGURES, write
 from benchmarks.options import MODELS
-from benchmarks.pairing import ROUNDS, quartiles
+from benchmarks.pairing import in_turn, quartiles
 from benchmarks.planners import random_chain
 from remat.chain import Chain
-from remat.comparison.bench import Bench, TrainingStep
+from remat.comparison.bench import Bench
 from remat.errors import InfeasibleBudget
 from remat.layout import Option
 from remat.plotting.style import axes_for, legend, style_at
@@ -83,27 +84,13 @@ def _here(name: str, model: nn.Module, sample: Any) -> list[dict[str, object]]:
                         "recomputations": report.recomputations,
                     }
                 )
-        clock, work = _in_turn(steps)
+        both = in_turn(steps, clock=lambda: np.array((time.perf_counter(), time.process_time())))
+        clock, work = ([[each[which] for each in times] for times in both] for which in (0, 1))
         for row, by_clock, by_work in zip(said, clock[1:], work[1:], strict=True):
             ratios = {"by_clock": quartiles(by_clock, clock[0]), "by_cpu_time": quartiles(by_work, work[0])}
             rows.append(row | ratios)
             print(rows[-1], flush=True)
     return rows
-
-
-def _in_turn(steps: Sequence[TrainingStep]) -> tuple[list[list[float]], list[list[float]]]:
-    """Seconds of the clock, and CPU time of the process, of each step in each round."""
-    clock: list[list[float]] = [[] for _ in steps]
-    work: list[list[float]] = [[] for _ in steps]
-    for number in range(ROUNDS):
-        for place in range(len(steps)):
-            which = (number + place) % len(steps)
-            with steps[which].around():
-                start, begun = time.perf_counter(), time.process_time()
-                steps[which]()
-                work[which].append(time.process_time() - begun)
-                clock[which].append(time.perf_counter() - start)
-    return clock, work
 
 
 def _llama(width: int, inside: int, blocks: int, heads: int, of_keys: int, words: int) -> Callable[[], nn.Module]:
@@ -127,13 +114,13 @@ def _llama(width: int, inside: int, blocks: int, heads: int, of_keys: int, words
 
 _SMALL = _llama(2048, 5504, 24, 16, 16, 32000)
 _MIDDLE = _llama(4096, 14336, 32, 32, 8, 128256)
-_LARGE = _llama(8192, 28672, 80, 64, 8, 128256)
+LARGE = _llama(8192, 28672, 80, 64, 8, 128256)
 ESTIMATED = (  # model, device, over how many parameters are spread
     ("Llama, 1.3 billion", "l4", 1, _SMALL),
     ("Llama, 1.3 billion", "rtx4090", 1, _SMALL),
     ("Llama, 8 billion", "a100", 8, _MIDDLE),
     ("Llama, 8 billion", "h100", 8, _MIDDLE),
-    ("Llama, 70 billion", "h100", 16, _LARGE),
+    ("Llama, 70 billion", "h100", 16, LARGE),
 )
 
 

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 import remat
-from benchmarks.any_model import _images, _language
+from benchmarks.any_model import RIVALS, _images, _language
 from benchmarks.keeping import Kept
 from benchmarks.pairing import in_turn, quartiles
 from remat.errors import RematError
 from remat.runtime.accelerator import allocated_bytes, give_back, name_of
-from remat.runtime.library import BlockCheckpointing, blocks_of
+from remat.runtime.library import blocks_of
 from remat.runtime.patching import COMPILED, blocks_as_written, is_compiled
 from remat.runtime.planned.patched_forward import unpatched
 
@@ -178,8 +178,7 @@ def _of(name: str, make: Callable[[], Program], device: torch.device) -> Iterato
     rows = _Rows(name, training)
     yield rows.row("plain", rows.plain, repeats_its_bits=rows._repeats)
     limits = {f"at {share:g} of plain": int(share * rows.peak) for share in _SHARES}
-    rivals = [BlockCheckpointing("every block checkpointed"), BlockCheckpointing("selective", selective=True)]
-    for way in rivals if name != "ResNet-50" else []:  # whose blocks lie in four lists
+    for way in RIVALS if name != "ResNet-50" else []:  # whose blocks lie in four lists
         theirs = rows.row(way.name, _Way(training, lambda way=way: way.around(training.model)))  # type: ignore[misc]
         limits[f"at the peak of {way.name}"] = theirs["peak_bytes"]
         yield theirs

@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import remat
-from benchmarks.any_model import Made, _language
+from benchmarks.any_model import RIVALS, Made, _language
 from benchmarks.keeping import FIGURES, write
 from benchmarks.pairing import in_turn, quartiles
 from benchmarks.planners import random_chain
@@ -32,7 +32,7 @@ from remat.plotting.style import COLOURS, new_figure, style_at
 from remat.runtime.calls.partial import Parts, Replaying
 from remat.runtime.calls.tape import Recorder
 from remat.runtime.execution import Execution
-from remat.runtime.library import BlockCheckpointing, blocks_of
+from remat.runtime.library import blocks_of
 from remat.runtime.variants import offer_variants, running
 from remat.solvers.floating import Floating
 from remat.solvers.persistent import Persistent
@@ -208,10 +208,7 @@ def _of(name: str, model: nn.Module, sample: Any) -> list[dict[str, object]]:
                 rows[-1] |= {"planned": report.overhead, "predicted_bytes": report.peak_bytes, "parts": schedule.parts}
                 steps.append(bench.step(schedule))
         if has_blocks:
-            for way in (
-                BlockCheckpointing("every block checkpointed"),
-                BlockCheckpointing("selective", selective=True),
-            ):
+            for way in RIVALS:
                 rows.append({"model": name, "way": way.name})
                 steps.append(bench.step(way))
         peaks = [bench.peak_bytes(step) for step in steps]

@@ -10,34 +10,45 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
+
+import torch
+
+from remat.runtime.meter import MemoryMeter
+from remat.runtime.pytree import tensors
 
 ROUNDS = 15
 
 
-class Step(Protocol):
-    """A training step, and what it is done within; the latter is not timed."""
-
-    def around(self) -> AbstractContextManager[Any]: ...
-
-    def __call__(self) -> None: ...
-
-
 def in_turn(
-    steps: Sequence[Step], rounds: int = ROUNDS, clock: Callable[[], float] = time.process_time
+    steps: Sequence[Callable[[], object]], rounds: int = ROUNDS, clock: Callable[[], Any] = time.process_time
 ) -> list[list[float]]:
-    """Seconds of each step in each round, in which all take their turn; CPU seconds, if the clock is not another."""
+    """Seconds of each step in each round, in which all take their turn; CPU seconds, if the clock is not another.
+
+    What a step is done within, where it has an `around`, is not timed.
+    """
     times: list[list[float]] = [[] for _ in steps]
     for number in range(rounds):
         for place in range(len(steps)):
             which = (number + place) % len(steps)
-            with steps[which].around():
+            with getattr(steps[which], "around", nullcontext)():
                 start = clock()
                 steps[which]()
                 times[which].append(clock() - start)
     return times
+
+
+def peak_of(step: Callable[[], object], sample: Any = (), *, warm_up: int = 0) -> int:
+    """Bytes of the CPU's allocator at the peak of a step, beyond what was there before it, and those of the sample."""
+    for _ in range(warm_up):
+        step()
+    meter = MemoryMeter(torch.device("cpu"))
+    with meter.session(), meter.region():
+        step()
+    (region,) = meter.regions
+    return region.peak_bytes - region.start_bytes + sum(tensor.nbytes for tensor in tensors(sample))
 
 
 def quartiles(first: Sequence[float], second: Sequence[float]) -> list[float]:

@@ -14,6 +14,7 @@ import remat
 from benchmarks.any_model import MODELS
 from benchmarks.keeping import write
 from remat.models import gpt, resnet18, resnet50
+from remat.schedule import each_recomputed
 from remat.simulation import store_all_peak
 
 Example = tuple[nn.Module, Any, Callable[[Any], torch.Tensor] | None]
@@ -53,7 +54,7 @@ def peaks(drawn: int = 3) -> list[dict[str, object]]:
     for name, make_any in MODELS.items():
         model, sample = make_any()
         chain = remat.profile(model, sample, repeats=1)
-        ratio = _ratio(model, sample, None, chain, _every_block_checkpointed(chain))
+        ratio = _ratio(model, sample, None, chain, remat.Schedule(each_recomputed(chain.fixed), layout=chain.layout))
         rows.append({"what": "every block checkpointed", "model": name, "predicted_over_measured": [ratio]})
         print(f"{name}, every block checkpointed: {ratio:.6f}", flush=True)
     write("peaks", rows, "predicted peak / measured peak of a step")
@@ -83,11 +84,3 @@ def _schedules(chain: remat.Chain, drawn: int) -> Iterator[remat.Schedule]:
             if schedule.operations not in seen:
                 seen.add(schedule.operations)
                 yield schedule
-
-
-def _every_block_checkpointed(chain: remat.Chain) -> remat.Schedule:
-    stored = dict(enumerate([*chain.fixed[:-1], True], start=1))
-    operations = [f"F_{'all' if stored[stage] else 'ck'}{stage}" for stage in stored]
-    for stage in reversed(stored):
-        operations += [f"B{stage}"] if stored[stage] else [f"F_all{stage}", f"B{stage}"]
-    return replace(remat.Schedule.parse(" ".join(operations)), layout=chain.layout)

@@ -11,11 +11,10 @@ from collections.abc import Callable
 import torch
 
 import remat
-from benchmarks.any_model import Made, _images, _language
+from benchmarks.any_model import RIVALS, Made, _images, _language
 from benchmarks.keeping import write
 from benchmarks.pairing import in_turn, quartiles
 from remat.comparison.bench import Bench
-from remat.runtime.library import BlockCheckpointing
 
 
 def _gpt2() -> Made:
@@ -42,7 +41,7 @@ def rivals() -> list[dict[str, object]]:
     for name, make in MODELS.items():
         model, sample = make()
         chain = remat.profile(model, sample)
-        for way in (BlockCheckpointing("every block checkpointed"), BlockCheckpointing("selective", selective=True)):
+        for way in RIVALS:
             with Bench(model, sample) as bench:
                 plain, theirs = bench.step(None), bench.step(way)
                 peak = bench.peak_bytes(theirs)

@@ -62,25 +62,12 @@ def _at(title: str, name: str, side: int, batch: int, limit: int) -> Iterator[di
         times = dict(zip(ways, in_turn([*ways.values()], _ROUNDS), strict=True))
         optimiser = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
         optimiser.step()
-        (updates,) = in_turn([_Update(optimiser)], _ROUNDS)
+        (updates,) = in_turn([optimiser.step], _ROUNDS)
     for way, spent in times.items():
         row: dict[str, Any] = {"network": title, "batch": batch, "limit_bytes": limit, "way": way}
         row |= {"peak_bytes": peaks[way], "examples_per_second": batch / statistics.median(spent)}
         row |= {"over_plain": quartiles(spent, times["plain"]), "update_seconds": statistics.median(updates)}
         yield row
-
-
-class _Update:
-    """A step of an optimiser, as something to time."""
-
-    def __init__(self, optimiser: torch.optim.Optimizer) -> None:
-        self._optimiser = optimiser
-
-    def around(self) -> Any:
-        return torch.no_grad()
-
-    def __call__(self) -> None:
-        self._optimiser.step()
 
 
 def figure(rows: Rows) -> None:

@@ -22,11 +22,9 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import remat
-from benchmarks.any_model import llama
+from benchmarks.any_model import RIVALS, llama
 from benchmarks.keeping import Rows, write
-from benchmarks.pairing import in_turn, quartiles
-from remat.runtime.library import BlockCheckpointing
-from remat.runtime.meter import MemoryMeter
+from benchmarks.pairing import in_turn, peak_of, quartiles
 from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.utils.ranks import Ranks
 
@@ -71,15 +69,13 @@ class _Step:
         for _ in range(2):
             with self.around():
                 self()
-        meter, gather, gathered = MemoryMeter(torch.device("cpu")), groups.foreach_all_gather, []
+        gather, gathered = groups.foreach_all_gather, []
         groups.foreach_all_gather = lambda *args, **kwargs: (gathered.append(1), gather(*args, **kwargs))[1]
         peaks = []
         try:
             for _ in range(_PEAKS):
-                with self.around(), meter.session(), meter.region():
-                    self()
-                (region,) = meter.regions
-                peaks.append(region.peak_bytes - region.start_bytes)
+                with self.around():
+                    peaks.append(peak_of(self))
         finally:
             groups.foreach_all_gather = gather
         sample = sum(tensor.nbytes for tensor in self._sample.values())
@@ -125,7 +121,7 @@ def _rows(rank: int) -> Rows:
         found["said_over_peak"] = round(plan.rehearsal.peak_bytes / peak, 4)
         return found | {"gathers": gathered, "step": step}
 
-    for way in (BlockCheckpointing("every block checkpointed"), BlockCheckpointing("selective", selective=True)):
+    for way in RIVALS:
         theirs = _Step(model, sample, lambda way=way: way.around(model))  # type: ignore[misc]
         peak, gathered = theirs.seen()
         row: dict[str, Any] = {"way": way.name, "peak_bytes": peak, "gathers": gathered}

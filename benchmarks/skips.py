@@ -18,7 +18,6 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,9 +31,8 @@ import remat
 from benchmarks.any_model import Made, _language
 from benchmarks.keeping import Kept, Rows
 from benchmarks.models.unet import UNet
-from benchmarks.pairing import in_turn, quartiles
+from benchmarks.pairing import in_turn, peak_of, quartiles
 from benchmarks.zoo import declare_operators
-from remat.runtime.meter import MemoryMeter
 from remat.runtime.planned.patched_forward import patched_forward_of
 
 SHARES = (0.7, 0.5, 0.35)
@@ -170,9 +168,6 @@ class _Step:
     model: nn.Module
     sample: dict[str, Any]
 
-    def around(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def __call__(self) -> None:
         torch.manual_seed(0)
         output = self.model(**self.sample)
@@ -188,12 +183,7 @@ class _Step:
 
     def peak_bytes(self) -> int:
         """Above what was there, with the sample."""
-        self()
-        meter = MemoryMeter(torch.device("cpu"))
-        with meter.session(), meter.region():
-            self()
-        (region,) = meter.regions
-        return region.peak_bytes - region.start_bytes + sum(tensor.nbytes for tensor in self.sample.values())
+        return peak_of(self, self.sample, warm_up=1)
 
 
 def skips() -> Rows:

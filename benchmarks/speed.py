@@ -10,7 +10,7 @@ from remat.solvers.sequential import Sequential
 from remat.solvers.store_all import StoreAll
 
 
-def store_all(pairs: int) -> list[dict[str, object]]:
+def store_all(pairs: int = 30) -> list[dict[str, object]]:
     """A store-all schedule against plain PyTorch."""
     rows: list[dict[str, object]] = []
     for workload in small():
@@ -23,7 +23,7 @@ def store_all(pairs: int) -> list[dict[str, object]]:
     return rows
 
 
-def sequential(pairs: int) -> list[dict[str, object]]:
+def sequential(pairs: int = 10) -> list[dict[str, object]]:
     """A `sequential` schedule against `checkpoint_sequential` with the same segments over the same stages."""
     rows: list[dict[str, object]] = []
     for workload in small():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import statistics
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,6 @@ from benchmarks.keeping import Rows, write
 from benchmarks.pairing import in_turn, quartiles
 from remat.models import resnet50
 
-Loss = Callable[[nn.Module], torch.Tensor]
 _ROUNDS = 31
 
 
@@ -52,6 +51,9 @@ class Case(NamedTuple):
         output = model(**self.sample) if isinstance(self.sample, dict) else model(self.sample)
         return output.loss if self.of_output is None else self.of_output(output)
 
+    def step(self, model: nn.Module) -> None:
+        self.loss(model).backward()
+
 
 def _sum(output: torch.Tensor) -> torch.Tensor:
     return output.sum()
@@ -75,21 +77,6 @@ PLANNED: dict[str, Callable[[], Case]] = {
 }
 
 
-class Step(NamedTuple):
-    """A training step of a model, in a block where there is one."""
-
-    model: nn.Module
-    loss: Loss
-    block: Callable[[], AbstractContextManager[Any]] = nullcontext
-
-    def around(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def __call__(self) -> None:
-        with self.block():
-            self.loss(self.model).backward()
-
-
 def step_cost() -> Rows:
     torch.set_num_threads(1)
     rows: Rows = []
@@ -100,18 +87,18 @@ def step_cost() -> Rows:
             planned = copy.deepcopy(case.model)
             remat.fit(planned, case.sample, share, case.of_output, quiet=True)
             what = "fit, nothing recomputed" if share == 1 else "fit at half"
-            rows.append({"what": what, "model": name, **_over_plain(case, Step(planned, case.loss))})
+            rows.append({"what": what, "model": name, **_over_plain(case, planned)})
             print(rows[-1], flush=True)
     write("step_cost", rows, "CPU time of one thread over plain PyTorch's: quartiles, and the ratio of the means")
     return rows
 
 
-def _over_plain(case: Case, step: Step) -> dict[str, object]:
-    plain = Step(case.model, case.loss)
-    for each in (plain, step):
+def _over_plain(case: Case, planned: nn.Module) -> dict[str, object]:
+    steps = [partial(case.step, model) for model in (case.model, planned)]
+    for each in steps:
         for _ in range(3):
             each()
-    alone, mine = in_turn([plain, step], _ROUNDS)
+    alone, mine = in_turn(steps, _ROUNDS)
     return {
         "quartiles": quartiles(mine, alone),
         "means": round(statistics.mean(mine) / statistics.mean(alone), 4),

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from benchmarks import models
-
-
-class Task(NamedTuple):
-    """A model with its sample and loss."""
-
-    model: nn.Module
-    sample: Any
-    loss: Callable[[Any], torch.Tensor]
+from remat.check.workloads import Workload as Task
 
 
 def classified(model: nn.Module, sample: Any, examples: int, classes: int = 2) -> Task:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from benchmarks.keeping import Rows, write
-from remat.runtime.meter import MemoryMeter
+from benchmarks.pairing import peak_of
 
 _STEPS, _SHARES = 12, (0.8, 0.6, 0.45)
 _BATCH, _LENGTH, _WORDS = 4, 160, 2000
@@ -59,11 +59,9 @@ def _steps(trainer: Any) -> tuple[list[float], list[float], int]:
             found = step(model, *args, **kwargs)
             seconds.append(time.perf_counter() - began)
             return found
-        meter = MemoryMeter(torch.device("cpu"))
-        with meter.session(), meter.region():
-            found = step(model, *args, **kwargs)
-        peaks.append(meter.regions[0].peak_bytes - meter.regions[0].start_bytes)
-        return found
+        losses: list[Any] = []
+        peaks.append(peak_of(lambda: losses.append(step(model, *args, **kwargs))))
+        return losses[0]
 
     trainer.training_step = run
     trainer.train()

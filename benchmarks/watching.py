@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from remat.runtime.dtr import _kernels as k
@@ -12,30 +13,36 @@ _PASSES = 300
 
 
 class Watch:
-    """Seconds spent in a method, or a function of a module, by whoever calls it."""
+    """Seconds spent in methods, or functions of a module, by whoever calls them."""
 
-    def __init__(self, owner: Any, name: str) -> None:
-        self.owner, self.name, self.method, self.seconds = owner, name, getattr(owner, name), 0.0
+    def __init__(self, owner: Any, *names: str, clock: Callable[[], float] = time.process_time) -> None:
+        self.owner, self.clock, self.seconds = owner, clock, 0.0
+        self.methods = {name: getattr(owner, name) for name in names}
         self.of: Any = None  # whose method was called last
         self._depth = 0  # of calls within calls, which count once
 
     def __enter__(self) -> Watch:
+        for name, method in self.methods.items():
+            setattr(self.owner, name, self._watched(method))
+        return self
+
+    def _watched(self, method: Callable[..., object]) -> Callable[..., object]:
         def watched(*args: object, **kwargs: object) -> object:
             self.of = args[0]
             self._depth += 1
-            start = time.process_time()
+            start = self.clock()
             try:
-                return self.method(*args, **kwargs)
+                return method(*args, **kwargs)
             finally:
                 self._depth -= 1
                 if not self._depth:
-                    self.seconds += time.process_time() - start
+                    self.seconds += self.clock() - start
 
-        setattr(self.owner, self.name, watched)
-        return self
+        return watched
 
     def __exit__(self, *_: object) -> None:
-        setattr(self.owner, self.name, self.method)
+        for name, method in self.methods.items():
+            setattr(self.owner, name, method)
 
 
 def search_seconds(ledger: Ledger) -> float:

@@ -20,12 +20,12 @@ from torch.optim.swa_utils import AveragedModel
 import remat
 from benchmarks.any_model import MODELS
 from benchmarks.keeping import Rows, write
-from remat.runtime.meter import MemoryMeter
+from benchmarks.pairing import peak_of
 from remat.runtime.planned.patched_forward import patched_forward_of
-from remat.runtime.pytree import arguments, loss_in, tensors
+from remat.runtime.pytree import arguments, loss_in
 from remat.training.holdings import holdings_of
 
-_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
     "Adam": torch.optim.Adam,
     "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, fused=True),
@@ -41,14 +41,14 @@ def whole_device() -> None:
     for name in ("GPT-2", "Llama", "ResNet-50", "ViT"):
         model, sample = MODELS[name]()
         plain = remat.profile(model.train(), sample, repeats=1, options=False).store_all_bytes
-        rows += [_row(name, optimizer, int(_SHARE * plain)) for optimizer in _OPTIMIZERS]
+        rows += [_row(name, optimizer, int(_SHARE * plain)) for optimizer in OPTIMIZERS]
     write("whole_device", rows, (__doc__ or "").strip())
 
 
 def _row(name: str, kind: str, left: int) -> dict[str, Any]:
     gc.collect()
     model, sample = MODELS[name]()
-    optimizer = _OPTIMIZERS[kind](list(model.train().parameters()))
+    optimizer = OPTIMIZERS[kind](list(model.train().parameters()))
     average = AveragedModel(model)
     there = holdings_of(model, [optimizer], sample)
     limit = there.total + max(left, there.working)
@@ -67,8 +67,9 @@ def _most_of_two(
     model: nn.Module, sample: Any, optimizer: torch.optim.Optimizer, average: AveragedModel, micro: int
 ) -> int:
     """Of two steps: bytes above what is there before them, the sample included."""
-    call, meter = arguments(sample), MemoryMeter(torch.device("cpu"))
-    with meter.session(), meter.region():
+    call = arguments(sample)
+
+    def two() -> None:
         for _ in range(2):
             for _ in range(micro):
                 output = model(*call.args, **call.kwargs)
@@ -80,5 +81,5 @@ def _most_of_two(
             optimizer.step()
             average.update_parameters(model)
             optimizer.zero_grad(set_to_none=micro == 1)
-    (region,) = meter.regions
-    return region.peak_bytes - region.start_bytes + sum(tensor.nbytes for tensor in tensors(sample))
+
+    return peak_of(two, sample)

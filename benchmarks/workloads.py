@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 from remat.models import gpt, resnet50, resnet101
 from remat.runtime.calls.stages import group
-from remat.runtime.meter import MemoryMeter
 from remat.schedule import Schedule
 
 
@@ -78,13 +77,3 @@ def checkpointed(
         return checkpoint_sequential(functions, segments, sample, use_reentrant=reentrant)
 
     return forward
-
-
-def peak_bytes(run: Callable[[], None], workload: Workload) -> int:
-    """The measured peak of a step, as `remat.run` defines it."""
-    run()
-    meter = MemoryMeter(workload.sample.device)
-    with meter.session(), meter.region():
-        run()
-    region = meter.regions[0]
-    return region.peak_bytes - region.start_bytes + workload.sample.untyped_storage().nbytes()

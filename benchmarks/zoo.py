@@ -18,8 +18,6 @@ import copy
 import gc
 import importlib.util
 import json
-import os
-import subprocess
 import time
 import traceback
 import warnings
@@ -33,8 +31,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import remat
-from benchmarks.keeping import RESULTS, origin
-from remat.runtime.meter import MemoryMeter
+from benchmarks.keeping import RESULTS, origin, revision
+from benchmarks.module_programs.holding import same
+from benchmarks.pairing import peak_of
+from remat.files import write_whole
 from remat.simulation import store_all_peak
 
 STEPS = 2
@@ -274,15 +274,7 @@ def _train(model: nn.Module, sample: Sample) -> Left:
 
 def _differing(one: Left, other: Left) -> list[str]:
     """Names of what is not the same to the last bit."""
-    return [name for name in {**one, **other} if not _same(one.get(name), other.get(name))]
-
-
-def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    return [name for name in {**one, **other} if not same(one.get(name), other.get(name))]
 
 
 def _peak(model: nn.Module, sample: Sample, *, output_held: bool = False) -> int:
@@ -291,15 +283,15 @@ def _peak(model: nn.Module, sample: Sample, *, output_held: bool = False) -> int
     gc.collect()
     torch.manual_seed(0)
     held: list[Any] = []
-    meter = MemoryMeter(sample[0].device)
-    with meter.session(), meter.region():
+
+    def step() -> None:
         if output_held:
             held.append(model(*sample))
             _loss(held[0]).backward()
         else:
             _loss(model(*sample)).backward()
-    (region,) = meter.regions
-    return region.peak_bytes - region.start_bytes + sum(tensor.nbytes for tensor in sample)
+
+    return peak_of(step, sample)
 
 
 # Rows ----------------------------------------------------------------------------------------------------------------
@@ -361,17 +353,16 @@ def visit(name: str) -> Row:
     start = time.perf_counter()
     model = make(name)
     sample = ENTRIES[name].sample()
-    row = Row(name, [list(tensor.shape) for tensor in sample], revision=_revision())
+    row = Row(name, [list(tensor.shape) for tensor in sample], revision=revision())
     row.parameters = sum(parameter.numel() for parameter in model.parameters())
     plain = copy.deepcopy(model)
     expected = _train(plain, sample)
     row.plain_bytes, row.plain_held_bytes = _peak(plain, sample), _peak(plain, sample, output_held=True)
     del plain
-    limits = [("least", 0), ("middle", 0)]
     try:  # on a copy, too: there are models that hold on to what a forward computed, and cannot be copied after one
         chain = remat.profile(copy.deepcopy(model), sample if len(sample) > 1 else sample[0])
     except Exception as error:
-        row.limits = [_failed(Within(kind), error) for kind, _ in limits]
+        row.limits = [_failed(Within(kind), error) for kind in ("least", "middle")]
         row.seconds = time.perf_counter() - start
         return row
     least, most = remat.minimum_budget(chain, "fastest"), store_all_peak(chain)
@@ -420,32 +411,17 @@ def _failed(found: Within, error: Exception) -> Within:
     return found
 
 
-def _revision() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True, cwd=RESULTS, check=False).stdout.strip()
-
-
 # The file ------------------------------------------------------------------------------------------------------------
 
 
-def _read(file: Path) -> dict[str, dict[str, Any]]:
-    """The rows of an earlier call, by model."""
-    if not file.exists():
-        return {}
-    return {row["model"]: row for row in json.loads(file.read_text())["rows"]}
-
-
 def _write(file: Path, rows: dict[str, dict[str, Any]]) -> None:
-    """All at once, or not at all."""
     import timm
     import torchvision
 
     versions = {"timm": timm.__version__, "torchvision": torchvision.__version__}
     content = {"note": NOTE, "machine": {**origin(), **versions}, "rows": list(rows.values())}
     file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_suffix(".part")
-    beside.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(beside, file)
+    write_whole(file, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -460,7 +436,7 @@ def _line(row: dict[str, Any]) -> str:
 
 def zoo(names: Sequence[str], file: Path, *, visit_again: bool = False) -> list[dict[str, Any]]:
     """Visits the models that the file does not have yet; returns the rows of `names`."""
-    rows = _read(file)
+    rows = {row["model"]: row for row in json.loads(file.read_text())["rows"]} if file.exists() else {}
     for name in names:
         if name in rows and not visit_again:
             continue

@@ -12,6 +12,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 Rows = list[dict[str, Any]]
 FIGURES: dict[str, Callable[[], str]] = {}
+WORDS = {"Thrashing": "thrashes", "OutOfBudget": "does not fit", "InfeasibleBudget": "does not fit"}
 PASSING: set[str] = set()  # of these, those that say how it was when they were written, which other commits change
 
 
@@ -60,6 +61,10 @@ def percent(value: float, digits: int = 0) -> str:
 def seconds(value: float) -> str:
     """Two digits that count."""
     return f"{value:.0f} s" if value >= 10 else f"{value:.2g} s"
+
+
+def tenths(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
 
 
 def interval(ratio: dict[str, float], digits: int = 3) -> str:

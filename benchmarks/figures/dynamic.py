@@ -7,7 +7,7 @@ import statistics
 from collections import Counter
 from typing import Any
 
-from benchmarks.figures.common import Rows, by, figure, percent, rows, span, table
+from benchmarks.figures.common import WORDS, by, figure, percent, rows, span, table
 from benchmarks.keeping import ROOT
 
 _NEAR = 0.01
@@ -100,12 +100,7 @@ def table1() -> str:
 def table1__treelstm() -> str:
     """What stops the ways at the size behind their largest."""
     said = []
-    words = {
-        "InfeasibleBudget": "does not fit",
-        "OutOfBudget": "does not fit",
-        "Thrashing": "thrashes",
-        "over": "is over",
-    }
+    words = WORDS | {"over": "is over"}
     names = {"static": "the static plan", "calls": "module-level DTR", "operators": "operator-level DTR"}
     for way, name in names.items():
         found = [row for row in rows("table1", model="TreeLSTM", way=way) if row["outcome"] != "pass"]
@@ -159,8 +154,7 @@ def live_units__reported() -> str:
 def _middle(row: dict[str, Any], key: str) -> str:
     """Of quartiles; else why there are none."""
     found = row.get(key, "-")
-    words = {"Thrashing": "thrashes", "OutOfBudget": "does not fit", "InfeasibleBudget": "does not fit"}
-    return f"{found[1]:.2f}" if isinstance(found, list) else words.get(found, found)
+    return f"{found[1]:.2f}" if isinstance(found, list) else WORDS.get(found, found)
 
 
 def _microseconds(row: dict[str, Any]) -> str:
@@ -204,13 +198,9 @@ def live_units__gpt2() -> str:
     return f"{row['calls'][1]:.2f} times plain PyTorch ({row['operator'][1]:.2f} at operator granularity)"
 
 
-def _on_graphs() -> Rows:
-    return [row for row in rows("learned") if "graph" in row and row.get("optimum") and "overhead" in row]
-
-
 @figure
 def learned__graphs() -> str:
-    found = _on_graphs()
+    found = [row for row in rows("learned") if "graph" in row and row.get("optimum") and "overhead" in row]
     over = [row["overhead"] / row["optimum"] for row in found]
     online = [row["its overhead"] / row["optimum"] for row in found]
     return (

@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 from benchmarks.figures.common import (
+    FIGURES,
     Rows,
     by,
     figure,
@@ -97,16 +98,6 @@ def planners__further() -> str:
 def _most(what: str) -> float:
     (row,) = (row for row in rows("planners") if row.get("what", "").startswith(what))
     return float(row["most"])
-
-
-@figure
-def planners__slots() -> str:
-    return f"at most {percent(_most('makespan, persistent'), 2)} % of the makespan"
-
-
-@figure
-def planners__bound() -> str:
-    return f"at most {percent(_most('makespan over lower bound'), 2)} %"
 
 
 @figure
@@ -480,3 +471,9 @@ def trainers__table() -> str:
 def first_use__fit() -> str:
     row = rows("first_use", what="the first fit: README's example")[-1]
     return f"{row['cold_seconds']:.1f} s, {row['warm_seconds']:.1f} s in a later process"
+
+
+FIGURES |= {
+    "planners.slots": lambda: f"at most {percent(_most('makespan, persistent'), 2)} % of the makespan",
+    "planners.bound": lambda: f"at most {percent(_most('makespan over lower bound'), 2)} %",
+}

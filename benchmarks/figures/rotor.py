@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.figures.common import Rows, by, figure, percent, rows, seconds, span, table
+from benchmarks.figures.common import Rows, by, figure, percent, rows, seconds, span, table, tenths
 
 WAYS = ("persistent", "options")
 _LARGE = 384  # px, at which only one way was measured at one share
@@ -271,14 +271,10 @@ def planned__resnet1001() -> str:
         (advantage,) = rows("rotor_planned", what="advantage", **size)
         segments = advantage["segments_that_fit"]
         cells = [str(row["batch"]), f"{advantage['store_all_bytes'] / 2**30:.1f} GiB"]
-        cells += [_rate(row["plain"]), str(min(segments)) if segments else "-"]
-        lines.append([*cells, *(_rate(row[way]) for way in ("checkpoint_sequential", *WAYS))])
+        cells += [tenths(row["plain"]), str(min(segments)) if segments else "-"]
+        lines.append([*cells, *(tenths(row[way]) for way in ("checkpoint_sequential", *WAYS))])
     headings = ["batch", "without recomputation", "plain", "segments needed", "`checkpoint_sequential`"]
     return table([*headings, "`persistent`", "`fit`"], lines)
-
-
-def _rate(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
 
 
 # A growing batch -----------------------------------------------------------------------------------------------------

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from benchmarks.figures.common import Rows, by, figure, percent, rows, span, table
+from benchmarks.figures.common import FIGURES, WORDS, Rows, by, figure, percent, rows, span, table, tenths
 
 HEURISTICS = ("h_dtr", "h_dtr_eq", "h_dtr_local", "h_lru", "h_size", "h_msps", "h_rand")
 SOURCES = ("paper", "own")
@@ -28,26 +29,12 @@ def _least(found: Rows) -> float | None:
     return min((row["budget"] for row in _passed(found)), default=None)
 
 
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
-
-
 def _leasts(source: str) -> str:
     lines = []
     for log, found in _by("log", "overhead", source).items():
         own = {name: [row for row in found if row["heuristic"] == name] for name in HEURISTICS}
-        lines.append([log, *(_share(_least(own[name])) for name in HEURISTICS)])
+        lines.append([log, *(tenths(_least(own[name])) for name in HEURISTICS)])
     return table(["log", *(f"`{name}`" for name in HEURISTICS)], lines)
-
-
-@figure
-def simulated__least_paper() -> str:
-    return _leasts("paper")
-
-
-@figure
-def simulated__least_own() -> str:
-    return _leasts("own")
 
 
 def _eq_over_dtr(source: str) -> list[float]:
@@ -96,16 +83,6 @@ def _orders(part: str) -> str:
 
 
 @figure
-def simulated__accesses_of_the_paper() -> str:
-    return _orders("paper-accesses")
-
-
-@figure
-def simulated__accesses() -> str:
-    return _orders("accesses")
-
-
-@figure
 def simulated__deallocation() -> str:
     lines = []
     for source in SOURCES:
@@ -113,7 +90,7 @@ def simulated__deallocation() -> str:
             name = f"{log} (the paper's)" if source == "paper" else log
             policies = ("eager", "banish", "ignore")
             own = {policy: [row for row in found if row["deallocation"] == policy] for policy in policies}
-            lines.append([name, *(_share(_least(own[policy])) for policy in policies)])
+            lines.append([name, *(tenths(_least(own[policy])) for policy in policies)])
     return table(["log", "eager", "banishing", "ignoring"], lines)
 
 
@@ -225,11 +202,6 @@ def theory__lemma_a1() -> str:
 
 
 @figure
-def theory__lemma_a2() -> str:
-    return f"{span(_of_lemmas(lambda found: found['group_constant']))}"
-
-
-@figure
 def theory__lemma_a3() -> str:
     found = [row["lemma_a3"] for row in rows("dtr_simulated", part="linear")]
     return f"gaps of {span([gap / bound for gap, bound in found])} of the bound"
@@ -260,7 +232,7 @@ def theory__adversary() -> str:
 # Run -----------------------------------------------------------------------------------------------------------------
 
 _WAYS = ("h_dtr_eq", "h_dtr", "h_lru", "by calls", "static")
-_WORDS = {"Thrashing": "thrashes", "OutOfBudget": "does not fit", "over": "over budget", "thrash": "thrashes"}
+_WORDS = WORDS | {"over": "over budget", "thrash": "thrashes"}
 
 
 @figure
@@ -335,3 +307,12 @@ def dtr_run__over_static() -> str:
                 ratios.append(ways[way]["over_plain"][1] / ways["static"]["over_plain"][1])
         said.append(f"{name} {statistics.median(ratios):.2f} in the median ({span(ratios)}, {len(ratios)} budgets)")
     return "; ".join(said)
+
+
+FIGURES |= {
+    "simulated.least_paper": partial(_leasts, "paper"),
+    "simulated.least_own": partial(_leasts, "own"),
+    "simulated.accesses_of_the_paper": partial(_orders, "paper-accesses"),
+    "simulated.accesses": partial(_orders, "accesses"),
+    "theory.lemma_a2": lambda: span(_of_lemmas(lambda found: found["group_constant"])),
+}

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.figures.common import Rows, by, figure, file, rows, span, table
+from functools import partial
 
-
-@figure
-def whole__accumulating() -> str:
-    return _line("accumulating")
-
-
-@figure
-def whole__freeing() -> str:
-    return _line("freeing")
+from benchmarks.figures.common import FIGURES, Rows, by, figure, file, rows, span, table
 
 
 def _line(loop: str) -> str:
@@ -50,11 +42,6 @@ def head__gpu() -> str:
 
 
 @figure
-def head__cpu() -> str:
-    return _heads(by("head", "part"))
-
-
-@figure
 def head__short() -> str:
     (row,) = rows("device_memory", way="head in parts, no plan", model="GPT-2, 124 million")
     return f"{row['peak_over_plain']:.2f} of its memory in {row['time_over_plain'][1]:.2f} of its time, on an H100"
@@ -81,21 +68,6 @@ def estimates__gpu_machine() -> str:
 
 
 @figure
-def estimates__gpu_peaks() -> str:
-    return _of_gpu("store_all")
-
-
-@figure
-def estimates__gpu_least() -> str:
-    return _of_gpu("least")
-
-
-@figure
-def estimates__gpu_seconds() -> str:
-    return _of_gpu("seconds")
-
-
-@figure
 def estimates__gpu_overhead() -> str:
     return f"{_of_gpu('overhead_at_0.7')}, planned from a profile {_of_gpu('profiled_overhead_at_0.7')}"
 
@@ -106,16 +78,18 @@ def _verdicts() -> Rows:
 
 
 @figure
-def estimates__calibrated_bytes() -> str:
-    return span([size for each in _verdicts() for size in each["bytes"]])
-
-
-@figure
-def estimates__calibrated_seconds() -> str:
-    return span([size for each in _verdicts() for size in each["seconds"]])
-
-
-@figure
 def estimates__calibrated_overhead() -> str:
     said, seen = ([each[name] for each in _verdicts()] for name in ("overhead", "overhead_measured"))
     return f"{span(said)} for {span(seen)}"
+
+
+FIGURES |= {
+    "whole.accumulating": partial(_line, "accumulating"),
+    "whole.freeing": partial(_line, "freeing"),
+    "head.cpu": lambda: _heads(by("head", "part")),
+    "estimates.gpu_peaks": partial(_of_gpu, "store_all"),
+    "estimates.gpu_least": partial(_of_gpu, "least"),
+    "estimates.gpu_seconds": partial(_of_gpu, "seconds"),
+    "estimates.calibrated_bytes": lambda: span([size for each in _verdicts() for size in each["bytes"]]),
+    "estimates.calibrated_seconds": lambda: span([size for each in _verdicts() for size in each["seconds"]]),
+}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +85,9 @@ class Concatenating(nn.Module):
         return torch.cat([x, self.layer.layers(x)], dim=1)
 
 
-def _densenet(layers: Sequence[int], growth: int, num_classes: int, width: int) -> nn.Sequential:
+def _densenet(layers: Sequence[int], num_classes: int = 1000, growth: int = 32) -> nn.Sequential:
+    """`growth` is what a layer adds in channels."""
+    width = 2 * growth
     stem: list[nn.Module] = [
         nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False),
         nn.BatchNorm2d(width),
@@ -114,21 +117,8 @@ def _densenet(layers: Sequence[int], growth: int, num_classes: int, width: int) 
     return nn.Sequential(OrderedDict(parts))
 
 
-def densenet121(num_classes: int = 1000, growth: int = 32) -> nn.Sequential:
-    """DenseNet-121 for (N, 3, H, W) images, a stage for each dense layer; `growth` is what a layer adds in channels."""
-    return _densenet((6, 12, 24, 16), growth, num_classes, 2 * growth)
-
-
-def densenet161(num_classes: int = 1000, growth: int = 48) -> nn.Sequential:
-    """DenseNet-161 for (N, 3, H, W) images."""
-    return _densenet((6, 12, 36, 24), growth, num_classes, 2 * growth)
-
-
-def densenet169(num_classes: int = 1000, growth: int = 32) -> nn.Sequential:
-    """DenseNet-169 for (N, 3, H, W) images."""
-    return _densenet((6, 12, 32, 32), growth, num_classes, 2 * growth)
-
-
-def densenet201(num_classes: int = 1000, growth: int = 32) -> nn.Sequential:
-    """DenseNet-201 for (N, 3, H, W) images."""
-    return _densenet((6, 12, 48, 32), growth, num_classes, 2 * growth)
+# For (N, 3, H, W) images, a stage for each dense layer.
+densenet121 = partial(_densenet, (6, 12, 24, 16))
+densenet161 = partial(_densenet, (6, 12, 36, 24), growth=48)
+densenet169 = partial(_densenet, (6, 12, 32, 32))
+densenet201 = partial(_densenet, (6, 12, 48, 32))

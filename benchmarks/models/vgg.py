@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 
 from torch import nn
 
@@ -10,7 +11,8 @@ from torch import nn
 _BLOCKS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 
 
-def _vgg(depth: int, num_classes: int, width: int) -> nn.Sequential:
+def _vgg(depth: int, num_classes: int = 1000, width: int = 64) -> nn.Sequential:
+    """`width` is the number of channels of the first block."""
     layers: list[tuple[str, nn.Module]] = []
     inputs = 3
     for block, count in enumerate(_BLOCKS[depth]):
@@ -35,21 +37,5 @@ def _vgg(depth: int, num_classes: int, width: int) -> nn.Sequential:
     return nn.Sequential(OrderedDict(layers))
 
 
-def vgg11(num_classes: int = 1000, width: int = 64) -> nn.Sequential:
-    """VGG-11 for (N, 3, H, W) images, H and W at least 32; `width` is the number of channels of the first block."""
-    return _vgg(11, num_classes, width)
-
-
-def vgg13(num_classes: int = 1000, width: int = 64) -> nn.Sequential:
-    """VGG-13 for (N, 3, H, W) images."""
-    return _vgg(13, num_classes, width)
-
-
-def vgg16(num_classes: int = 1000, width: int = 64) -> nn.Sequential:
-    """VGG-16 for (N, 3, H, W) images."""
-    return _vgg(16, num_classes, width)
-
-
-def vgg19(num_classes: int = 1000, width: int = 64) -> nn.Sequential:
-    """VGG-19 for (N, 3, H, W) images."""
-    return _vgg(19, num_classes, width)
+# For (N, 3, H, W) images, H and W at least 32.
+vgg11, vgg13, vgg16, vgg19 = (partial(_vgg, depth) for depth in _BLOCKS)

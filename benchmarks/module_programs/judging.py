@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import remat
-from benchmarks.fuzz import CaseTimeout, within
+from benchmarks.fuzz import CaseTimeout, where, within
 from benchmarks.module_programs.holding import difference, same
 from benchmarks.module_programs.program import Program, program_of
 from benchmarks.module_programs.training import Left, Training, by_plan, fresh, in_blocks, plainly
@@ -197,8 +197,3 @@ def standing(threads: list[threading.Thread]) -> list[str]:
     frames = sys._current_frames()
     found = [traceback.extract_stack(frames[each.ident])[-4:] for each in threads if each.ident in frames]
     return [" > ".join(f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in stack) for stack in found]
-
-
-def where(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)[-4:]
-    return " > ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames)

@@ -29,54 +29,44 @@ class Solved(NamedTuple):
     proved: bool
 
 
-def optimal(
-    graph: TrainingGraph, budget_bytes: int, *, time_limit: float = 60.0, gap: float = 0.005, backend: str | None = None
-) -> Solved:
+def optimal(graph: TrainingGraph, budget_bytes: int, *, time_limit: float = 60.0, gap: float = 0.005) -> Solved:
     """The fastest order within the budget, to a gap of `gap` of the time of running every node once.
 
     Stopped by its time limit it gives the best order found and a bound.
     """
     problem, keeps = _program(graph, budget_bytes, whole=True)
-    answer = run(problem, choose_backend(backend), time_limit, gap)
+    answer = run(problem, choose_backend(None), time_limit, gap)
     total = sum(graph.nanoseconds)
     bound = None if answer.bound is None or answer.infeasible else max((1 + answer.bound) * total, total)
     if not answer.found:
         return Solved(None, None, bound, answer.infeasible)
-    steps = _steps(graph, keeps, 0.5)
+    steps = _steps(graph, keeps)
     cost = replay(graph, steps)
     fits = cost.peak_bytes <= budget_bytes
     return Solved(steps if fits else None, cost if fits else None, bound, answer.proved and fits)
 
 
-def rounded(
-    graph: TrainingGraph,
-    budget_bytes: int,
-    *,
-    margin: float = 0.1,
-    threshold: float = 0.5,
-    time_limit: float = 60.0,
-    backend: str | None = None,
-) -> Solved:
-    """The linear relaxation for the budget less `margin`, or less nothing; what is kept to above `threshold` is kept.
+def rounded(graph: TrainingGraph, budget_bytes: int, *, time_limit: float = 60.0) -> Solved:
+    """The linear relaxation for the budget less 10 %, or less nothing; what is kept to above half is kept.
 
     The order that follows may take more than the budget; then there are no steps.
     """
     infeasible = True
-    for share in (1 - margin, 1.0):
+    for share in (0.9, 1.0):
         problem, keeps = _program(graph, int(share * budget_bytes), whole=False)
-        answer = run(problem, choose_backend(backend), time_limit, 0.0)
+        answer = run(problem, choose_backend(None), time_limit, 0.0)
         infeasible = answer.infeasible
         if answer.found:
-            steps = _steps(graph, keeps, threshold)
+            steps = _steps(graph, keeps)
             cost = replay(graph, steps)
             if cost.peak_bytes <= budget_bytes:
                 return Solved(steps, cost, None, False)
     return Solved(None, None, None, infeasible)
 
 
-def _steps(graph: TrainingGraph, keeps: dict[tuple[int, int], Any], threshold: float) -> list[NodeStep]:
+def _steps(graph: TrainingGraph, keeps: dict[tuple[int, int], Any]) -> list[NodeStep]:
     shares = {key: variable.varValue or 0.0 for key, variable in keeps.items()}
-    return steps_of(graph, lambda stage, node: shares.get((stage, node), 0.0) > threshold)
+    return steps_of(graph, lambda stage, node: shares.get((stage, node), 0.0) > 0.5)
 
 
 def _program(graph: TrainingGraph, budget_bytes: int, *, whole: bool) -> tuple[Any, dict[tuple[int, int], Any]]:

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_MOST = 1500  # rows and columns that a picture shows
-
-
 def plot_overhead(
     cells: Sequence[Cell], baselines: Mapping[str, Baseline], *, limit: float = 2.0, title: str = ""
 ) -> Figure:
