@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from remat.chain import Chain
@@ -10,9 +11,10 @@ from remat.errors import InfeasibleBudget, OverBudgetWarning, PlanMismatch, Unsu
 from remat.formatting import format_bytes
 from remat.profiling.profile import profile
 from remat.runtime.meter import is_profiled
-from remat.runtime.planned.lengths import Lengths, length_of, shapes_of, with_length, with_shapes
+from remat.runtime.planned.lengths import Lengths, length_of, shapes_of, with_length, with_numbers, with_shapes
 from remat.runtime.planned.validity import Snapshot, Validity, look_of, smallest_covering, training
 from remat.runtime.pytree import Arguments
+from remat.runtime.sharding import is_sharded
 from remat.solvers.persistent import Persistent
 from remat.utils.warn import warn
 
@@ -54,6 +56,7 @@ class PlansByInput:
         self._latest: _Latest | None = None
         self._lengths = Lengths(planned.model, None)
         self._said: set[type[Warning]] = set()
+        self._indifferent: frozenset[str] = frozenset()  # names of numbers that were seen not to matter
 
     @property
     def latest(self) -> RunningPlan | None:
@@ -75,7 +78,10 @@ class PlansByInput:
         self._plans.clear()
 
     def _validity(self, call: Arguments) -> Validity:
-        return Validity.of(self._planned.model, call)
+        found = Validity.of(self._planned.model, call)
+        if self._planned.setup.group is not None or any(map(is_sharded, self._planned.model.modules())):
+            return found._replace(numbers=())  # processes whose numbers differ must not measure by themselves
+        return found.without(self._indifferent)
 
     def repeated(self, call: Arguments) -> RunningPlan | None:
         """The plan of the last call if the call, the present plan and the model are unchanged; else None."""
@@ -83,7 +89,7 @@ class PlansByInput:
         if (
             latest is None
             or latest.present is not self._planned.plan
-            or latest.look != look_of(self._planned.model, call)
+            or latest.look != look_of(self._planned.model, call, self._indifferent)
         ):
             return None
         return latest.plan if latest.model.is_current() else None
@@ -100,7 +106,8 @@ class PlansByInput:
             plan = self._fitting(call)
             if not plan.estimated:  # which is for this call alone
                 model = self._planned.model
-                self._latest = _Latest(plan, self._planned.plan, look_of(model, call), Snapshot(model))
+                look = look_of(model, call, self._indifferent)
+                self._latest = _Latest(plan, self._planned.plan, look, Snapshot(model))
         return plan
 
     def _fitting(self, call: Arguments) -> RunningPlan:
@@ -118,6 +125,8 @@ class PlansByInput:
         state = self._validity(call)
         if planned.chain is None:
             planned.measure(call)
+        if state not in self._known():
+            state = self._without_what_does_not_matter(call, state)
         if state == self._state:
             if planned.plan is None:
                 planned.plan_as(planned.request, call, planned.setup.loss)
@@ -137,6 +146,41 @@ class PlansByInput:
                 return self._beside_a_profiler(call)
             self._plans[state] = covering or self._anew(call, state)
         return self._plans[state]
+
+    def _without_what_does_not_matter(self, call: Arguments, state: Validity) -> Validity:
+        """The state without numbers with which this call takes what it would with those of a call that is known.
+
+        So a count of steps, say, is looked at once, where how often a block runs is a call of another kind each time.
+        """
+        names = [name for name, _ in state.numbers]
+        for known in self._known():
+            others = dict(set(known.numbers) - set(state.numbers))
+            if not others or [name for name, _ in known.numbers] != names:
+                continue
+            if is_profiled(self._planned.model):
+                return state._replace(numbers=known.numbers)
+            sizes = self._sizes(call)
+            if sizes is None:
+                return known  # it leaves the chain of any plan, which the plan's executor says
+            if sizes == self._sizes(with_numbers(self._planned.model, call, others)):
+                self._indifferent |= others.keys()
+                self._plans = {each.without(others): plan for each, plan in self._plans.items()}
+                self._state = None if self._state is None else self._state.without(others)
+            break
+        return self._validity(call)
+
+    def _sizes(self, call: Arguments) -> tuple[Any, ...] | None:
+        """All sizes in the chain of a call; None where it has none."""
+        found: list[Chain] = []
+
+        def enough(chain: Chain) -> None:
+            found.append(chain)
+            raise _Enough
+
+        with suppress(_Enough, UnsupportedModel), training(self._planned.model):
+            self._planned.profile(call, None, enough=enough)
+        names = [each.name for each in fields(Chain) if each.name.endswith("_bytes")]
+        return tuple(getattr(found[0], name) for name in ("names", "skips", *names)) if found else None
 
     def _known(self) -> dict[Validity, RunningPlan]:
         """All present plans, by the inputs and model state for which they are valid."""
@@ -182,8 +226,12 @@ class PlansByInput:
             return f"this call has {now}, and what was measured had {then}"
         if state.inputs != self._state.inputs:
             return f"the input is {', '.join(state.inputs)}, but was measured as {', '.join(self._state.inputs)}"
-        if (state.named, state.switches) != (self._state.named, self._state.switches):
-            called, measured = (", ".join((*each.named, *each.switches)) for each in (state, self._state))
+        kinds = [(each.named, each.switches, each.numbers) for each in (state, self._state)]
+        if kinds[0] != kinds[1]:
+            called, measured = (
+                ", ".join((*named, *switches, *(f"{name}={value}" for name, value in numbers)))
+                for named, switches, numbers in kinds
+            )
             return f"the model is called with {called}, but was measured with {measured}"
         if state.padded != self._state.padded:
             return "tokens of this batch are masked, and none were in what was measured"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import zip_longest
+from numbers import Real
 from typing import Any
 
 import torch
@@ -59,6 +60,22 @@ def switches_in(model: nn.Module, call: Arguments) -> tuple[str, ...]:
     """What a call switches on or off, or chooses by a word."""
     found = _by_name(type(model), call)
     return tuple(sorted(f"{name}={value}" for name, value in found if isinstance(value, (bool, str))))
+
+
+def numbers_in(model: nn.Module, call: Arguments) -> tuple[tuple[str, float], ...]:
+    """The numbers in a call, which may say how often something is done, or how much of it."""
+    found = [(name, value) for name, value in _by_name(type(model), call) if name not in COUNTS]
+    return tuple(sorted((name, value) for name, value in found if _is_number(value)))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def with_numbers(model: nn.Module, call: Arguments, numbers: Mapping[str, float]) -> Arguments:
+    """The call with these numbers in place of those that it has under their names."""
+    found = [numbers.get(name, value) if _is_number(value) else value for name, value in _by_name(type(model), call)]
+    return Arguments(tuple(found[: len(call.args)]), dict(zip(call.kwargs, found[len(call.args) :], strict=True)))
 
 
 def _by_name(kind: type[nn.Module], call: Arguments) -> list[tuple[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from math import prod
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 
 from remat.runtime.calls.stages import autocast_of, describe_call, has_hooks, is_sequential
-from remat.runtime.planned.lengths import counts_of, is_padded, named_in, switches_in
+from remat.runtime.planned.lengths import counts_of, is_padded, named_in, numbers_in, switches_in
 from remat.runtime.pytree import Arguments, tensors
 
 _CHILDREN = attrgetter("_modules")
@@ -66,6 +66,7 @@ class Validity(NamedTuple):
         named: the arguments that are tensors; none where their names are not known, which may then be the same ones.
         switches: that it turns on or off.
         padded: a mask leaves out some tokens.
+        numbers: in the call, by the names of arguments.
     """
 
     inputs: tuple[str, ...]
@@ -76,6 +77,7 @@ class Validity(NamedTuple):
     named: tuple[str, ...] = ()
     switches: tuple[str, ...] = ()
     padded: bool = False
+    numbers: tuple[tuple[str, float], ...] = ()
 
     @classmethod
     def of(cls, model: nn.Module, value: Arguments) -> Validity:
@@ -90,7 +92,12 @@ class Validity(NamedTuple):
             named_in(model, value),
             switches_in(model, value),
             is_padded(value),
+            numbers_in(model, value),
         )
+
+    def without(self, names: Collection[str]) -> Validity:
+        """The same without numbers of these names."""
+        return self._replace(numbers=tuple([each for each in self.numbers if each[0] not in names]))
 
     def is_like(self, other: Validity) -> bool:
         """Whether only sizes differ."""
@@ -98,7 +105,7 @@ class Validity(NamedTuple):
         if kinds[0] != kinds[1] or any(len(a) != len(b) for a, b in zip(self.shapes, other.shapes, strict=True)):
             return False
         alike = self.training == other.training and self.requires_grad == other.requires_grad
-        alike = alike and self.switches == other.switches
+        alike = alike and self.switches == other.switches and self.numbers == other.numbers
         return alike and (self.named == other.named or not self.named or not other.named)
 
     def covers(self, other: Validity) -> bool:
@@ -131,13 +138,14 @@ class Snapshot:
         return alike and self._present() == self._flags
 
 
-def look_of(model: nn.Module, call: Arguments) -> tuple[Any, ...]:
-    """What `Validity` knows of a call of `model`, not in words."""
+def look_of(model: nn.Module, call: Arguments, besides: Collection[str] = ()) -> tuple[Any, ...]:
+    """What `Validity` knows of a call of `model`, not in words; but for numbers of the names in `besides`."""
     found = [tensor for tensor in tensors(call) if tensor.ndim]
     kinds = sorted({tensor.device.type for tensor in found})
     facts = [(tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad) for tensor in found]
     words = counts_of(call), named_in(model, call), switches_in(model, call)
-    return (*facts, *map(autocast_of, kinds), *words, is_padded(call))
+    numbers = [each for each in numbers_in(model, call) if each[0] not in besides]
+    return (*facts, *map(autocast_of, kinds), *words, is_padded(call), *numbers)
 
 
 def smallest_covering(known: Mapping[Validity, Found], wanted: Validity) -> Found | None:

@@ -1,0 +1,130 @@
+"""Numbers among the arguments of a model: those that say how much there is to do, and those that do not."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import remat
+from remat.errors import InfeasibleBudget
+from remat.runtime.meter import MemoryMeter
+from remat.runtime.planned.patched_forward import patched_forward_of
+from remat.training.by_input import PlansByInput
+from support.steps import assert_same
+from support.unit_blocks import left_by
+
+WIDTH = 32
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, times: int = 1) -> Tensor:
+        for _ in range(times):
+            x = x + self.down(functional.gelu(self.up(x)))
+        return x
+
+
+class Refining(nn.Module):
+    """As networks for optical flow, which refine what they found: in each block, or by all blocks again."""
+
+    def __init__(self, *, by_all: bool) -> None:
+        super().__init__()
+        self.blocks, self.by_all = nn.ModuleList(Block() for _ in range(6)), by_all
+
+    def forward(self, x: Tensor, times: int, *, step: int = 0, scale: float = 1.0) -> Tensor:
+        for _ in range(times if self.by_all else 1):
+            for block in self.blocks:
+                x = block(x, 1 if self.by_all else times)
+        return scale * x + step
+
+
+def trained(model: nn.Module, *args: Any, **kwargs: Any) -> list[Tensor]:
+    model.zero_grad(set_to_none=False)
+    model(*args, **kwargs).square().mean().backward()
+    return left_by(model)
+
+
+def peak_of(model: nn.Module, *args: Any, **kwargs: Any) -> int:
+    meter = MemoryMeter(torch.device("cpu"))
+    with meter.session(), meter.region():
+        trained(model, *args, **kwargs)
+    (region,) = meter.regions
+    return region.peak_bytes - region.start_bytes
+
+
+@pytest.fixture
+def x() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(256, WIDTH)
+
+
+def looks_of(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The calls whose sizes are looked at."""
+    seen, sizes = [], PlansByInput._sizes
+
+    def looked(self: PlansByInput, call: Any) -> Any:
+        seen.append(call)
+        return sizes(self, call)
+
+    monkeypatch.setattr(PlansByInput, "_sizes", looked)
+    return seen
+
+
+@pytest.mark.parametrize("options", [True, False])
+@pytest.mark.parametrize("by_all", [True, False])
+def test_more_of_the_same_keeps_the_limit(x: Tensor, by_all: bool, options: bool) -> None:
+    plain = Refining(by_all=by_all)
+    model = copy.deepcopy(plain)
+    trained(plain, x, 2)
+    limit = int(0.9 * peak_of(plain, x, 2))
+    remat.fit(model, (x, 2), limit, options=options, quiet=True)
+    with pytest.warns(UserWarning, match="times=4, but was measured with .*times=2"):
+        for times in (2, 4, 2, 4):
+            assert_same(trained(plain, x, times), trained(model, x, times))
+            assert peak_of(model, x, times) <= limit
+
+
+def test_more_than_fits_is_an_error_before_the_step_runs(x: Tensor) -> None:
+    model = Refining(by_all=False)
+    remat.fit(model, (x, 2), 0.5, quiet=True)
+    with pytest.raises(InfeasibleBudget, match="needs at least"):
+        model(x, 50)
+    trained(model, x, 2)
+
+
+def test_numbers_that_say_nothing_of_memory_are_looked_at_once(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Refining(by_all=False)
+    model = copy.deepcopy(plain)
+    remat.fit(model, {"x": x, "times": 2, "step": 0, "scale": 1.0}, 0.6, quiet=True)
+    looks = looks_of(monkeypatch)
+    for step in range(6):
+        given = {"x": x, "times": 2, "step": step, "scale": 0.5 + step / 8}
+        assert_same(trained(plain, **given), trained(model, **given))
+    assert len(looks) == 4  # for each of them with the number of one step, and with that of the one before
+
+
+def test_another_number_is_measured_by_another_fit(x: Tensor) -> None:
+    model = Refining(by_all=False)
+    needed = []
+    for times in (1, 4):
+        remat.fit(model, (x, times), 0.6, quiet=True)
+        needed.append(patched_forward_of(model).figures()["limit"])
+    assert needed[1] > 2 * needed[0]
+
+
+def test_a_number_with_which_no_block_runs_leaves_the_plan(x: Tensor) -> None:
+    plain = Refining(by_all=True)
+    model = copy.deepcopy(plain)
+    remat.fit(model, (x, 2), 0.8, quiet=True)
+    given = x.clone().requires_grad_()
+    with pytest.warns(UserWarning, match="left the chain|measured"):
+        output = model(given, 0)
+    assert torch.equal(output, plain(given, 0))
