@@ -128,3 +128,15 @@ def test_a_number_with_which_no_block_runs_leaves_the_plan(x: Tensor) -> None:
     with pytest.warns(UserWarning, match="left the chain|measured"):
         output = model(given, 0)
     assert torch.equal(output, plain(given, 0))
+
+
+def test_numbers_without_names_are_told_apart_by_their_places(x: Tensor) -> None:
+    class Unnamed(Refining):
+        def forward(self, *given: Any) -> Tensor:
+            return super().forward(*given[:2], step=given[2])
+
+    model = Unnamed(by_all=False)
+    remat.fit(model, (x, 2, 50), 0.9, quiet=True)
+    with pytest.raises(InfeasibleBudget, match="needs at least"):
+        model(x, 50, 2)
+    trained(model, x, 2, 50)

@@ -58,14 +58,20 @@ def named_in(model: nn.Module, call: Arguments) -> tuple[str, ...]:
 
 def switches_in(model: nn.Module, call: Arguments) -> tuple[str, ...]:
     """What a call switches on or off, or chooses by a word."""
-    found = _by_name(type(model), call)
+    found = _told_apart(model, call)
     return tuple(sorted(f"{name}={value}" for name, value in found if isinstance(value, (bool, str))))
 
 
 def numbers_in(model: nn.Module, call: Arguments) -> tuple[tuple[str, float], ...]:
     """The numbers in a call, which may say how often something is done, or how much of it."""
-    found = [(name, value) for name, value in _by_name(type(model), call) if name not in COUNTS]
+    found = [(name, value) for name, value in _told_apart(model, call) if name not in COUNTS]
     return tuple(sorted((name, value) for name, value in found if _is_number(value)))
+
+
+def _told_apart(model: nn.Module, call: Arguments) -> list[tuple[str, Any]]:
+    """The arguments of a call; those without a name that is known, by their places."""
+    found = enumerate(_by_name(type(model), call), start=1)
+    return [(name or f"argument {place}", value) for place, (name, value) in found]
 
 
 def _is_number(value: Any) -> bool:
@@ -74,7 +80,7 @@ def _is_number(value: Any) -> bool:
 
 def with_numbers(model: nn.Module, call: Arguments, numbers: Mapping[str, float]) -> Arguments:
     """The call with these numbers in place of those that it has under their names."""
-    found = [numbers.get(name, value) if _is_number(value) else value for name, value in _by_name(type(model), call)]
+    found = [numbers.get(name, value) if _is_number(value) else value for name, value in _told_apart(model, call)]
     return Arguments(tuple(found[: len(call.args)]), dict(zip(call.kwargs, found[len(call.args) :], strict=True)))
 
 
