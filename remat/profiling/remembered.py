@@ -16,6 +16,7 @@ from remat.errors import OverBudgetWarning
 from remat.runtime.calls.attributes import hooks_of, items_of
 from remat.runtime.calls.stages import call_of, describe_call
 from remat.runtime.generators import OWN
+from remat.runtime.planned.lengths import numbers_in
 from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.runtime.planned.validity import look_of
 from remat.runtime.pytree import tensors
@@ -65,6 +66,7 @@ def _look_of(model: nn.Module, sample: Any, options: dict[str, Any]) -> Hashable
     return (
         describe_call(call),
         look_of(model, call),
+        numbers_in(model, call),
         *(tensor.requires_grad for tensor in tensors(sample)),
         present(),
         torch.get_num_threads(),

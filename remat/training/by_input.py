@@ -11,7 +11,15 @@ from remat.errors import InfeasibleBudget, OverBudgetWarning, PlanMismatch, Unsu
 from remat.formatting import format_bytes
 from remat.profiling.profile import profile
 from remat.runtime.meter import is_profiled
-from remat.runtime.planned.lengths import Lengths, length_of, shapes_of, with_length, with_numbers, with_shapes
+from remat.runtime.planned.lengths import (
+    Lengths,
+    length_of,
+    numbers_in,
+    shapes_of,
+    with_length,
+    with_numbers,
+    with_shapes,
+)
 from remat.runtime.planned.validity import Snapshot, Validity, look_of, smallest_covering, training
 from remat.runtime.pytree import Arguments
 from remat.runtime.sharding import is_sharded
@@ -56,7 +64,9 @@ class PlansByInput:
         self._latest: _Latest | None = None
         self._lengths = Lengths(planned.model, None)
         self._said: set[type[Warning]] = set()
-        self._indifferent: frozenset[str] = frozenset()  # names of numbers that were seen not to matter
+        self._compares_numbers = True
+        # The least and the largest number with which calls were seen to take the same as with that of a plan.
+        self._alike: dict[tuple[str, float], tuple[float, float]] = {}
 
     @property
     def latest(self) -> RunningPlan | None:
@@ -65,6 +75,10 @@ class PlansByInput:
 
     def begin(self, call: Arguments) -> None:
         """The model has been measured with this call."""
+        shards = any(map(is_sharded, self._planned.model.modules()))
+        # Processes whose numbers differ must not measure by themselves.
+        self._compares_numbers = self._planned.setup.group is None and not shards
+        self._alike.clear()
         self._state, self._lengths = self._validity(call), Lengths(self._planned.model, call)
         self._plans.clear()
 
@@ -78,19 +92,29 @@ class PlansByInput:
         self._plans.clear()
 
     def _validity(self, call: Arguments) -> Validity:
-        found = Validity.of(self._planned.model, call)
-        if self._planned.setup.group is not None or any(map(is_sharded, self._planned.model.modules())):
-            return found._replace(numbers=())  # processes whose numbers differ must not measure by themselves
-        return found.without(self._indifferent)
+        return Validity.of(self._planned.model, call)._replace(numbers=self._numbers(call))
+
+    def _numbers(self, call: Arguments) -> tuple[tuple[str, float], ...]:
+        """The numbers in a call, or those with which it takes the same."""
+        if not self._compares_numbers:
+            return ()
+        return tuple([(name, self._known_as(name, value)) for name, value in numbers_in(self._planned.model, call)])
+
+    def _known_as(self, name: str, value: float) -> float:
+        """The number of a plan whose calls this one is taken to be like: of those seen to be so, or as far off."""
+        for (other, known), (low, high) in self._alike.items():
+            span = high - low
+            if other == name and low - span <= value <= high + span:
+                return known
+        return value
+
+    def _look(self, call: Arguments) -> tuple[Any, ...]:
+        return (*look_of(self._planned.model, call), *self._numbers(call))
 
     def repeated(self, call: Arguments) -> RunningPlan | None:
         """The plan of the last call if the call, the present plan and the model are unchanged; else None."""
         latest = self._latest
-        if (
-            latest is None
-            or latest.present is not self._planned.plan
-            or latest.look != look_of(self._planned.model, call, self._indifferent)
-        ):
+        if latest is None or latest.present is not self._planned.plan or latest.look != self._look(call):
             return None
         return latest.plan if latest.model.is_current() else None
 
@@ -105,9 +129,7 @@ class PlansByInput:
         if plan is None:
             plan = self._fitting(call)
             if not plan.estimated:  # which is for this call alone
-                model = self._planned.model
-                look = look_of(model, call, self._indifferent)
-                self._latest = _Latest(plan, self._planned.plan, look, Snapshot(model))
+                self._latest = _Latest(plan, self._planned.plan, self._look(call), Snapshot(self._planned.model))
         return plan
 
     def _fitting(self, call: Arguments) -> RunningPlan:
@@ -126,7 +148,7 @@ class PlansByInput:
         if planned.chain is None:
             planned.measure(call)
         if state not in self._known():
-            state = self._without_what_does_not_matter(call, state)
+            state = self._with_known_numbers(call, state)
         if state == self._state:
             if planned.plan is None:
                 planned.plan_as(planned.request, call, planned.setup.loss)
@@ -147,27 +169,28 @@ class PlansByInput:
             self._plans[state] = covering or self._anew(call, state)
         return self._plans[state]
 
-    def _without_what_does_not_matter(self, call: Arguments, state: Validity) -> Validity:
-        """The state without numbers with which this call takes what it would with those of a call that is known.
+    def _with_known_numbers(self, call: Arguments, state: Validity) -> Validity:
+        """The state with numbers of calls that are known in place of those with which this one takes what it does.
 
-        So a count of steps, say, is looked at once, where how often a block runs is a call of another kind each time.
+        So a count of steps, say, is looked at a few times, where how often a block runs is another kind of call.
         """
-        names = [name for name, _ in state.numbers]
-        for known in self._known():
-            others = dict(set(known.numbers) - set(state.numbers))
-            if not others or [name for name, _ in known.numbers] != names:
+        model, known, sizes = self._planned.model, self._known(), None
+        profiled, numbers = is_profiled(model), dict(state.numbers)
+        for name, value in state.numbers:
+            others = {number for each in known for at, number in each.numbers if at == name}
+            if not others or value in others:
                 continue
-            if is_profiled(self._planned.model):
-                return state._replace(numbers=known.numbers)
-            sizes = self._sizes(call)
-            if sizes is None:
-                return known  # it leaves the chain of any plan, which the plan's executor says
-            if sizes == self._sizes(with_numbers(self._planned.model, call, others)):
-                self._indifferent |= others.keys()
-                self._plans = {each.without(others): plan for each, plan in self._plans.items()}
-                self._state = None if self._state is None else self._state.without(others)
-            break
-        return self._validity(call)
+            nearest = min(others, key=lambda number: abs(number - value))
+            if not profiled:
+                sizes = sizes or self._sizes(call)
+                if sizes is None:
+                    return next(iter(known))  # it leaves the chain of any plan, which the plan's executor says
+                if sizes != self._sizes(with_numbers(model, call, {name: nearest})):
+                    continue
+                low, high = self._alike.get((name, nearest), (nearest, nearest))
+                self._alike[name, nearest] = min(low, value), max(high, value)
+            numbers[name] = nearest
+        return state._replace(numbers=tuple(sorted(numbers.items())))
 
     def _sizes(self, call: Arguments) -> tuple[Any, ...] | None:
         """All sizes in the chain of a call; None where it has none."""

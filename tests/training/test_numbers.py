@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,9 @@ from torch.nn import functional
 
 import remat
 from remat.errors import InfeasibleBudget
-from remat.runtime.meter import MemoryMeter
 from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.training.by_input import PlansByInput
-from support.steps import assert_same
+from support.steps import assert_same, peak_of_a_step
 from support.unit_blocks import left_by
 
 WIDTH = 32
@@ -52,12 +52,8 @@ def trained(model: nn.Module, *args: Any, **kwargs: Any) -> list[Tensor]:
     return left_by(model)
 
 
-def peak_of(model: nn.Module, *args: Any, **kwargs: Any) -> int:
-    meter = MemoryMeter(torch.device("cpu"))
-    with meter.session(), meter.region():
-        trained(model, *args, **kwargs)
-    (region,) = meter.regions
-    return region.peak_bytes - region.start_bytes
+def peak_of(model: nn.Module, *args: Any) -> int:
+    return peak_of_a_step(lambda: trained(model, *args), (), warm_up=0)
 
 
 @pytest.fixture
@@ -100,15 +96,17 @@ def test_more_than_fits_is_an_error_before_the_step_runs(x: Tensor) -> None:
     trained(model, x, 2)
 
 
-def test_numbers_that_say_nothing_of_memory_are_looked_at_once(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_say_nothing_of_memory_are_looked_at_a_few_times(
+    x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = Refining(by_all=False)
     model = copy.deepcopy(plain)
     remat.fit(model, {"x": x, "times": 2, "step": 0, "scale": 1.0}, 0.6, quiet=True)
     looks = looks_of(monkeypatch)
-    for step in range(6):
+    for step in range(12):
         given = {"x": x, "times": 2, "step": step, "scale": 0.5 + step / 8}
         assert_same(trained(plain, **given), trained(model, **given))
-    assert len(looks) == 4  # for each of them with the number of one step, and with that of the one before
+    assert len(looks) == 10  # two each, for scales of 0.5 and 1.625, and for steps 1, 3, 7
 
 
 def test_another_number_is_measured_by_another_fit(x: Tensor) -> None:
@@ -140,3 +138,33 @@ def test_numbers_without_names_are_told_apart_by_their_places(x: Tensor) -> None
     with pytest.raises(InfeasibleBudget, match="needs at least"):
         model(x, 50, 2)
     trained(model, x, 2, 50)
+
+
+def test_a_number_that_matters_only_far_from_those_before_is_looked_at(x: Tensor) -> None:
+    class AtLeast(Refining):
+        def forward(self, x: Tensor, times: int) -> Tensor:
+            return super().forward(x, max(times, 4))
+
+    plain = AtLeast(by_all=False)
+    model = copy.deepcopy(plain)
+    trained(plain, x, 1)
+    limit = int(0.9 * peak_of(plain, x, 1))
+    remat.fit(model, (x, 1), limit, quiet=True)
+    for times in (2, 3):
+        assert_same(trained(plain, x, times), trained(model, x, times))
+    with pytest.warns(UserWarning, match="times=9, but was measured with .*times=1"):
+        assert_same(trained(plain, x, 9), trained(model, x, 9))
+    for times in (9, 3, 1):
+        assert peak_of(model, x, times) <= limit
+
+
+def test_numbers_are_looked_at_one_by_one(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that matters and one that does not may change in the same step, and are of NumPy's types."""
+    model = Refining(by_all=False)
+    remat.fit(model, {"x": x, "times": 1, "step": 0}, 0.9, quiet=True)
+    with pytest.warns(UserWarning, match="times=2, step=0|step=0, times=2"):
+        trained(model, x=x, times=np.int64(2), step=np.float64(5))
+    looks = looks_of(monkeypatch)
+    for step in range(5):
+        trained(model, x=x, times=1 + step % 2, step=step)
+    assert not looks

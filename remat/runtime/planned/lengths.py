@@ -75,7 +75,8 @@ def _told_apart(model: nn.Module, call: Arguments) -> list[tuple[str, Any]]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+    finite = type(value) is not bool and isinstance(value, Real) and -math.inf < value < math.inf  # type: ignore[operator]
+    return bool(finite)
 
 
 def with_numbers(model: nn.Module, call: Arguments, numbers: Mapping[str, float]) -> Arguments:

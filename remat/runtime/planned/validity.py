@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from math import prod
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 
 from remat.runtime.calls.stages import autocast_of, describe_call, has_hooks, is_sequential
-from remat.runtime.planned.lengths import counts_of, is_padded, named_in, numbers_in, switches_in
+from remat.runtime.planned.lengths import counts_of, is_padded, named_in, switches_in
 from remat.runtime.pytree import Arguments, tensors
 
 _CHILDREN = attrgetter("_modules")
@@ -66,7 +66,7 @@ class Validity(NamedTuple):
         named: the arguments that are tensors; none where their names are not known, which may then be the same ones.
         switches: that it turns on or off.
         padded: a mask leaves out some tokens.
-        numbers: in the call, by the names of arguments.
+        numbers: in the call, by the names of arguments, as far as they matter.
     """
 
     inputs: tuple[str, ...]
@@ -92,12 +92,7 @@ class Validity(NamedTuple):
             named_in(model, value),
             switches_in(model, value),
             is_padded(value),
-            numbers_in(model, value),
         )
-
-    def without(self, names: Collection[str]) -> Validity:
-        """The same without numbers of these names."""
-        return self._replace(numbers=tuple([each for each in self.numbers if each[0] not in names]))
 
     def is_like(self, other: Validity) -> bool:
         """Whether only sizes differ."""
@@ -138,14 +133,13 @@ class Snapshot:
         return alike and self._present() == self._flags
 
 
-def look_of(model: nn.Module, call: Arguments, besides: Collection[str] = ()) -> tuple[Any, ...]:
-    """What `Validity` knows of a call of `model`, not in words; but for numbers of the names in `besides`."""
+def look_of(model: nn.Module, call: Arguments) -> tuple[Any, ...]:
+    """What `Validity` knows of a call of `model`, not in words, but for its numbers."""
     found = [tensor for tensor in tensors(call) if tensor.ndim]
     kinds = sorted({tensor.device.type for tensor in found})
     facts = [(tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad) for tensor in found]
     words = counts_of(call), named_in(model, call), switches_in(model, call)
-    numbers = [each for each in numbers_in(model, call) if each[0] not in besides]
-    return (*facts, *map(autocast_of, kinds), *words, is_padded(call), *numbers)
+    return (*facts, *map(autocast_of, kinds), *words, is_padded(call))
 
 
 def smallest_covering(known: Mapping[Validity, Found], wanted: Validity) -> Found | None:
