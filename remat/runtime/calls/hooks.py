@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -13,6 +14,7 @@ _OWN = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_
         "_forward_pre_hooks_with_kwargs")  # fmt: skip
 _GLOBAL = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_forward_hooks_with_kwargs",
            "_global_forward_hooks_always_called")  # fmt: skip
+_keys = count(-1, -1)
 _Held: TypeAlias = dict[Any, dict[str, dict[int, Any]]]  # by module, and by the name that the module keeps them under
 
 
@@ -81,3 +83,29 @@ def _but_remats(hooks: dict[int, Any]) -> dict[int, Any]:
 def _of_remat(hooks: dict[int, Any]) -> dict[int, Any]:
     """Those that look on, and come and go by themselves."""
     return {key: hook for key, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith("remat.")}
+
+
+def hooked_to_all(before: Callable[..., Any], after: Callable[..., Any] | None = None) -> Callable[[], None]:
+    """Has `before` and `after` called around each call of any module, also of one that fails.
+
+    Not by `register_module_forward_hook`: two threads that register at once may get one number for both, which is how
+    hooks of all modules are told apart. PyTorch's numbers are not negative.
+
+    Returns:
+        What takes them away, where they are still there.
+    """
+    key = next(_keys)
+    _of_all._global_forward_pre_hooks[key] = before
+    if after is not None:
+        _of_all._global_forward_hooks_always_called[key] = True
+        _of_all._global_forward_hooks[key] = after
+
+    def remove() -> None:
+        for hooks in (
+            _of_all._global_forward_hooks,
+            _of_all._global_forward_hooks_always_called,
+            _of_all._global_forward_pre_hooks,
+        ):
+            hooks.pop(key, None)
+
+    return remove

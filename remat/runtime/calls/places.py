@@ -38,8 +38,7 @@ class Places:
         fixed: L+1 flags: the stages that are such code.
         follows: stages that take the activation of the stage before them.
         in_a_row: the model is an `nn.Sequential`, whose activations are whole values.
-        in_turn: then, the modules of its calls.
-        calls: in the order in which they come.
+        calls: in the order in which they come; of an `nn.Sequential`, one for each stage.
         aside: calls of the same modules that are no part of a stage.
         names: of the modules of stages, and of those that are not called on the chain's path.
 
@@ -62,10 +61,10 @@ class Places:
             if not self.in_a_row:
                 found = list(dict.fromkeys(found))
             self.stages.append(Stage(found, stage_name(names) if names else "(outside)"))
-            last = len(names) - 1
-            self.calls += [Place(name, index, part == 0, part == last) for part, name in enumerate(names)]
+            called = names[:1] if self.in_a_row else names
+            last = len(called) - 1
+            self.calls += [Place(name, index, part == 0, part == last) for part, name in enumerate(called)]
         self.fixed = (*(not names for names in calls), False)
-        self.in_turn = [modules[module_of(place.name)] for place in self.calls] if self.in_a_row else []
         self.follows = frozenset(
             index for index in range(2, len(calls) + 1) if not self.fixed[index - 1] and not self.fixed[index - 2]
         )

@@ -45,6 +45,11 @@ class Stage:
         self.parts = parts_of(modules)
         self.runs_compiled = any(map(runs_compiled, self.parts))
 
+    @property
+    def alone(self) -> nn.Module | None:
+        """Its module, where it is one."""
+        return self.modules[0] if len(self.modules) == 1 else None
+
     def __call__(self, value: Any) -> Any:
         for module in self.modules:
             value = module(value)

@@ -25,6 +25,7 @@ _LAYERS = [
     for name in (*_NAMES.split(), *(f"{kind}{n}d" for kind in _OF_DIMENSIONS.split() for n in (1, 2, 3)))
 ]
 _STEADY = {kind: kind.forward for kind in _LAYERS if kind.forward.__globals__["__name__"].startswith("torch.nn.")}
+_PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
@@ -39,3 +40,9 @@ def is_steady(parts: Sequence[nn.Module], inputs: Sequence[torch.Tensor] = ()) -
         if any([type(each) is not nn.Parameter for each in part._parameters.values() if each is not None]):
             return False
     return True
+
+
+def saves_its_input(module: nn.Module) -> bool:
+    """Whether it is a layer for whose backward PyTorch keeps its input."""
+    weight = module._parameters.get("weight") if type(module) in _PRODUCTS else None
+    return weight is not None and weight.requires_grad

@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from remat.runtime.calls.hooks import hooked_to_all
 from remat.runtime.fakes import is_fake
 from remat.runtime.generators import foreign
 from remat.runtime.meter import instruments
@@ -275,7 +276,7 @@ class Recorder(OperatorMode, RawAccessListener):
         self.tape = Tape()
         self._timed, self._in_parts = timed, in_parts
         self.known: list[Any] = []
-        self._hooks: list[Any] = []
+        self._unhook: Callable[[], None] | None = None
         self._thread = get_ident()
         self._constructs = False  # a tensor of values, whose tensors are known
         self._numbers: dict[int, int] = {}
@@ -380,11 +381,7 @@ class Recorder(OperatorMode, RawAccessListener):
 
     def __enter__(self) -> Recorder:
         if self._timed:
-            called = torch.nn.modules.module
-            self._hooks = [
-                called.register_module_forward_pre_hook(self._called),
-                called.register_module_forward_hook(self._left, always_call=True),
-            ]
+            self._unhook = hooked_to_all(self._called, self._left)
         begin_watch(self)
         super().__enter__()
         return self
@@ -392,9 +389,9 @@ class Recorder(OperatorMode, RawAccessListener):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         end_watch(self)
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        if self._unhook is not None:
+            self._unhook()
+            self._unhook = None
 
     def _called(self, module: torch.nn.Module, _: Any) -> None:
         if get_ident() == self._thread:

@@ -25,6 +25,7 @@ from remat.runtime.patching import Forward, intercepted, keep_compiler_out
 from remat.runtime.planned.forward_run import Run
 from remat.runtime.planned.order import ForwardCalls
 from remat.runtime.planned.program import compile_schedule
+from remat.runtime.planned.rows import joined
 from remat.runtime.planned.validity import Structure
 from remat.runtime.pytree import Arguments, tensors
 from remat.runtime.variants import offer_variants
@@ -97,23 +98,17 @@ class Executor:
     """
 
     def __init__(self, model: nn.Module, schedule: Schedule, *, preserve_random: bool = True) -> None:
-        layout = schedule.layout
         self.model, self.preserve_random = model, preserve_random
-        self.places = Places(model, layout, schedule.length)
-        self.program = compile_schedule(schedule, self.places.fixed)
+        self.known: tuple[KnownStage, ...] = ()
+        self._bind(schedule)
+        self._stage_by_stage, self._joined = schedule, joined(schedule, self.program, self.places.stages)
+        if self._joined is not schedule:
+            self._bind(self._joined)
         self.holders = [module for module in model.modules() if held_by([module])]
-        self.observer: Observer | None = None
+        self._observer: Observer | None = None
         self.planned, self.in_flight = "", 0
         self.lock, self.host = Lock(), HostMemory()
-        right = layout.ends_early if layout is not None and layout.ends_early else (False,) * len(self.places.stages)
-        self.known = tuple(
-            KnownStage(stage, BufferWatch(), Ending(stage, found_right=ends), Tapes(stage.name))
-            for stage, ends in zip(self.places.stages, right, strict=False)
-        )
         self._structure = Structure(model, containers=self.places.in_a_row)
-        self._dropped = layout.dropped if layout is not None else ()
-        self._sent = layout.offloaded if layout is not None else ()
-        self.variants = _variants_of(schedule, self.places.stages)
         if self.variants:
             offer_variants(model)
         self._configs, self._switches = configs_with_caches(model.modules()), switches_of(model)
@@ -121,12 +116,42 @@ class Executor:
         self._task: int | None = None  # autograd's, of the backward that began last
         self._warned = False
 
+    def _bind(self, schedule: Schedule) -> None:
+        """Takes the schedule for the next forward."""
+        layout = schedule.layout
+        self.places = Places(self.model, layout, schedule.length)
+        self.program = compile_schedule(schedule, self.places.fixed)
+        self.variants = _variants_of(schedule, self.places.stages)
+        self._dropped = layout.dropped if layout is not None else ()
+        self._sent = layout.offloaded if layout is not None else ()
+        right = layout.ends_early if layout is not None and layout.ends_early else (False,) * len(self.places.stages)
+        before, self.known = (
+            self.known,
+            tuple(
+                KnownStage(stage, BufferWatch(), Ending(stage, found_right=ends), Tapes(stage.name))
+                for stage, ends in zip(self.places.stages, right, strict=False)
+            ),
+        )
+        self.taught_by(before)
+
     def taught_by(self, known: Sequence[KnownStage]) -> None:
         """What runs of the same stages have taught elsewhere need not be learned again."""
+        others = {(each.stage.name, each.stage.parts): each for each in known}
+        found = [(mine, others.get((mine.stage.name, mine.stage.parts))) for mine in self.known]
         self.known = tuple(
-            mine._replace(watch=theirs.watch, ending=theirs.ending) if mine.stage.parts == theirs.stage.parts else mine
-            for mine, theirs in zip(self.known, known, strict=True)
+            mine if theirs is None else mine._replace(watch=theirs.watch, ending=theirs.ending)
+            for mine, theirs in found
         )
+
+    @property
+    def observer(self) -> Observer | None:
+        return self._observer
+
+    @observer.setter
+    def observer(self, observer: Observer | None) -> None:
+        if (observer is None) != (self._observer is None):
+            self._bind(self._joined if observer is None else self._stage_by_stage)
+        self._observer = observer
 
     def dropped(self, operation: Operation) -> frozenset[int]:
         """The numbers of what a stage saves and this operation does not keep."""

@@ -41,13 +41,21 @@ class ForwardCalls:
     def in_turn(self, value: Any) -> Any:
         """All calls of an `nn.Sequential`. Containers in it would hold what they are passed until they return."""
         run = self._run
-        for place, module in zip(run.places.calls, run.places.in_turn, strict=True):
-            if place.first and not run.left:
+        for place, stage in zip(run.places.calls, run.places.stages, strict=True):
+            if not run.left:
                 if torch.is_grad_enabled():
                     self._begin(place, value, () if isinstance(value, torch.Tensor) else (value,))
                 else:
                     self._leave(f"{place.name!r} was called without gradients")
-            value = self._call(place, module, (value,), {})
+            if self._open is not None:
+                value = self._call(place, stage.alone or stage, (value,), {})
+                continue
+            variant = run.executor.variants.get(place.stage)
+            for module in stage.modules:  # here, where nobody holds what a module has been passed
+                value = running(module, variant)(value)
+            if self._passing is not None:
+                self._route.passed()
+                self._pass(self._passing, value)
         return value
 
     def arrive(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -122,7 +130,7 @@ class ForwardCalls:
         if run.passes(step):
             self._passing = step
             return
-        several = not place.last and not run.places.in_a_row  # with code between them
+        several = not place.last  # with code between them
         generators = None
         if several and run.executor.preserve_random:
             devices = accelerators(run.places.stages[index - 1], value)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
 
 import remat
+from remat.runtime.calls.tape import Recorder
 from remat.runtime.raw_memory import watches
 from support.live_models import allocate_gradients
 from support.steps import assert_same, chain_of, parted
@@ -269,3 +272,28 @@ def test_a_module_that_works_on_another_of_its_inputs(monkeypatch: pytest.Monkey
     (dtr,) = blocks(step, budget, 1)
     assert_same(plain, left_by(model))
     assert by_calls(dtr) and dtr.report().evictions
+
+
+def test_threads_that_begin_to_record_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch gives hooks that two threads register at once the same number, by which it tells those of all modules."""
+    layer, x = nn.Linear(WIDTH, WIDTH), torch.randn(ROWS, WIDTH)
+    number = RemovableHandle.next_id
+    seen: list[tuple[str, ...]] = []
+
+    def elsewhere() -> None:
+        monkeypatch.setattr(RemovableHandle, "next_id", number)  # it has read that before the other one wrote it
+        record(lambda: layer(x))
+
+    def record(run: Callable[[], object]) -> None:
+        with Recorder(timed=True) as recorder:
+            run()
+            layer(x)
+        seen.append(recorder.tape.operators[-1].modules)
+
+    def in_a_thread() -> None:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+
+    record(in_a_thread)
+    assert seen == [("Linear",)] * 2

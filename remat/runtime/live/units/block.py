@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from remat.report import Report
 from remat.runtime.accelerator import level_of, most_from_now_on
 from remat.runtime.caches import caches_off, configs_with_caches
+from remat.runtime.calls.hooks import hooked_to_all
 from remat.runtime.live.dispatcher import STATE_BYTES
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.nesting import alone_in_its_thread
@@ -67,8 +67,8 @@ class UnitsBlock:
         """Begins; leaves nothing behind where that fails."""
         with ExitStack() as stack:
             stack.enter_context(self.inside())
-            self._first = torch.nn.modules.module.register_module_forward_pre_hook(self._first_called)
-            stack.callback(self._first.remove)
+            self._unhook = hooked_to_all(self._first_called)
+            stack.callback(self._unhook)
             self._inside = stack.pop_all()
 
     def go_on(self, root: nn.Module, began: float) -> Callable[..., Any]:
@@ -140,7 +140,7 @@ class UnitsBlock:
         """The first call of a module tells which model runs."""
         if threading.get_ident() != self._thread:
             return
-        self._first.remove()
+        self._unhook()
         used = next((each for each in self._ways if each.begins_with(module)), None)
         if used is None or not used.modules:
             held = self.calls.pool.account.memory

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from remat.runtime.calls.hooks import hooked_to_all
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.patching import runs_compiled
@@ -43,21 +44,16 @@ class Observation:
         self._thread = threading.get_ident()
         self._roots: list[_Node] = []
         self._open: list[_Node] = []
-        self._handles: list[Any] = []
+        self._unhook: Callable[[], None] = lambda: None
 
     def begin(self, root: nn.Module | None) -> None:
         """From here on; `root`: a module whose call is under way."""
-        modules = torch.nn.modules.module
         if root is not None:
             self._called(root, None)
-        self._handles = [
-            modules.register_module_forward_pre_hook(self._called),
-            modules.register_module_forward_hook(self._returned, always_call=True),
-        ]
+        self._unhook = hooked_to_all(self._called, self._returned)
 
     def end(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
+        self._unhook()
 
     def _called(self, module: nn.Module, _: Any) -> None:
         if threading.get_ident() != self._thread:

@@ -24,6 +24,7 @@ from remat.formatting import format_bytes
 from remat.report import Report
 from remat.runtime.accelerator import free_on_accelerator
 from remat.runtime.caches import caches_off, configs_with_caches
+from remat.runtime.calls.hooks import hooked_to_all
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.nesting import alone_in_its_thread
 from remat.runtime.live.outcomes import Advice, advice_on, outcome_of
@@ -193,8 +194,8 @@ class RoomyBlock:
             stack.enter_context(caches_off(configs_with_caches(parts)))  # as in the blocks that it repeats
             stack.enter_context(blocks_as_written())
             stack.enter_context(intercepted(self._now, self._called))
-            self._first = torch.nn.modules.module.register_module_forward_pre_hook(self._first_called)
-            stack.callback(self._first.remove)
+            self._unhook = hooked_to_all(self._first_called)
+            stack.callback(self._unhook)
             self._inside = stack.pop_all()
         self._began = time.perf_counter()
         return True
@@ -221,7 +222,7 @@ class RoomyBlock:
         """The first call of a module tells which model runs."""
         if threading.get_ident() != self._thread:
             return
-        self._first.remove()
+        self._unhook()
         repeats = next((each for each in self._known if each.root() is module), None)
         if repeats is None:
             self._give_way(module, None)

@@ -1,0 +1,163 @@
+"""Stages of small layers that a schedule always runs one after the other run as one: bits and memory are the same."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import remat
+from remat.runtime.planned.wrapper import ScheduledModule, apply
+from support.steps import assert_same, chain_of, observed, peak_of_a_step, train_step, without_loss
+
+ROWS, WIDTH = 64, 48
+LAYERS = [
+    lambda: nn.Linear(WIDTH, WIDTH),
+    lambda: nn.Linear(WIDTH, WIDTH, bias=False),
+    lambda: nn.LayerNorm(WIDTH),
+    nn.ReLU,
+    nn.GELU,
+    nn.Tanh,
+    nn.Identity,
+    lambda: nn.Dropout(0.1),
+]
+OPERATIONS = remat.Schedule.parse(
+    "F_ck1 F_none2 F_none3 F_ck4 F_none5 F_all6 F_all7 F_all8 F_all9 F_all10 F_all11 F_all12 F_all13 B13 B12 B11 "
+    "B10 B9 B8 B7 B6 F_all4 F_all5 B5 B4 F_all1 F_all2 F_all3 B3 B2 B1"
+).operations
+PLANNERS = ("persistent", "floating", "sequential", "chen", "recompute_all")
+
+
+def linear(count: int = 12) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
+
+
+def drawn(seed: int) -> nn.Sequential:
+    """Some layers; of some models one is frozen."""
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    layers = nn.Sequential(*(chance.choice(LAYERS)() for _ in range(chance.randint(8, 20))))
+    if seed % 3 == 0:
+        chance.choice(list(layers)).requires_grad_(False)
+    return layers
+
+
+def sample() -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def stages(model: ScheduledModule) -> int:
+    return len(model.executor.places.stages)
+
+
+def step_of(model: nn.Module) -> None:
+    torch.manual_seed(2)
+    model(sample()).square().mean().backward()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_bits_and_peaks_are_those_of_single_stages(seed: int) -> None:
+    plain = drawn(seed)
+    chain = chain_of(plain, sample())
+    rows = 0
+    for share in (1.0, 0.7, 0.45):
+        for planner in PLANNERS:
+            try:
+                schedule = remat.solve(chain, share, planner)
+            except remat.InfeasibleBudget:
+                continue
+            joined, (single, _) = apply(copy.deepcopy(plain), schedule), observed(copy.deepcopy(plain), schedule)
+            peaks = [peak_of_a_step(lambda own=own: step_of(own), sample(), warm_up=2) for own in (joined, single)]
+            assert peaks[0] <= peaks[1], (share, planner)
+            own = copy.deepcopy(plain)
+            for model in (own, joined, single):
+                model.zero_grad()
+                step_of(model)
+            expected = [each.grad for each in own.parameters() if each.grad is not None]
+            for model in (joined, single):
+                assert_same(expected, [each.grad for each in model.parameters() if each.grad is not None])
+            rows += stages(joined) < stages(single)
+    assert rows > 3
+
+
+def test_what_is_joined() -> None:
+    layout = chain_of(linear(), sample()).layout
+    model = apply(linear(), remat.Schedule(OPERATIONS, layout=layout))
+    assert [stage.name for stage in model.executor.places.stages] == ["0..2", "3..4", "5..11"]
+    # Without a layout nobody says what the model was measured with.
+    assert stages(apply(linear(), remat.Schedule(OPERATIONS))) == 12
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        "F_ck1 F_ck2 F_all3 B3 F_all2 B2 F_all1 B1",  # what stage 1 returns is read twice
+        "F_ck1 F_none2 F_all3 B3 F_ck1 F_all2 B2 F_all1 B1",  # stage 2 runs without stage 1
+    ],
+)
+def test_what_is_not_joined(kinds: str) -> None:
+    chain = chain_of(linear(2), sample())
+    model = apply(linear(2), remat.Schedule(remat.Schedule.parse(kinds).operations, layout=chain.layout))
+    assert stages(model) == 2
+
+
+@pytest.mark.parametrize("first", [nn.ReLU(), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH).requires_grad_(False)])
+def test_a_row_begins_with_a_layer_that_saves_its_input(first: nn.Module) -> None:
+    """Else the input would be held longer than by single stages."""
+    plain = nn.Sequential(first, *linear(2))
+    schedule = remat.Schedule.parse("F_ck1 F_none2 F_none3 F_all4 B4 F_all1 F_all2 F_all3 B3 B2 B1")
+    model = apply(plain, remat.Schedule(schedule.operations, layout=chain_of(plain, sample()).layout))
+    assert [stage.name for stage in model.executor.places.stages] == ["0", "1", "2"]
+
+
+def test_casts_of_a_row_would_gather() -> None:
+    plain = linear()
+    with torch.autocast("cpu", torch.bfloat16):
+        layout = chain_of(plain, sample()).layout
+    assert stages(apply(plain, remat.Schedule(OPERATIONS, layout=layout))) == 12
+
+
+def test_an_observer_sees_every_stage() -> None:
+    schedule = remat.solve(chain_of(linear(), sample()), 0.5)
+    model, operations = observed(linear(), schedule)
+    train_step(model, sample())
+    assert operations == without_loss(schedule)
+    model.executor.observer = None
+    assert stages(model) < 12
+    plain = linear()
+    train_step(plain, sample())
+    for step in range(2):
+        assert_same(train_step(plain, sample()), train_step(model, sample()), f"step {step}")
+    assert len(operations) == len(without_loss(schedule))
+
+
+def test_what_changes_a_layer_of_a_row_later() -> None:
+    """Noise is drawn once more as it was; a changed parameter is an error that names the row; and then all is well."""
+    plain, own = linear(), linear()
+    schedule = remat.solve(chain_of(linear(), sample()), 0.5)
+    model = apply(own, schedule)
+    for each in (plain, own):
+        each[2].register_forward_hook(lambda module, args, output: output + torch.rand(WIDTH))
+        each[3].requires_grad_(False)
+    for step in range(3):
+        torch.manual_seed(step)
+        expected = train_step(plain, sample())
+        torch.manual_seed(step)
+        assert_same(expected, train_step(model, sample()), f"step {step}")
+    loss = model(sample()).square().mean()
+    with torch.no_grad():
+        own[1].weight.add_(1)
+    with pytest.raises(remat.ReplayError, match=r"a parameter of stage '0\.\.\d+'"):
+        loss.backward()
+    with torch.no_grad():
+        plain[1].weight.add_(1)
+    for each in (plain, own):
+        each.zero_grad()
+    torch.manual_seed(5)
+    expected = train_step(plain, sample())
+    torch.manual_seed(5)
+    assert_same(expected, train_step(model, sample()))
