@@ -38,7 +38,8 @@ def parse_bytes(text: str) -> int:
     """
     match = _AMOUNT.fullmatch(text)
     if match is None:
-        raise _refuse(text, "not a number with a unit")
+        why = "it is negative" if text.lstrip().startswith("-") else "not a number with a unit"
+        raise _refuse(text, why)
     number, unit = match.groups()
     factor = _FACTORS.get(unit.lower())
     if factor is None:

@@ -148,6 +148,6 @@ def device_named(name: str) -> Device:
     if name.endswith(".json"):
         return Device.load(name)
     raise RematError(
-        f"unknown device {name!r}; choose one of {', '.join(DEVICES)}, for which an estimate is, or a file written by "
+        f"unknown device {name!r}; estimate for one of {', '.join(DEVICES)}, or for that of a file written by "
         "`remat calibrate`"
     )

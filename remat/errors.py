@@ -159,7 +159,7 @@ class NoChain(UnsupportedModel):
         return cls(
             f"{found}: the model takes another path each time, as with LayerDrop or stochastic depth. Train it "
             "under remat.DTR, or turn that off",
-            "another path each time",
+            "another path in each forward",
         )
 
 

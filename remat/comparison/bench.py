@@ -247,6 +247,12 @@ class TrainingStep:
         if own is not None:
             return own
         gradients = self._gradients
+        found, first = ([tuple(each.shape) for each in some] for some in (_differentiable(output), gradients))
+        if found != first:
+            raise UnsupportedModel(
+                f"the model returned tensors of shapes {first} in its first step and {found} in a later one, and no "
+                "gradient fits both: pass loss=, a function of the output"
+            )
         # Copies, made when the backward begins, are part of the step; the originals are not.
         return Sink.apply(lambda: tuple(gradient.clone() for gradient in gradients), *_differentiable(output))
 

@@ -113,7 +113,8 @@ def caption_of(comparison: Comparison) -> str:
     different = [entry for entry in checked if entry.gradients != EQUAL]
     lines = []
     if checked and not different:
-        lines.append(f"gradients and buffers of all {len(checked)} are bit-identical to plain PyTorch's")
+        which = f"all {len(checked)} are" if len(checked) > 1 else "the one that ran are"
+        lines.append(f"gradients and buffers of {which} bit-identical to plain PyTorch's")
     lines += [f"{_where(entry)}: gradients {entry.gradients}" for entry in different]
     return "\n".join([*lines, *comparison.notes])
 

@@ -22,9 +22,10 @@ from remat.options.units import Visitor
 from remat.profiling.carried import begun_by
 from remat.runtime.calls.attributes import graph_handed_on
 from remat.runtime.calls.early_stop import CountingHooks, Ending
-from remat.runtime.calls.environment import BufferWatch, accelerators
+from remat.runtime.calls.environment import BufferWatch, FirstRun, accelerators
 from remat.runtime.calls.stages import Stage, detached
 from remat.runtime.checks import Loss
+from remat.runtime.fakes import is_fake
 from remat.runtime.generators import RandomState, held_by, of_python
 from remat.runtime.pytree import Arguments, tensors
 from remat.runtime.sharding import are_spread, drop_whole_gradients
@@ -47,6 +48,34 @@ def _is_of_compiled_code(output: Any) -> bool:
 
 
 _COMPILED = "CompiledFunction"  # how autograd's nodes of compiled code are called
+
+
+_NEARLY = 1e-2  # of an output: kernels that add up in no order, as an accelerator's do, are no reason to refuse
+
+
+def _refuse_another_result(stage: Stage, first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> None:
+    """Raises UnsupportedModel where a stage does not do the same as before when all that is known of is as it was."""
+    if len(first) == len(second) and all(map(_are_near, first, second)):
+        return
+    raise UnsupportedModel(
+        f"stage {stage.name!r} returns something else when it runs once more with the same input, random numbers, "
+        "buffers and attributes, so recomputing it would give wrong gradients. It reads something that changes "
+        "and is not known of, such as a global variable, an attribute of another object, a file, the time. Keep that "
+        "in a number, tensor, list or dictionary that is an attribute of the module, or pass it as an argument"
+    )
+
+
+def _are_near(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    if first.layout != torch.strided or is_fake(first):
+        return True
+    with torch.no_grad():
+        if torch.equal(first, second):
+            return True
+        kind = torch.complex128 if first.is_complex() else torch.float64
+        was, now = (each.detach().to("cpu", kind).nan_to_num() for each in (first, second))
+        return float((was - now).abs().pow(2).sum()) <= _NEARLY**2 * float(was.abs().pow(2).sum())
 
 
 class Pass(ABC):
@@ -227,11 +256,17 @@ class Pass(ABC):
         facts = self.facts[index]
         source = cut(given)
         if facts.saves is None:
-            saving = CountingHooks()
+            saving, stage = CountingHooks(), self.stages[index - 1]
+            first, *beside = given
+            own = [*held_by(stage.parts, given), *of_python()]
+            context = FirstRun(stage, first, BufferWatch(), preserve_random=True, beside=beside, own=own)
             with self._graph_of_a_stage(), saving:
-                run(source)
+                output = run(source)
+            context.ended()
             facts.saves = saving.count
             facts.ends_early = saving.saved.is_as_it_was
+            with self._graph_of_a_stage(), context.again(), CountingHooks():
+                _refuse_another_result(stage, tensors(output), tensors(run(source)))
         elif facts.saves and facts.ends_early:
             with self._graph_of_a_stage(), self.gauge.span("replay", index), CountingHooks(last=facts.saves):
                 run(source)

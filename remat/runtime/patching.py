@@ -121,8 +121,9 @@ def refuse_compiled(model: nn.Module) -> None:
     forward = model.__dict__.get("forward")
     if is_compiled(model) or hasattr(model, "_orig_mod") or hasattr(forward, "_torchdynamo_orig_callable"):
         raise UnsupportedModel(
-            f"this {type(model).__name__} is compiled as a whole, so its stages cannot run one by one. Compile its "
-            "blocks instead: for block in ...: block.compile()"
+            f"this {type(model).__name__} is compiled as a whole, so its stages cannot run one by one. Pass it as it "
+            "was before (`model._orig_mod` of what torch.compile returned), and compile its blocks: "
+            "remat.fit(..., compile=True), or block.compile() for each before you fit"
         )
 
 

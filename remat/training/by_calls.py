@@ -53,7 +53,7 @@ def train_by_calls(
         UnsupportedModel: no budget was found with which the trial steps succeed.
     """
     if not quiet:
-        say(f"remat.fit: {why}; trying steps under DTR")
+        say(f"remat.fit: {why}; trying steps under DTR (an interrupt leaves the model as it was)")
     with Bench(model, sample, setup.loss, output_held=setup.output_held) as bench, shown(not quiet) as tell:
         most = bench.peak_bytes(bench.step(None)) if isinstance(memory, float) else None
         budget = resolve_budget(memory, most)

@@ -245,7 +245,9 @@ class PlansByInput:
         lines = [", ".join(line for line in each.inputs if line not in other.inputs) for each, other in
                  ((state, self._state), (self._state, state))]  # fmt: skip
         if state.shapes == self._state.shapes and any(lines):  # autocast, a type or a device
-            now, then = (line or "nothing of that" for line in lines)
+            now, then = lines
+            if not now or not then:
+                return f"this call runs {f'with {now}' if now else f'without {then}'}, unlike what was measured"
             return f"this call has {now}, and what was measured had {then}"
         if state.inputs != self._state.inputs:
             return f"the input is {', '.join(state.inputs)}, but was measured as {', '.join(self._state.inputs)}"

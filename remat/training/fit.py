@@ -34,7 +34,7 @@ from remat.training.compiling import CompiledBlocks
 from remat.training.head import as_asked, refuse_unused, said_of
 from remat.training.holdings import Holdings, checked_optimizers, holdings_of
 from remat.training.planned import FREE_SHARE, Limit, Planned, trains
-from remat.training.said import PLAIN, choices, conclude, in_a_line, say, what_is_outside
+from remat.training.said import PLAIN, choices, conclude, in_a_line, of_loss, say, what_is_outside
 from remat.training.setup import Setup
 from remat.utils.warn import warn
 
@@ -359,6 +359,8 @@ def _train_by(planned: Planned, limit: int, wish: Wish, patch: PatchedForward | 
     device = device_of(planned.model)
     if is_accelerator(device) and wish.setup.of != "allocated":
         patch.before = Compacting(planned.model, wish.optimizers, device).begins
+    if wish.setup.loss is None and not wish.quiet:
+        patch.first_output = partial(of_loss, kind, limit)
     conclude(patch, text, wish.quiet, lambda: wish.whole({"limit": limit, **planned.figures()}))
 
 

@@ -98,6 +98,11 @@ def holdings_of(model: nn.Module, optimizers: Sequence[Optimizer], sample: Any) 
     leave_workspaces(device)
     optimised = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
     everything = list(dict.fromkeys([*model.parameters(), *optimised]))
+    if optimised and set(optimised).isdisjoint(model.parameters()):
+        warn(
+            f"no parameter of this {type(model).__name__} is in optimizer=, whose {len(optimised)} others count "
+            "besides. Was it made before the model was?"
+        )
     parameters = [local_part(parameter) for parameter in everything]
     trained = [parameter for parameter in everything if parameter.requires_grad]
     gradients = [local_part(each.grad) for each in trained if each.grad is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from html import escape
+from typing import Any
 
 from torch import nn
 
@@ -12,6 +13,7 @@ from remat.chain import Chain
 from remat.errors import InfeasibleBudget
 from remat.formatting import count, format_bytes, text_table
 from remat.runtime.planned.patched_forward import PatchedForward, patched_forward_of
+from remat.runtime.pytree import loss_in, tensors
 from remat.schedule import Schedule
 from remat.simulation import simulate, store_all_peak
 from remat.solvers.base import Solver
@@ -30,6 +32,16 @@ def conclude(patch: PatchedForward, text: str, quiet: bool, figures: Callable[[]
     shown_in_a_sentence()
     if not quiet:
         say(text)
+
+
+def of_loss(kind: str, limit: int, output: Any) -> None:
+    """Says that a loss is not counted, where it may matter; `output`: of the model."""
+    size = sum(tensor.nbytes for tensor in tensors(output) if tensor.requires_grad)
+    if loss_in(output) is None and size > limit // 100:
+        say(
+            f"remat.fit: the loss is computed outside of {kind}, and what it takes is not in the limit. Tell it: "
+            "fit(..., loss=function), of the output"
+        )
 
 
 def in_a_line(

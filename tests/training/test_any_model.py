@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import remat
 from remat.errors import RematError
@@ -99,3 +101,53 @@ def test_compare_takes_a_model_as_it_is_and_its_librarys_own_way(tmp_path: Any) 
         remat.compare(model, sample, [1.0], ["torch.compile@2"], progress=False)
     with pytest.raises(RematError, match="unknown strategy"):
         remat.compare(model, sample, [1.0], ["checkpointing"], progress=False)
+
+
+def test_a_loss_that_fit_was_not_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    """It may take more than the blocks do, and is not in the limit."""
+
+    def told_of(loss: Callable[[torch.Tensor], torch.Tensor] | None, width: int) -> bool:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, width))
+        x = torch.randn(16, 8)
+        remat.fit(model, x, "1MiB", loss)
+        capsys.readouterr()
+        said = []
+        for _ in range(2):
+            model(x).square().mean().backward()
+            said.append("the loss is computed outside of Sequential" in capsys.readouterr().err)
+        assert not said[1]
+        return said[0]
+
+    assert told_of(None, 1000)
+    assert not told_of(None, 2)
+    assert not told_of(lambda output: output.square().mean(), 1000)
+
+
+def test_a_model_without_memory_is_refused_with_what_to_do() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    for device in ("cpu", "meta"):
+        with pytest.raises(remat.UnsupportedModel, match=r"to_empty.*remat\.estimate"):
+            remat.fit(model, torch.randn(2, 8, device=device), 0.5)
+
+
+def test_an_output_that_varies_in_length_needs_a_loss() -> None:
+    class Varying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            self.calls += 1
+            return torch.cat([x] * (1 + self.calls % 2))
+
+    x = torch.randn(2, 8)
+    schedule = remat.solve(remat.profile(Varying(), x), 1.0)
+    with pytest.raises(remat.UnsupportedModel, match="pass loss="):
+        for _ in range(2):
+            remat.run(Varying(), x, schedule)
+    assert remat.run(Varying(), x, schedule, loss=torch.sum).peak_bytes > 0

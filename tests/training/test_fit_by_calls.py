@@ -404,7 +404,7 @@ def test_a_model_that_takes_another_path_each_time_trains_by_calls(capsys: pytes
         for _ in range(9):  # by chance it may take the same one
             remat.profile(model, x)
     remat.fit(model, x, "1MiB", stages=None)
-    assert "another path each time in Dropping; it now trains under DTR" in capsys.readouterr().err
+    assert "another path in each forward in Dropping; it now trains under DTR" in capsys.readouterr().err
     for seed in range(6):
         found = []
         for trained in (model, plain):

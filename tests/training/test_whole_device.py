@@ -299,3 +299,10 @@ def _sharded(rank: int) -> None:
 
 def test_in_shards_each_rank_counts_its_own(tmp_path: Path) -> None:
     spawn(_sharded, tmp_path)
+
+
+def test_an_optimizer_of_another_model() -> None:
+    model, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    with pytest.warns(UserWarning, match="no parameter of this Linear is in optimizer="):
+        holdings_of(model, [torch.optim.Adam(other.parameters())], torch.randn(2, 4))
+    holdings_of(model, [torch.optim.Adam([*other.parameters(), model.weight])], torch.randn(2, 4))

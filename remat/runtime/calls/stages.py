@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from remat.errors import PlanMismatch, UnsupportedModel
 from remat.layout import Layout
+from remat.runtime.fakes import is_fake
 from remat.runtime.patching import runs_compiled
 from remat.runtime.pytree import Arguments, arguments, map_tensors, tensors
 
@@ -241,6 +242,11 @@ def check_device(stages: Sequence[Stage], value: Any) -> torch.device:
             if isinstance(parameter, UninitializedParameter):
                 raise UnsupportedModel(
                     f"stage {stage.name!r} has parameters without a shape yet; run one batch through the model first"
+                )
+            if parameter.is_meta and not is_fake(parameter):
+                raise UnsupportedModel(
+                    "the model is on the meta device, without memory. Give it some (model.to_empty(device=...)) and "
+                    "its weights to train it, or ask remat.estimate whether it fits"
                 )
             if parameter.device != device:
                 raise UnsupportedModel(

@@ -192,7 +192,8 @@ class Executor:
         if len(self._waiting) >= self.in_flight:
             self._warn(
                 f"{len(self._waiting) + 1} forwards wait for their backward at once, but the plan allows "
-                f"{self.in_flight}; call backward() sooner, or pass in_flight= to rotor.Checkpointable"
+                f"{self.in_flight}; call backward() sooner, put both forwards into one module, or plan for more with "
+                "rotor.Checkpointable(model, sample, in_flight=2)"
             )
         output = self._run(forward, args, kwargs, left)
         waiting = _Waiting()

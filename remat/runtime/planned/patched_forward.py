@@ -53,6 +53,7 @@ class PatchedForward:
         besides: bytes of the limit that are not a step's.
         watch: is told of forwards.
         before: called as a forward in training begins, which is planned for by then.
+        first_output: called with what the first forward in training returns, if at all.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class PatchedForward:
         self.of, self.besides = "allocated", 0
         self.watch: ForwardListener | None = None
         self.before: Callable[[], None] = lambda: None
+        self.first_output: Callable[[Any], None] | None = None
         self.least: Callable[[], int] = int
         self.model, self.choose, self.other_path = model, choose, other_path
         self.undecided = self.was_called = False
@@ -138,7 +140,11 @@ class PatchedForward:
             if self.watch is not None:
                 self.watch.begins("training" if executor is not None else "evaluation", (args, kwargs))
             if executor is not None:
-                return executor.run(self.forward, args, kwargs, self._left)
+                output = executor.run(self.forward, args, kwargs, self._left)
+                look, self.first_output = self.first_output, None
+                if look is not None:
+                    look(output)
+                return output
         return self.forward(*args, **kwargs)
 
     def _left(self, why: str) -> None:
