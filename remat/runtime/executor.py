@@ -98,7 +98,7 @@ class BySchedule(Execution):
         """
         executor = self.executor
         assert executor is not None
-        fixed = executor.places.fixed
+        fixed = executor.stages.places.fixed
         executor.observer = lambda operation: None if fixed[operation.stage - 1] else observer(str(operation))
         try:
             yield

@@ -451,13 +451,14 @@ def flags_again(parts: Sequence[nn.Module], flags: Sequence[bool]) -> Iterator[N
 @contextmanager
 def _switched(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Inside, those of them are trained that are not, and the other way round."""
-    for each in parameters:
-        each.requires_grad_(not each.requires_grad)
+    now = [(each, each.requires_grad) for each in parameters]
+    for each, flag in now:
+        each.requires_grad_(not flag)
     try:
         yield
     finally:
-        for each in parameters:
-            each.requires_grad_(not each.requires_grad)
+        for each, flag in now:
+            each.requires_grad_(flag)
 
 
 def autocast_now(passed: Any) -> list[dict[str, Any]]:

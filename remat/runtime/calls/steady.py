@@ -45,4 +45,6 @@ def is_steady(parts: Sequence[nn.Module], inputs: Sequence[torch.Tensor] = ()) -
 def saves_its_input(module: nn.Module) -> bool:
     """Whether it is a layer for whose backward PyTorch keeps its input."""
     weight = module._parameters.get("weight") if type(module) in _PRODUCTS else None
-    return weight is not None and weight.requires_grad
+    if weight is None or not weight.requires_grad:
+        return False
+    return isinstance(module, nn.Linear) or (module.padding_mode == "zeros" and not isinstance(module.padding, str))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import RLock
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from remat.runtime.patching import Forward, intercepted, keep_compiler_out
 from remat.runtime.planned.forward_run import Run
 from remat.runtime.planned.order import ForwardCalls
 from remat.runtime.planned.program import compile_schedule
-from remat.runtime.planned.rows import joined
+from remat.runtime.planned.rows import joined, nobody_looks_into
 from remat.runtime.planned.validity import Structure
 from remat.runtime.pytree import Arguments, tensors
 from remat.runtime.variants import offer_variants
@@ -78,6 +78,48 @@ class KnownStage(NamedTuple):
     tapes: Tapes
 
 
+class Bound:
+    """A schedule, and the stages of a model that it is for.
+
+    Attributes:
+        variants: by stage, what its compiled blocks are compiled for.
+        known: what is known of each stage.
+    """
+
+    def __init__(self, model: nn.Module, schedule: Schedule) -> None:
+        layout = schedule.layout
+        self.schedule, self.places = schedule, Places(model, layout, schedule.length)
+        self.program = compile_schedule(schedule, self.places.fixed)
+        self.variants = _variants_of(schedule, self.places.stages)
+        self._dropped = layout.dropped if layout is not None else ()
+        self._sent = layout.offloaded if layout is not None else ()
+        right = layout.ends_early if layout is not None and layout.ends_early else (False,) * len(self.places.stages)
+        self.known = tuple(
+            KnownStage(stage, BufferWatch(), Ending(stage, found_right=ends), Tapes(stage.name))
+            for stage, ends in zip(self.places.stages, right, strict=False)
+        )
+
+    def taught_by(self, known: Mapping[tuple[str, tuple[nn.Module, ...]], KnownStage]) -> None:
+        """What is known elsewhere of a stage of that name, with these parts, is known."""
+        pairs = [(mine, known.get((mine.stage.name, mine.stage.parts))) for mine in self.known]
+        self.known = tuple(
+            mine if theirs is None else mine._replace(watch=theirs.watch, ending=theirs.ending)
+            for mine, theirs in pairs
+        )
+
+    def dropped(self, operation: Operation) -> frozenset[int]:
+        """The numbers of what a stage saves and this operation does not keep."""
+        return _of_option(self._dropped, operation)
+
+    def sent(self, operation: Operation) -> frozenset[int]:
+        """The numbers of what a stage saves and this operation sends to the host."""
+        return _of_option(self._sent, operation)
+
+    def keeps_all(self, operation: Operation) -> bool:
+        """Whether all that a stage saves stays where it is."""
+        return operation.kind == F_ALL and not (self.dropped(operation) or self.sent(operation))
+
+
 class Executor:
     """A schedule bound to the calls of a model's modules.
 
@@ -86,7 +128,7 @@ class Executor:
         lock: held while the model runs forward and while stages are recomputed, which changes flags and buffers of its
             modules for a while; executors of one model share it.
         holders: modules that hold random number generators of the program's own.
-        known: what is known of each stage.
+        stages: the schedule, stage by stage.
         planned: for what its steps were planned, in words.
         in_flight: how many forwards a memory limit counts before the first of their backwards; 0: there is no limit.
         host: where what leaves the device waits; executors of one model share it.
@@ -99,71 +141,40 @@ class Executor:
 
     def __init__(self, model: nn.Module, schedule: Schedule, *, preserve_random: bool = True) -> None:
         self.model, self.preserve_random = model, preserve_random
-        self.known: tuple[KnownStage, ...] = ()
-        self._bind(schedule)
-        self._stage_by_stage, self._joined = schedule, joined(schedule, self.program, self.places.stages)
-        if self._joined is not schedule:
-            self._bind(self._joined)
+        self.stages = Bound(model, schedule)
+        of_rows = joined(schedule, self.stages.program, self.stages.places.stages)
+        self._rows = self.stages if of_rows is schedule else Bound(model, of_rows)
+        alone = {stage.parts for stage in self.stages.places.stages}
+        self._in_rows = [each for stage in self._rows.places.stages if stage.parts not in alone for each in stage.parts]
         self.holders = [module for module in model.modules() if held_by([module])]
-        self._observer: Observer | None = None
+        self.observer: Observer | None = None
         self.planned, self.in_flight = "", 0
         self.lock, self.host = Lock(), HostMemory()
-        self._structure = Structure(model, containers=self.places.in_a_row)
-        if self.variants:
+        self._structure = Structure(model, containers=self.stages.places.in_a_row)
+        if self.stages.variants:
             offer_variants(model)
         self._configs, self._switches = configs_with_caches(model.modules()), switches_of(model)
         self._waiting = _AllWaiting()
         self._task: int | None = None  # autograd's, of the backward that began last
         self._warned = False
 
-    def _bind(self, schedule: Schedule) -> None:
-        """Takes the schedule for the next forward."""
-        layout = schedule.layout
-        self.places = Places(self.model, layout, schedule.length)
-        self.program = compile_schedule(schedule, self.places.fixed)
-        self.variants = _variants_of(schedule, self.places.stages)
-        self._dropped = layout.dropped if layout is not None else ()
-        self._sent = layout.offloaded if layout is not None else ()
-        right = layout.ends_early if layout is not None and layout.ends_early else (False,) * len(self.places.stages)
-        before, self.known = (
-            self.known,
-            tuple(
-                KnownStage(stage, BufferWatch(), Ending(stage, found_right=ends), Tapes(stage.name))
-                for stage, ends in zip(self.places.stages, right, strict=False)
-            ),
-        )
-        self.taught_by(before)
+    @property
+    def bound(self) -> Bound:
+        """What a forward that begins now follows: rows of layers that nobody looks into run as a stage each."""
+        if self._rows is self.stages or self.observer is not None or not nobody_looks_into(self._in_rows):
+            return self.stages
+        return self._rows
+
+    @property
+    def known(self) -> tuple[KnownStage, ...]:
+        """What runs have taught of stages, and of rows of them."""
+        return self.stages.known if self._rows is self.stages else (*self.stages.known, *self._rows.known)
 
     def taught_by(self, known: Sequence[KnownStage]) -> None:
         """What runs of the same stages have taught elsewhere need not be learned again."""
         others = {(each.stage.name, each.stage.parts): each for each in known}
-        found = [(mine, others.get((mine.stage.name, mine.stage.parts))) for mine in self.known]
-        self.known = tuple(
-            mine if theirs is None else mine._replace(watch=theirs.watch, ending=theirs.ending)
-            for mine, theirs in found
-        )
-
-    @property
-    def observer(self) -> Observer | None:
-        return self._observer
-
-    @observer.setter
-    def observer(self, observer: Observer | None) -> None:
-        if (observer is None) != (self._observer is None):
-            self._bind(self._joined if observer is None else self._stage_by_stage)
-        self._observer = observer
-
-    def dropped(self, operation: Operation) -> frozenset[int]:
-        """The numbers of what a stage saves and this operation does not keep."""
-        return _of_option(self._dropped, operation)
-
-    def keeps_all(self, operation: Operation) -> bool:
-        """Whether all that a stage saves stays where it is."""
-        return operation.kind == F_ALL and not (self.dropped(operation) or self.sent(operation))
-
-    def sent(self, operation: Operation) -> frozenset[int]:
-        """The numbers of what a stage saves and this operation sends to the host."""
-        return _of_option(self._sent, operation)
+        self.stages.taught_by(others)
+        self._rows.taught_by(others)
 
     def run_to_the_end(self) -> None:
         """From now on recomputations of all stages run to their end, as they do in a first step."""
@@ -211,13 +222,14 @@ class Executor:
             with caches_off(self._configs):
                 return forward(*args, **kwargs)
         run = Run(self)
-        calls = ForwardCalls(self.places, run)
+        places = run.places
+        calls = ForwardCalls(places, run)
         with self.lock, caches_off(self._configs):
             try:
-                if self.places.in_a_row:
+                if places.in_a_row:
                     output = calls.in_turn(input_of(Arguments(args, kwargs)))
                 else:
-                    with intercepted(self.places.names, calls.arrive):
+                    with intercepted(places.names, calls.arrive):
                         output = forward(*args, **kwargs)
                 calls.forward_ended()
             except BaseException as error:
@@ -256,16 +268,9 @@ class Executor:
         return self._structure.is_current()
 
     @property
-    def begins_something(self) -> Sequence[bool]:
-        """Of each stage, from 0 on, whether there is something to do when its backward begins."""
-        if self.observer is not None or self.program.sends:
-            return (True,) * (self.program.stages + 1)
-        return self.program.begins_something
-
-    @property
     def is_plain(self) -> bool:
         """Whether the model runs as it is: nothing is recomputed or sent away, and nobody looks on."""
-        return self.program.is_plain and self.observer is None and not self.variants
+        return self.stages.program.is_plain and self.observer is None and not self.stages.variants
 
 
 def _variants_of(schedule: Schedule, stages: Sequence[Stage]) -> dict[int, float]:

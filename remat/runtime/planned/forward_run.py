@@ -137,7 +137,8 @@ class Run:
     """
 
     def __init__(self, executor: Executor) -> None:
-        self.executor, self.program, self.places = executor, executor.program, executor.places
+        self.executor, self.bound = executor, executor.bound
+        self.program, self.places = self.bound.program, self.bound.places
         self.left = ""
         self.repeating = False
         self.in_forward = True
@@ -145,8 +146,8 @@ class Run:
         self.stored = Stored(self.places)
         self._calls: dict[int, StageCall] = {}
         self._transfers = Transfers(self._calls, executor.host)
-        self._pending = executor.program.stages  # the stage whose backward comes next
-        self._lowest = executor.program.stages + 1  # the first stage with a backward; those before are frozen
+        self._pending = self.program.stages  # the stage whose backward comes next
+        self._lowest = self.program.stages + 1  # the first stage with a backward; those before are frozen
         self._graph_task: int | None = None
         self._broken = ""
 
@@ -155,7 +156,7 @@ class Run:
     def begins(self, step: StageRun, value: Any, passed: Passed, beside: Any = ()) -> Open:
         """A stage is about to run for the first time, on `value` and what is `beside` it; its calls go to `passed`."""
         index = step.operation.stage
-        executor, known = self.executor, self.executor.known[index - 1]
+        executor, known = self.executor, self.bound.known[index - 1]
         self.observe(step.operation)
         versions = versions_of(value)
         context = None
@@ -165,7 +166,7 @@ class Run:
                 *(known.stage, value, known.watch), preserve_random=executor.preserve_random, beside=beside, own=own
             )
         call = None
-        if context is not None or step.operation.kind != F_ALL or executor.sent(step.operation):
+        if context is not None or step.operation.kind != F_ALL or self.bound.sent(step.operation):
             call = StageCall(known.stage, index, passed, context, known.ending, known.tapes)
             self._calls[index] = call
         return Open(step, value, versions, call)
@@ -173,9 +174,9 @@ class Run:
     def saving(self, opened: Open) -> AbstractContextManager[Any]:
         """What a first run, or a part of it, runs in: nothing where all is stored (rule 2), else hooks (rule 3)."""
         operation, call = opened.step.operation, opened.call
-        if call is None or self.executor.keeps_all(operation):
+        if call is None or self.bound.keeps_all(operation):
             return nullcontext()
-        return call.saving(self, self.executor.dropped(operation) if operation.kind == F_ALL else None)
+        return call.saving(self, self.bound.dropped(operation) if operation.kind == F_ALL else None)
 
     def ended(self, opened: Open, output: Any, returned: Any) -> None:
         """A first run is over: checks it, stores what is to be stored, and waits for the backward.
@@ -198,7 +199,7 @@ class Run:
                 "inplace=False there, or plan with remat.profile, which merges such a stage with the one before it"
             )
         self.stored.settle(step, output)
-        self._transfers.send(index, self.executor.sent(step.operation))
+        self._transfers.send(index, self.bound.sent(step.operation))
         self._waits_for_backward(index, returned)
 
     def passes(self, step: StageRun) -> bool:
@@ -207,7 +208,7 @@ class Run:
         Where something is sent away, the end of each stage lets go of what the one before it has sent (rule 7).
         """
         looked_on = self.executor.observer is not None or self.program.sends
-        once = step.first and step.last and self.executor.keeps_all(step.operation)
+        once = step.first and step.last and self.bound.keeps_all(step.operation)
         return once and not looked_on and step.operation.stage - 1 not in self.stored
 
     def passed(self, step: StageRun, output: Any, returned: Any) -> None:
@@ -218,7 +219,8 @@ class Run:
     def _waits_for_backward(self, index: int, returned: Any) -> None:
         """The backward of stage `index` will begin at a node of what it returned, if there is something to do then."""
         first = self._lowest > self.program.stages
-        if not first and not self.executor.begins_something[index]:
+        always = first or self.program.sends or self.executor.observer is not None
+        if not always and not self.program.begins_something[index]:
             return
         for node in dict.fromkeys(tensor.grad_fn for tensor in tensors(returned) if tensor.grad_fn is not None):
             node.register_prehook(partial(self.begin_backward, index))
@@ -243,7 +245,7 @@ class Run:
         index = step.operation.stage
         self.observe(Operation(B, index) if step.completes else step.operation)  # a replay of the rest belongs to B
         value = self.stored.load(index - 1)
-        dropped = self.executor.dropped(step.operation)
+        dropped = self.bound.dropped(step.operation)
         if step.completes:
             output = self._replay(index, value)
         else:
@@ -253,7 +255,7 @@ class Run:
         if step.last:
             self._calls[index].never_again()
         if not step.completes:
-            self._transfers.send(index, self.executor.sent(step.operation))
+            self._transfers.send(index, self.bound.sent(step.operation))
 
     def _replay(self, index: int, value: Any, **how: Any) -> Any:
         """Makes a stage again; where nobody says how, only what autograd waits for."""
@@ -283,7 +285,7 @@ class Run:
             if isinstance(error, torch.OutOfMemoryError):
                 raise explained(error, self.executor.model, self.executor.planned) from error
             raise
-        if self._pending < self._lowest:
+        if self._pending < self._lowest and not any(map(self._waits, range(1, self._pending + 1))):
             self._release()
 
     def _advance(self, index: int) -> None:

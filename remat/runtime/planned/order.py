@@ -50,7 +50,7 @@ class ForwardCalls:
             if self._open is not None:
                 value = self._call(place, stage.alone or stage, (value,), {})
                 continue
-            variant = run.executor.variants.get(place.stage)
+            variant = run.bound.variants.get(place.stage)
             for module in stage.modules:  # here, where nobody holds what a module has been passed
                 value = running(module, variant)(value)
             if self._passing is not None:
@@ -74,7 +74,7 @@ class ForwardCalls:
     def _call(self, place: Place, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a stage, which is under way unless the forward has left the program."""
         run = self._run
-        forward = running(forward, run.executor.variants.get(place.stage))
+        forward = running(forward, run.bound.variants.get(place.stage))
         opened, passed = self._open, self._passed
         if not run.left and self._passing is not None:
             self._route.passed()

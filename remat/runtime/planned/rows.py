@@ -3,21 +3,29 @@
 What is done for each stage beside running it, which takes ten times as long as a small layer, is done once for such a
 row. Operations and memory are the same at each time: of what the stages hand on nothing is stored, and the input, which
 is held until the last of them has run, is what the first of them saves. So that nothing else is held longer, they are
-PyTorch's own layers, outside of autocast, which keeps casts of parameters.
+PyTorch's own layers without hooks, outside of autocast, which keeps casts of parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple
+
+from torch import nn
+from torch.nn.modules import module as _of_all
 
 from remat.runtime.calls.stages import Stage
 from remat.runtime.calls.steady import is_steady, saves_its_input
+from remat.runtime.patching import has_own_forward
 from remat.runtime.planned.program import Program, StageRun
 from remat.schedule import F_ALL, F_CK, F_NONE, Schedule
 
+_HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = (_of_all._global_forward_hooks, _of_all._global_forward_pre_hooks, _of_all._global_backward_hooks,
+                 _of_all._global_backward_pre_hooks)  # fmt: skip
 _ROWS = {(F_ALL, F_ALL), (F_CK, F_NONE), (F_NONE, F_NONE)}  # kinds of a run in a row, and of the next
 
 
@@ -47,6 +55,8 @@ def joined(schedule: Schedule, program: Program, stages: Sequence[Stage]) -> Sch
     layout = schedule.layout
     if layout is None or layout.calls is not None or any("autocast" in line for line in layout.inputs):
         return schedule
+    if program.sends:  # what is sent goes, and comes back, at the end of one stage and the beginning of another
+        return schedule
     steady = [not stage.runs_compiled and is_steady(stage.parts) for stage in stages]
     steps: list[list[_Step]] = [[] for _ in stages]
     for phase in (program.forward, *program.phases):
@@ -69,6 +79,14 @@ def joined(schedule: Schedule, program: Program, stages: Sequence[Stage]) -> Sch
         else:
             rows.append(range(position, position + 1))
     return schedule if len(rows) == len(stages) else _of_rows(schedule, rows)
+
+
+def nobody_looks_into(modules: Sequence[nn.Module]) -> bool:
+    """Whether nothing but their own forwards runs where these modules are called: hooks may hold what a row computes,
+    and change how the next layer of it runs."""
+    if any(map(bool, _GLOBAL_HOOKS)) or any(chain.from_iterable(map(_HOOKS, modules))):
+        return False
+    return all(map(has_own_forward, modules))
 
 
 def _may_begin(steps: Sequence[_Step], stage: Stage) -> bool:

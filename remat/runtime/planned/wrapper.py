@@ -125,7 +125,7 @@ def apply(
     if not isinstance(model, nn.Module):
         raise RematError(f"the model is a {type(model).__name__}; pass a torch.nn.Module")
     executor = Executor(model, schedule, preserve_random=preserve_rng_state)
-    if executor.places.in_a_row:
+    if executor.stages.places.in_a_row:
         return ScheduledModule(model, schedule, executor)
 
     def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executor:

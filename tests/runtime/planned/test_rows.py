@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -50,8 +53,13 @@ def sample() -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
+def in_rows() -> remat.Schedule:
+    """Of twelve layers in three rows."""
+    return remat.Schedule(OPERATIONS, layout=chain_of(linear(), sample()).layout)
+
+
 def stages(model: ScheduledModule) -> int:
-    return len(model.executor.places.stages)
+    return len(model.executor.bound.places.stages)
 
 
 def step_of(model: nn.Module) -> None:
@@ -81,13 +89,12 @@ def test_bits_and_peaks_are_those_of_single_stages(seed: int) -> None:
             for model in (joined, single):
                 assert_same(expected, [each.grad for each in model.parameters() if each.grad is not None])
             rows += stages(joined) < stages(single)
-    assert rows > 3
+    assert rows > 0
 
 
 def test_what_is_joined() -> None:
-    layout = chain_of(linear(), sample()).layout
-    model = apply(linear(), remat.Schedule(OPERATIONS, layout=layout))
-    assert [stage.name for stage in model.executor.places.stages] == ["0..2", "3..4", "5..11"]
+    model = apply(linear(), in_rows())
+    assert [stage.name for stage in model.executor.bound.places.stages] == ["0..2", "3..4", "5..11"]
     # Without a layout nobody says what the model was measured with.
     assert stages(apply(linear(), remat.Schedule(OPERATIONS))) == 12
 
@@ -111,7 +118,15 @@ def test_a_row_begins_with_a_layer_that_saves_its_input(first: nn.Module) -> Non
     plain = nn.Sequential(first, *linear(2))
     schedule = remat.Schedule.parse("F_ck1 F_none2 F_none3 F_all4 B4 F_all1 F_all2 F_all3 B3 B2 B1")
     model = apply(plain, remat.Schedule(schedule.operations, layout=chain_of(plain, sample()).layout))
-    assert [stage.name for stage in model.executor.places.stages] == ["0", "1", "2"]
+    assert [stage.name for stage in model.executor.bound.places.stages] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("way", [{"padding_mode": "circular", "padding": 1}, {"padding": "same"}])
+def test_a_convolution_that_saves_a_padded_copy_begins_no_row(way: dict[str, Any]) -> None:
+    plain = nn.Sequential(*(nn.Conv2d(4, 4, 4 if way["padding"] == "same" else 3, **way) for _ in range(3)))
+    x = torch.randn(2, 4, 8, 8)
+    schedule = remat.Schedule.parse("F_ck1 F_none2 F_none3 F_all4 B4 F_all1 F_all2 F_all3 B3 B2 B1")
+    assert stages(apply(plain, remat.Schedule(schedule.operations, layout=chain_of(plain, x).layout))) == 3
 
 
 def test_casts_of_a_row_would_gather() -> None:
@@ -122,7 +137,7 @@ def test_casts_of_a_row_would_gather() -> None:
 
 
 def test_an_observer_sees_every_stage() -> None:
-    schedule = remat.solve(chain_of(linear(), sample()), 0.5)
+    schedule = in_rows()
     model, operations = observed(linear(), schedule)
     train_step(model, sample())
     assert operations == without_loss(schedule)
@@ -136,18 +151,9 @@ def test_an_observer_sees_every_stage() -> None:
 
 
 def test_what_changes_a_layer_of_a_row_later() -> None:
-    """Noise is drawn once more as it was; a changed parameter is an error that names the row; and then all is well."""
+    """A changed parameter is an error that names the row; then all is well, also where a layer is frozen."""
     plain, own = linear(), linear()
-    schedule = remat.solve(chain_of(linear(), sample()), 0.5)
-    model = apply(own, schedule)
-    for each in (plain, own):
-        each[2].register_forward_hook(lambda module, args, output: output + torch.rand(WIDTH))
-        each[3].requires_grad_(False)
-    for step in range(3):
-        torch.manual_seed(step)
-        expected = train_step(plain, sample())
-        torch.manual_seed(step)
-        assert_same(expected, train_step(model, sample()), f"step {step}")
+    model = apply(own, in_rows())
     loss = model(sample()).square().mean()
     with torch.no_grad():
         own[1].weight.add_(1)
@@ -156,8 +162,87 @@ def test_what_changes_a_layer_of_a_row_later() -> None:
     with torch.no_grad():
         plain[1].weight.add_(1)
     for each in (plain, own):
+        each[3].requires_grad_(False)
         each.zero_grad()
-    torch.manual_seed(5)
+    for step in range(2):
+        assert_same(train_step(plain, sample()), train_step(model, sample()), f"step {step}")
+
+
+def noise(module: nn.Module, args: object, output: Tensor) -> Tensor:
+    return output + torch.rand(WIDTH)
+
+
+def unhooking(model: nn.Sequential) -> None:
+    """The hook of a layer removes that of a later one, which has not met it then."""
+    later = model[3].register_forward_hook(noise)
+    model[1].register_forward_hook(lambda *_: later.remove())
+
+
+def hooking(model: nn.Sequential) -> None:
+    model[3].register_forward_hook(lambda *_: model[1].register_forward_hook(noise) and None)
+
+
+def freezing(model: nn.Sequential) -> None:
+    model[3].register_forward_hook(lambda *_: model[1].requires_grad_(False) and None)
+
+
+def one_more(model: nn.Sequential) -> None:
+    model[2].register_forward_hook(noise)
+
+
+@pytest.mark.parametrize("change", [unhooking, hooking, freezing, one_more])
+def test_layers_with_hooks_run_one_by_one(change: Callable[[nn.Sequential], None]) -> None:
+    plain, own = linear(), linear()
+    model = apply(own, in_rows())
+    assert stages(model) < 12
+    for each in (plain, own):
+        change(each)
+    assert stages(model) == 12
+    torch.manual_seed(3)
     expected = train_step(plain, sample())
-    torch.manual_seed(5)
+    torch.manual_seed(3)
     assert_same(expected, train_step(model, sample()))
+    assert [each.requires_grad for each in plain.parameters()] == [each.requires_grad for each in own.parameters()]
+
+
+@pytest.mark.parametrize("layer", range(6))
+def test_a_hook_that_ends_the_graph(layer: int) -> None:
+    """What it holds is in the loss, while no gradient comes to the layer's output: it is not the last that is read."""
+
+    def trained(model: nn.Module, hooked: nn.Sequential) -> list[Tensor]:
+        held: list[Tensor] = []
+        hooked[layer].register_forward_hook(lambda module, args, output: held.append(output) or output.detach())
+        for _ in range(2):
+            held.clear()
+            (model(sample()).square().mean() + held[0].square().mean()).backward()
+        return [each.grad for each in hooked.parameters() if each.grad is not None]
+
+    plain, own = linear(6), linear(6)
+    model = apply(own, remat.solve(chain_of(linear(6), sample()), 1.0, "recompute_all"))
+    assert_same(trained(plain, plain), trained(model, own))
+
+
+def test_what_is_sent_to_the_host_goes_stage_by_stage() -> None:
+    """At the end of one, and back before the backward of another; of a row that would be too late, and too early."""
+    layout = chain_of(linear(), sample()).layout
+    assert layout is not None
+    nothing: list[tuple[frozenset[int], ...]] = [()] * 12
+    of_one = [*nothing[:7], (frozenset([0]),), *nothing[8:]]
+    layout = replace(layout, dropped=tuple((frozenset(),) * len(each) for each in of_one), offloaded=tuple(of_one))
+    assert stages(apply(linear(), replace(in_rows(), layout=layout))) == 3
+    sending = tuple(each._replace(option=1) if str(each) == "F_all8" else each for each in OPERATIONS)
+    assert stages(apply(linear(), remat.Schedule(sending, layout=layout))) == 12
+
+
+@pytest.mark.parametrize("first", ["nobody", "an observer"])
+def test_an_observer_between_forward_and_backward(first: str) -> None:
+    """A step goes on as it began."""
+    model, _ = observed(linear(), in_rows())
+    observer = model.executor.observer
+    model.executor.observer = observer if first == "an observer" else None
+    loss = model(sample()).square().mean()
+    model.executor.observer = None if first == "an observer" else observer
+    loss.backward()
+    plain = linear()
+    plain(sample()).square().mean().backward()
+    assert_same([each.grad for each in plain.parameters()], [each.grad for each in model.parameters()])
