@@ -401,9 +401,8 @@ def test_a_module_without_a_chain_in_it(sample: torch.Tensor) -> None:
 
 
 def test_the_sample_on_another_device(sample: torch.Tensor) -> None:
-    model = three().to("meta")
-    with pytest.raises(UnsupportedModel, match=r"the sample is on cpu, but stage .* has parameters on meta"):
-        remat.profile(model, sample)
+    with pytest.raises(UnsupportedModel, match=r"the sample is on meta, but stage .* has parameters on cpu"):
+        remat.profile(three(), sample.to("meta"))
 
 
 @pytest.mark.parametrize(

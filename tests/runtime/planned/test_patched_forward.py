@@ -233,7 +233,7 @@ def test_a_model_compiled_as_a_whole_is_refused() -> None:
     for whole in (compiled, made("blocks")[0]):
         if whole is not compiled:
             whole.compile(backend="eager")
-        with pytest.raises(UnsupportedModel, match="Compile its blocks"):
+        with pytest.raises(UnsupportedModel, match="compile its blocks"):
             remat.fit(whole, sample, 0.9, quiet=True)
     remat.fit(model, sample, 0.8, quiet=True)
     expected = train(made("blocks")[0], sample)
