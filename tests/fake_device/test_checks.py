@@ -28,14 +28,14 @@ _Patch = pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_all_of_them_pass(tmp_path: Path, monkeypatch: _Patch) -> None:
-    names = [word for name in CHECKS for word in ("--only", name)]
-    monkeypatch.setattr(sys, "argv", ["check", "--small", "--out", str(tmp_path), *names])
+@pytest.mark.parametrize("name", CHECKS)
+def test_it_passes(name: str, tmp_path: Path, monkeypatch: _Patch) -> None:
+    monkeypatch.setattr(sys, "argv", ["check", "--small", "--out", str(tmp_path), "--only", name])
     with pytest.raises(SystemExit) as ended:
         command.main()
     (file,) = tmp_path.glob("gpu_*.json")
     found = json.loads(file.read_text())
-    assert {name: one["outcome"] for name, one in found["results"].items()} == dict.fromkeys(CHECKS, "pass")
+    assert {name: one["outcome"] for name, one in found["results"].items()} == {name: "pass"}
     assert not ended.value.code
     assert found["machine"]["device"] == "fake accelerator"
 

@@ -88,7 +88,7 @@ class Bound:
 
     def __init__(self, model: nn.Module, schedule: Schedule) -> None:
         layout = schedule.layout
-        self.schedule, self.places = schedule, Places(model, layout, schedule.length)
+        self.places = Places(model, layout, schedule.length)
         self.program = compile_schedule(schedule, self.places.fixed)
         self.variants = _variants_of(schedule, self.places.stages)
         self._dropped = layout.dropped if layout is not None else ()
