@@ -40,7 +40,7 @@ test: $(DONE)
 
 test-slow: $(DONE)
 	$(BIN)/python -m pytest -q $(PARALLEL) -m "slow and not fake_device"
-	$(BIN)/python -m pytest -q $(PARALLEL) -m slow tests/fake_device
+	$(BIN)/python -m pytest -q $(PARALLEL) --dist load -m slow tests/fake_device
 
 gpu: $(DONE)
 	$(BIN)/python -m pytest -q -m "cuda or fake_device" tests/check/test_cuda.py tests/fake_device
