@@ -20,6 +20,7 @@ from remat.measuring.preserving import ForeignGradients, Replaced, set_apart
 from remat.measuring.stage_costs import Boundary, Marks, OldAttributes, SavedStorages, gradient_bytes, storage_bytes
 from remat.options.units import Visitor
 from remat.profiling.carried import begun_by
+from remat.runtime.accelerator import is_accelerator
 from remat.runtime.calls.attributes import graph_handed_on
 from remat.runtime.calls.early_stop import CountingHooks, Ending
 from remat.runtime.calls.environment import BufferWatch, FirstRun, accelerators
@@ -51,6 +52,7 @@ _COMPILED = "CompiledFunction"  # how autograd's nodes of compiled code are call
 
 
 _NEARLY = 1e-2  # of an output: kernels that add up in no order, as an accelerator's do, are no reason to refuse
+_ROUNDING = 32  # least differences between numbers, which is all that is let pass on a CPU
 
 
 def _refuse_another_result(stage: Stage, first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> None:
@@ -59,8 +61,8 @@ def _refuse_another_result(stage: Stage, first: Sequence[torch.Tensor], second: 
         return
     raise UnsupportedModel(
         f"stage {stage.name!r} returns something else when it runs once more with the same input, random numbers, "
-        "buffers and attributes, so recomputing it would give wrong gradients. It reads something that changes "
-        "and is not known of, such as a global variable, an attribute of another object, a file, the time. Keep that "
+        "buffers and attributes, so recomputing it would give wrong gradients. It writes to its own parameters, or "
+        "reads what changes and is not known of: a global variable, an attribute of another object, the time. Keep that "
         "in a number, tensor, list or dictionary that is an attribute of the module, or pass it as an argument"
     )
 
@@ -75,7 +77,9 @@ def _are_near(first: torch.Tensor, second: torch.Tensor) -> bool:
             return True
         kind = torch.complex128 if first.is_complex() else torch.float64
         was, now = (each.detach().to("cpu", kind).nan_to_num() for each in (first, second))
-        return float((was - now).abs().pow(2).sum()) <= _NEARLY**2 * float(was.abs().pow(2).sum())
+        least = torch.finfo(first.dtype).eps if first.is_complex() or first.is_floating_point() else 0.0
+        off = _NEARLY if is_accelerator(first.device) else min(_NEARLY, _ROUNDING * least)
+        return float((was - now).abs().pow(2).sum()) <= off**2 * float(was.abs().pow(2).sum())
 
 
 class Pass(ABC):
