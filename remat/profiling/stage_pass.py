@@ -62,7 +62,7 @@ def _refuse_another_result(stage: Stage, first: Sequence[torch.Tensor], second: 
     raise UnsupportedModel(
         f"stage {stage.name!r} returns something else when it runs once more with the same input, random numbers, "
         "buffers and attributes, so recomputing it would give wrong gradients. It writes to its own parameters, or "
-        "reads what changes and is not known of: a global variable, an attribute of another object, the time. Keep that "
+        "reads what changes and is not known of: a global variable, attributes of other objects, the time. Keep that "
         "in a number, tensor, list or dictionary that is an attribute of the module, or pass it as an argument"
     )
 
