@@ -55,15 +55,26 @@ _NEARLY = 1e-2  # of an output: kernels that add up in no order, as an accelerat
 _ROUNDING = 32  # least differences between numbers, which is all that is let pass on a CPU
 
 
-def _refuse_another_result(stage: Stage, first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> None:
-    """Raises UnsupportedModel where a stage does not do the same as before when all that is known of is as it was."""
+def _refuse_another_result(
+    stage: Stage, first: Sequence[torch.Tensor], second: Sequence[torch.Tensor], written: str
+) -> None:
+    """Raises UnsupportedModel where a stage does not do the same as before when all that is known of is as it was.
+
+    Args:
+        written: what it has written to that nobody has the old values of.
+    """
     if len(first) == len(second) and all(map(_are_near, first, second)):
         return
+    causes = (
+        f"It writes to {written}: make that a buffer"
+        if written
+        else "It writes to its own parameters, or reads what changes and is not known of: a global variable, "
+        "attributes of other objects, the time. Keep that in a number, tensor, list or dictionary that is an attribute "
+        "of the module, or pass it as an argument"
+    )
     raise UnsupportedModel(
         f"stage {stage.name!r} returns something else when it runs once more with the same input, random numbers, "
-        "buffers and attributes, so recomputing it would give wrong gradients. It writes to its own parameters, or "
-        "reads what changes and is not known of: a global variable, attributes of other objects, the time. Keep that "
-        "in a number, tensor, list or dictionary that is an attribute of the module, or pass it as an argument"
+        f"buffers and attributes, so recomputing it would give wrong gradients. {causes}"
     )
 
 
@@ -270,7 +281,7 @@ class Pass(ABC):
             facts.saves = saving.count
             facts.ends_early = saving.saved.is_as_it_was
             with self._graph_of_a_stage(), context.again(), CountingHooks():
-                _refuse_another_result(stage, tensors(output), tensors(run(source)))
+                _refuse_another_result(stage, tensors(output), tensors(run(source)), context.changed_buffer)
         elif facts.saves and facts.ends_early:
             with self._graph_of_a_stage(), self.gauge.span("replay", index), CountingHooks(last=facts.saves):
                 run(source)
