@@ -20,7 +20,8 @@ Rows = list[dict[str, Any]]
 def revision() -> str:
     """The commit, with a "+" where the code differs from it."""
     commit = _git("rev-parse", "--short", "HEAD")
-    changed = _git("status", "--porcelain", "--", "remat", "benchmarks", ":!benchmarks/results")
+    made = (":!benchmarks/results", ":!benchmarks/logs")
+    changed = _git("status", "--porcelain", "--", "remat", "benchmarks", *made)
     return commit + "+" * bool(changed)
 
 
