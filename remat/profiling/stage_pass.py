@@ -20,13 +20,12 @@ from remat.measuring.preserving import ForeignGradients, Replaced, set_apart
 from remat.measuring.stage_costs import Boundary, Marks, OldAttributes, SavedStorages, gradient_bytes, storage_bytes
 from remat.options.units import Visitor
 from remat.profiling.carried import begun_by
-from remat.runtime.accelerator import is_accelerator
 from remat.runtime.calls.attributes import graph_handed_on
 from remat.runtime.calls.early_stop import CountingHooks, Ending
 from remat.runtime.calls.environment import BufferWatch, FirstRun, accelerators
+from remat.runtime.calls.repeated import are_near
 from remat.runtime.calls.stages import Stage, detached
 from remat.runtime.checks import Loss
-from remat.runtime.fakes import is_fake
 from remat.runtime.generators import RandomState, held_by, of_python
 from remat.runtime.pytree import Arguments, tensors
 from remat.runtime.sharding import are_spread, drop_whole_gradients
@@ -51,10 +50,6 @@ def _is_of_compiled_code(output: Any) -> bool:
 _COMPILED = "CompiledFunction"  # how autograd's nodes of compiled code are called
 
 
-_NEARLY = 1e-2  # of an output: kernels that add up in no order, as an accelerator's do, are no reason to refuse
-_ROUNDING = 32  # least differences between numbers, which is all that is let pass on a CPU
-
-
 def _refuse_another_result(
     stage: Stage, first: Sequence[torch.Tensor], second: Sequence[torch.Tensor], written: str
 ) -> None:
@@ -63,7 +58,7 @@ def _refuse_another_result(
     Args:
         written: what it has written to that nobody has the old values of.
     """
-    if len(first) == len(second) and all(map(_are_near, first, second)):
+    if len(first) == len(second) and all(map(are_near, first, second)):
         return
     causes = (
         f"It writes to {written}: make that a buffer"
@@ -76,21 +71,6 @@ def _refuse_another_result(
         f"stage {stage.name!r} returns something else when it runs once more with the same input, random numbers, "
         f"buffers and attributes, so recomputing it would give wrong gradients. {causes}"
     )
-
-
-def _are_near(first: torch.Tensor, second: torch.Tensor) -> bool:
-    if first.shape != second.shape or first.dtype != second.dtype:
-        return False
-    if first.layout != torch.strided or is_fake(first):
-        return True
-    with torch.no_grad():
-        if torch.equal(first, second):
-            return True
-        kind = torch.complex128 if first.is_complex() else torch.float64
-        was, now = (each.detach().to("cpu", kind).nan_to_num() for each in (first, second))
-        least = torch.finfo(first.dtype).eps if first.is_complex() or first.is_floating_point() else 0.0
-        off = _NEARLY if is_accelerator(first.device) else min(_NEARLY, _ROUNDING * least)
-        return float((was - now).abs().pow(2).sum()) <= off**2 * float(was.abs().pow(2).sum())
 
 
 class Pass(ABC):

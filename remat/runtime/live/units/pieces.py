@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from remat.runtime.calls.repeated import Sums, sums_of
 from remat.runtime.calls.saved import Saved
 from remat.runtime.calls.tape import Value, value_of
 from remat.runtime.fakes import in_earnest
@@ -107,11 +109,12 @@ class Piece:
         version: of the tensors in it that the call has returned; -1 where it has returned none.
         changes: how often it was changed since it was made; then no replay would make it as it is.
         released: nobody held it any more, as the policy core knows.
+        sums: of what it held when it was evicted, where the unit is yet to prove that it repeats that.
     """
 
     __slots__ = (
         *("__weakref__", "call", "changes", "counted", "evicted", "held", "number"),
-        *("released", "size", "slots", "version"),
+        *("released", "size", "slots", "sums", "version"),
     )
 
     def __init__(self, call: UnitCall, number: int, size: int) -> None:
@@ -121,6 +124,7 @@ class Piece:
         self.slots: list[weakref.ref[Saved]] = []
         self.evicted = self.released = False
         self.changes, self.version = 0, -1
+        self.sums: Sums | None = None
 
     def is_written(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor that lies in it was changed since the call has returned it, watched or not."""
@@ -158,6 +162,7 @@ class Piece:
     def evict(self) -> bool:
         """Frees it, which may go; returns whether its memory is gone."""
         filled = self._filled()
+        self._note_sums()
         self.evicted = True
         self.held = None
         for slot in filled:
@@ -166,6 +171,27 @@ class Piece:
         if left is not None:  # somebody holds the storage's Python object
             self._fill(left, {})
         return left is None
+
+    def _note_sums(self) -> None:
+        unproved, storage = self.call.unit.unproved, self.content()
+        look = unproved.get(self.number)
+        if look is None or storage is None:
+            return
+        self.sums = _sums(storage, look)
+        if self.sums is None:
+            del unproved[self.number]
+
+    def is_repeated_by(self, storage: torch.UntypedStorage) -> bool:
+        """Whether what was made again holds what it held, as far as that is looked at: the first time."""
+        look = self.call.unit.unproved.get(self.number)
+        before, self.sums = self.sums, None
+        if before is None or look is None:
+            return True
+        now = _sums(storage, look)
+        if now is None or not before.are_near(now):
+            return False
+        del self.call.unit.unproved[self.number]
+        return True
 
     def put(self, storage: torch.UntypedStorage, made: Mapping[int, torch.Tensor]) -> None:
         """It is there again; `made`: what the call has saved again, by number."""
@@ -248,6 +274,15 @@ def _own_references() -> int:
 
 
 _OWN_REFERENCES = _own_references()
+
+
+def _sums(storage: torch.UntypedStorage, value: Value) -> Sums | None:
+    """None where the value has gaps, or holds no real numbers."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(value.size, value.stride, strict=True))
+    if math.prod(value.size) != extent:
+        return None
+    with in_earnest():
+        return sums_of(tensor_on(storage, value.dtype, (extent,), (1,), value.offset))
 
 
 def is_flagged(tensor: torch.Tensor) -> bool:

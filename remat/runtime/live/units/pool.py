@@ -184,6 +184,12 @@ class Pool:
             if unit.name in caught:
                 unit.kept = unit.kept or INPUT_CHANGED
 
+    def never_again(self, name: str, why: str) -> None:
+        """Calls of modules of this class must not run again."""
+        for row in self.log.rows:
+            if row.unit.name == name:
+                row.unit.never_again(why)
+
     # Room ------------------------------------------------------------------------------------------------------------
 
     def room(

@@ -60,8 +60,12 @@ class Remaking:
             if number not in self.made:
                 raise ReplayError(f"recomputing {unit.name} did not return the tensors of its first run. {call.hint}")
             piece = call.row.piece(number)
-            if piece is not None and piece.content() is None:
-                piece.put(*self.made[number])
+            if piece is None or piece.content() is not None:
+                continue
+            if not piece.is_repeated_by(self.made[number][0]):
+                call.owner.never_again(unit.name, "it does not repeat its first run")
+                raise ReplayError(f"recomputing {unit.name} gave other numbers than its first run. {call.hint}")
+            piece.put(*self.made[number])
 
     def _run_whole(self) -> None:
         call, unit = self._call, self._call.unit

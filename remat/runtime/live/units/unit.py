@@ -48,6 +48,7 @@ class Unit:
             its operators are counted where it is not known what comes; casts: whether it may leave copies of weights
             that autocast has cast, or another call: then they are counted each time.
         is_on_host: whether no accelerator is involved.
+        unproved: of storages that were never made again, whether they would hold the same numbers; how they look.
         varies: whether a call has done something else than was recorded of it; sized_by_data: whether one may, with
             as many operators: its tensors may be as large as data says.
     """
@@ -63,6 +64,7 @@ class Unit:
         self.first_runs, self.replays = FirstRuns(1, 0, 0, 1), Replays(0, 0)
         self.bytes = CallBytes(working_bytes(stage))
         self.saved: list[Value] = []
+        self.unproved: dict[int, Value] = {}
         self.kept = self.once = ""
         self.varies = self.sized_by_data = self.leaves_others = self.casts = self.is_on_host = False
         self.draws = True
@@ -121,6 +123,7 @@ class Unit:
         self.first_runs = FirstRuns(recorded, of_makings, len(tape.saved), modelled)
         self.replays = Replays(recorded, len(tape.saved))
         self.saved = tape.saved
+        self.unproved = _first_results(tape)
         self.writes = tuple(
             dict.fromkeys(
                 number
@@ -140,6 +143,20 @@ class Unit:
         self.draws = draws or any(operator.draws for operator in tape.operators)
         if not (self.draws or self.has_buffers):
             self.bytes.working = 0
+
+
+def _first_results(tape: Tape) -> dict[int, Value]:
+    """Of each storage that an operator has made as its first result, how that looked. Others, such as workspaces and
+    what attention saves besides, may have gaps that nobody writes to."""
+    found: dict[int, Value] = {}
+    seen = {OUTSIDE}
+    for operator in tape.operators:
+        for position, value in enumerate(operator.values):
+            if value is not None and value.storage not in seen:
+                seen.add(value.storage)
+                if position == 0:
+                    found[value.storage] = value
+    return found
 
 
 def _may_size_by_data(operator: Operator) -> bool:

@@ -1,0 +1,139 @@
+"""Modules that read what changes and nobody knows of, under DTR: an error before a gradient is wrong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import remat
+from remat.errors import ReplayError
+from remat.runtime.calls import repeated
+from remat.runtime.live.units import pieces
+from support.steps import assert_same
+
+WIDTH, ROWS = 32, 256
+BUDGET = "3MiB"  # about half
+ELSEWHERE = {"calls": 0}
+Change = Callable[[Tensor], Tensor]
+
+
+def of_a_global(hidden: Tensor) -> Tensor:
+    ELSEWHERE["calls"] += 1
+    return hidden * (1 + ELSEWHERE["calls"] / 1000)
+
+
+def in_another_order(hidden: Tensor) -> Tensor:
+    ELSEWHERE["calls"] += 1
+    return torch.roll(hidden, ELSEWHERE["calls"], 0)
+
+
+def of_the_time(hidden: Tensor) -> Tensor:
+    return hidden * (1 + time.perf_counter_ns() % 1_000_003 / 1_000_003)
+
+
+def of_nothing(hidden: Tensor) -> Tensor:
+    return functional.dropout(hidden, 0.1, training=True)
+
+
+class Block(nn.Module):
+    def __init__(self, change: Change) -> None:
+        super().__init__()
+        self.norm, self.wide, self.back = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.back(functional.gelu(self.change(self.wide(self.norm(x)))))
+
+
+class Twice(nn.Module):
+    """Whose calls of a module are not one after the other."""
+
+    def __init__(self, change: Change) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(change) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return x
+
+
+def in_a_row(change: Change) -> nn.Module:
+    return nn.Sequential(*(Block(change) for _ in range(12)))
+
+
+def steps(model: nn.Module, number: int, dtype: torch.dtype = torch.float32, budget: str = "") -> list[Tensor]:
+    """Gradients of each."""
+    found = []
+    for step in range(number):
+        model.zero_grad()
+        torch.manual_seed(step)
+        x = torch.randn(ROWS, WIDTH).to(dtype)
+        if budget:
+            with remat.DTR(budget, granularity="module", costs="model", thrash_limit=None):
+                model(x).square().mean().backward()
+        else:
+            model(x).square().mean().backward()
+        found += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::remat.OverBudgetWarning")  # since all is kept from then on
+@pytest.mark.parametrize("made", [in_a_row, Twice])
+@pytest.mark.parametrize("change", [of_a_global, in_another_order, of_the_time])
+def test_a_replay_that_gives_other_numbers_is_an_error(made: Callable[[Change], nn.Module], change: Change) -> None:
+    model = made(change)
+    with pytest.raises(ReplayError, match=r"gave other numbers than its first run.*global variables"):
+        steps(model, 3, budget=BUDGET)  # the first one tells which module calls there are
+    found = steps(model, 2, budget=BUDGET)
+    assert all(each.isfinite().all() for each in (*found, *steps(model, 1)))
+
+
+@pytest.mark.filterwarnings("ignore::remat.OverBudgetWarning")  # of the first block of another model at this place
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("made", [in_a_row, Twice])
+def test_a_replay_that_repeats_is_looked_at_once(
+    made: Callable[[Change], nn.Module], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at: list[Tensor] = []
+
+    def sums_of(row: Tensor) -> repeated.Sums | None:
+        looked_at.append(row)
+        return repeated.sums_of(row)
+
+    monkeypatch.setattr(pieces, "sums_of", sums_of)
+    model, plain = (made(of_nothing).to(dtype) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    budget = {torch.float64: "6MiB", torch.bfloat16: "1500KiB"}.get(dtype, BUDGET)
+    found, seen = [], []
+    for _ in range(5):
+        looked_at.clear()
+        found += steps(model, 1, dtype, budget)
+        seen.append(len(looked_at))
+    assert_same(5 * steps(plain, 1, dtype), found)
+    assert any(seen) and not seen[-1]
+
+
+def test_sums_tell_what_differs() -> None:
+    numbers = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    sums = repeated.sums_of(numbers)
+    assert sums is not None
+    rounded = torch.where(torch.arange(1000) % 2 == 0, numbers * (1 + 2**-23), numbers)
+    for same in (numbers.clone(), rounded):
+        now = repeated.sums_of(same)
+        assert now is not None and sums.are_near(now)
+    for other in (numbers * 1.001, numbers.roll(1), -numbers, numbers.abs(), numbers * float("nan")):
+        now = repeated.sums_of(other)
+        assert now is not None and not sums.are_near(now) and not now.are_near(sums)
+    assert repeated.sums_of(torch.arange(10)) is None
+
+
+def test_sums_of_what_is_not_finite() -> None:
+    numbers = torch.tensor([1.0, float("inf"), float("nan"), 2.0])
+    sums = repeated.sums_of(numbers)
+    assert sums is not None and sums.are_near(sums)
