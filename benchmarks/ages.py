@@ -1,11 +1,12 @@
 """Which results are older than the code that they measure: `python -m benchmarks --older` makes those again.
 
 A result says the revision that it was made by. It is as old as the commits since then that changed the code it
-measures; of one that was made in parts, the oldest part counts.
+measures, and not only comments and docstrings; of one that was made in parts, the oldest part counts.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
+_FEW = 50  # commits that are looked into; of more than that it does not matter which changed nothing but words
 
 _PLANNERS = ("remat/solvers", "remat/simulation.py", "remat/schedule.py", "remat/chain.py")
 _SIMULATOR = ("remat/runtime/dtr",)
@@ -125,8 +127,40 @@ def _revisions(name: str) -> set[str]:
 def _commits(revision: str, code: tuple[str, ...]) -> int | None:
     if not revision or revision.endswith("+"):
         return None
-    done = subprocess.run(
-        ["git", "rev-list", "--count", f"{revision}..HEAD", "--", *code],
-        capture_output=True, text=True, cwd=ROOT, check=False,
-    )  # fmt: skip
-    return int(done.stdout) if done.returncode == 0 else None
+    found = _git("rev-list", f"{revision}..HEAD", "--", *code)
+    if found is None:
+        return None
+    commits = found.split()
+    return len(commits) if len(commits) > _FEW else sum(_changes(commit, code) for commit in commits)
+
+
+@functools.cache
+def _changes(commit: str, code: tuple[str, ...]) -> bool:
+    """Whether a commit has changed more of it than comments and docstrings."""
+    names = _git("diff-tree", "--no-commit-id", "--name-only", "-r", commit, "--", *code) or ""
+    return any(_is_changed(commit, name) for name in names.splitlines())
+
+
+@functools.cache
+def _is_changed(commit: str, name: str) -> bool:
+    if not name.endswith(".py"):
+        return True
+    before, after = _git("show", f"{commit}^:{name}"), _git("show", f"{commit}:{name}")
+    return before is None or after is None or _without_words(before) != _without_words(after)
+
+
+def _without_words(source: str) -> str:
+    """What a file does: its syntax tree without docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(
+            node
+        ):
+            del node.body[0]
+    return ast.dump(tree)
+
+
+def _git(*words: str) -> str | None:
+    """What it answers; None where it cannot."""
+    done = subprocess.run(["git", *words], capture_output=True, text=True, cwd=ROOT, check=False)
+    return done.stdout if done.returncode == 0 else None

@@ -16,11 +16,12 @@ from benchmarks.__main__ import BENCHMARKS, benchmark, measure
 @pytest.fixture
 def history(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """A repository with a planner: its second commit changes it, its third leaves it, its fourth changes how it is
-    measured. Returns their names."""
+    measured, its fifth says more of the planner. Returns their names."""
     monkeypatch.setattr(ages, "ROOT", tmp_path)
     monkeypatch.setattr(ages, "RESULTS", tmp_path)
     monkeypatch.setattr(ages, "MEASURED", {"speed": ages.Measured(("remat",)), "far": ages.Measured((), elsewhere="x")})
-    ages._commits.cache_clear()
+    for cached in (ages._commits, ages._changes, ages._is_changed):
+        cached.cache_clear()
 
     def git(*words: str) -> str:
         who = ("-c", "user.name=a", "-c", "user.email=a@b")
@@ -30,7 +31,14 @@ def history(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     for folder in ("remat", "benchmarks"):
         (tmp_path / folder).mkdir()
     names = []
-    for file, text in (("remat/plan.py", "1"), ("remat/plan.py", "2"), ("README", "3"), ("benchmarks/speed.py", "4")):
+    planner = 'def plan() -> int:\n    """{}."""\n    return {}  # {}\n'
+    for file, text in (
+        ("remat/plan.py", planner.format("Plans", 1, "the first")),
+        ("remat/plan.py", planner.format("Plans", 2, "the first")),
+        ("README", "3"),
+        ("benchmarks/speed.py", "4"),
+        ("remat/plan.py", planner.format("Finds a plan", 2, "the best")),
+    ):
         (tmp_path / file).write_text(text)
         git("add", file)
         git("commit", "-q", "-m", text)
@@ -44,8 +52,8 @@ def write(revision: str, rows: list[dict[str, Any]]) -> None:
 
 
 def test_commits_to_the_code_that_a_result_measures_are_counted(history: list[str]) -> None:
-    first, second, third, fourth = history
-    for revision, since in ((first, 2), (second, 1), (third, 1), (fourth, 0)):
+    first, second, third, fourth, fifth = history
+    for revision, since in ((first, 2), (second, 1), (third, 1), (fourth, 0), (fifth, 0)):
         write(revision, [])
         assert ages.commits_since("speed") == since and ages.is_current("speed", revision) == (since == 0)
         assert ages.older() == ["speed"] * (since > 0)
