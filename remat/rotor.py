@@ -74,7 +74,7 @@ class Checkpointable(Wrapper):
         output_held: count the output as held by the caller until the backward is over, as by
             `out = model(x); loss = criterion(out, y); loss.backward()`; False where the loop never names it.
         options: also measure ways to keep a part of what a stage saves, and plan with them; False: stages keep all or
-            nothing. Of one process only.
+            nothing.
         keep, recompute: names of operators that no option recomputes, or that options may, as for `remat.profile`.
         host_limit: how much of the host's memory (an int, or "32GiB") offloaded activations may take. For each stage
             the plan then chooses between keeping, recomputing, and offloading what can be copied during computation

@@ -41,7 +41,7 @@ def choose_backend(wanted: str | None) -> str:
     backend = wanted or next((name for name in BACKENDS if available[name]), "none")
     if not available.get(backend, False):
         raise RematError(
-            f"ILP backend {backend!r} is not available; 'highs' comes with `pip install remat[ilp]`, 'cbc' with PuLP"
+            f"ILP backend {backend!r} is not available; 'highs' comes with `pip install highspy`, 'cbc' with PuLP"
         )
     return backend
 

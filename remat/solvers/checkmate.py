@@ -32,7 +32,7 @@ class Checkmate(Solver):
         margin: share of the budget left unused by the relaxation.
         threshold: what is kept to a larger share is kept.
         time_limit: seconds that one linear program may take.
-        backend: "highs" (`pip install remat[ilp]`), "cbc" (comes with PuLP), or None: HiGHS where it is installed.
+        backend: "highs" (`pip install highspy`), "cbc" (comes with PuLP), or None: HiGHS where it is installed.
 
     Raises:
         SolverStopped: the time limit was reached.

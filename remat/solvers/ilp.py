@@ -39,7 +39,7 @@ class Ilp(Solver):
         time_limit: seconds that one budget may take. The best schedule found by then is returned, with its gap.
         gap: how far, as a share of the store-all makespan, from proven optimality a schedule may be.
         options: F_all may keep a part of a stage, where the chain says how; without, as in the paper, all or nothing.
-        backend: "highs" (`pip install remat[ilp]`), "cbc" (comes with PuLP), or None: HiGHS where it is installed.
+        backend: "highs" (`pip install highspy`), "cbc" (comes with PuLP), or None: HiGHS where it is installed.
 
     Raises:
         SolverStopped: the time limit was reached before any schedule was found.

@@ -162,7 +162,7 @@ class PlansByInput:
                 raise PlanMismatch(
                     f"the input is {', '.join(state.inputs)}, larger or of another kind than the measured one, and "
                     "this process cannot plan again without the others of its group; in all of them, call "
-                    "measure(sample) with the largest batch, then compute_sequence()"
+                    "remat.fit again with the largest batch (of a Checkpointable: measure, then compute_sequence)"
                 )
             if covering is None and is_profiled(planned.model):
                 return self._beside_a_profiler(call)

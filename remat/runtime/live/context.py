@@ -246,8 +246,8 @@ class DTR:
 
     @property
     def trace(self) -> Trace:
-        """The trace of the last block, in the paper's log format. Under the same budget `remat.simulate_dtr` repeats
-        the block's decisions; memory allocated before the block is not counted there."""
+        """The trace of the last block, in the paper's log format. Under the same budget and heuristic (`name`)
+        `remat.simulate_dtr` repeats the block's decisions; memory allocated before the block is not counted there."""
         block = self._last
         return trace_of(block.ledger, self.budget - block.ledger.budget)
 
