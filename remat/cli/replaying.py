@@ -136,15 +136,8 @@ def write_cells(out: Path, cells: Sequence[Cell]) -> None:
     from remat.files import write_whole
 
     keep = ("outcome", "budget_bytes", "peak_bytes", "overhead", "evictions", "recomputations", "accesses")
-    rows = [
-        {
-            "model": cell.model,
-            "heuristic": cell.heuristic,
-            "deallocation": cell.deallocation,
-            **{name: getattr(cell.report, name) for name in keep},
-        }
-        for cell in cells
-    ]
+    own = ("model", "heuristic", "deallocation")
+    rows = [{name: getattr(cell if name in own else cell.report, name) for name in (*own, *keep)} for cell in cells]
     write_whole(out / "simulations.json", (json.dumps(rows, indent=1) + "\n").encode())
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")

@@ -260,15 +260,12 @@ class _Comparing:
         if self.chain is not None:
             found[Static] = ByChain(self.chain)
         if self.chain is None or any(isinstance(strategy, Dynamic) for strategy in chosen):
-            self.trace, self.extra = (self.trace, self.extra) if self.trace is not None else self._recorded()
+            self.trace = self.trace or self._recorded()
             found[Dynamic] = ByTrace(self.trace, self.extra)
         return found
 
-    def _recorded(self) -> tuple[Trace, int]:
-        """The trace of a step in which DTR evicts nothing, or, if no step is to be run, of the chain.
-
-        Also returns the bytes that count in the trace's budget, but not in the comparison's.
-        """
+    def _recorded(self) -> Trace:
+        """The trace of a step in which DTR evicts nothing, or, if no step is to be run, of the chain."""
         if self.measure or self.chain is None:
             self.tell("recording a step", 0, 1)
             try:
@@ -276,12 +273,12 @@ class _Comparing:
                     unlimited = UnderDTR(DTR(UNLIMITED, granularity="operator"), bench.sample_bytes)
                     step = bench.step(unlimited)
                     step()  # costs are the least of an operator's first three calls
-                return unlimited.dtr.trace, 0
+                return unlimited.dtr.trace
             except torch.OutOfMemoryError:
                 if self.chain is None:
                     raise
                 self.notes.append("DTR is predicted from the chain: a step without evictions does not fit this device")
-        return Trace.from_chain(self.chain), 0
+        return Trace.from_chain(self.chain)
 
     def _bench(self) -> Bench:
         return Bench(self.model, self.sample, self.loss, output_held=self.output_held)

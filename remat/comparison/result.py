@@ -184,20 +184,16 @@ class Comparison:
         Raises:
             RematError: there is none; the message lists those there are.
         """
-        names = [strategy] if strategy in (PLAIN, *self.strategies) else [make_strategies([strategy])[0].name]
-        size = None if budget is None or self._takes_none(names) else self._bytes(budget)
-        for entry in self.entries:
-            if entry.strategy in names and entry.budget_bytes == size:
-                return entry
+        name = strategy if strategy in (PLAIN, *self.strategies) else make_strategies([strategy])[0].name
+        own = {entry.budget_bytes: entry for entry in reversed(self.entries) if entry.strategy == name}
+        size = None if budget is None or own.keys() <= {None} else self._bytes(budget)  # some take none in bytes
+        if size in own:
+            return own[size]
         budgets = ", ".join(f"{budget} ({format_bytes(budget)})" for budget in self.budgets)
         raise RematError(
             f"{strategy!r} was not compared at {budget!r}; strategies are {', '.join(self.strategies)}, budgets are "
             f"{budgets}"
         )
-
-    def _takes_none(self, names: list[str]) -> bool:
-        """Whether these strategies take no budget in bytes."""
-        return all(entry.budget_bytes is None for entry in self.entries if entry.strategy in names)
 
     def best(self, budget: int | str | float) -> Entry:
         """The best entry within `budget`, whatever budget it was planned for: `verdict(budget).best`."""

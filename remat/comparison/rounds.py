@@ -61,8 +61,8 @@ class OpenEntry:
 
     def is_done(self, repeats: int) -> bool:
         """Whether all of it has been measured."""
-        unusable = self.measured is not None and self.measured.peak_bytes == 0  # it failed
-        return unusable or (self.measured is not None and len(self.times) >= self.rounds(repeats))
+        found = self.measured  # of no bytes where it failed
+        return found is not None and (not found.peak_bytes or len(self.times) >= self.rounds(repeats))
 
     def finished(self) -> Entry:
         """The entry, with what was measured."""
@@ -165,10 +165,9 @@ def _start(bench: Bench, row: OpenEntry) -> bool:
 
 def _time(bench: Bench, row: OpenEntry) -> float | None:
     assert row.step is not None
-    seconds = None
     with _failures(row):
-        seconds = bench.seconds(row.step)
-    return seconds
+        return bench.seconds(row.step)
+    return None
 
 
 @contextmanager

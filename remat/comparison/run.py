@@ -70,7 +70,7 @@ def run(
         peak_bytes=peak,
         seconds=statistics.median(seconds),
         overhead=statistics.median(overheads) if overheads else None,
-        recomputations=0 if schedule is None else None,
+        recomputations=None,
         host_bytes=step.host_bytes(),
         reserved_bytes=reserved,
         timeline=moments,

@@ -57,8 +57,7 @@ def html(comparison: Comparison) -> str:
 
 def _columns(comparison: Comparison) -> list[str]:
     most = comparison.store_all_bytes
-    shares = [f"\n{budget / most:.0%}" if most else "" for budget in _budgets(comparison)]
-    named = [f"{format_bytes(size)}{share}" for size, share in zip(_budgets(comparison), shares, strict=True)]
+    named = [format_bytes(size) + (f"\n{size / most:.0%}" if most else "") for size in _budgets(comparison)]
     return ["", "minimum", *named]
 
 

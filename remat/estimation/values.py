@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from remat.runtime.fakes import in_earnest
 from remat.runtime.operators import tensors_in, written
-from remat.runtime.pytree import map_tensors, tensors
+from remat.runtime.pytree import Arguments, map_tensors, tensors
 
 _BY_MASKS = ("aten::index", "aten::index_put", "aten::index_put_")
 _MOST, _MOST_FLOATS = 2**22, 2**18  # elements of a tensor whose values are kept
-
-
-class KnownArguments(NamedTuple):
-    """Arguments of an operator with values."""
-
-    args: Any
-    kwargs: Any
 
 
 class Values:
@@ -35,16 +28,14 @@ class Values:
             with in_earnest():
                 self._of[fake] = real.detach().clone()  # a clone: nothing depends on whether integers share memory
 
-    def known(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> KnownArguments | None:
+    def known(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments | None:
         """The arguments with values, where all are known."""
         given = tensors((args, kwargs))
         if any(tensor not in self._of for tensor in given):
             return None
-        return KnownArguments(
-            map_tensors(self._of.__getitem__, tuple(args)), map_tensors(self._of.__getitem__, dict(kwargs))
-        )
+        return Arguments(*map_tensors(self._of.__getitem__, (tuple(args), dict(kwargs))))
 
-    def compute(self, operator: Any, known: KnownArguments) -> Any:
+    def compute(self, operator: Any, known: Arguments) -> Any:
         """What an operator makes of values."""
         with in_earnest(), torch.no_grad():
             return operator(*known.args, **known.kwargs)

@@ -25,18 +25,14 @@ def plot(comparison: Comparison, kind: str | None, strategy: str | None, budget:
     """See `Comparison.plot`."""
     if kind is not None and kind not in KINDS:
         raise RematError(f"unknown figure {kind!r}; choose one of {', '.join(KINDS)}")
-    if kind is None and budget is None and strategy is None:
-        figure, axes = axes_for(2, height=3.6)
-        figure.set_size_inches(9.6, 4.6)
-        plot_throughput(comparison, axes[0])
-        plot_overhead(comparison, axes[1])
-        legend(figure, axes, columns=5)
-        return figure
-    if kind in ("throughput", "overhead"):
-        figure, axes = axes_for(1, height=3.6)
-        figure.set_size_inches(5.6, 4.6)
-        (plot_throughput if kind == "throughput" else plot_overhead)(comparison, axes[0])
-        legend(figure, axes, columns=3)
+    panels = {"throughput": plot_throughput, "overhead": plot_overhead}
+    wanted = [*panels] if kind is None and budget is None and strategy is None else [kind] if kind in panels else []
+    if wanted:
+        figure, axes = axes_for(len(wanted), height=3.6)
+        figure.set_size_inches(1.6 + 4 * len(wanted), 4.6)
+        for each, ax in zip(wanted, axes, strict=True):
+            panels[each](comparison, ax)
+        legend(figure, axes, columns=1 + 2 * len(wanted))
         return figure
     entry = _chosen(comparison, strategy, budget, planned=kind == "schedule")
     if kind == "schedule":

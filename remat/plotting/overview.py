@@ -54,10 +54,9 @@ def plot_chain(
     plot_schedule(schedule, plan)
     _arcs(plan, chain)
     found = {
-        name: cost
+        strategy.name: _overhead(chain, size, strategy)
         for strategy in make_strategies(strategies, slots)
         if isinstance(strategy, Static | Dynamic) and not takes_long(strategy, chain)
-        for name, cost in [(strategy.name, _overhead(chain, size, strategy))]
     }
     _bars(bars, found)
     return figure

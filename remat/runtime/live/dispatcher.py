@@ -21,7 +21,7 @@ from remat.runtime.calls.environment import state_bytes
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.generators import RandomState
 from remat.runtime.live.costs import SHARED, Observed, OperatorFacts, in_key, observe, working_device
-from remat.runtime.live.made import NUMBER_BYTES, can_be_evicted, parts_of, storages_made
+from remat.runtime.live.made import NUMBER_BYTES, can_be_evicted, parts_of, sizes_of, storages_made
 from remat.runtime.live.operator_calls import (
     USUAL,
     Action,
@@ -333,14 +333,12 @@ class Dispatcher(EachOperator):
                     action.discarded.append(private)
                     action.discarded_bytes += bytes_of(private.content)
         call.fresh.clear()
-        written = (
-            tensors_in([argument.of(args, kwargs) for argument in traits.writes]) if call.facts.grown_bytes else []
-        )
-        sizes = {id(storage_of(tensor)): (storage_of(tensor), bytes_of(storage_of(tensor))) for tensor in written}
+        grows = traits.writes if call.facts.grown_bytes else ()
+        sizes = sizes_of([argument.of(args, kwargs) for argument in grows])
         try:
             return self._carry_out(call, action)
         finally:
-            for storage, size in sizes.values():
+            for storage, size in sizes:
                 self._count_growth(storage, size)
             for tensor in touched:
                 store.constants.forget(storage_of(tensor))
@@ -483,8 +481,7 @@ class Dispatcher(EachOperator):
         facts.took(peak)
         self.first_calls += 1
         self.ledger.peak = max(self.ledger.peak, memory + peak)
-        if memory + peak > self.ledger.budget:
-            self.store.limits.went_over(f"the first call of {label}, with unknown scratch memory", memory + peak)
+        self.store.limits.went_over(f"the first call of {label}, with unknown scratch memory", memory + peak)
 
     def _written_down(self, pending: Pending, sizes: list[int]) -> range:
         """The tensors of what a call has made, in the ledger with their true sizes."""

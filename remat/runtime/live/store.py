@@ -138,9 +138,8 @@ class Store:
         size = bytes_of(storage)
         if id(storage) not in self.versions and not self.constants.hold(storage) and size:
             self.settle()
-            taken = self.ledger.memory + size
-            if taken > self.ledger.budget:  # others can still give way to it, but it is there already
-                self.limits.went_over("memory allocated outside of operators", taken)
+            # Others can still give way to it, but it is there already.
+            self.limits.went_over("memory allocated outside of operators", self.ledger.memory + size)
             self.enter(self.announce("tensor", size), storage, size, None)
 
     def room_for_numbers(self, args: Sequence[Any]) -> None:
@@ -317,16 +316,14 @@ class Store:
 
     def living(self) -> list[Version]:
         """Versions whose storages the program holds, in the order in which they were made."""
-        found = [reference() for reference in self.by_tensor.values()]
-        return [
-            version for version in found if version is not None and not version.released and version.where is not None
-        ]
+        return [version for version in self._all() if not version.released and version.where is not None]
 
     def unsafe(self) -> list[Version]:
         """What autograd has saved and would be made again later, when the program may have changed what that reads."""
-        found = [reference() for reference in self.by_tensor.values()]
-        saved = [version for version in found if version is not None and version.saves and not version.resident]
-        return [version for version in saved if _reads_unwatched(version)]
+        return [each for each in self._all() if each.saves and not each.resident and _reads_unwatched(each)]
+
+    def _all(self) -> list[Version]:
+        return [version for version in (reference() for reference in self.by_tensor.values()) if version is not None]
 
     def close(self) -> None:
         """Lets go of all that nobody refers to."""

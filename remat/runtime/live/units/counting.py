@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack
 
 from remat.runtime.calls.tape import Operator
-from remat.runtime.live.costs import SHARED, Observed, OperatorFacts, in_key, observe, working_device
+from remat.runtime.live.costs import SHARED, Observed, in_key, observe, working_device
 from remat.runtime.live.made import new_storages, sizes_of
 from remat.runtime.live.operator_calls import device_among
 from remat.runtime.live.units.account import Counted
@@ -76,7 +76,7 @@ class Counting(EachOperator):
 
     def _gives_way(self, label: str) -> bool:
         with torch._C._ForceDispatchKeyGuard(*self._outside):
-            return self._pool.give_way(label, 0)
+            return self._pool.give_way(label)
 
     def _dispatch(self, traits: Traits, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         pool = self._pool
@@ -97,7 +97,12 @@ class Counting(EachOperator):
         for storage, _ in written:
             with torch._C._ForceDispatchKeyGuard(*self._outside):
                 pool.changes(storage)
-        result, peak = self._run(traits.label, facts, function, args, kwargs, given)
+        if facts.settled:
+            result, peak = Observed(function(*args, **kwargs), None)
+        else:
+            result, peak = observe(facts, function, args, kwargs, working_device(given, kwargs))
+            if peak is None and not facts.measured:
+                pool.limits.not_measured(traits.label, account.memory + facts.total_bytes, pool.budget)
         taken = {id(storage_of(tensor)) for tensor in given if tensor.layout == torch.strided}
         new = [storage for storage in new_storages(result, taken) if account.of(storage) is None]
         made = [account.enter(storage) for storage in new]
@@ -107,37 +112,17 @@ class Counting(EachOperator):
         sizes = [counted.size for counted in made]
         if tuple(sizes) != facts.output_bytes:
             facts.expect(sizes)
-        scratch = facts.scratch_bytes
         if peak is not None:
             self.first_calls += 1
             facts.took(peak)
-            scratch = facts.scratch_bytes
             self._knowledge.learn_scratch(facts)
-            if account.memory + scratch > pool.budget:
-                pool.limits.went_over(
-                    f"the first call of {traits.label}, with unknown scratch memory", account.memory + scratch
-                )
+            most = account.memory + facts.scratch_bytes
+            pool.limits.went_over(f"the first call of {traits.label}, with unknown scratch memory", most)
+        scratch = facts.scratch_bytes
         account.reached(scratch)
         if self.trail is not None:
             self.trail.append(Seen(function, account.others + scratch, made, facts.nanoseconds))
         return result
-
-    def _run(
-        self,
-        label: str,
-        facts: OperatorFacts,
-        function: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        given: Sequence[Tensor],
-    ) -> Observed:
-        if facts.settled:
-            return Observed(function(*args, **kwargs), None)
-        observed = observe(facts, function, args, kwargs, working_device(given, kwargs))
-        if observed.peak_bytes is None and not facts.measured:
-            taken = self._pool.account.memory + facts.total_bytes
-            self._pool.limits.not_measured(label, taken, self._pool.budget)
-        return observed
 
 
 def _key_of(traits: Traits, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:

@@ -109,13 +109,13 @@ class Pool:
         self.ledger.stay_below(size)
         self.budget = self.ledger.budget
 
-    def give_way(self, label: str, more: int) -> bool:
-        """The device has no memory for `more` bytes: has less in it; returns whether anything was evicted."""
+    def give_way(self, label: str) -> bool:
+        """The device has no memory left: has less in it; returns whether anything was evicted."""
         if self.replaying or not self.limited:
             return False
         before = self.account.memory
-        self.stay_below(before + more)
-        self.room(label, more)
+        self.stay_below(before)
+        self.room(label, 0)
         return self.account.memory < before
 
     def carry_out(self, decisions: Sequence[Order]) -> list[Order]:
@@ -307,7 +307,7 @@ class Pool:
         """So many bytes are taken for a moment, whether the core has known of them or not."""
         taken = self.account.memory + more
         self.account.peak = max(self.account.peak, taken)  # not `top`: that is so since there is a limit
-        if self.limited and taken > self.budget:
+        if self.limited:
             self.limits.went_over(label, taken)
 
     def revive(self, piece: Piece) -> None:

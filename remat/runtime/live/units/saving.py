@@ -160,16 +160,11 @@ class FirstSaving(Saving):
                 if is_number(saved.tensor):
                     self.count_in(saved.tensor)
                 continue
-            counted = self._account.of(storage_of(saved.tensor))
-            if counted is None:
-                continue
-            piece = counted.piece
-            if piece is None:
-                piece = self._call.row.new_piece(self._call, saved.value.storage, counted.size)
-                piece.counted = counted
-                self._account.become_piece(counted, piece)
-            saved.storage = piece
-            piece.slots.append(reference)
+            storage = storage_of(saved.tensor)
+            counted = self._account.of(storage)
+            if counted is not None:
+                saved.storage = counted.piece or self._own(saved.value.storage, storage)
+                saved.storage.slots.append(reference)
 
 
 def note_returned(call: UnitCall, output: Any) -> list[torch.Tensor]:
