@@ -18,7 +18,7 @@ Whatever differs (`Differs`) makes the stage run as a whole.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -32,11 +32,11 @@ from remat.runtime.calls.tape import (
     Value,
     changed_argument,
     identity_of,
-    look_of,
-    value_of,
+    looks_like,
+    looks_so,
 )
 from remat.runtime.fakes import fake_mode, fake_on, is_fake, storage_without_data
-from remat.runtime.operators import traits_of
+from remat.runtime.operators import Traits, traits_of
 from remat.runtime.pytree import storage_of, tensor_on
 from remat.runtime.raw_memory import Access, RawAccessListener, begin_watch, end_watch
 from remat.runtime.sharding import local_part
@@ -169,6 +169,7 @@ class _Action(NamedTuple):
     """What to do with an operator.
 
     Attributes:
+        traits: of its function; is_view: it only looks in another way at what it is given.
         runs: it runs; results that were kept are put in the place of those that it makes.
         looks_at: of a view, the storage, where that has no memory.
         results: else what it returns: a served result, the argument that it would change, or one without memory. None:
@@ -176,6 +177,8 @@ class _Action(NamedTuple):
     """
 
     operator: Operator
+    traits: Traits
+    is_view: bool
     runs: bool
     looks_at: int | None
     results: tuple[Any, ...] | None
@@ -226,7 +229,7 @@ class Parts:
         looks_at = None
         if operator.is_view and operator.values[0] is not None and operator.values[0].storage in self._nothing:
             looks_at = operator.values[0].storage
-        return _Action(operator, runs, looks_at, results)
+        return _Action(operator, traits_of(operator.function), operator.is_view, runs, looks_at, results)
 
     def _served(self, value: Value, kept: dict[int, list[int]]) -> _Served | None:
         return _Served(tuple(kept[value.storage]), value) if value.storage in kept else None
@@ -298,11 +301,12 @@ class Replaying(OperatorMode, RawAccessListener):
     def __init__(self, parts: Parts, find: Find, lacking: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self._parts, self._find = parts, find
-        self._actions: Iterator[_Action] = iter(parts.actions)
+        self._actions = parts.actions
         self._handed_out: list[tuple[weakref.ref[torch.Tensor], int]] = []  # without memory, with their storages
         self._without_memory = {**parts.without_memory, **{storage_of(each)._cdata: OUTSIDE for each in lacking}}
         self._numbers: dict[int, int] = {}  # of storages that the run has made, or that were kept, by identity
-        self._alive: list[StorageWeakRef] = []  # so that no other storage gets an identity that has a number
+        # So that no other storage gets an identity that has a number.
+        self._alive: list[StorageWeakRef | torch.Tensor] = []
         self._reads_nothing = False
         self.done, self.saved_by, self.failure = 0, 0, ""
 
@@ -319,34 +323,44 @@ class Replaying(OperatorMode, RawAccessListener):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.is_left_to_parts(func, types, args):
-            return NotImplemented
-        if self.is_beside(func, args):
-            return func(*args, **kwargs)
-        action = next(self._actions, None)
+        action = self._actions[self.done] if self.done < len(self._actions) else None
+        if types or action is None or action.operator.function is not func or self.may_be_beside(func):
+            if self.is_left_to_parts(func, types, args):
+                return NotImplemented
+            if self.is_beside(func, args):
+                return func(*args, **kwargs)
         if action is None or action.operator.function is not func:
             self._differ(f"{func} ran instead of {action.operator.function if action is not None else 'ending'}")
-        operator, results = action.operator, action.results
         self.done += 1
-        if operator.is_view:
-            output = func(*args, **kwargs)
-            if action.looks_at is not None:
-                for view in [output] if isinstance(output, torch.Tensor) else output:
-                    self._handed_out.append((weakref.ref(view), action.looks_at))
-            return output
+        if action.is_view:
+            return self._viewed(action, func(*args, **kwargs))
         self._reads_nothing = False
-        if look_of(traits_of(func), args, kwargs, self._number) != operator.look:
+        if not looks_like(action.operator.look, action.traits, args, kwargs, self._number):
             self._differ(f"{func} got other arguments")
-        if not action.runs:
-            assert results is not None
-            return _in_form(operator, [self._result(result, args, kwargs) for result in results])
+        if action.runs:
+            return self._run(action, args, kwargs)
+        assert action.results is not None
+        results = [self._result(result, args, kwargs) for result in action.results]
+        return results[0] if action.operator.form is torch.Tensor else _in_form(action.operator, results)
+
+    def _viewed(self, action: _Action, output: Any) -> Any:
+        """What a view returns, of which it is noted whether it has memory."""
+        if action.looks_at is not None:
+            for view in [output] if isinstance(output, torch.Tensor) else output:
+                self._handed_out.append((weakref.ref(view), action.looks_at))
+        return output
+
+    def _run(self, action: _Action, args: Sequence[Any], kwargs: Any) -> Any:
+        """What an operator returns that runs; in the place of what was kept, that."""
+        operator, results = action.operator, action.results
         if self._reads_nothing:
-            self._differ(f"{func} reads a tensor that was skipped")
-        output = func(*args, **kwargs)
+            self._differ(f"{operator.function} reads a tensor that was skipped")
+        output = operator.function(*args, **kwargs)
         made = [output] if operator.form is torch.Tensor else list(output) if operator.form is not None else []
         for each, value in zip(made, operator.values, strict=False):
             if value is not None and value.storage != OUTSIDE and isinstance(each, torch.Tensor):
-                self._is_number(value.storage, storage_of(each))
+                storage = storage_of(each)
+                self._is_number(value.storage, storage, StorageWeakRef(storage))
         if results is None:
             return output
         # What was made again although it was kept is not held twice.
@@ -375,7 +389,8 @@ class Replaying(OperatorMode, RawAccessListener):
         """
         self._reads_nothing = False
         tensor = local_part(tensor)
-        if number >= len(values) or value_of(tensor, self._number(tensor)) != values[number]:
+        known = number < len(values) and looks_so(tensor, values[number])
+        if not known or self._number(tensor) != values[number].storage:
             self._differ("it saves or returns other tensors")
         if wanted and self._reads_nothing:
             self._differ("it saves or returns a tensor that was skipped")
@@ -407,18 +422,18 @@ class Replaying(OperatorMode, RawAccessListener):
             return number
         return self._numbers.get(identity, OUTSIDE)
 
-    def _is_number(self, number: int, storage: torch.UntypedStorage) -> None:
+    def _is_number(self, number: int, storage: torch.UntypedStorage, alive: StorageWeakRef | torch.Tensor) -> None:
         if self._numbers.get(storage._cdata) != number:
             self._numbers[storage._cdata] = number
-            self._alive.append(StorageWeakRef(storage))
+            self._alive.append(alive)
 
     def _result(self, result: Any, args: Sequence[Any], kwargs: Any) -> torch.Tensor:
-        if isinstance(result, _Skipped):
+        if type(result) is _Served:
+            return self._serve(result)
+        if type(result) is _Skipped:
             tensor = result.tensor.detach()
             self._handed_out.append((weakref.ref(tensor), result.storage))
             return tensor
-        if isinstance(result, _Served):
-            return self._serve(result)
         position, name = result  # of the tensor that would be changed
         return args[position] if position < len(args) else kwargs[name]
 
@@ -429,11 +444,13 @@ class Replaying(OperatorMode, RawAccessListener):
             if tensor is None:
                 continue
             tensor = local_part(tensor)
-            self._is_number(storage, storage_of(tensor))
-            self.saved_by = max(self.saved_by, number + 1)
-            if tensor.dtype == dtype:
+            memory = storage_of(tensor)
+            self._is_number(storage, memory, tensor)
+            if number >= self.saved_by:
+                self.saved_by = number + 1
+            if tensor.dtype is dtype:
                 return tensor.as_strided(size, stride, offset)
-            return tensor_on(storage_of(tensor), dtype, size, stride, offset)  # as numbers of another kind
+            return tensor_on(memory, dtype, size, stride, offset)  # as numbers of another kind
         self._differ("a kept tensor has been freed")
 
 

@@ -42,6 +42,7 @@ from remat.runtime.sharding import are_spread, local_part
 
 OUTSIDE = -1  # the number of all storages that the run has not made: parameters, buffers, its input
 _KINDS = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+_CAST = torch.ops.aten._to_copy.default
 _HOST = torch.device("cpu")
 _CHANGES_STORAGE = frozenset(("set_", "resize_", "resize_as_", "set_data", "record_stream"))
 
@@ -198,6 +199,30 @@ def look_of(
     return tuple(look)
 
 
+def looks_like(
+    look: tuple[Any, ...],
+    traits: Traits,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    number: Callable[[torch.Tensor], int],
+) -> bool:
+    """Whether `look_of` these arguments is this one; in less time than to ask for it."""
+    at = 0
+    for position, value in enumerate(args):
+        expected = look[at] if at < len(look) else None
+        if type(expected) is Value and type(value) in _KINDS:
+            if not looks_so(value, expected) or number(value) != expected.storage:
+                return False
+            at += 1
+            continue
+        found: list[Any] = []
+        _add_look(value, found, number, is_scalar=position in traits.scalars)
+        if look[at : at + len(found)] != tuple(found):
+            return False
+        at += len(found)
+    return look[at:] == (look_of(traits, (), kwargs, number) if kwargs else ())
+
+
 def _add_look(value: Any, look: list[Any], number: Callable[[torch.Tensor], int], *, is_scalar: bool = False) -> None:
     kind = type(value)
     if isinstance(value, torch.Tensor):
@@ -238,6 +263,10 @@ class OperatorMode(EachOperator):
             self._expected = func
             return True
         return False
+
+    def may_be_beside(self, func: Any) -> bool:
+        """Whether `is_beside` has to be asked of an operator that comes when it should."""
+        return func is _CAST or self._expected is not None
 
     def is_beside(self, func: Any, args: Sequence[Any]) -> bool:
         """Whether the operator is none of the run's, or may be missing in the next one."""
@@ -486,7 +515,7 @@ def looks_so(tensor: torch.Tensor, value: Value) -> bool:
 
 def is_cast_of_a_leaf(func: Any, args: Sequence[Any]) -> bool:
     """Whether autocast may have cached what this makes: runs of one stage have it among their operators or not."""
-    return func is torch.ops.aten._to_copy.default and bool(args[0].requires_grad) and bool(args[0].is_leaf)
+    return func is _CAST and bool(args[0].requires_grad) and bool(args[0].is_leaf)
 
 
 def changed_argument(func: Any, position: int) -> tuple[int, str] | None:
