@@ -139,9 +139,7 @@ def test_bound_of_cbc_is_never_above_what_it_wrote() -> None:
 
 def test_a_backend_that_is_not_there_says_how_to_get_it(table2: Chain) -> None:
     for solver in (Ilp(backend="gurobi"), Checkmate(backend="gurobi")):
-        with pytest.raises(
-            RematError, match=r"'gurobi' is not available; 'highs' comes with `pip install highspy`"
-        ):
+        with pytest.raises(RematError, match=r"'gurobi' is not available; 'highs' comes with `pip install highspy`"):
             solver.solve(table2, "90MiB")
 
 
