@@ -127,7 +127,7 @@ def _revisions(name: str) -> set[str]:
 def _commits(revision: str, code: tuple[str, ...]) -> int | None:
     if not revision or revision.endswith("+"):
         return None
-    found = _git("rev-list", f"{revision}..HEAD", "--", *code)
+    found = git("rev-list", f"{revision}..HEAD", "--", *code)
     if found is None:
         return None
     commits = found.split()
@@ -137,7 +137,7 @@ def _commits(revision: str, code: tuple[str, ...]) -> int | None:
 @functools.cache
 def _changes(commit: str, code: tuple[str, ...]) -> bool:
     """Whether a commit has changed more of it than comments and docstrings."""
-    names = _git("diff-tree", "--no-commit-id", "--name-only", "-r", commit, "--", *code) or ""
+    names = git("diff-tree", "--no-commit-id", "--name-only", "-r", commit, "--", *code) or ""
     return any(_is_changed(commit, name) for name in names.splitlines())
 
 
@@ -145,7 +145,7 @@ def _changes(commit: str, code: tuple[str, ...]) -> bool:
 def _is_changed(commit: str, name: str) -> bool:
     if not name.endswith(".py"):
         return True
-    before, after = _git("show", f"{commit}^:{name}"), _git("show", f"{commit}:{name}")
+    before, after = git("show", f"{commit}^:{name}"), git("show", f"{commit}:{name}")
     return before is None or after is None or _without_words(before) != _without_words(after)
 
 
@@ -153,14 +153,15 @@ def _without_words(source: str) -> str:
     """What a file does: its syntax tree without docstrings."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(
-            node
-        ):
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node):
             del node.body[0]
     return ast.dump(tree)
 
 
-def _git(*words: str) -> str | None:
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def git(*words: str) -> str | None:
     """What it answers; None where it cannot."""
     done = subprocess.run(["git", *words], capture_output=True, text=True, cwd=ROOT, check=False)
     return done.stdout if done.returncode == 0 else None

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.ages import RESULTS, ROOT, is_current
+from benchmarks.ages import RESULTS, ROOT, git, is_current
 from remat.files import write_whole
 from remat.utils.machine import machine
 
@@ -19,14 +18,10 @@ Rows = list[dict[str, Any]]
 
 def revision() -> str:
     """The commit, with a "+" where the code differs from it."""
-    commit = _git("rev-parse", "--short", "HEAD")
+    commit = (git("rev-parse", "--short", "HEAD") or "").strip()
     made = (":!benchmarks/results", ":!benchmarks/logs")
-    changed = _git("status", "--porcelain", "--", "remat", "benchmarks", *made)
+    changed = git("status", "--porcelain", "--", "remat", "benchmarks", *made)
     return commit + "+" * bool(changed)
-
-
-def _git(*words: str) -> str:
-    return subprocess.run(["git", *words], capture_output=True, text=True, cwd=ROOT, check=False).stdout.strip()
 
 
 def origin() -> dict[str, Any]:

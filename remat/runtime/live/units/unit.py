@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from remat.runtime.calls.attributes import plain_tensors
@@ -147,16 +149,33 @@ class Unit:
 
 def _first_results(tape: Tape) -> dict[int, Value]:
     """Of each storage that an operator has made as its first result, how that looked. Others, such as workspaces and
-    what attention saves besides, may have gaps that nobody writes to."""
+    what attention saves besides, may have gaps that nobody writes to. Neither memory that was allocated without values,
+    unless an operator then fills all of it, nor what is computed from such: it may hold anything."""
     found: dict[int, Value] = {}
-    seen = {OUTSIDE}
+    seen, unset = {OUTSIDE}, set[int]()
     for operator in tape.operators:
+        reads = unset.intersection(operator.reads)
+        filled = {value.storage for value in operator.values if value is not None and _fills(operator, value, tape)}
+        unset -= filled
+        if reads - {*operator.writes}:
+            unset |= {*operator.writes} - {OUTSIDE}
         for position, value in enumerate(operator.values):
-            if value is not None and value.storage not in seen:
-                seen.add(value.storage)
-                if position == 0:
-                    found[value.storage] = value
-    return found
+            if value is None or value.storage in seen:
+                continue
+            seen.add(value.storage)
+            if reads or operator.name.startswith(("empty", "new_empty")):
+                unset.add(value.storage)
+            if position == 0:
+                found[value.storage] = value
+    return {storage: value for storage, value in found.items() if storage not in unset}
+
+
+def _fills(operator: Operator, value: Value, tape: Tape) -> bool:
+    """Whether an operator gives all of a storage a value, whatever that held."""
+    if value.storage not in operator.writes or value.storage == OUTSIDE:
+        return False
+    whole = math.prod(value.size) * value.dtype.itemsize == tape.storages[value.storage].nbytes
+    return whole and (operator.draws or operator.name in ("fill_", "zero_", "copy_"))
 
 
 def _may_size_by_data(operator: Operator) -> bool:

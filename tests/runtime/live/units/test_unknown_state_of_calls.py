@@ -13,7 +13,9 @@ from torch.nn import functional
 import remat
 from remat.errors import ReplayError
 from remat.runtime.calls import repeated
+from remat.runtime.calls.tape import Recorder
 from remat.runtime.live.units import pieces
+from remat.runtime.live.units.unit import _first_results
 from support.steps import assert_same
 
 WIDTH, ROWS = 32, 256
@@ -48,6 +50,16 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.back(functional.gelu(self.change(self.wide(self.norm(x)))))
+
+
+class Padding(Block):
+    """Computes with memory of which it has written a half, and uses that half."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.change(self.wide(self.norm(x)))
+        padded = hidden.new_empty(2 * ROWS, 4 * WIDTH)
+        padded[:ROWS] = hidden
+        return x + self.back(functional.gelu(padded)[:ROWS])
 
 
 class Twice(nn.Module):
@@ -117,6 +129,28 @@ def test_a_replay_that_repeats_is_looked_at_once(
         seen.append(len(looked_at))
     assert_same(5 * steps(plain, 1, dtype), found)
     assert any(seen) and not seen[-1]
+
+
+@pytest.mark.filterwarnings("ignore::remat.OverBudgetWarning")
+def test_memory_that_nobody_has_written_may_hold_other_numbers() -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Padding(of_nothing) for _ in range(12)))
+
+    expected, model = steps(made(), 4), made()
+    kept = [torch.full((2 * ROWS, 4 * WIDTH), float(number)) for number in range(24)]  # which new memory may hold
+    del kept
+    assert_same(expected, steps(model, 4, budget="5MiB"))
+
+
+def test_what_follows_dropout_is_looked_at() -> None:
+    """On a CPU it fills memory that it has allocated without values."""
+    recorder = Recorder()
+    with recorder:
+        recorder.returned(functional.dropout(torch.ones(8), 0.5, training=True).cos())
+    recorder.ended()
+    assert {storage.nbytes for storage in recorder.tape.storages} == {32}
+    assert {*_first_results(recorder.tape)} == {*range(len(recorder.tape.storages))}
 
 
 def test_sums_tell_what_differs() -> None:
