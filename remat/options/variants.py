@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from remat.runtime.generators import RandomState, held_by, of_python
 from remat.runtime.meter import Region
 from remat.runtime.patching import uncompiled
 from remat.runtime.pytree import tensors
-from remat.runtime.variants import compiled_for, has_variants
+from remat.runtime.variants import compiled_for, draws_once, has_variants
 from remat.utils.ranks import Ranks
 
 MOST = 5  # variants of a stage that are compiled
@@ -45,12 +45,16 @@ class AlikeBlocks(NamedTuple):
     budgets: list[float]
 
 
-def alike_blocks(stages: Sequence[Stage], wanted: Iterable[int], saved: Sequence[int]) -> list[list[int]]:
-    """The indices, of those that are `wanted`, of stages that are compiled, grouped by what they do; `saved`: bytes."""
+def alike_blocks(
+    stages: Sequence[Stage], wanted: Iterable[int], draws: Collection[int], saved: Sequence[int]
+) -> list[list[int]]:
+    """The indices, of those that are `wanted`, of stages that are compiled, grouped by what they do; without those of
+    which a variant may draw random numbers anew in its backward. `draws`: those that draw; `saved`: bytes."""
     found: dict[Any, list[int]] = {}
     for index in wanted:
         stage = stages[index - 1]
-        if any(map(has_variants, stage.parts)):
+        compiled = [part for part in stage.parts if has_variants(part)]
+        if compiled and (index not in draws or all(map(draws_once, compiled))):
             look = [(repr(module), module.training, *_shapes(module)) for module in stage.modules]
             found.setdefault((*look, saved[index - 1]), []).append(index)
     return [*found.values()]

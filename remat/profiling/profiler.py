@@ -203,15 +203,14 @@ class Profiler:
         return found, recording.parcels() if wanted.offload else {}
 
     def _variants(self, facts: Facts, repeats: int | None, saved: Sequence[int], ranks: Ranks) -> MeasuredVariants:
-        """The measured variants of compiled blocks; of one that draws random numbers there are none.
+        """The measured variants of compiled blocks; of one whose backward may draw random numbers anew there are none.
 
-        At low budgets PyTorch's compiler (2.13) makes dropout anew in the backward, with other numbers than in the
-        forward. What it does at a budget depends on shapes, and may be another thing where a batch is smaller.
+        Which it does depends on shapes, and may be another thing where a batch is smaller.
         """
         fixed = (False,) * len(self.stages) if self.places is None else self.places.fixed
         numbers = [index for index in range(1, len(self.stages) + 1) if not fixed[index - 1]]
-        recomputed = [index for index in numbers if not facts[index].marks.draws_random]
-        groups = ranks.first(lambda: alike_blocks(self.stages, recomputed, saved)) if instruments().computes else []
+        draws = {index for index in numbers if facts[index].marks.draws_random}
+        groups = ranks.first(lambda: alike_blocks(self.stages, numbers, draws, saved)) if instruments().computes else []
         if not groups:
             return MeasuredVariants([], {}, [])
         what = "compiling variants of blocks"

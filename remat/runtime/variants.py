@@ -1,8 +1,8 @@
 """Variants of compiled blocks: the same code, compiled to save less in the forward and compute more in the backward.
 
 What a compiled forward saves is for the compiler to choose: `torch._functorch.config.activation_memory_budget`, from 1,
-the fastest, down to 0, the block's inputs alone. A block that was compiled with `block.compile()` is compiled again for
-other budgets, by the backend that was chosen for it; blocks that are alike share what comes of it.
+the fastest, down to 0, the block's inputs and what it draws. A block that was compiled with `block.compile()` is
+compiled again for other budgets, by the backend that was chosen for it; blocks alike share what comes of it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 
 from remat.runtime.patching import COMPILED, is_compiled, outside_of_compiled
 
+_LEAST = 1e-6  # in place of 0, at which PyTorch (2.13) saves the inputs alone, also of blocks that draw random numbers
 _CHOSEN: ContextVar[float | None] = ContextVar("activation_memory_budget of compiled blocks", default=None)
 
 
@@ -58,6 +59,21 @@ def has_variants(module: nn.Module) -> bool:
     return bool(name) and isinstance(module.__dict__[name], _Variants)
 
 
+def draws_once(module: nn.Module) -> bool:
+    """Whether the backwards of all variants of a module have the random numbers that its forward drew.
+
+    PyTorch (2.13) draws them anew where a budget is low. Its own compiler is kept from that (`drawing_once.py`), if no
+    option of the user's stands in the way.
+    """
+    from torch._inductor import config
+
+    backend = module.__dict__[_where_compiled(module)].backend
+    if not isinstance(backend, torch._TorchCompileInductorWrapper) or "joint_custom_post_pass" in backend.config:
+        return False
+    partitioner = backend.config.get("custom_partitioner_fn", getattr(config, "custom_partitioner_fn", None))
+    return partitioner is None
+
+
 def _where_compiled(module: nn.Module) -> str:
     """The attribute in which a module has its compiled call: of `module.compile()`, or of `torch.compile(module)`."""
     if is_compiled(module):
@@ -82,7 +98,7 @@ class _Variants:
     """Runs a compiled block as it was compiled, or as compiled for the budget that is chosen."""
 
     def __init__(self, module: nn.Module, compiled: Callable[..., Any], backend: Any, how: dict[str, Any]) -> None:
-        self._module, self._compiled, self._backend, self._how = module, compiled, backend, how
+        self._module, self._compiled, self.backend, self._how = module, compiled, backend, how
         self._known: dict[float, Callable[..., Any]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +107,7 @@ class _Variants:
             return self._compiled(*args, **kwargs)
         variant = self._known.get(budget)
         if variant is None:
-            backend = _At(self._backend, budget)
+            backend = _At(self.backend, budget)
             variant = self._known[budget] = torch.compile(_entry(budget), backend=backend, **self._how)
         return variant(self._module, args, kwargs)
 
@@ -110,7 +126,13 @@ class _At:
         return hash(self._budget)
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        with torch._functorch.config.patch(activation_memory_budget=self._budget):
+        from torch._inductor import config
+
+        from remat.runtime.drawing_once import DrawingOnce  # takes a while, for those who compile nothing
+
+        once = DrawingOnce(config.joint_custom_post_pass)
+        budget = torch._functorch.config.patch(activation_memory_budget=max(self._budget, _LEAST))
+        with budget, config.patch(joint_custom_post_pass=once):
             return self._backend(*given, **named)
 
 

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import CheckpointPolicy
 
 import remat
 from remat.comparison.bench import Bench
 from remat.errors import PlanMismatch
 from remat.layout import Layout
 from remat.options.variants import MOST
+from remat.runtime.drawing_once import DrawingOnce
 from remat.runtime.patching import is_compiled
-from remat.runtime.variants import compiled_for, has_variants, offer_variants
+from remat.runtime.variants import compiled_for, draws_once, has_variants, offer_variants
 from remat.simulation import store_all_peak
 from support.compiled_models import BACKEND, Model, compiled, in_a_row, left_by, loss
 
@@ -86,8 +88,59 @@ def test_a_stage_that_runs_again_does_so_as_its_variant() -> None:
     assert all(map(torch.equal, left, plain))
 
 
+@pytest.mark.slow
+def test_of_blocks_with_dropout_pytorchs_own_compiler_makes_variants() -> None:
+    """Which drop out what the compiled blocks do."""
+    torch.manual_seed(0)
+    model = compiled(Model(1, dropout=0.3), "inductor")
+    plain = left_by(model, SAMPLE)
+    chain = remat.profile(model, SAMPLE, loss=loss)
+    assert [option.variant for options in chain.options for option in options][-1] == 0
+    ways = [f"/{len(options)}" if options else "" for options in chain.options]
+    forward = [f"F_all{stage}{way}" for stage, way in enumerate(ways, start=1)]
+    backward = [f"B{stage}" for stage in range(chain.length, 0, -1)]
+    schedule = replace(remat.Schedule.parse(" ".join([*forward, *backward])), layout=chain.layout)
+    assert all(map(torch.equal, left_by(remat.apply(model, schedule), SAMPLE), plain))
+
+
+def test_what_takes_the_place_of_our_pass_leaves_blocks_with_dropout_without_variants() -> None:
+    ways: list[tuple[dict[str, Any], bool]] = [
+        ({}, True),
+        ({"mode": "max-autotune-no-cudagraphs"}, True),
+        ({"options": {"joint_custom_post_pass": None}}, False),
+        ({"backend": BACKEND}, False),
+    ]
+    for how, expected in ways:
+        model = Model(1)
+        model.blocks[0].compile(**how)
+        offer_variants(model)
+        assert draws_once(model.blocks[0]) is expected
+
+
+def _drawing() -> torch.fx.Graph:
+    graph = torch.fx.Graph()
+    rows = graph.call_function(torch.ops.aten.rand.default, ([4],))
+    again = graph.call_function(torch.ops.aten.rand.default, ([4],))
+    again.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    graph.output(graph.call_function(torch.ops.aten.add.Tensor, (rows, again)))
+    return graph
+
+
+def test_what_draws_is_marked_as_to_be_saved() -> None:
+    """But for what the block checkpoints itself; what the user has set runs first."""
+    ran: list[str] = []
+    for before in (None, lambda _: ran.append("alone"), [lambda _: ran.append("of two"), DrawingOnce(None)]):
+        graph = _drawing()
+        DrawingOnce(before)(graph)
+        marks = [node.meta.get("recompute") for node in graph.nodes]
+        assert marks == [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE, None, None]
+    assert ran == ["alone", "of two"]
+    assert DrawingOnce(None).uuid() and DrawingOnce(DrawingOnce(None)).uuid() != DrawingOnce(None).uuid()
+    assert DrawingOnce(print).uuid() is None
+
+
 def test_variants_that_would_drop_out_other_numbers_are_none() -> None:
-    """At low budgets the compiler makes dropout anew in the backward, from numbers that come next."""
+    """At low budgets another backend makes dropout anew in the backward, from numbers that come next."""
     torch.manual_seed(0)
     model: Any = compiled(Model(dropout=0.3))
     plain = left_by(model, SAMPLE)
