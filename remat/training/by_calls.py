@@ -132,8 +132,13 @@ def _rehearsed(dtr: DTR, bench: Bench, tell: Callable[[int, int], None] | None =
 
 
 def _least_by_calls(model: nn.Module, bench: Bench, first: int, below: int | None, tell: Progress) -> int | None:
-    """About the least budget, from `first` on, with which a step succeeds; None if none was found."""
+    """About the least budget, from `first` on, with which a step succeeds; None if none was found.
+
+    Where plans need `below`, the first try is of little less: where that fails, less would, too.
+    """
     fails, works, budget = 0, None, first
+    if below is not None and first < below * 9 // 10:
+        fails, budget = first - 1, below * 9 // 10
     for attempt in range(_ATTEMPTS):
         if attempt:
             budget = fails * 5 // 4 if works is None else (fails + works) // 2
