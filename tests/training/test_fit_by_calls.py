@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -356,6 +357,27 @@ def test_too_small_a_limit_names_one_that_works() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     remat.fit(model, x, caught.value.minimum, quiet=True)
     model(x).backward()
+
+
+@pytest.mark.parametrize(
+    ("fits", "below", "expected"), [(95, 100, []), (50, 100, [50, 55]), (15, 12, []), (15, None, [15, 17])]
+)
+def test_how_the_least_limit_is_looked_for(
+    fits: int, below: int | None, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 10 on; a single trial shows that nothing fits with less than a plan needs."""
+    tried: list[int] = []
+
+    def rehearsed(dtr: remat.DTR, bench: Any) -> tuple[Any, int]:
+        tried.append(dtr.budget)
+        return (SimpleNamespace(evictions=1) if dtr.budget >= fits else None), dtr.budget
+
+    monkeypatch.setattr(by_calls, "_rehearsed", rehearsed)
+    found = by_calls._least_by_calls(Dense(), None, 10, below, lambda *_: None)  # type: ignore[arg-type]
+    if expected:
+        assert found is not None and expected[0] <= found <= expected[1]
+    else:
+        assert found is None and len(tried) <= 1
 
 
 def test_code_between_modules_is_left_to_blocks() -> None:
