@@ -87,6 +87,12 @@ def held_by(modules: Iterable[nn.Module], passed: Any = ()) -> list[Any]:
     return list(found.values())
 
 
+def may_hold(module: nn.Module) -> bool:
+    """Whether generators are to be looked for at the module by `held_by`, as long as its attributes are as they are."""
+    look, paths, elsewhere = _paths.get(module, (None, (), ()))
+    return look is None or bool(paths or elsewhere)
+
+
 @cache
 def _of_class(kind: Any) -> tuple[Callable[[], Any], ...]:
     """Give the generators, or nothing yet, that a class of modules and its methods refer to."""

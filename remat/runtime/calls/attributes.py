@@ -14,32 +14,25 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import Enum
-from numbers import Number
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from remat.errors import UnsupportedModel
+from remat.runtime.calls.settled import CONSTANT_TYPES, CONSTANTS, CONTAINERS, NOT_MET, OTHERS, Settled, items_of
 from remat.runtime.generators import OWN, Look, is_generator
 from remat.runtime.pytree import version_of
 
 MISSING = object()
 _UNKNOWN = object()  # what the run has changed itself, or nothing is held of
-_OTHERS = frozenset(("training", "forward", "__getstate__"))  # that are kept by others
 # Of each module, those that are containers when its attributes look so.
 _names: weakref.WeakKeyDictionary[nn.Module, tuple[Look, tuple[str, ...]]] = weakref.WeakKeyDictionary()
-_CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict, Counter))
-_CONSTANT_TYPES = frozenset((bool, int, float, complex, str, bytes, type(None)))
-_CONSTANTS = (torch.Tensor, Number, np.generic, str, bytes, Enum)  # also of NumPy's types, and fractions
-_NOT_MET = OWN | _OTHERS
 # Objects that hold no graph, and may be held themselves.
 _HARMLESS = (type, FunctionType, BuiltinFunctionType, torch.dtype, torch.device)
 
@@ -49,33 +42,61 @@ class Attributes:
 
     Args:
         changing: the run may change some, and shall do so once; else they come back as it met them, whoever it was.
+        settled: of modules by their positions, how runs before have found and left them; None: they have tensors or the
+            like among their attributes. What this run teaches is added.
     """
 
     __slots__ = (
-        *("_before", "_changed", "_changing", "_children", "_contents", "_hooks", "_met", "_modules", "_versions"),
+        *("_before", "_changed", "_changing", "_children", "_contents", "_hooks", "_known", "_met", "_modules"),
+        *("_over", "_positions", "_settled", "_versions"),
     )
 
-    def __init__(self, modules: Sequence[Any], *, changing: bool = True) -> None:
-        self._modules, self._changing = modules, changing
-        if changing:
-            self._before = [dict(vars(each)) for each in modules]
-        else:  # what stands in for a forward would hold the graph that this hangs on
-            self._before = [{name: vars(each)[name] for name in vars(each).keys() - _NOT_MET} for each in modules]
+    def __init__(
+        self, modules: Sequence[Any], *, changing: bool = True, settled: dict[int, Settled | None] | None = None
+    ) -> None:
+        self._changing, self._known, self._over = changing, settled, False
+        # Those that are as they were, with the objects among their attributes; then the others.
+        self._settled: list[tuple[int, nn.Module, Settled, Sequence[Any]]] = []
+        self._modules: list[Any] = []
+        self._positions: list[int] = []
+        self._before: list[dict[str, Any]] = []
         self._met: list[dict[str, Any]] = []  # what is held of that
-        self._children = [dict(each._modules) if changing and each._modules else None for each in modules]
+        self._children: list[dict[str, Any] | None] = []
         self._changed: list[tuple[nn.Module, str, Any]] = []
         self._contents: list[tuple[Any, Any]] = []
         self._hooks = RemovableHandle.next_id
         self._versions: list[tuple[torch.Tensor, int]] = []  # of tensors that nobody makes a copy of
-        for module, before in zip(modules, self._before, strict=True):
-            self._contents += [
-                (each, _without_graphs(each.copy())) for each in self._containers(module) if _is_state(each)
-            ]
-            trained = [each for each in before.values() if isinstance(each, torch.Tensor) and each.requires_grad]
-            self._versions += [(each, version_of(each)) for each in trained if each.grad_fn is None]
+        for position, module in enumerate(modules):
+            how = None if settled is None else settled.get(position)
+            objects = None if how is None else how.objects(module)
+            if how is not None and objects is not None:
+                self._settled.append((position, module, how, objects))
+            else:
+                self._look_at(position, module)
         for container, _ in self._contents:
             found = [each for each in items_of(container) if isinstance(each, torch.Tensor) and each.grad_fn is None]
             self._versions += [(each, version_of(each)) for each in found]
+
+    def _look_at(self, position: int, module: Any) -> None:
+        if self._changing:
+            before = dict(vars(module))
+        else:  # what stands in for a forward would hold the graph that this hangs on
+            before = {name: vars(module)[name] for name in vars(module).keys() - NOT_MET}
+        self._add(position, module, dict(module._modules) if self._changing else None)
+        self._before.append(before)
+        self._contents += [(each, _without_graphs(each.copy())) for each in self._containers(module) if _is_state(each)]
+        trained = [each for each in before.values() if isinstance(each, torch.Tensor) and each.requires_grad]
+        self._versions += [(each, version_of(each)) for each in trained if each.grad_fn is None]
+
+    def _add(self, position: int, module: Any, children: dict[str, Any] | None) -> None:
+        self._positions.append(position)
+        self._modules.append(module)
+        self._children.append(children or None)
+
+    def _unsettle(self, position: int, module: nn.Module, how: Settled) -> None:
+        """It is not any more as runs before have left it."""
+        self._add(position, module, how.children if self._changing else None)
+        self._contents += how.contents if self._changing else []
 
     def _containers(self, module: Any) -> list[Any]:
         """Those that attributes refer to; where nothing changes them, of layers that have none that matter, none."""
@@ -83,25 +104,54 @@ class Attributes:
             return list(containers(module))
         if isinstance(module, nn.Module):
             return []
-        return [each for each in vars(module).values() if type(each) in _CONTAINERS]
+        return [each for each in vars(module).values() if type(each) in CONTAINERS]
+
+    @property
+    def may_draw(self) -> list[nn.Module]:
+        """Modules that may hold, or refer to, a random number generator."""
+        return [*self._modules, *[module for _, module, how, _ in self._settled if how.may_draw]]
 
     def tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:
         """What is neither a parameter nor a buffer, and no graph leads to: the position of its module, and its name."""
-        for position, before in enumerate(self._before):
+        for position, before in zip(self._positions, self._before, strict=True):
             for name, value in plain_tensors(before):
                 yield position, name, value
 
     def ended(self) -> None:
         """The run is over: notes what it has changed, and holds the rest of what it has met; nothing a second time."""
+        if self._over:
+            return
+        self._over = True
         hooked = RemovableHandle.next_id != self._hooks  # of any tensor or module, PyTorch counts all of them
-        for module, before in zip(self._modules, self._before, strict=False):
-            met = {name: _held(before[name]) for name in before.keys() - _NOT_MET}
-            if self._changing:
-                met.update(dict.fromkeys(_differing(vars(module), before), _UNKNOWN))
+        settled, self._settled = self._settled, []
+        for position, module, how, objects in settled:
+            if how.objects(module) is not None:
+                self._settled.append((position, module, how, ()))
+            else:
+                self._before.append(how.before(module, objects))
+                self._unsettle(position, module, how)
+        for position, module, before in zip(self._positions, self._modules, self._before, strict=True):
+            met = {name: _held(before[name]) for name in before.keys() - NOT_MET}
+            differing = _differing(vars(module), before) if self._changing else []
+            met.update(dict.fromkeys(differing, _UNKNOWN))
+            if differing:
                 changes = undone(module, before, hooked=hooked)
                 self._changed += [(module, name, _without_graphs(was)) for name, was in changes]
             self._met.append(met)
+            self._learn(position, module, changed=bool(differing))
         self._before = []
+
+    def _learn(self, position: int, module: nn.Module, *, changed: bool) -> None:
+        """How the run has left a module that was not known to be settled, or is so no longer."""
+        if self._known is None:
+            return
+        if changed:
+            self._known.pop(position, None)
+        elif self._known.get(position, MISSING) is not None:
+            try:
+                self._known[position] = Settled(module)
+            except TypeError:
+                self._known[position] = None
 
     def undo(self) -> None:
         """Puts back what the run, which is over, has changed."""
@@ -113,6 +163,13 @@ class Attributes:
     def others(self) -> list[tuple[Any, str, Any]]:
         """What has been changed since the run by others, and what it was."""
         self.ended()
+        settled, self._settled = self._settled, []
+        for position, module, how, _ in settled:
+            if how.objects(module) is not None:
+                self._settled.append((position, module, how, ()))
+            else:
+                self._met.append(how.met())
+                self._unsettle(position, module, how)
         found: list[tuple[Any, str, Any]] = []
         for module, met, children in zip(self._modules, self._met, self._children, strict=True):
             now = vars(module)
@@ -130,7 +187,7 @@ class Attributes:
                     found.append((module, name, was))
                 elif was.reference() is not value:
                     found.append((module, name, was.tensor))
-            found += [(module, name, MISSING) for name in now.keys() - met.keys() - _NOT_MET]
+            found += [(module, name, MISSING) for name in now.keys() - met.keys() - NOT_MET]
         return found
 
     @property
@@ -145,12 +202,17 @@ class Attributes:
         present = [(module, dict(vars(module))) for module in self._modules]
         found = [each for module in self._modules for each in self._containers(module)]
         contents = [(each, each.copy()) for each in found]
+        settled = [(module, how, how.objects(module)) for _, module, how, _ in self._settled]
         for module, name, was in others:
             put(module, name, was)
         self.undo()
         try:
             yield
         finally:
+            for module, how, objects in settled:
+                if objects is not None and how.objects(module) is None:
+                    present.append((module, how.before(module, objects)))
+                    contents += how.contents
             for container, held in contents:
                 fill(container, held)
             for module, was in present:
@@ -174,7 +236,7 @@ class _Detached(NamedTuple):
 
 def _held(value: Any) -> Any:
     """What is held of what an attribute referred to: no graph, and no object that may hold one."""
-    if type(value) in _CONSTANT_TYPES:
+    if type(value) in CONSTANT_TYPES:
         return value
     if isinstance(value, torch.Tensor):
         return value if value.grad_fn is None else _Detached(weakref.ref(value), _without_graphs(value))
@@ -215,22 +277,22 @@ def undone(module: nn.Module, before: dict[str, Any], *, hooked: bool) -> Iterat
 def _differing(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
     if len(now) == len(before) and all(map(operator.is_, now.values(), before.values())) and [*now] == [*before]:
         return []  # as nearly always
-    names = {*now, *before} - _OTHERS
+    names = {*now, *before} - OTHERS
     return [name for name in names if now.get(name, MISSING) is not before.get(name, MISSING)]
 
 
 def _is_state(value: Any) -> bool:
     """Whether a copy of the reference is all that has to be kept of it, and of its items."""
-    if isinstance(value, tuple) or type(value) in _CONTAINERS:
-        return all(type(item) not in _CONTAINERS and _is_state(item) for item in items_of(value))
-    return type(value) in _CONSTANT_TYPES or isinstance(value, _CONSTANTS)
+    if isinstance(value, tuple) or type(value) in CONTAINERS:
+        return all(type(item) not in CONTAINERS and _is_state(item) for item in items_of(value))
+    return type(value) in CONSTANT_TYPES or isinstance(value, (torch.Tensor, *CONSTANTS))
 
 
 def _without_graphs(value: Any) -> Any:
     """The same without the graph of another step, where tensors in it are part of one."""
     if isinstance(value, torch.Tensor):
         return value if value.grad_fn is None else value.detach().requires_grad_()
-    if not (isinstance(value, tuple) or type(value) in _CONTAINERS):
+    if not (isinstance(value, tuple) or type(value) in CONTAINERS):
         return value
     if isinstance(value, dict):
         items: Any = {key: _without_graphs(each) for key, each in value.items()}
@@ -258,7 +320,7 @@ def containers(module: nn.Module) -> Iterator[Any]:
     attributes = vars(module)
     look, names = _names.get(module, (None, ()))
     if look is None or not look.is_of(module):
-        names = tuple([name for name, value in attributes.items() if type(value) in _CONTAINERS and name not in OWN])
+        names = tuple([name for name, value in attributes.items() if type(value) in CONTAINERS and name not in OWN])
         _names[module] = Look(module), names
     for name in names:
         yield attributes[name]
@@ -267,10 +329,6 @@ def containers(module: nn.Module) -> Iterator[Any]:
 def hooks_of(module: nn.Module) -> list[Any]:
     """What the module keeps its hooks in."""
     return [each for name, each in vars(module).items() if name in OWN and isinstance(each, OrderedDict)]
-
-
-def items_of(container: Any) -> list[Any]:
-    return [*container, *container.values()] if isinstance(container, dict) else [*container]
 
 
 def fill(container: Any, content: Any) -> None:

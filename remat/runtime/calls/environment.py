@@ -7,7 +7,7 @@ them; buffers that it changes are changed once; parameters and other buffers are
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -19,6 +19,7 @@ from remat.runtime.accelerator import granule_of, is_accelerator, rounded
 from remat.runtime.calls.attributes import Attributes, plain_tensors
 from remat.runtime.calls.early_stop import sum_of
 from remat.runtime.calls.hooks import Hooks
+from remat.runtime.calls.settled import Settled
 from remat.runtime.calls.stages import Stage, autocast_of
 from remat.runtime.calls.steady import is_steady
 from remat.runtime.fakes import in_earnest, is_fake
@@ -49,9 +50,11 @@ def working_bytes(stage: Stage) -> int:
 
 def accelerators(stage: Stage, value: Any) -> set[torch.device]:
     """The devices other than the CPU that a run of `stage` on `value` may draw random numbers on."""
-    devices = {tensor.device for tensor in tensors(value)}
-    devices.update(parameter.device for parameter in stage.parameters())
-    found = {device for device in devices if is_accelerator(device)}
+    return _accelerators([*tensors(value), *stage.parameters()])
+
+
+def _accelerators(found_on: Iterable[torch.Tensor]) -> set[torch.device]:
+    found = {device for device in {tensor.device for tensor in found_on} if is_accelerator(device)}
     for device in found:
         granule_of(device)  # refuses those whose limits would not be kept
     return found
@@ -98,9 +101,11 @@ class BufferWatch:
 
     Attributes:
         rewritten: which parameters runs write to without counting a version, as by `.data`; None while not known.
+        settled: of modules whose attributes runs leave alone, by position, how they look.
     """
 
     def __init__(self) -> None:
+        self.settled: dict[int, Settled | None] = {}
         self._changing: dict[tuple[bool, ...], set[_Key]] = {}
         self.rewritten: set[int] | None = None
 
@@ -179,13 +184,16 @@ class Parameters:
         # Of each its version, and its memory, which `parameter.data = ...` puts another for.
         self._now = [(each, each._version, _memory_of(each)) for each in parameters]
 
+    def all(self) -> list[nn.Parameter]:
+        return [parameter for parameter, *_ in self._now]
+
     def changed(self) -> list[torch.Tensor]:
         """Those that were written to since."""
         return [parameter for parameter, version, _ in self._now if parameter._version != version]
 
     def again(self) -> Parameters:
         """The same ones as they are now."""
-        return Parameters(parameter for parameter, *_ in self._now)
+        return Parameters(self.all())
 
     def refuse_others(self, stage: Stage, name: str) -> None:
         """Raises ReplayError where the stage has others now, or other values in them, as far as can be known."""
@@ -256,18 +264,19 @@ class FirstRun:
         self._before: dict[_Key, _Before] = {}
         self._changed: dict[_Key, _Before] = {}
         self._unchanged: list[tuple[_Key, torch.Tensor | None, int]] = []  # buffers that the run leaves as they are
-        self._attributes = Attributes(stage.parts, changing=not self._is_steady)
+        self._attributes = Attributes(stage.parts, changing=not self._is_steady, settled=watch.settled)
         objects = objects_in((value, beside))
         self._objects = Attributes(objects, changing=False) if objects else None
         if not self._is_steady:
-            self._note_state(value, own, preserve_random=preserve_random)
+            self._note_state(passed, own, preserve_random=preserve_random)
 
-    def _note_state(self, value: Any, own: Sequence[Any], *, preserve_random: bool) -> None:
+    def _note_state(self, passed: Sequence[torch.Tensor], own: Sequence[Any], *, preserve_random: bool) -> None:
         """What a run may draw on and change."""
         stage, watch = self._stage, self._watch
         self._sums = None if watch.rewritten is not None else _sums(stage)
-        own = [*{id(each): each for each in (*own, *held_by(stage.parts))}.values(), *of_python()]
-        devices = accelerators(stage, value) if preserve_random else ()
+        held = held_by(self._attributes.may_draw)
+        own = [*{id(each): each for each in (*own, *held)}.values(), *of_python()]
+        devices = _accelerators([*passed, *self._parameters.all()]) if preserve_random else ()
         self._random = RandomState(devices, own, of_cpu=preserve_random)
         self._before = watch.before(stage, self._flags, self._attributes.tensors())
 
@@ -388,12 +397,18 @@ class FirstRun:
     def _state_again(self, others: Sequence[tuple[nn.Module, str, Any]]) -> Iterator[None]:
         """What the first run met, drew on and changed."""
         written = [(weight, weight.detach().clone()) for weight in self._rewritten]
-        with under(self._modes), self._attributes.again(others), self._buffers_again():
+        contexts = [under(self._modes)] if self._modes else []
+        contexts.append(self._attributes.again(others))
+        if self._changed or self._unchanged:
+            contexts.append(self._buffers_again())
+        if self._random is not None:
+            contexts.append(self._random.again())
+        with all_of(contexts):
             try:
-                with nullcontext() if self._random is None else self._random.again():
-                    yield
+                yield
             finally:
-                self._parameters = self._parameters.again()
+                if self._parameters.changed():
+                    self._parameters = self._parameters.again()
             for weight, was in written:
                 if not is_fake(weight) and not torch.equal(weight, was):
                     weight.detach().copy_(was)

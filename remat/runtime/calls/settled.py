@@ -1,0 +1,117 @@
+"""Whether a module's attributes are still what they were, in the time of comparing two lists.
+
+Nearly all modules have settings alone among their attributes, which no run changes: numbers, flags, words, collections
+of them, and objects such as configurations. Of a module that a run has left as it was, that is all that later runs have
+to look at, before them, after them, and before they are made again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Sequence
+from enum import Enum
+from numbers import Number
+from operator import is_
+from types import BuiltinFunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from remat.runtime.generators import OWN, may_hold
+
+CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict, Counter))
+CONSTANT_TYPES = frozenset((bool, int, float, complex, str, bytes, type(None)))
+CONSTANTS = (Number, np.generic, str, bytes, Enum)  # also of NumPy's types, and fractions
+OTHERS = frozenset(("training", "forward", "__getstate__"))  # attributes that are kept by others
+NOT_MET = OWN | OTHERS
+_HELD = (type, BuiltinFunctionType, torch.dtype, torch.device)  # that refer to nothing that takes memory
+
+
+class Settled:
+    """A module's attributes, none of them a tensor, as a run has met and left them.
+
+    Objects are referred to weakly, so that nothing lives longer than without it.
+
+    Attributes:
+        children: the modules below it.
+        contents: containers, each with a copy.
+        may_draw: it may hold, or refer to, a random number generator.
+    """
+
+    __slots__ = ("_constants", "_fixed", "_items", "_names", "_objects", "_seen", "children", "contents", "may_draw")
+
+    def __init__(self, module: nn.Module) -> None:
+        """
+        Raises:
+            TypeError: it has attributes of other kinds.
+        """
+        attributes = vars(module)
+        self._names = attributes.keys() - OTHERS
+        self._seen: tuple[str, ...] = ()  # its attributes' names when it was looked at last
+        self.children, self.may_draw = dict(module._modules), may_hold(module)
+        self.contents: list[tuple[Any, Any]] = []
+        self._objects: list[tuple[str, weakref.ref[Any]]] = []
+        self._fixed: list[str] = []
+        for name in attributes.keys() - NOT_MET:
+            value = attributes[name]
+            if type(value) in CONTAINERS:
+                if not all(map(_is_constant, items_of(value))):
+                    raise TypeError(f"{name} has tensors or objects in it")
+                self.contents.append((value, value.copy()))
+            elif isinstance(value, torch.Tensor):
+                raise TypeError(f"{name} is a tensor")
+            elif not _is_constant(value):
+                self._objects.append((name, weakref.ref(value)))
+                continue
+            self._fixed.append(name)
+        self._constants = [attributes[name] for name in self._fixed]
+        self._items = [items_of(copy) for _, copy in self.contents]
+
+    def objects(self, module: nn.Module) -> Sequence[Any] | None:
+        """The objects among the module's attributes, if all of these are as they were, and its children; else None."""
+        now = vars(module)
+        if (*now,) != self._seen:
+            if now.keys() - OTHERS != self._names:
+                return None
+            self._seen = (*now,)  # a forward that stands in for the module's own comes and goes
+        alike = now["_modules"] == self.children and all(map(is_, map(now.__getitem__, self._fixed), self._constants))
+        if not alike or (self.contents and not self._contents_are_alike()):
+            return None
+        if not self._objects:
+            return ()
+        found = [now[name] for name, _ in self._objects]
+        same = [reference() is value for (_, reference), value in zip(self._objects, found, strict=True)]
+        return found if all(same) else None
+
+    def _contents_are_alike(self) -> bool:
+        for (container, _), items in zip(self.contents, self._items, strict=True):
+            now = items_of(container)
+            if len(now) != len(items) or not all(map(is_, now, items)):
+                return False
+        return True
+
+    def before(self, module: nn.Module, objects: Sequence[Any]) -> dict[str, Any]:
+        """All that the module's attributes were, in place of what they are; `objects`: those among them."""
+        now = vars(module)
+        of_all = {name: value for name, value in now.items() if name in NOT_MET}
+        named = {name: value for (name, _), value in zip(self._objects, objects, strict=True)}
+        return {**of_all, **dict(zip(self._fixed, self._constants, strict=True)), **named}
+
+    def met(self) -> dict[str, Any]:
+        """The same but for what every module has, objects as references to them."""
+        return {**dict(zip(self._fixed, self._constants, strict=True)), **dict(self._objects)}
+
+
+def items_of(container: Any) -> list[Any]:
+    return [*container, *container.values()] if isinstance(container, dict) else [*container]
+
+
+def _is_constant(value: Any) -> bool:
+    if type(value) in CONSTANT_TYPES:
+        return True
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    return isinstance(value, (*CONSTANTS, *_HELD))
