@@ -31,7 +31,23 @@ def _vit() -> Made:
     return _images("ViT", 2, 224, image_size=224, patch_size=14, **sizes)
 
 
-MODELS: dict[str, Callable[[], Made]] = {"GPT-2": _gpt2, "Mistral": _mistral, "ViT": _vit}
+def _narrow_gpt2() -> Made:
+    """Where Python is most of a step, as it is on a fast GPU."""
+    return _language("GPT2", 2, 64, 256, n_layer=12, n_embd=64, n_head=4, bos_token_id=0, eos_token_id=1)
+
+
+def _narrow_vit() -> Made:
+    sizes = {"num_hidden_layers": 12, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256}
+    return _images("ViT", 8, 32, image_size=32, patch_size=8, **sizes)
+
+
+MODELS: dict[str, Callable[[], Made]] = {
+    "GPT-2": _gpt2,
+    "Mistral": _mistral,
+    "ViT": _vit,
+    "GPT-2 of 64": _narrow_gpt2,
+    "ViT of 64": _narrow_vit,
+}
 
 
 def rivals() -> list[dict[str, object]]:
