@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import remat
 from benchmarks.any_model import RIVALS, Made, _language
-from benchmarks.keeping import FIGURES, write
+from benchmarks.keeping import FIGURES, Kept
 from benchmarks.pairing import in_turn, quartiles
 from benchmarks.planners import random_chain
 from remat.comparison.bench import Bench
@@ -61,17 +61,13 @@ def _resnet50() -> Made:
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {"GPT-2": _gpt2, "Llama": _llama, "ResNet-50": _resnet50}
 
 
-def options(names: str = "") -> list[dict[str, object]]:
-    """Of the models of these names, separated by commas; by default of all."""
+def options() -> None:
     torch.set_num_threads(1)
-    rows: list[dict[str, object]] = []
-    for name in names.split(",") if names else MODELS:
-        rows += _of(name, *MODELS[name]())
-        write("options", rows, _NOTE)
-    rows += [*planning(), *replays()]
-    write("options", rows, _NOTE)
-    figure(rows).savefig(FIGURES / "options.png", dpi=150)
-    return rows
+    kept = Kept("options", _NOTE)
+    for name, make in MODELS.items():
+        kept.part(name, lambda name=name, make=make: _of(name, *make()))  # type: ignore[misc]
+    kept.part("planning and replays", lambda: [*planning(), *replays()])
+    figure(kept.rows).savefig(FIGURES / "options.png", dpi=150)
 
 
 def planning(rounds: int = 9) -> list[dict[str, object]]:
@@ -239,6 +235,7 @@ def _apart(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> f
 
 
 def _of(name: str, model: nn.Module, sample: Any) -> list[dict[str, object]]:
+    torch._dynamo.reset()  # which compiles a module's call for no more than eight ways, then runs it as it is written
     start = time.process_time()
     whole = remat.profile(model, sample, options=False)
     middle = time.process_time()
