@@ -16,8 +16,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat.measuring.work import Watching, written_bytes
 from remat.runtime.accelerator import rounded
-from remat.runtime.calls.attributes import MISSING, containers, items_of, undone
+from remat.runtime.calls.attributes import MISSING, containers, undone
 from remat.runtime.calls.environment import working_bytes
+from remat.runtime.calls.settled import items_of
 from remat.runtime.calls.stages import Stage
 from remat.runtime.calls.tape import is_cast_of_a_leaf
 from remat.runtime.meter import Region, instruments, undisturbed

@@ -13,7 +13,8 @@ from torch.nn.parameter import is_lazy
 
 from remat.chain import Chain
 from remat.errors import OverBudgetWarning
-from remat.runtime.calls.attributes import hooks_of, items_of
+from remat.runtime.calls.attributes import hooks_of
+from remat.runtime.calls.settled import items_of
 from remat.runtime.calls.stages import call_of, describe_call
 from remat.runtime.generators import OWN
 from remat.runtime.planned.lengths import numbers_in

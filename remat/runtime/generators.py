@@ -90,7 +90,7 @@ def held_by(modules: Iterable[nn.Module], passed: Any = ()) -> list[Any]:
 def may_hold(module: nn.Module) -> bool:
     """Whether generators are to be looked for at the module by `held_by`, as long as its attributes are as they are."""
     look, paths, elsewhere = _paths.get(module, (None, (), ()))
-    return look is None or bool(paths or elsewhere)
+    return look is None or not look.is_of(module) or bool(paths or elsewhere)
 
 
 @cache

@@ -139,6 +139,30 @@ def test_what_draws_is_marked_as_to_be_saved() -> None:
     assert DrawingOnce(print).uuid() is None
 
 
+def test_whatever_draws_is_marked() -> None:
+    import torch._inductor.inductor_prims as made_by_the_compiler
+
+    aten, graph = torch.ops.aten, torch.fx.Graph()
+    drawing = [
+        *(
+            aten.rand_like.default,
+            aten.randn.default,
+            aten.native_dropout.default,
+            aten.bernoulli.p,
+            aten.randint.default,
+        ),
+        *(aten.bernoulli.p, aten.exponential.default, aten.multinomial.default, aten.normal_functional.default),
+        *(aten.randperm.default, aten.rrelu_with_noise.default, aten._scaled_dot_product_flash_attention.default),
+        *(made_by_the_compiler.seed, made_by_the_compiler.seeds),
+    ]
+    others = [aten.mm.default, aten.gelu.default, made_by_the_compiler.lookup_seed, made_by_the_compiler.random]
+    for target in (*drawing, *others):
+        graph.call_function(target)
+    DrawingOnce(None)(graph)
+    marked = [node.target for node in graph.nodes if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE]
+    assert marked == drawing
+
+
 def test_variants_that_would_drop_out_other_numbers_are_none() -> None:
     """At low budgets another backend makes dropout anew in the backward, from numbers that come next."""
     torch.manual_seed(0)

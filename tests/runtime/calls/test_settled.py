@@ -14,6 +14,7 @@ from torch import nn
 import remat
 from remat.runtime.calls.attributes import Attributes
 from remat.runtime.calls.settled import Settled
+from remat.runtime.generators import held_by
 
 
 class Config:
@@ -142,6 +143,14 @@ def test_objects_are_not_asked_what_they_are_equal_to() -> None:
     assert found is not None and found[0] is module.odd
     module.odd = Odd()  # type: ignore[assignment]
     assert how.objects(module) is None
+
+
+def test_a_generator_that_came_since_it_was_looked_for_is_looked_for() -> None:
+    module = Part()
+    assert not held_by([module]) and not Settled(module).may_draw
+    module.generator = torch.Generator()
+    assert Settled(module).may_draw and held_by([module]) == [module.generator]
+    assert Settled(module).may_draw
 
 
 class Block(nn.Module):
