@@ -38,6 +38,8 @@ class Chain:
             smaller, because F_all saves tensors that F_ck and F_none only hold temporarily.
         replay_seconds: L+1 durations of a recomputation by F_all right before the stage's backward: it ends with the
             last tensor that it saves. By default `fwd_seconds`.
+        again_seconds: L+1 durations that each run after the first takes besides, to put back what the first one met.
+            By default 0.
         options: L+1 tuples of the `Option`s of each stage, without number 0, which keeps everything. Options that
             offload come last. By default no stage has options.
         reserve_bytes: what the executor may hold on top of the activations: buffer snapshots and RNG states.
@@ -63,6 +65,7 @@ class Chain:
     grad_bytes: tuple[int, ...] = field(default=(), kw_only=True, metadata=_LARGEST)
     save_overhead_bytes: tuple[int, ...] = field(default=(), kw_only=True, metadata=_LARGEST)
     replay_seconds: tuple[float, ...] = field(default=(), kw_only=True, metadata=_LARGEST)
+    again_seconds: tuple[float, ...] = field(default=(), kw_only=True, metadata=_LARGEST)
     options: tuple[tuple[Option, ...], ...] = field(default=(), kw_only=True, metadata=_SAME)
     reserve_bytes: int = field(default=0, kw_only=True, metadata=_LARGEST)
     unneeded_bytes: int = field(default=0, kw_only=True, metadata=_SMALLEST)
@@ -73,7 +76,7 @@ class Chain:
     skips: tuple[Skip, ...] = field(default=(), kw_only=True, metadata=_OWN)
     layout: Layout | None = field(default=None, kw_only=True, metadata=_OWN)
 
-    VERSION = 6
+    VERSION = 7
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # the way a frozen dataclass normalises its own fields
@@ -91,6 +94,8 @@ class Chain:
             set_field(self, name, _of_length(name, _times(name, getattr(self, name)), stages, "L+1"))
         replays = _times("replay_seconds", self.replay_seconds) or self.fwd_seconds
         set_field(self, "replay_seconds", _of_length("replay_seconds", replays, stages, "L+1"))
+        besides = _times("again_seconds", self.again_seconds) or (0.0,) * stages
+        set_field(self, "again_seconds", _of_length("again_seconds", besides, stages, "L+1"))
         for index, (replay, forward) in enumerate(zip(replays, self.fwd_seconds, strict=True)):
             if replay > forward:
                 raise InvalidChain(
@@ -288,8 +293,8 @@ class Chain:
             InvalidFile: another kind of file, another version, or missing fields.
             InvalidChain: numbers that describe no chain.
         """
-        # Version 2 has no `replay_seconds`, none before 4 has `options`, in 4 nothing goes to the host, and only 6 has
-        # `skips`.
+        # Version 2 has no `replay_seconds`, none before 4 has `options`, in 4 nothing goes to the host, none before 6 has
+        # `skips`, and only 7 has `again_seconds`.
         content = files.read(path, "Chain", cls.VERSION, oldest=2)
         try:
             return cls.from_fields(content)

@@ -91,6 +91,7 @@ def _durations(chain: Chain, operations: Sequence[Operation]) -> Iterator[float]
     """Seconds of each operation of a valid sequence.
 
     A recomputation right before the backward of its stage ends with the last saved tensor, since its output is unused.
+    Each takes `again_seconds` besides.
     The tensors that an option did not keep are recomputed at the start of the backward.
     """
     run: set[int] = set()
@@ -106,7 +107,8 @@ def _durations(chain: Chain, operations: Sequence[Operation]) -> Iterator[float]
         again = stage in run
         run.add(stage)
         ends_early = again and operations[position : position + 2] == (Operation(F_ALL, stage), Operation(B, stage))
-        yield max((chain.replay_seconds if ends_early else chain.fwd_seconds)[stage - 1], beside)
+        seconds = (chain.replay_seconds if ends_early else chain.fwd_seconds)[stage - 1]
+        yield max(seconds + chain.again_seconds[stage - 1] * again, beside)
         beside = 0.0
         if option:
             partly[stage] = chain.options[stage - 1][option - 1]

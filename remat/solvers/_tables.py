@@ -307,10 +307,12 @@ def divisor_of(sizes: Iterable[np.ndarray]) -> int:
 def times_of(chain: Chain) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The chain's seconds as the kernels take them: prefix sums of the forwards, and both directions of each stage.
 
-    Those once more where the backward comes right behind the forward: a recomputation, but for the loss.
+    Those once more where the backward comes right behind the forward: a recomputation, but for the loss. All count
+    `again_seconds`, the first runs too, which adds the same to all schedules.
     """
-    fwd, bwd = np.array(chain.fwd_seconds, np.float64), np.array(chain.bwd_seconds, np.float64)
-    adjacent = bwd + np.array((*chain.replay_seconds[:-1], chain.fwd_seconds[-1]), np.float64)
+    again = np.array(chain.again_seconds, np.float64)
+    fwd, bwd = again + chain.fwd_seconds, np.array(chain.bwd_seconds, np.float64)
+    adjacent = bwd + again + (*chain.replay_seconds[:-1], chain.fwd_seconds[-1])
     return np.concatenate(([0.0], np.cumsum(fwd))), fwd + bwd, adjacent
 
 

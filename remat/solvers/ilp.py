@@ -132,12 +132,13 @@ class _Model:
 
         Phase k ends with F_all k, if that is run again: right before its backward. An option has a replay there.
         """
+        ends_early = phase == stage < self.chain.length and not option
+        seconds = (self.chain.replay_seconds if ends_early else self.chain.fwd_seconds)[stage - 1]
         if option:
-            again = self.chain.options[stage - 1][option - 1].replay_seconds
-            return (self.chain.fwd_seconds[stage - 1] + again) / self._seconds
-        ends_early = phase == stage < self.chain.length
-        times = self.chain.replay_seconds if ends_early else self.chain.fwd_seconds
-        return times[stage - 1] / self._seconds
+            seconds += self.chain.options[stage - 1][option - 1].replay_seconds
+        if phase < self.chain.length:  # else it is a first run
+            seconds += self.chain.again_seconds[stage - 1]
+        return seconds / self._seconds
 
     def _run(self, phase: int, stage: int, *kinds: str) -> Any:
         """The sum of the variables of these kinds, of all three by default."""

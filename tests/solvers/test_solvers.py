@@ -63,7 +63,7 @@ def test_minimum_budget_is_exact_to_the_byte(name: str, chain: Chain) -> None:
 def literal_persistent(chain: Chain, budget: int) -> float:
     """Theorem 4.8 written down as it stands, in bytes, with the gradients' and forwards' sizes of the chain."""
     act, saved, grad = chain.act_bytes, chain.saved_bytes, chain.grad_bytes
-    f, b = chain.fwd_seconds, chain.bwd_seconds
+    f, b, again = chain.fwd_seconds, chain.bwd_seconds, chain.again_seconds
     known: dict[tuple[int, int, int], float] = {}
 
     def cost(s: int, t: int, m: int) -> float:  # stages from 1; m counts without a_{s-1}
@@ -84,7 +84,7 @@ def literal_persistent(chain: Chain, budget: int) -> float:
             runs = [act[j] + chain.fwd_overhead_bytes[j - 1] + (act[j - 1] if j > s else 0) for j in range(s, split)]
             if not any(chain.fixed[s - 1 : split - 1]) and m >= grad[t] + max(runs):
                 rest = cost(split, t, m - act[split - 1]) + cost(s, split - 1, m)
-                best = min(best, sum(f[s - 1 : split - 1]) + rest)
+                best = min(best, sum(f[s - 1 : split - 1]) + rest + sum(again[s - 1 : split - 1]))
         return best
 
     return cost(1, chain.length, budget - act[0] - chain.reserve_bytes)
@@ -112,6 +112,7 @@ def test_persistent_equals_its_recurrence_written_down(
         grad_bytes=[4 * size for size in some("grad", chain.length + 1)],
         reserve_bytes=reserve,
         replay_seconds=[*map(min, some("replay", chain.length), chain.fwd_seconds)],
+        again_seconds=some("again", chain.length),
     )
     budget = max(minimum_budget(chain) + above, 1)
     assert makespan(chain, budget, Persistent()) == literal_persistent(chain, budget)

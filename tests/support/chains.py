@@ -74,6 +74,7 @@ def measured_chains(draw: st.DrawFn, max_stages: int, *, with_options: bool = Fa
         grad_bytes=grads,
         reserve_bytes=draw(st.integers(0, 3)),
         replay_seconds=[draw(st.integers(0, int(seconds))) for seconds in chain.fwd_seconds],
+        again_seconds=some(chain.length) if draw(st.booleans()) else (),
     )
 
 

@@ -105,7 +105,8 @@ def _next(chain: Chain, own: frozenset, parts: frozenset, pending: int, stored: 
     elif pending < chain.length and not chain.fixed[pending - 1] and below:
         # Saved right before its backward, a stage need not run to its end.
         saving = stored + saved[pending - 1]
-        cost = (chain.replay_seconds[pending - 1], chain.bwd_seconds[pending - 1])
+        again = chain.replay_seconds[pending - 1] + chain.again_seconds[pending - 1]
+        cost = (again, chain.bwd_seconds[pending - 1])
         forward = saving + chain.save_overhead_bytes[pending - 1]
         backward = saving + grad[pending - 1] + chain.bwd_overhead_bytes[pending - 1]
         yield cost, forward, backward, (own - {pending - 1}, parts, pending - 1), pending
@@ -114,6 +115,8 @@ def _next(chain: Chain, own: frozenset, parts: frozenset, pending: int, stored: 
         if before not in own and before not in kept:
             continue
         cost = chain.fwd_seconds[before]
+        if pending < chain.length or stage <= max({*own, *kept}):  # what ran last is there
+            cost += chain.again_seconds[before]
         passing = stored + act[stage] + chain.fwd_overhead_bytes[before]
         fixed = chain.fixed[before]
         if stage not in kept and (pending == chain.length or not fixed):
