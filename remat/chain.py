@@ -38,8 +38,8 @@ class Chain:
             smaller, because F_all saves tensors that F_ck and F_none only hold temporarily.
         replay_seconds: L+1 durations of a recomputation by F_all right before the stage's backward: it ends with the
             last tensor that it saves. By default `fwd_seconds`.
-        again_seconds: L+1 durations that each run after the first takes besides, to put back what the first one met.
-            By default 0.
+        again_seconds: L+1 durations that a recomputation by F_all takes besides, to put back what the first run met and
+            to fill what it has left empty. By default 0.
         options: L+1 tuples of the `Option`s of each stage, without number 0, which keeps everything. Options that
             offload come last. By default no stage has options.
         reserve_bytes: what the executor may hold on top of the activations: buffer snapshots and RNG states.
@@ -293,8 +293,8 @@ class Chain:
             InvalidFile: another kind of file, another version, or missing fields.
             InvalidChain: numbers that describe no chain.
         """
-        # Version 2 has no `replay_seconds`, none before 4 has `options`, in 4 nothing goes to the host, none before 6 has
-        # `skips`, and only 7 has `again_seconds`.
+        # Version 2 has no `replay_seconds`, none before 4 has `options`, in 4 nothing goes to the host, none before 6
+        # has `skips`, and only 7 has `again_seconds`.
         content = files.read(path, "Chain", cls.VERSION, oldest=2)
         try:
             return cls.from_fields(content)

@@ -91,7 +91,7 @@ def _durations(chain: Chain, operations: Sequence[Operation]) -> Iterator[float]
     """Seconds of each operation of a valid sequence.
 
     A recomputation right before the backward of its stage ends with the last saved tensor, since its output is unused.
-    Each takes `again_seconds` besides.
+    One by F_all takes `again_seconds` besides.
     The tensors that an option did not keep are recomputed at the start of the backward.
     """
     run: set[int] = set()
@@ -108,7 +108,9 @@ def _durations(chain: Chain, operations: Sequence[Operation]) -> Iterator[float]
         run.add(stage)
         ends_early = again and operations[position : position + 2] == (Operation(F_ALL, stage), Operation(B, stage))
         seconds = (chain.replay_seconds if ends_early else chain.fwd_seconds)[stage - 1]
-        yield max(seconds + chain.again_seconds[stage - 1] * again, beside)
+        if again and kind == F_ALL:
+            seconds += chain.again_seconds[stage - 1]
+        yield max(seconds, beside)
         beside = 0.0
         if option:
             partly[stage] = chain.options[stage - 1][option - 1]

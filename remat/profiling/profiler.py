@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from remat.measuring.preserving import ForeignGradients, Replaced
 from remat.options.sending import Parcel, common, with_offload
 from remat.options.units import MeasuringVisitor, RecordingVisitor
 from remat.options.variants import CompilingVisitor, MeasuredVariants, VariantsVisitor, alike_blocks
+from remat.profiling import whole_steps
 from remat.profiling.assembling import MeasuredOptions, Measurement, chain_of
 from remat.profiling.model_pass import ModelPass
 from remat.profiling.sequence_pass import SequencePass
@@ -31,12 +33,12 @@ from remat.runtime.calls.early_stop import Ending
 from remat.runtime.calls.places import Places
 from remat.runtime.calls.stages import group
 from remat.runtime.checks import Loss
-from remat.runtime.executor import BySchedule, executing
+from remat.runtime.executor import BySchedule, Running, executing
 from remat.runtime.meter import MemoryMeter, Meter, Region, instruments, undisturbed
 from remat.runtime.patching import keep_compiler_out
 from remat.runtime.pytree import Arguments, loss_in, tensors
 from remat.runtime.sharding import is_sharded, refuse_shards_of_others
-from remat.schedule import B, Schedule, each_recomputed
+from remat.schedule import B, Schedule
 from remat.simulation import peak_and_makespan, simulate, store_all_peak
 from remat.solvers.persistent import Persistent
 from remat.utils.progress import Passes
@@ -126,6 +128,8 @@ class Profiler:
             times.append(seconds.seconds)
         ways, offers = self._ways(memory.facts, wanted, repeats, sizes.saved_bytes)
         chain = assembled(ways)
+        if instruments().computes and not wanted.ranks.are_several:
+            chain = self._as_steps_take(chain, [stage.saves or 0 for stage in memory.facts.stages[1:]])
         chain = replace(chain, reserve_bytes=chain.reserve_bytes + slack_of(max(chain.saved_bytes), self.device))
         return self._with_offload(chain, offers, wanted.ranks) if wanted.offload else chain
 
@@ -237,6 +241,23 @@ class Profiler:
     def _suffices(sweeps: Sequence[Mapping[Span, float]], repeats: int | None, ranks: Ranks) -> bool:
         return any(ranks.all(_suffices(sweeps, repeats)))
 
+    def _as_steps_take(self, chain: Chain, saves: Sequence[int]) -> Chain:
+        """With times that agree with whole steps, where that counts (`whole_steps`)."""
+        if not whole_steps.is_worth_it(chain, self.device):
+            return chain
+        running = [executing(self.model, how) for how in (None, whole_steps.recomputing_each(chain))]
+        begin = self.passes.begin("timing whole steps", chain.length)
+        begin(1)
+
+        def seconds(running: Running) -> float:
+            start = instruments().now(self.device)
+            self._step(running)
+            return instruments().now(self.device) - start
+
+        took = [[seconds(each) for each in running] for _ in range(1 + whole_steps.ROUNDS)]
+        plain, recomputing = map(min, zip(*took[1:], strict=True))  # in the first one, some things are set up
+        return whole_steps.as_steps_take(chain, plain, recomputing, saves)
+
     def excess(self, chain: Chain) -> int:
         """By how many bytes steps exceed what the chain predicts: by the schedule of least memory, and by one of more.
 
@@ -259,7 +280,7 @@ class Profiler:
 
         Of some steps in which each stage is recomputed for its own backward, the least: the rest is chance.
         """
-        schedule = Schedule(each_recomputed(chain.fixed), layout=chain.layout)
+        schedule = whole_steps.recomputing_each(chain)
         steps = list(self._steps(schedule, in_pieces=True))
         predicted = [moment.peak_bytes for moment in simulate(chain, schedule).timeline]
         held, pending, begin = [0] * chain.length, chain.length, 0
@@ -280,23 +301,24 @@ class Profiler:
         assert way.executor is not None
         way.executor.run_to_the_end()
 
-        def step() -> None:
-            output = running(*self.call.args, **self.call.kwargs)
-            end = self.loss(output) if self.loss is not None else loss_in(output)
-            if end is None:
-                ends = [tensor for tensor in tensors(output) if tensor.requires_grad]
-                end = Sink.apply(RandomGradients(ends), *ends)
-                del ends
-            held = output if self.output_held else None
-            del output
-            self.foreign.keep(end)
-            end.backward()
-            del held
-
+        step = partial(self._step, running)
         if instruments().computes:
             step()  # what is set up once
         for _ in range(_STEPS_IN_SHARDS if any(map(is_sharded, self.model.modules())) else 1):
             yield self._seen(step, way, in_pieces=in_pieces)
+
+    def _step(self, running: Running) -> None:
+        output = running(*self.call.args, **self.call.kwargs)
+        end = self.loss(output) if self.loss is not None else loss_in(output)
+        if end is None:
+            ends = [tensor for tensor in tensors(output) if tensor.requires_grad]
+            end = Sink.apply(RandomGradients(ends), *ends)
+            del ends
+        held = output if self.output_held else None
+        del output
+        self.foreign.keep(end)
+        end.backward()
+        del held
 
     def _seen(self, step: Callable[[], None], way: BySchedule, *, in_pieces: bool) -> _SeenStep:
         pieces = MemoryMeter(self.device)

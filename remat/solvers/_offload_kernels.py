@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from remat.solvers._table_kernels import _need_forward, _relax, _row
+from remat.solvers._table_kernels import _forwards, _need_forward, _relax, _row
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -88,11 +88,12 @@ def _offer(flat, first, columns, row, rest, shift, need, cost):
 def fill_offload(flat, columns, sizes, slots, times, unit, options, moves):
     """Fills all cells of the persistent recurrence with borders (`docs/offload.md`)."""
     act, saved, fwd_over, bwd_extra, grad, save_over = sizes
-    prefix, both, adjacent = times
+    both, adjacent = times[1], times[2]
     n, borders = saved.size, 2 * moves[0].shape[1] + 1
     first_slots = np.full(_row(0, n) * borders, columns, np.int64)  # of each row that is feasible
     flat[:] = np.inf
     for t in range(n):
+        prefix = _forwards(t, n, times)
         for s in range(t, -1, -1):
             rest = _row(s + 1, t) * borders if s < t else -1
             for j in range(borders):
@@ -131,7 +132,7 @@ def _best(flat, columns, s, t, j, m, sizes, slots, times, unit, options, moves):
     """The decision behind cell (s, t, j) at m slots: s "save all of s"; above s the split point; -2, -3, ... the
     options of s and, behind these, its moves; -1 infeasible. Reading a schedule out visits few cells.
     """
-    prefix, both, adjacent = times
+    prefix, both, adjacent = _forwards(t, sizes[1].size, times), times[1], times[2]
     grad, borders = sizes[4], 2 * moves[0].shape[1] + 1
     first, last = _border(s, j, moves)
     best, decision = np.float32(np.inf), -1
@@ -174,12 +175,13 @@ def fill_least_offload(sizes, times, options, moves):  # noqa: PLR0912  # one lo
     Returns the decisions, one for each row, as `_best` has them.
     """
     act, saved, fwd_over, bwd_extra, grad, save_over = sizes
-    prefix, both, adjacent = times
+    both, adjacent = times[1], times[2]
     n, borders = saved.size, 2 * moves[0].shape[1] + 1
     rows = _row(0, n) * borders
     least, seconds = np.zeros(rows, np.int64), np.zeros(rows, np.float64)
     decisions = np.full(rows, -1, np.int16)
     for t in range(n):
+        prefix = _forwards(t, n, times)
         for s in range(t, -1, -1):
             rest = _row(s + 1, t) * borders
             for j in range(borders):
@@ -228,7 +230,7 @@ def read_offload(  # noqa: PLR0915  # four decisions, a paragraph each
     decisions: int16, one for each row, to follow; of shape (0,) they are found from the table.
     """
     act, saved, fwd_over, bwd_extra, grad, save_over = sizes
-    prefix, both, adjacent = times
+    both, adjacent = times[1], times[2]
     n, borders = saved.size, 2 * moves[0].shape[1] + 1
     todo = [(0, n - 1, 0, m, 0)]  # s, t, j, m, bytes held beyond what the cell counts; t = -1: B s
     count, peak, seconds = 0, 0, 0.0
@@ -275,6 +277,7 @@ def read_offload(  # noqa: PLR0915  # four decisions, a paragraph each
                 count += 1
                 besides = first if stage == s else 0
                 peak = max(peak, held + grad[t + 1] + _need_forward(s, stage, sizes) + besides)
+            prefix = _forwards(t, n, times)
             seconds += prefix[decision] - prefix[s]
             todo.append((s, decision - 1, _left_border(j, moves), m, held))
             todo.append((decision, t, 0, m - slots[0][decision], held + act[decision]))

@@ -18,7 +18,8 @@ Arguments with the same name are the same everywhere:
     slots: int64 (act[n+1], saved[n]) in slots; for the floating recurrence, what keeping activation s takes from what
         comes behind, and what storing all of stage s takes.
     times: float64 (prefix sums of forward[n+1], both directions[n], both where the backward comes right behind the
-        forward[n], which then ends with what it saves).
+        forward[n], which then ends with what it saves; prefix sums[n+1] of first forwards that keep nothing, with what
+        the run that saves takes besides, since it comes later).
     options: int64 bytes (n, K) that an option keeps, of its save_overhead and of its bwd_overhead; int64 (n, K) what
         keeping it takes in slots; float64 (n, K) seconds of its replay; int64 (n,) how many options a stage has.
     save_all: bool (n,): whether stage s may be saved before the stages behind it have run.
@@ -34,6 +35,13 @@ from numba import njit
 @njit(cache=True, nogil=True, inline="always")
 def _row(s, t):
     return t * (t + 1) // 2 + s
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _forwards(t, n, times):
+    """Prefix sums of forwards that keep nothing while the gradient of activation t+1 is held: that of the loss, and
+    each is a first one."""
+    return times[3] if t == n - 1 else times[0]
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -196,7 +204,7 @@ def fill_persistent(  # noqa: PLR0912  # one loop nest; functions in it would hi
     rows and columns need nothing from the tile itself, so they come first, with the split outermost: its rows
     (split, t) and (s, split-1) then serve all cells of the tile from cache.
     """
-    prefix, grad = times[0], sizes[4]
+    prefix, firsts, grad, last = times[0], times[3], sizes[4], sizes[1].size - 1
     sweeps = np.zeros(s_high - s_low, np.int64)
     needs = np.empty((2, s_high - s_low, t_high - t_low), np.int64)  # of the present split and of the next
     for s in range(s_high - 1, s_low - 1, -1):
@@ -212,6 +220,7 @@ def fill_persistent(  # noqa: PLR0912  # one loop nest; functions in it would hi
         for s in range(s_low, s_high):
             row = s - s_low
             costs = (np.float32(prefix[split] - prefix[s]), np.float32(prefix[split + 1] - prefix[s]))
+            first = (np.float32(firsts[split] - firsts[s]), np.float32(firsts[split + 1] - firsts[s]))
             sweep = max(sweeps[row], _need_forward(s, split, sizes))
             if sweep > sweeps[row]:
                 _slots_of_sweep(needs[1], row, sweep, t_low, t_high, grad, unit)
@@ -219,7 +228,8 @@ def fill_persistent(  # noqa: PLR0912  # one loop nest; functions in it would hi
                 need, then = needs[0, row, t - t_low], needs[1, row, t - t_low]
                 lefts = (_row(s, split - 1), _row(s, split))
                 rights = (_row(split, t), _row(split + 1, t))
-                _two_splits(flat, ranges, columns, _row(s, t), lefts, rights, (need, then), shifts, costs)
+                spent = first if t == last else costs
+                _two_splits(flat, ranges, columns, _row(s, t), lefts, rights, (need, then), shifts, spent)
             after = max(sweep, _need_forward(s, split + 1, sizes))
             if after > sweeps[row]:
                 for later in range(2):
@@ -232,8 +242,9 @@ def fill_persistent(  # noqa: PLR0912  # one loop nest; functions in it would hi
         for split in range(s + 1, t_high):
             sweep = max(sweep, _need_forward(s, split - 1, sizes))
             if split < s_high or split >= s_high + paired:
-                cost = np.float32(prefix[split] - prefix[s])
                 for t in range(max(split, t_low), t_high):
+                    forwards = firsts if t == last else prefix
+                    cost = np.float32(forwards[split] - forwards[s])
                     need = -(-(grad[t + 1] + sweep) // unit)
                     rows = (_row(s, t), _row(s, split - 1), _row(split, t))
                     _split(flat, ranges, columns, rows[0], rows[1], rows[2], need, slots[0][split], cost)
@@ -248,7 +259,7 @@ def _best_split(flat, columns, s, t, m, sizes, slots, times, unit, save_all, opt
     so the search ends where that is found, or where running forward alone would cost more.
     """
     act_slots, saved_slots = slots
-    prefix, both, adjacent = times
+    prefix, both, adjacent = _forwards(t, sizes[1].size, times), times[1], times[2]
     grad = sizes[4]
     best, decision = np.inf, -1
     target = flat[_row(s, t) * columns + m]
@@ -328,7 +339,8 @@ def read_persistent(flat, columns, m, decisions, sizes, slots, times, unit, save
                 kinds[count], stages[count], chosen[count] = 1 if stage == s else 2, stage + 1, 0
                 count += 1
                 peak = max(peak, held + sizes[4][t + 1] + _need_forward(s, stage, sizes))
-            seconds += times[0][decision] - times[0][s]
+            prefix = _forwards(t, n, times)
+            seconds += prefix[decision] - prefix[s]
             todo.append((s, decision - 1, m, held))
             todo.append((decision, t, m - slots[0][decision], held + sizes[0][decision]))
     return count, peak, seconds
@@ -341,12 +353,13 @@ def fill_least_persistent(sizes, times, save_all, options):
     Returns int64 (n, n) decisions, read as in `_best_split`.
     """
     act, saved, fwd_over, bwd_extra, grad, save_over = sizes
-    prefix, both, adjacent = times
+    both, adjacent = times[1], times[2]
     n = saved.size
     least = np.zeros((n, n), np.int64)
     seconds = np.zeros((n, n), np.float64)
     decisions = np.zeros((n, n), np.int64)
     for t in range(n):
+        prefix = _forwards(t, n, times)
         for s in range(t, -1, -1):
             top = np.iinfo(np.int64).max
             time, decision = np.inf, -1
@@ -391,7 +404,7 @@ def _need_step(s, l, sizes):
 def _begin_floating(flat, ranges, columns, s, t, l, n, sizes, slots, times, unit, options):
     """Sets cell (s, t, l) to "save all" (s = t) or "move on" (s < t), and to inf where that does not fit."""
     first, full = ranges
-    prefix, both, adjacent = times
+    prefix, both, adjacent = _forwards(l, n, times), times[1], times[2]
     cell = _cell(s, t, l, n)
     if s == t:
         need = -(-(sizes[0][s] + _need_save_all(s, l, sizes)) // unit)
@@ -441,8 +454,10 @@ def fill_floating(flat, ranges, columns, s, t_low, t_high, sizes, slots, times, 
     stay in cache while the block is relaxed with them.
     """
     n = sizes[1].size
-    cost, shift = np.float32(times[0][s + 1] - times[0][s]), slots[0][s]
+    shift = slots[0][s]
     for l in range(t_low, n):
+        prefix = _forwards(l, n, times)
+        cost = np.float32(prefix[s + 1] - prefix[s])
         need = max(-(-_need_step(s, l, sizes) // unit), 0)
         for t in range(t_low, min(t_high, l + 1)):
             _begin_floating(flat, ranges, columns, s, t, l, n, sizes, slots, times, unit, options)
@@ -468,7 +483,7 @@ def _best_floating(flat, columns, s, t, l, m, n, sizes, slots, times, unit, opti
     its own ("save all" if s = t, else "move on"), above t the backward until which it is kept; -1 if infeasible.
     For the options of s, counted from 0: -2, -3, ...
     """
-    prefix, both, adjacent = times
+    prefix, both, adjacent = _forwards(l, n, times), times[1], times[2]
     best, decision = np.inf, -1
     need = sizes[0][s] + _need_save_all(s, l, sizes) if s == t else _need_step(s, l, sizes)
     shift = slots[1][s] if s == t else 0
@@ -545,7 +560,8 @@ def read_floating(flat, columns, m, decisions, sizes, slots, times, unit, option
         else:
             kinds[count] = 2 if decision == t else 1
             peak = max(peak, held + _need_step(s, l, sizes))
-            seconds += times[0][s + 1] - times[0][s]
+            prefix = _forwards(l, n, times)
+            seconds += prefix[s + 1] - prefix[s]
             if decision == t:
                 todo.append((s + 1, t, l, m, held))
             else:
@@ -562,14 +578,15 @@ def fill_least_floating(sizes, times, options):
     Returns int16 (cells,) decisions, read as in `_best_floating`.
     """
     act, saved = sizes[0], sizes[1]
-    prefix, both, adjacent = times
+    both, adjacent = times[1], times[2]
     n = saved.size
     cells = n * (n + 1) * (n + 2) // 6
     least, seconds = np.empty(cells, np.int64), np.empty(cells, np.float64)
     decisions = np.empty(cells, np.int16)
     for s in range(n - 1, -1, -1):
-        forward = prefix[s + 1] - prefix[s]
         for l in range(s, n):
+            prefix = _forwards(l, n, times)
+            forward = prefix[s + 1] - prefix[s]
             step = _need_step(s, l, sizes)
             for t in range(s, l + 1):
                 if s == t:

@@ -304,16 +304,19 @@ def divisor_of(sizes: Iterable[np.ndarray]) -> int:
     return math.gcd(*(int(size) for array in sizes for size in array.flat)) or 1
 
 
-def times_of(chain: Chain) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def times_of(chain: Chain) -> tuple[np.ndarray, ...]:
     """The chain's seconds as the kernels take them: prefix sums of the forwards, and both directions of each stage.
 
-    Those once more where the backward comes right behind the forward: a recomputation, but for the loss. All count
-    `again_seconds`, the first runs too, which adds the same to all schedules.
+    Those once more where the backward comes right behind the forward: a recomputation, but for the loss. Last, the sums
+    of first forwards that keep nothing: what the one that saves takes besides, once for each stage, counts there.
     """
-    again = np.array(chain.again_seconds, np.float64)
-    fwd, bwd = again + chain.fwd_seconds, np.array(chain.bwd_seconds, np.float64)
-    adjacent = bwd + again + (*chain.replay_seconds[:-1], chain.fwd_seconds[-1])
-    return np.concatenate(([0.0], np.cumsum(fwd))), fwd + bwd, adjacent
+    fwd, bwd = np.array(chain.fwd_seconds, np.float64), np.array(chain.bwd_seconds, np.float64)
+    adjacent = bwd + np.array((*chain.replay_seconds[:-1], chain.fwd_seconds[-1]), np.float64)
+    return _prefix_sums(fwd), fwd + bwd, adjacent, _prefix_sums(fwd + chain.again_seconds)
+
+
+def _prefix_sums(seconds: np.ndarray) -> np.ndarray:
+    return np.concatenate(([0.0], np.cumsum(seconds)))
 
 
 def in_parallel(work: Callable[..., None], waves: Iterable[Sequence[tuple[int, ...]]], *, threads: bool) -> None:

@@ -125,8 +125,7 @@ def _linear_program(chain: Chain, limit: int | None) -> tuple[Any, dict[tuple[in
         others = pulp.lpSum(scale * act[i] * kept[phase - 1, i] for i in range(1, phase - 1))
         problem += others + scale * (chain.reserve_bytes + act[0] + needed) <= top
     seconds = chain.store_all_seconds or 1.0
-    each = [sum(both) / seconds for both in zip(chain.fwd_seconds, chain.again_seconds, strict=True)]
-    time = pulp.lpSum(each[stage - 1] * variable for (_, stage), variable in runs.items())
+    time = pulp.lpSum(chain.fwd_seconds[stage - 1] / seconds * variable for (_, stage), variable in runs.items())
     problem.setObjective(time if limit is not None else top)
     return problem, kept
 

@@ -124,10 +124,10 @@ class _Model:
         own = self._states()
         self._rules(own)
         self._memory(own, top)
-        forward = pulp.lpSum(self._share(*key[1:]) * run for key, run in self.runs.items())
+        forward = pulp.lpSum(self._share(*key) * run for key, run in self.runs.items())
         self.problem.setObjective(top if self.minimise_memory else forward)
 
-    def _share(self, phase: int, stage: int, option: int) -> float:
+    def _share(self, kind: str, phase: int, stage: int, option: int) -> float:
         """What a forward run adds to the makespan, of that of storing everything.
 
         Phase k ends with F_all k, if that is run again: right before its backward. An option has a replay there.
@@ -136,7 +136,7 @@ class _Model:
         seconds = (self.chain.replay_seconds if ends_early else self.chain.fwd_seconds)[stage - 1]
         if option:
             seconds += self.chain.options[stage - 1][option - 1].replay_seconds
-        if phase < self.chain.length:  # else it is a first run
+        if kind == F_ALL and phase < self.chain.length:  # else it is a first run
             seconds += self.chain.again_seconds[stage - 1]
         return seconds / self._seconds
 

@@ -13,7 +13,7 @@ import remat
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget, RematError
 from remat.simulation import simulate, store_all_peak
-from remat.solvers import lower_bound, make_solver, minimum_budget, solve
+from remat.solvers import floating, lower_bound, make_solver, minimum_budget, solve
 from remat.solvers.base import Solver
 from remat.solvers.floating import Floating, FloatingTable
 from remat.solvers.persistent import Persistent, PersistentTable
@@ -39,11 +39,13 @@ def test_floating_equals_exhaustive_search_on_every_oracle_chain(oracle_chains: 
 
 
 @settings(max_examples=400, deadline=None)
-@given(measured_chains(max_stages=5, with_options=True), st.integers(0, 12))
-def test_floating_equals_exhaustive_search(chain: Chain, tenths: int) -> None:
+@given(measured_chains(max_stages=5, with_options=True), st.integers(0, 12), st.sampled_from([1, 8]))
+def test_floating_equals_exhaustive_search(chain: Chain, tenths: int, block: int) -> None:
     least, most = minimum_budget(chain, "floating"), store_all_peak(chain)
     budget = max(least + (most - least) * tenths // 10, 1)
-    assert makespan(chain, budget, "floating") == optimum(chain, budget)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(floating, "_BLOCK", block)
+        assert makespan(chain, budget, "floating") == optimum(chain, budget)
     assert optimum(chain, least) < math.inf
     assert optimum(chain, least - 1) == math.inf
 
@@ -152,8 +154,6 @@ def test_theorem_3_6_floating_solves_2_partition(xs: list[int]) -> None:
 @settings(max_examples=30, deadline=None)
 @given(chains(max_stages=30, largest=1000), st.integers(1, 8))
 def test_blocks_and_threads_change_nothing(chain: Chain, block: int) -> None:
-    from remat.solvers import floating
-
     budget = max(store_all_peak(chain) // 2, 1)
     tables = []
     with pytest.MonkeyPatch.context() as patch:

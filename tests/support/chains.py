@@ -23,7 +23,9 @@ def chains(draw: st.DrawFn, max_stages: int = 7, largest: int = 12) -> Chain:
     act = some(stages + 1)
     saved = [a + extra for a, extra in zip(act[1:], some(stages), strict=True)]
     fixed = draw(st.one_of(st.just([False] * stages), st.lists(st.booleans(), min_size=stages, max_size=stages)))
-    return Chain(act, saved, some(stages), some(stages), some(stages), some(stages), fixed=fixed)
+    sizes_and_times = [act, saved, some(stages), some(stages), some(stages), some(stages)]
+    again = draw(st.one_of(st.just([0] * stages), st.lists(st.integers(0, 4), min_size=stages, max_size=stages)))
+    return Chain(*sizes_and_times, fixed=fixed, again_seconds=again)
 
 
 @st.composite
@@ -74,7 +76,6 @@ def measured_chains(draw: st.DrawFn, max_stages: int, *, with_options: bool = Fa
         grad_bytes=grads,
         reserve_bytes=draw(st.integers(0, 3)),
         replay_seconds=[draw(st.integers(0, int(seconds))) for seconds in chain.fwd_seconds],
-        again_seconds=some(chain.length) if draw(st.booleans()) else (),
     )
 
 

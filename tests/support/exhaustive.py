@@ -115,16 +115,16 @@ def _next(chain: Chain, own: frozenset, parts: frozenset, pending: int, stored: 
         if before not in own and before not in kept:
             continue
         cost = chain.fwd_seconds[before]
-        if pending < chain.length or stage <= max({*own, *kept}):  # what ran last is there
-            cost += chain.again_seconds[before]
+        first = pending == chain.length and stage > max({*own, *kept})  # what ran last is there
+        saving_cost = cost if first else cost + chain.again_seconds[before]
         passing = stored + act[stage] + chain.fwd_overhead_bytes[before]
         fixed = chain.fixed[before]
         if stage not in kept and (pending == chain.length or not fixed):
             saving = stored + saved[before] + chain.save_overhead_bytes[before]
-            yield cost, saving, None, (own, parts | {stage}, pending), stage
+            yield saving_cost, saving, None, (own, parts | {stage}, pending), stage
             for number, part in enumerate(chain.options[before], start=1):
                 keeping = stored + part.saved_bytes + part.host_bytes + part.save_overhead_bytes
-                yield cost, keeping, None, (own, parts | {stage + number / 64}, pending), stage
+                yield saving_cost, keeping, None, (own, parts | {stage + number / 64}, pending), stage
             if before in own and not fixed:
                 yield cost, passing, None, ((own - {before}) | {stage}, parts, pending), stage
         if not fixed:

@@ -83,7 +83,7 @@ def judge(chain: Chain, operations: Iterable[Operation]) -> Verdict:  # noqa: PL
             next_is_its_backward = [*operations[number + 1 : number + 2]] == [Operation("B", stage)]
             to_the_end = first or kind != "F_all" or not next_is_its_backward or part_only
             seconds += chain.fwd_seconds[stage - 1] if to_the_end else chain.replay_seconds[stage - 1]
-            seconds += 0.0 if first else chain.again_seconds[stage - 1]
+            seconds += 0.0 if first or kind != "F_all" else chain.again_seconds[stage - 1]
         moments.append((peak, sum(memory.values())))
     return Verdict(not backwards, moments, seconds)
 
