@@ -13,7 +13,7 @@ import remat
 from remat.chain import Chain
 from remat.errors import InfeasibleBudget, RematError
 from remat.simulation import simulate, store_all_peak
-from remat.solvers import floating, lower_bound, make_solver, minimum_budget, solve
+from remat.solvers import floating, lower_bound, make_solver, minimum_budget, persistent, solve
 from remat.solvers.base import Solver
 from remat.solvers.floating import Floating, FloatingTable
 from remat.solvers.persistent import Persistent, PersistentTable
@@ -165,15 +165,20 @@ def test_blocks_and_threads_change_nothing(chain: Chain, block: int) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(chains(max_stages=12, largest=10**8), st.integers(1, 9))
-def test_what_a_reading_says_is_what_the_simulation_says(chain: Chain, tenths: int) -> None:
-    """The peak and the seconds that decide between slots are those of the schedule, in bytes."""
+@given(chains(max_stages=12, largest=10**8), st.integers(1, 9), st.sampled_from([1, 3, 16]))
+def test_what_a_reading_says_is_what_the_simulation_says(chain: Chain, tenths: int, together: int) -> None:
+    """The peak and the seconds that decide between slots are those of the schedule, in bytes; the table has those."""
     budget = max(store_all_peak(chain) * tenths // 10, 1)
-    for table in (FloatingTable(chain, budget, 40), PersistentTable(chain, budget, 40)):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(floating, "_BLOCK", together)
+        patch.setattr(persistent, "_TILE", together)
+        tables = FloatingTable(chain, budget, 40), PersistentTable(chain, budget, 40)
+    for table in tables:
         operations = table.read(budget)
         for slot, reading in table._readings.items():
             report = simulate(chain, remat.Schedule(table._operations(slot)))
             assert report.seconds == pytest.approx(reading.seconds, rel=1e-6)
+            assert report.seconds == pytest.approx(float(table.whole[slot]), rel=1e-5)
             assert report.peak_bytes == reading.peak_bytes + chain.act_bytes[0] + chain.reserve_bytes
         assert operations is None or simulate(chain, remat.Schedule(operations)).peak_bytes <= budget
 

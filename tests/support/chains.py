@@ -24,8 +24,7 @@ def chains(draw: st.DrawFn, max_stages: int = 7, largest: int = 12) -> Chain:
     saved = [a + extra for a, extra in zip(act[1:], some(stages), strict=True)]
     fixed = draw(st.one_of(st.just([False] * stages), st.lists(st.booleans(), min_size=stages, max_size=stages)))
     sizes_and_times = [act, saved, some(stages), some(stages), some(stages), some(stages)]
-    again = draw(st.one_of(st.just([0] * stages), st.lists(st.integers(0, 4), min_size=stages, max_size=stages)))
-    return Chain(*sizes_and_times, fixed=fixed, again_seconds=again)
+    return Chain(*sizes_and_times, fixed=fixed, again_seconds=some(stages) if draw(st.booleans()) else ())
 
 
 @st.composite
