@@ -47,7 +47,8 @@ def sending_chain(seed: int, most_stages: int = 5) -> Chain:
         return [times * draw.randint(least, most) for _ in range(stages)]
 
     overheads = some(0, 2, scale), some(0, 2, scale)
-    return Chain(act, saved, *overheads, some(1, 6), some(1, 9), options=tuple(options))
+    times = some(1, 6), some(1, 9)
+    return Chain(act, saved, *overheads, *times, options=tuple(options), again_seconds=some(0, 3))
 
 
 def hidden(chain: Chain) -> Chain:
