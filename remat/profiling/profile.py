@@ -190,7 +190,7 @@ def _profiled(
         forward = partial(_forward_only, model, call, end)
         casts = casts_made_again(model, _recomputed(model, layout), forward) + cast_bytes(place, forward)
         sweeps = SWEEPS if repeats is None else repeats
-        passes = Passes(tell, 2 + sweeps + options * (RECORDINGS + 1 + sweeps) + 2 * (layout.calls is not None))
+        passes = Passes(tell, 3 + sweeps + options * (RECORDINGS + 1 + sweeps) + 2 * (layout.calls is not None))
         profiler = Profiler(model, call, layout, place, end, output_held, foreign, replaced, passes)
         with gathering_nothing_ahead(model):
             chain = profiler.chain(repeats, Wanted(options, keep, recompute, offload, ranks), enough)

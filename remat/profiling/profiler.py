@@ -13,6 +13,7 @@ from torch import nn
 
 from remat.chain import Chain
 from remat.distributed import agree
+from remat.errors import RematError
 from remat.layout import Layout
 from remat.measuring.facts import Facts
 from remat.measuring.gauges import Bytes, Gauge, Seconds, Span
@@ -243,18 +244,23 @@ class Profiler:
 
     def _as_steps_take(self, chain: Chain, saves: Sequence[int]) -> Chain:
         """With times that agree with whole steps, where that counts (`whole_steps`)."""
+        begin = self.passes.begin("timing whole steps", chain.length)
         if not whole_steps.is_worth_it(chain, self.device):
             return chain
-        running = [executing(self.model, how) for how in (None, whole_steps.recomputing_each(chain))]
-        begin = self.passes.begin("timing whole steps", chain.length)
         begin(1)
+        running = [executing(self.model, how) for how in (None, whole_steps.recomputing_each(chain))]
 
         def seconds(running: Running) -> float:
             start = instruments().now(self.device)
             self._step(running)
             return instruments().now(self.device) - start
 
-        took = [[seconds(each) for each in running] for _ in range(1 + whole_steps.ROUNDS)]
+        took: list[list[float]] = []
+        try:
+            while len(took) <= 1 or (len(took) <= SWEEPS and sum(map(sum, took)) < _LONG):
+                took.append([seconds(each) for each in running])
+        except (RematError, torch.OutOfMemoryError):
+            return chain  # a step that fails by this schedule need not by the one that will be planned
         plain, recomputing = map(min, zip(*took[1:], strict=True))  # in the first one, some things are set up
         return whole_steps.as_steps_take(chain, plain, recomputing, saves)
 

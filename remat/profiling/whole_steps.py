@@ -20,9 +20,8 @@ from remat.runtime.accelerator import free_bytes
 from remat.schedule import Schedule, each_recomputed
 from remat.simulation import simulate, store_all_peak
 
-ROUNDS = 3
-_SHORT = 0.02  # seconds of a stage's forward, on average, up to which what is left out counts
-_FREE = 2  # times what a step of plain PyTorch takes: that much memory has to be free for one
+_SHORT = 0.01  # seconds of a stage's forward, on average, up to which what is left out counts
+_FREE = 8  # times what a step of plain PyTorch takes: so much memory has to be free for one
 
 
 def is_worth_it(chain: Chain, device: torch.device) -> bool:

@@ -1,0 +1,127 @@
+"""Times by which whole steps take what they take."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.chain import Chain
+from remat.errors import RematError
+from remat.layout import Option
+from remat.profiling import whole_steps
+from remat.profiling.profiler import Profiler
+from remat.simulation import simulate, store_all_peak
+from support.steps import assert_same, train_step
+
+_CPU = torch.device("cpu")
+
+
+def chain(**more: Any) -> Chain:
+    """Four stages, the second one fixed, and a loss."""
+    options = ((Option(3, 0, 0, 0.5, without="gelu"), Option(3, 0, 0, 0.5, variant=0.5)), (), (), (), ())
+    times = [0.004, 0.001, 0.002, 0.003, 0.0], [0.005, 0.001, 0.002, 0.002, 0.0]
+    sizes = [4] * 6, [8] * 5, [0] * 5, [0] * 5
+    return Chain(*sizes, *times, options=options, fixed=(False, True, False, False, False), **more)
+
+
+def test_steps_take_by_the_chain_what_they_took() -> None:
+    """Both of them, whatever the stages took by themselves; what is beyond is shared out by what is saved."""
+    found = whole_steps.as_steps_take(chain(), 0.010, 0.025, [3, 9, 1, 0, 0])
+    assert found.store_all_seconds == pytest.approx(0.010)
+    assert simulate(found, whole_steps.recomputing_each(found)).seconds == pytest.approx(0.025)
+    assert found.fwd_seconds == pytest.approx([0.002, 0.0005, 0.001, 0.0015, 0])
+    beyond = 0.025 - 0.010 - 0.0045
+    assert found.again_seconds == pytest.approx([beyond * share / 7 for share in (4, 0, 2, 1, 0)])
+    in_part, variant = found.options[0]
+    assert in_part.replay_seconds == pytest.approx(0.5 + found.again_seconds[0])
+    assert variant.replay_seconds == 0.5  # of compiled code, which runs nothing twice
+
+
+def test_nothing_is_beyond_where_recomputing_took_less_than_it_should() -> None:
+    found = whole_steps.as_steps_take(chain(), 0.010, 0.012, [1] * 5)
+    assert not any(found.again_seconds) and found.store_all_seconds == pytest.approx(0.010)
+
+
+def test_they_are_run_where_stages_are_short_and_memory_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = chain()
+    assert whole_steps.is_worth_it(short, _CPU)
+    long = chain(replay_seconds=[0.0] * 5)
+    object.__setattr__(long, "fwd_seconds", (0.4, 0.0, 0.2, 0.3, 0.0))
+    assert not whole_steps.is_worth_it(long, _CPU)
+    free = 8 * store_all_peak(short)
+    monkeypatch.setattr(whole_steps, "free_bytes", lambda device: free)
+    assert whole_steps.is_worth_it(short, _CPU)
+    free -= 1
+    assert not whole_steps.is_worth_it(short, _CPU)
+    nothing_to_recompute = Chain([4, 4], [4], [0], [0], [0.001], [0.001])
+    assert not whole_steps.is_worth_it(nothing_to_recompute, _CPU)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.GELU(), nn.Dropout(0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+class Model(nn.Module):
+    """Not an `nn.Sequential`: it has code between its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(16) for _ in range(4))
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.relu())
+
+
+def made(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return Model() if kind == "found" else nn.Sequential(*(Block(16) for _ in range(4)), nn.Linear(16, 2))
+
+
+@pytest.mark.parametrize("kind", ["found", "sequence"])
+def test_a_profile_runs_them_and_leaves_the_model_as_it_was(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[float, float]] = []
+
+    def note(chain: Chain, plain: float, recomputing: float, saves: Any) -> Chain:
+        told.append((plain, recomputing))
+        assert len(saves) == chain.length
+        return real(chain, plain, recomputing, saves)
+
+    real = whole_steps.as_steps_take
+    monkeypatch.setattr(whole_steps, "as_steps_take", note)
+    monkeypatch.setattr(whole_steps, "is_worth_it", lambda chain, device: True)  # however slow the machine is
+    model, sample = made(kind), torch.randn(6, 16)
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    found = remat.profile(model, sample)
+    ((plain, recomputing),) = told
+    assert found.store_all_seconds == pytest.approx(plain)
+    assert simulate(found, whole_steps.recomputing_each(found)).seconds >= recomputing - 1e-9
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    remat.fit(model, sample, 0.7, quiet=True)
+    assert_same(train_step(made(kind), sample), train_step(model, sample))
+
+
+def test_a_step_that_cannot_be_recomputed_costs_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may still be trained by a plan that recomputes other stages, or none."""
+    monkeypatch.setattr(whole_steps, "is_worth_it", lambda chain, device: True)
+
+    def fail(self: Profiler, running: Any) -> None:
+        raise RematError("this one cannot run")
+
+    monkeypatch.setattr(Profiler, "_step", fail)
+    found = remat.profile(made("sequence"), torch.randn(6, 16))
+    assert not any(found.again_seconds)
