@@ -115,12 +115,13 @@ def test_a_profile_runs_them_and_leaves_the_model_as_it_was(kind: str, monkeypat
     assert_same(train_step(made(kind), sample), train_step(model, sample))
 
 
-def test_a_step_that_cannot_be_recomputed_costs_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [RematError, RuntimeError, torch.OutOfMemoryError])
+def test_a_step_that_cannot_run_so_costs_no_profile(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     """It may still be trained by a plan that recomputes other stages, or none."""
     monkeypatch.setattr(whole_steps, "is_worth_it", lambda chain, device: True)
 
     def fail(self: Profiler, running: Any) -> None:
-        raise RematError("this one cannot run")
+        raise error("this one cannot run")
 
     monkeypatch.setattr(Profiler, "_step", fail)
     found = remat.profile(made("sequence"), torch.randn(6, 16))
