@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from remat.chain import Chain
 from remat.measuring.work import Watching, written_bytes
 from remat.runtime.accelerator import rounded
 from remat.runtime.calls.attributes import MISSING, containers, undone
@@ -228,10 +229,35 @@ def casts_made_again(model: nn.Module, stages: Sequence[Stage], forward: Callabl
     users.update({id(parameter) for part in outside for parameter in part._parameters.values()} & users.keys())
     if all(count == 1 for count in users.values()):
         return 0
+    return sum(size * (users[parameter] - 1) for parameter, size in _casts(forward).items() if parameter in users)
+
+
+def _casts(forward: Callable[[], object]) -> dict[int, int]:
+    """Bytes of the copies that autocast makes of parameters, by the parameter's identity."""
     torch.clear_autocast_cache()
     with blocks_as_written(), _Casts() as casts:
         forward()
-    return sum(size * (users[parameter] - 1) for parameter, size in casts.bytes.items() if parameter in users)
+    return casts.bytes
+
+
+def with_casts(chain: Chain, stages: Mapping[int, Stage], device: torch.device, forward: Callable[[], object]) -> Chain:
+    """The chain, where a replay of a part of a stage makes copies of its parameters, as it does where autocast has been
+    left since: besides those that the graph still holds, since it is to save the same tensors."""
+    if not any(chain.options) or not (torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled()):
+        return chain
+    casts = _casts(forward)
+    more = {
+        number: sum(casts.get(id(parameter), 0) for parameter in set(stage.parameters()))
+        for number, stage in stages.items()
+    }
+    options = tuple(
+        tuple(
+            replace(each, bwd_overhead_bytes=each.bwd_overhead_bytes + more[number]) if each.without else each
+            for each in found
+        )
+        for number, found in enumerate(chain.options, start=1)
+    )
+    return replace(chain, options=options)
 
 
 @contextmanager

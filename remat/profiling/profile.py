@@ -20,7 +20,7 @@ from remat.finding.fusing import in_a_row
 from remat.layout import Layout
 from remat.measuring.isolating import saving_nothing, with_graph_of_its_own
 from remat.measuring.preserving import aliased_parameters, preserved
-from remat.measuring.stage_costs import cast_bytes, casts_made_again, own_autocast_cache, storage_bytes
+from remat.measuring.stage_costs import cast_bytes, casts_made_again, own_autocast_cache, storage_bytes, with_casts
 from remat.profiling.carried import with_besides
 from remat.profiling.profiler import RECORDINGS, SWEEPS, Profiler, Wanted
 from remat.profiling.remembered import remembered
@@ -188,12 +188,14 @@ def _profiled(
             layout = locate(model, call, stages=stages, small=small).layout(call)
             tell("finding chains", 1, 1)
         forward = partial(_forward_only, model, call, end)
-        casts = casts_made_again(model, _recomputed(model, layout), forward) + cast_bytes(place, forward)
+        recomputed = _recomputed(model, layout)
+        casts = casts_made_again(model, [*recomputed.values()], forward) + cast_bytes(place, forward)
         sweeps = SWEEPS if repeats is None else repeats
         passes = Passes(tell, 3 + sweeps + options * (RECORDINGS + 1 + sweeps) + 2 * (layout.calls is not None))
         profiler = Profiler(model, call, layout, place, end, output_held, foreign, replaced, passes)
         with gathering_nothing_ahead(model):
             chain = profiler.chain(repeats, Wanted(options, keep, recompute, offload, ranks), enough)
+        chain = with_casts(chain, recomputed, place, forward)
         set_up = storage_bytes(replaced.among(everything.parts))
         chain = replace(chain, reserve_bytes=chain.reserve_bytes + casts + set_up)
         chain = agree(chain, ranks)  # before the check, whose stages have to run in the same order in all processes
@@ -238,12 +240,12 @@ def estimate_in(world: World, model: nn.Module, sample: Any, loss: Loss | None, 
     return world.finished(chain)
 
 
-def _recomputed(model: nn.Module, layout: Layout) -> list[Stage]:
-    """The stages that may run again."""
+def _recomputed(model: nn.Module, layout: Layout) -> dict[int, Stage]:
+    """The stages that may run again, by number."""
     if layout.calls is None:
-        return group(model, layout, len(layout.modules) + 1)
+        return dict(enumerate(group(model, layout, len(layout.modules) + 1), start=1))
     places = Places(model, layout)
-    return [stage for stage, fixed in zip(places.stages, places.fixed, strict=False) if not fixed]
+    return {number: stage for number, stage in enumerate(places.stages, start=1) if not places.fixed[number - 1]}
 
 
 def _forward_only(model: nn.Module, call: Arguments, loss: Loss | None) -> None:

@@ -14,10 +14,13 @@ from torch import nn
 
 import remat
 from remat.errors import PlanMismatch
+from remat.runtime.executor import Running, executing
 from remat.runtime.pytree import arguments
-from remat.simulation import store_all_peak
+from remat.schedule import Operation, store_all_operations
+from remat.simulation import simulate, store_all_peak
 from support.library_models import gpt2
 from support.steps import assert_same, gradients_of, peak_of_a_step
+from support.trainers import llama
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 Loop = Callable[[nn.Module, Any], None]
@@ -557,3 +560,28 @@ def test_gradients_come_back_to_an_output_in_the_form_that_the_loss_gives_them()
 
     is_kept(model, sample, loss, exactly=False)
     is_kept(model, sample, lambda output: output[0].square().mean(), exactly=False)
+
+
+def test_a_part_made_again_outside_of_autocast_copies_weights_again() -> None:
+    """The forward's copies are still held by the graph then: for each way to keep a part of the last block."""
+    model, tokens = llama(layers=2), torch.randint(4, 200, (4, 48))
+    sample = {"input_ids": tokens, "labels": tokens}
+    with torch.autocast("cpu", torch.bfloat16):
+        chain = remat.profile(model, sample)
+    last = max(number for number, options in enumerate(chain.options, start=1) if options)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for option in range(1, len(chain.options[last - 1]) + 1):
+        operations = tuple(
+            operation._replace(option=option) if operation == Operation("F_all", last) else operation
+            for operation in store_all_operations(chain.length)
+        )
+        schedule = remat.Schedule(operations, layout=chain.layout)
+        running = executing(model, schedule)
+
+        def step(running: Running = running) -> None:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = running(**sample).loss
+            loss.backward()
+
+        assert peak_of_a_step(step, sample) <= simulate(chain, schedule).peak_bytes

@@ -48,7 +48,8 @@ class ForwardCalls:
                 else:
                     self._leave(f"{place.name!r} was called without gradients")
             if self._open is not None:
-                value = self._call(place, stage.alone or stage, (value,), {})
+                # A module may be false: an empty container is, and of a compiled one it cannot always be asked.
+                value = self._call(place, stage if stage.alone is None else stage.alone, (value,), {})
                 continue
             variant = run.bound.variants.get(place.stage)
             for module in stage.modules:  # here, where nobody holds what a module has been passed

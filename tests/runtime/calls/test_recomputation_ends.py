@@ -17,6 +17,7 @@ from torch.utils import deterministic
 import remat
 from remat.chain import Chain
 from remat.layout import Layout
+from remat.profiling import whole_steps
 from remat.runtime.calls.early_stop import Checksums
 from support.steps import assert_same, train_step
 
@@ -201,8 +202,11 @@ def test_compiled_blocks_are_recomputed_to_the_end() -> None:
 
     plain, in_place, wrapped = Block(), Block(), torch.compile(Block(), backend="eager")
     in_place.compile(backend="eager")
-    layout = remat.profile(nn.Sequential(plain, in_place, wrapped, Block()), torch.randn(4, 8), small=0.0).layout
-    assert layout is not None and layout.ends_early == (True, False, False, True)
+    model, sample = nn.Sequential(plain, in_place, wrapped, Block()), torch.randn(4, 8)
+    chain = remat.profile(model, sample, small=0.0)
+    assert chain.layout is not None and chain.layout.ends_early == (True, False, False, True)
+    expected = train_step(copy.deepcopy(model), sample)
+    assert_same(expected, train_step(remat.apply(model, whole_steps.recomputing_each(chain)), sample))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.complex128])

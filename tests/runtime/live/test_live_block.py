@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -379,15 +380,16 @@ def test_hooks_see_each_gradient_once() -> None:
 
 def test_decisions_with_the_cost_model_repeat_themselves() -> None:
     run = step_of(make("UNet"))
-    with remat.DTR("1GiB", costs="model") as dtr:
+    operators: Any = {"granularity": "operator", "costs": "model", "thrash_limit": None}
+    with remat.DTR("1GiB", **operators) as dtr:
         run()
     budget = dtr.report().peak_bytes // 2
     decisions = []
-    for _ in range(2):
-        with remat.DTR(budget, costs="model", thrash_limit=None) as dtr:
+    for _ in range(3):
+        with remat.DTR(budget, **operators) as dtr:
             run()
         decisions.append(dtr.decisions)
-    assert decisions[0] == decisions[1] != []
+    assert decisions[1] == decisions[2] != []  # the first block may meet scratch memory that it did not know of
 
 
 def test_a_users_heuristic() -> None:
