@@ -240,10 +240,12 @@ def _casts(forward: Callable[[], object]) -> dict[int, int]:
     return casts.bytes
 
 
-def with_casts(chain: Chain, stages: Mapping[int, Stage], device: torch.device, forward: Callable[[], object]) -> Chain:
-    """The chain, where a replay of a part of a stage makes copies of its parameters, as it does where autocast has been
-    left since: besides those that the graph still holds, since it is to save the same tensors."""
-    if not any(chain.options) or not (torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled()):
+def with_casts(chain: Chain, stages: Mapping[int, Stage], forward: Callable[[], object]) -> Chain:
+    """The chain, where recomputing a part of a stage casts its parameters again, beside copies that the graph holds.
+
+    So it is where the forward's autocast block has ended by the backward: around the model, or inside of its forward.
+    """
+    if not any(chain.options):
         return chain
     casts = _casts(forward)
     more = {

@@ -562,11 +562,19 @@ def test_gradients_come_back_to_an_output_in_the_form_that_the_loss_gives_them()
     is_kept(model, sample, lambda output: output[0].square().mean(), exactly=False)
 
 
-def test_a_part_made_again_outside_of_autocast_copies_weights_again() -> None:
-    """The forward's copies are still held by the graph then: for each way to keep a part of the last block."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_part_made_again_outside_of_autocast_copies_weights_again(dtype: torch.dtype, inside: bool) -> None:
+    """The forward's copies are still held by the graph then: for each way to keep a part of the last block.
+
+    `inside`: of the model's forward, as accelerate enters it.
+    """
     model, tokens = llama(layers=2), torch.randint(4, 200, (4, 48))
     sample = {"input_ids": tokens, "labels": tokens}
-    with torch.autocast("cpu", torch.bfloat16):
+    if inside:
+        model.forward = torch.autocast("cpu", dtype)(model.forward)
+    around = contextlib.nullcontext() if inside else torch.autocast("cpu", dtype)
+    with around:
         chain = remat.profile(model, sample)
     last = max(number for number, options in enumerate(chain.options, start=1) if options)
     for parameter in model.parameters():
@@ -580,7 +588,7 @@ def test_a_part_made_again_outside_of_autocast_copies_weights_again() -> None:
         running = executing(model, schedule)
 
         def step(running: Running = running) -> None:
-            with torch.autocast("cpu", torch.bfloat16):
+            with around:
                 loss = running(**sample).loss
             loss.backward()
 
