@@ -240,12 +240,14 @@ def _casts(forward: Callable[[], object]) -> dict[int, int]:
     return casts.bytes
 
 
-def with_casts(chain: Chain, stages: Mapping[int, Stage], forward: Callable[[], object]) -> Chain:
+def with_casts(chain: Chain, stages: Mapping[int, Stage], device: torch.device, forward: Callable[[], object]) -> Chain:
     """The chain, where recomputing a part of a stage casts its parameters again, beside copies that the graph holds.
 
     So it is where the forward's autocast block has ended by the backward: around the model, or inside of its forward.
     """
-    if not any(chain.options):
+    assert chain.layout is not None
+    in_a_row = chain.layout.calls is None  # of which only autocast around it, or inside of a stage, is left
+    if not any(chain.options) or (in_a_row and not torch.is_autocast_enabled(device.type)):
         return chain
     casts = _casts(forward)
     more = {

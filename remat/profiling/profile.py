@@ -195,7 +195,7 @@ def _profiled(
         profiler = Profiler(model, call, layout, place, end, output_held, foreign, replaced, passes)
         with gathering_nothing_ahead(model):
             chain = profiler.chain(repeats, Wanted(options, keep, recompute, offload, ranks), enough)
-        chain = with_casts(chain, recomputed, forward)
+        chain = with_casts(chain, recomputed, place, forward)
         set_up = storage_bytes(replaced.among(everything.parts))
         chain = replace(chain, reserve_bytes=chain.reserve_bytes + casts + set_up)
         chain = agree(chain, ranks)  # before the check, whose stages have to run in the same order in all processes

@@ -20,7 +20,7 @@ from torch.nn import functional
 from remat.errors import RematError
 from remat.runtime.fakes import is_fake
 from remat.runtime.loss_in_parts import Autocast, LogitsFunction, LossInParts, Steps, Way
-from remat.runtime.patching import StandIn, has_own_forward, stand_in
+from remat.runtime.patching import StandIn, runs_as_its_class, stand_in
 from remat.runtime.pytree import Uncomputed
 
 _VECTORS, _SEQUENCES = 2, 3  # dimensions of rows, and of rows in batches
@@ -87,7 +87,7 @@ def head_in_parts(model: nn.Module, which: bool | str) -> HeadInParts:
         layer = named[which]
     else:
         layer = logits_layer(model)
-    if type(layer) is not nn.Linear or not has_own_forward(layer):
+    if type(layer) is not nn.Linear or not runs_as_its_class(layer):
         what = "no torch.nn.Linear was found" if layer is None else f"it is a {type(layer).__name__}"
         raise RematError(
             f"chunk_head={which!r}: logits can be computed in parts where a torch.nn.Linear computes them, and {what}. "

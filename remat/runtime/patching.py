@@ -56,12 +56,12 @@ class StandIn:
         return _plain_forward, (self._module, self._own)
 
 
-def has_own_forward(module: nn.Module) -> bool:
+def runs_as_its_class(module: nn.Module) -> bool:
     """Whether the forward is that of the module's class, also where something stands in for it."""
     found = vars(module).get("forward")
     while isinstance(found, StandIn):
         found = found._own
-    return found is None
+    return found is None or getattr(found, "__func__", None) is type(module).forward
 
 
 def _plain_forward(module: nn.Module, own: Forward | None = None) -> Forward:

@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 from remat.errors import PlanMismatch, UnsupportedModel
 from remat.layout import Layout
 from remat.runtime.fakes import is_fake
-from remat.runtime.patching import runs_compiled
+from remat.runtime.patching import runs_as_its_class, runs_compiled
 from remat.runtime.pytree import Arguments, arguments, map_tensors, tensors
 
 
@@ -78,8 +78,9 @@ def flatten(model: nn.Module) -> list[tuple[str, nn.Module]]:
         UnsupportedModel: not an `nn.Sequential`, or nothing in it.
     """
     if not is_sequential(model):
+        kind = type(model).__name__ if runs_as_its_class(model) else f"{type(model).__name__} with a wrapped forward"
         raise UnsupportedModel(
-            f"{type(model).__name__} is not a chain: remat plans an nn.Sequential, whose modules run one after the "
+            f"{kind} is not a chain: remat plans an nn.Sequential, whose modules run one after the "
             "other. Write the model as nn.Sequential(...) of its stages (each may be any module)."
         )
     flat = list(_flatten("", model))
@@ -90,8 +91,13 @@ def flatten(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def is_sequential(module: nn.Module) -> bool:
     """Whether the module runs its children one after the other, and nothing else."""
-    # A subclass that only builds itself differently still runs as a chain; one with its own forward does not.
-    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    # A subclass that only builds itself differently still runs as a chain; one with its own forward does not, nor one
+    # whose forward has been wrapped, as accelerate does for autocast.
+    return (
+        isinstance(module, nn.Sequential)
+        and type(module).forward is nn.Sequential.forward
+        and runs_as_its_class(module)
+    )
 
 
 def _flatten(prefix: str, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -99,16 +105,10 @@ def _flatten(prefix: str, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, child in model._modules.items():
         if child is None:
             continue
-        if is_sequential(child) and not has_hooks(child) and not _is_changed(child):
+        if is_sequential(child) and not has_hooks(child) and "forward" not in vars(child):
             yield from _flatten(f"{prefix}{name}.", child)
         else:
             yield prefix + name, child
-
-
-def _is_changed(module: nn.Module) -> bool:
-    """Whether the forward of this one module is not that of its class."""
-    own = module.__dict__.get("forward")
-    return own is not None and getattr(own, "__func__", None) is not type(module).forward
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from remat.runtime.patching import has_own_forward
+from remat.runtime.patching import runs_as_its_class
 
 _NAMES = """
     Identity Sequential ModuleList ModuleDict Linear Bilinear Flatten Unflatten LayerNorm GroupNorm RMSNorm
@@ -35,7 +35,7 @@ def is_steady(parts: Sequence[nn.Module], inputs: Sequence[torch.Tensor] = ()) -
         return False
     for part in parts:
         kind = type(part)
-        if _STEADY.get(kind) is not kind.forward or part._buffers or not has_own_forward(part):
+        if _STEADY.get(kind) is not kind.forward or part._buffers or not runs_as_its_class(part):
             return False
         if any([type(each) is not nn.Parameter for each in part._parameters.values() if each is not None]):
             return False

@@ -19,7 +19,7 @@ from torch.nn.modules import module as _of_all
 
 from remat.runtime.calls.stages import Stage
 from remat.runtime.calls.steady import is_steady, saves_its_input
-from remat.runtime.patching import has_own_forward
+from remat.runtime.patching import runs_as_its_class
 from remat.runtime.planned.program import Program, StageRun
 from remat.schedule import F_ALL, F_CK, F_NONE, Schedule
 
@@ -86,7 +86,7 @@ def nobody_looks_into(modules: Sequence[nn.Module]) -> bool:
     and change how the next layer of it runs."""
     if any(map(bool, _GLOBAL_HOOKS)) or any(chain.from_iterable(map(_HOOKS, modules))):
         return False
-    return all(map(has_own_forward, modules))
+    return all(map(runs_as_its_class, modules))
 
 
 def _may_begin(steps: Sequence[_Step], stage: Stage) -> bool:

@@ -175,6 +175,31 @@ def test_a_forward_that_others_have_wrapped_in_autocast() -> None:
     assert not torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_an_nn_sequential_whose_forward_others_wrap_runs_what_is_around_it(before: bool) -> None:
+    """`before` remat has it, or after: its stages in a row are not all that its forward does."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(6)))
+
+    def wrapped(model: nn.Module) -> nn.Module:
+        model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+        return model
+
+    sample = torch.randn(64, 32)
+    expected = train(wrapped(made()), sample)
+    assert not all(map(torch.equal, expected, train(made(), sample)))
+    if before:
+        assert_same(expected, train(remat.fit(wrapped(made()), sample, 0.6, quiet=True), sample))
+        assert_same(expected, train(rotor.Checkpointable(wrapped(made()), sample, 0.6), sample))
+        return
+    fitted = wrapped(remat.fit(made(), sample, 0.6, quiet=True))
+    with pytest.warns(UserWarning, match="autocast"):
+        found = train(fitted, sample)
+    assert_same(expected, found)
+
+
 class Around(nn.Module):
     """A module of one's own around a model of a library."""
 
