@@ -11,11 +11,12 @@ from torch import nn
 
 from remat.budgets import resolve_budget
 from remat.chain import Chain
+from remat.errors import UnsupportedModel
 from remat.formatting import count, format_bytes, format_seconds
 from remat.profiling.profile import Loss
 from remat.runtime.calls.stages import flatten, is_sequential
 from remat.runtime.checks import check_model
-from remat.runtime.patching import beyond_compiler
+from remat.runtime.patching import beyond_compiler, is_called_as_modules_are
 from remat.runtime.planned.patched_forward import refuse_patched
 from remat.runtime.planned.wrapper import Wrapper
 from remat.runtime.pytree import Arguments
@@ -84,7 +85,7 @@ class Checkpointable(Wrapper):
         when_short: what to do where a later input does not fit the limit, as for `remat.fit`.
 
     Raises:
-        UnsupportedModel: no chain was found in the model; train it under `remat.DTR`.
+        UnsupportedModel: no chain was found in the model; train it under `remat.DTR`. Or it defines `__call__`.
         InfeasibleBudget: nothing fits the limit; `minimum` is the least one that works. The model stays usable.
     """
 
@@ -112,6 +113,11 @@ class Checkpointable(Wrapper):
         when_short: str = "error",
     ) -> None:
         check_model(model)
+        if not is_called_as_modules_are(model):
+            raise UnsupportedModel(
+                f"{type(model).__name__} defines how it is called (__call__), which a wrapper of its forward leaves "
+                "out: use remat.fit(model, sample, limit), after which the model itself trains within the limit"
+            )
         found = stages is not None or not is_sequential(model)
         if not found:
             flatten(model)  # one without modules is refused here, not at the first step

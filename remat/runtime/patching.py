@@ -64,6 +64,12 @@ def runs_as_its_class(module: nn.Module) -> bool:
     return found is None or getattr(found, "__func__", None) is type(module).forward
 
 
+def is_called_as_modules_are(module: nn.Module) -> bool:
+    """Whether a call of it runs its hooks and its forward, and nothing else."""
+    calls = ("__call__", "_wrapped_call_impl", "_call_impl")
+    return all(getattr(type(module), name) is getattr(nn.Module, name) for name in calls)
+
+
 def _plain_forward(module: nn.Module, own: Forward | None = None) -> Forward:
     return types.MethodType(type(module).forward, module) if own is None else own
 

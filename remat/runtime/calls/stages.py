@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 from remat.errors import PlanMismatch, UnsupportedModel
 from remat.layout import Layout
 from remat.runtime.fakes import is_fake
-from remat.runtime.patching import runs_as_its_class, runs_compiled
+from remat.runtime.patching import is_called_as_modules_are, runs_as_its_class, runs_compiled
 from remat.runtime.pytree import Arguments, arguments, map_tensors, tensors
 
 
@@ -90,12 +90,16 @@ def flatten(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def is_sequential(module: nn.Module) -> bool:
-    """Whether the module runs its children one after the other, and nothing else."""
-    # A subclass that only builds itself differently still runs as a chain; one with its own forward does not, nor one
-    # whose forward has been wrapped, as accelerate does for autocast.
+    """Whether the module runs its children one after the other, and nothing else.
+
+    A subclass that only builds itself differently does; one that is called or runs in a way of its own does not, nor
+    one whose forward others have wrapped, as accelerate does for autocast.
+    """
     return (
         isinstance(module, nn.Sequential)
         and type(module).forward is nn.Sequential.forward
+        and type(module).__iter__ is nn.Sequential.__iter__
+        and is_called_as_modules_are(module)
         and runs_as_its_class(module)
     )
 

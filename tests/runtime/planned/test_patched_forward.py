@@ -200,6 +200,36 @@ def test_an_nn_sequential_whose_forward_others_wrap_runs_what_is_around_it(befor
     assert_same(expected, found)
 
 
+class CalledInAnotherWay(nn.Sequential):
+    def __call__(self, input: torch.Tensor) -> Any:
+        return super().__call__(2 * input)
+
+
+class Backwards(nn.Sequential):
+    def __iter__(self) -> Any:
+        return reversed([*super().__iter__()])
+
+
+@pytest.mark.parametrize("kind", [CalledInAnotherWay, Backwards])
+@pytest.mark.parametrize("outermost", [True, False])
+def test_a_kind_of_nn_sequential_that_does_more_than_run_its_children(kind: type, outermost: bool) -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        parts = [[nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32)] for _ in range(6)]
+        if outermost:
+            return kind(*(nn.Sequential(*each) for each in parts))
+        return nn.Sequential(*(kind(*each) for each in parts))
+
+    sample = torch.randn(64, 32)
+    expected = train(made(), sample)
+    assert_same(expected, train(remat.fit(made(), sample, 0.7, quiet=True), sample))
+    if outermost and kind is CalledInAnotherWay:
+        with pytest.raises(UnsupportedModel, match=r"remat\.fit\(model"):
+            rotor.Checkpointable(made(), sample, 0.7)
+    else:
+        assert_same(expected, train(rotor.Checkpointable(made(), sample, 0.7), sample))
+
+
 class Around(nn.Module):
     """A module of one's own around a model of a library."""
 
