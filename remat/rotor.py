@@ -6,18 +6,16 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from remat.budgets import resolve_budget
 from remat.chain import Chain
-from remat.errors import UnsupportedModel
 from remat.formatting import count, format_bytes, format_seconds
 from remat.profiling.profile import Loss
 from remat.runtime.calls.stages import flatten, is_sequential
 from remat.runtime.checks import check_model
-from remat.runtime.patching import beyond_compiler, is_called_as_modules_are
-from remat.runtime.planned.patched_forward import refuse_patched
+from remat.runtime.patching import beyond_compiler
+from remat.runtime.planned.patched_forward import may_train, refuse_patched
 from remat.runtime.planned.wrapper import Wrapper
 from remat.runtime.pytree import Arguments
 from remat.schedule import Schedule
@@ -85,7 +83,7 @@ class Checkpointable(Wrapper):
         when_short: what to do where a later input does not fit the limit, as for `remat.fit`.
 
     Raises:
-        UnsupportedModel: no chain was found in the model; train it under `remat.DTR`. Or it defines `__call__`.
+        UnsupportedModel: no chain was found in the model; train it under `remat.DTR`.
         InfeasibleBudget: nothing fits the limit; `minimum` is the least one that works. The model stays usable.
     """
 
@@ -113,11 +111,6 @@ class Checkpointable(Wrapper):
         when_short: str = "error",
     ) -> None:
         check_model(model)
-        if not is_called_as_modules_are(model):
-            raise UnsupportedModel(
-                f"{type(model).__name__} defines how it is called (__call__), which a wrapper of its forward leaves "
-                "out: use remat.fit(model, sample, limit), after which the model itself trains within the limit"
-            )
         found = stages is not None or not is_sequential(model)
         if not found:
             flatten(model)  # one without modules is refused here, not at the first step
@@ -274,8 +267,8 @@ class Checkpointable(Wrapper):
     # Running ---------------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.planned.patch is not None or not self.training or not torch.is_grad_enabled():
-            return self.wrapped.forward(*args, **kwargs)  # which trains by the plan, where that is in place
+        if self.planned.patch is not None or not self.training or not may_train():
+            return self._model()(*args, **kwargs)  # which trains by the plan, where that is in place
         return beyond_compiler(self._by_plan)(args, kwargs)
 
     def _by_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -23,7 +23,7 @@ from remat.runtime.accelerator import device_of
 from remat.runtime.caches import caches_off, configs_with_caches, refuse_checkpointing, switches_of
 from remat.runtime.calls.environment import accelerators
 from remat.runtime.calls.stages import Stage
-from remat.runtime.checks import check_model, check_sample
+from remat.runtime.checks import check_model, check_sample, refuse_torchscript
 from remat.runtime.logits import logits_layer
 from remat.runtime.meter import instruments
 from remat.runtime.patching import Forward, blocks_as_written, intercepted, outside_of_compiled, refuse_compiled
@@ -62,6 +62,7 @@ def find_chain(
         UnsupportedModel: `stages` do not form one.
     """
     check_model(model)
+    refuse_torchscript(model)
     check_sample(sample)
     with _untouched(model, sample), unpatched(model), caches_off(configs_with_caches(model.modules())):
         return locate(model, arguments(sample), stages=stages, small=small)

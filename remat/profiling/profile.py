@@ -28,7 +28,7 @@ from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.calls.environment import accelerators
 from remat.runtime.calls.places import Places
 from remat.runtime.calls.stages import Stage, call_of, check_device, flatten, group, is_sequential
-from remat.runtime.checks import Loss, check_count, check_model, check_sample, checked_loss
+from remat.runtime.checks import Loss, check_count, check_model, check_sample, checked_loss, refuse_torchscript
 from remat.runtime.logits import head_in_parts, is_in_parts
 from remat.runtime.meter import instruments
 from remat.runtime.patching import is_compiled
@@ -122,6 +122,7 @@ def profile(
         raise RematError("device= is for estimates; a model is measured where it is. Pass estimate=True too")
     refuse_flat_shards(model)
     _refuse_compiled_hooks(model)
+    refuse_torchscript(model)
     check_sample(sample)
     if repeats is not None:
         check_count("repeats", repeats)

@@ -33,6 +33,16 @@ def check_model(model: object) -> None:
         )
 
 
+def refuse_torchscript(model: nn.Module) -> None:
+    """Raises UnsupportedModel where a part of the model is TorchScript, whose interpreter keeps tensors of its own."""
+    found = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if found:
+        raise UnsupportedModel(
+            f"{found[0] or 'the model'} is TorchScript, which cannot run again by a plan. Use the module as it was "
+            "before torch.jit, or train in blocks of remat.DTR"
+        )
+
+
 def check_sample(sample: Any) -> None:
     """Raises InvalidSample where nothing can be measured with it."""
     found = tensors(sample)

@@ -169,6 +169,32 @@ def test_accelerate(precision: str) -> None:
     assert losses(0.6) == losses(None)
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("before", [True, False])
+def test_fabric(before: bool, precision: str) -> None:
+    """`before` the model is set up, or the module inside of what comes of that."""
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=precision)
+    sample = torch.randn(64, 16)
+
+    def trained(memory: float | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        own = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(6)))
+        if memory is not None and before:
+            remat.fit(own, memory=memory, quiet=True)
+        model, optimizer = fabric.setup(own, torch.optim.SGD(own.parameters(), 0.1))
+        if memory is not None and not before:
+            remat.fit(model.module, memory=memory, quiet=True)
+        for _ in range(3):
+            fabric.backward(model(sample).float().square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        patch = patched_forward_of(own)
+        assert memory is None or (patch is not None and patch.figures()["recomputations"] > 0)
+        return [parameter.detach().clone() for parameter in own.parameters()]
+
+    assert all(map(torch.equal, trained(0.6), trained(None)))
+
+
 def test_a_batch_of_a_dataset_of_tensors() -> None:
     """What the network is called with need not be named."""
 

@@ -25,7 +25,7 @@ from remat.measuring.stage_costs import SavedStorages
 from remat.profiling import whole_steps
 from remat.runtime.meter import MemoryMeter
 from remat.simulation import simulate, store_all_peak
-from support.steps import assert_same
+from support.steps import assert_same, train_step
 
 CPU = torch.device("cpu")
 
@@ -406,6 +406,26 @@ def test_buffers_larger_than_activations_are_in_the_limit() -> None:
 class Narrow(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(1, (32, -1)).tanh().mean(2)
+
+
+@pytest.mark.parametrize("in_a_row", [True, False])
+def test_torchscript_is_refused_by_plans_and_trains_under_dtr(in_a_row: bool) -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(4)]
+        scripted = [torch.jit.trace(each, torch.randn(8, 16)) for each in blocks]
+        return nn.Sequential(*scripted) if in_a_row else nn.ModuleDict({"one": scripted[0], "two": blocks[1]})
+
+    model, sample = made(), torch.randn(8, 16)
+    with pytest.raises(UnsupportedModel, match=r"(0|one) is TorchScript.*remat\.DTR"):
+        remat.fit(model, sample, 0.5, quiet=True)
+    with pytest.raises(UnsupportedModel, match="is TorchScript"):
+        remat.find_chain(model, sample)
+    if in_a_row:
+        expected = train_step(made(), sample)
+        with remat.DTR(budget="100KiB"):
+            found = train_step(model, sample)
+        assert_same(expected, found)
 
 
 def test_a_single_stage() -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from remat.errors import LeftChain, RematError
+from remat.errors import LeftChain, OverBudgetWarning, RematError
 from remat.runtime.patching import Forward, StandIn, beyond_compiler, intercepted, stand_in
 from remat.runtime.planned.executor import Executor, Lock
 from remat.utils.warn import warn
@@ -123,7 +123,7 @@ class PatchedForward:
             return self.forward(*args, **kwargs)
         if self.watch is not None:
             self.watch.ends()
-        if not torch.is_grad_enabled():
+        if not may_train():
             if self.watch is not None:
                 self.watch.begins("evaluation", (args, kwargs))
             return self.forward(*args, **kwargs)
@@ -169,6 +169,18 @@ class _Patch(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # A compiler that was given the model afterwards must not see what runs here.
         return beyond_compiler(self.patch)(*args, **kwargs)
+
+
+def may_train() -> bool:
+    """Whether a backward of what runs now can go by a plan; warns where it cannot although there is one."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return torch.is_grad_enabled()
+    warn(
+        "inside of torch.func the model runs as plain PyTorch, without its memory limit: no schedule can be part of "
+        "such a gradient",
+        OverBudgetWarning,
+    )
+    return False
 
 
 def patched_forward_of(model: nn.Module) -> PatchedForward | None:

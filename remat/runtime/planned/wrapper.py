@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from remat.errors import PlanMismatch, RematError
 from remat.runtime.calls.stages import describe_call
-from remat.runtime.patching import beyond_compiler
+from remat.runtime.patching import beyond_compiler, is_called_as_modules_are
 from remat.runtime.planned.executor import Executor
-from remat.runtime.planned.patched_forward import PatchedForward, refuse_other_path, unpatched
+from remat.runtime.planned.patched_forward import PatchedForward, may_train, refuse_other_path, unpatched
 from remat.runtime.pytree import Arguments
 from remat.schedule import Schedule
 
@@ -24,8 +23,11 @@ class Wrapper(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        hooks = {name: own for name, own in self.__dict__.items() if name.startswith(("_forward_", "_backward_"))}
         # The dictionaries are shared, not copied, so whatever is registered on one is seen by both.
         self.__dict__.update(model.__dict__)
+        if not is_called_as_modules_are(model):  # then its hooks run in that call
+            self.__dict__.update(hooks)
         self.__dict__.pop("forward", None)  # one that others have put on the model; it runs when the model does
         self.__dict__["wrapped"] = model  # not through __setattr__, which would register it as a child
 
@@ -51,9 +53,13 @@ class Wrapper(nn.Module):
         self.training = mode
         return self
 
+    def _model(self) -> Any:
+        """What runs the model: its forward, as its hooks are the wrapper's own and have run; or a call in its way."""
+        return self.wrapped.forward if is_called_as_modules_are(self.wrapped) else self.wrapped
+
     def _by(self, executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with unpatched(self.wrapped):  # which may train by a plan of its own
-            return executor.run(self.wrapped.forward, args, kwargs, refuse_other_path)
+            return executor.run(self._model(), args, kwargs, refuse_other_path)
 
 
 class ScheduledModule(Wrapper):
@@ -72,8 +78,8 @@ class ScheduledModule(Wrapper):
         self.executor = executor
 
     def forward(self, input: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self.wrapped.forward(input)  # not `wrapped(input)`: its hooks are the wrapper's own and have run
+        if not may_train():
+            return self._model()(input)
         _check_current(self.executor)
         _check_inputs(self.schedule, input)
         return beyond_compiler(self._by)(self.executor, (input,), {})

@@ -16,10 +16,10 @@ from torch import nn
 
 import remat
 from remat import rotor
-from remat.errors import InfeasibleBudget, RematError, UnsupportedModel
+from remat.errors import InfeasibleBudget, OverBudgetWarning, RematError, UnsupportedModel
 from remat.runtime.meter import MemoryMeter
 from remat.runtime.planned.patched_forward import patched_forward_of
-from remat.runtime.pytree import loss_in
+from remat.runtime.pytree import loss_in, tensors
 from remat.simulation import store_all_peak
 from support.steps import assert_same
 from support.training import made, train
@@ -223,11 +223,48 @@ def test_a_kind_of_nn_sequential_that_does_more_than_run_its_children(kind: type
     sample = torch.randn(64, 32)
     expected = train(made(), sample)
     assert_same(expected, train(remat.fit(made(), sample, 0.7, quiet=True), sample))
-    if outermost and kind is CalledInAnotherWay:
-        with pytest.raises(UnsupportedModel, match=r"remat\.fit\(model"):
-            rotor.Checkpointable(made(), sample, 0.7)
-    else:
-        assert_same(expected, train(rotor.Checkpointable(made(), sample, 0.7), sample))
+    model, calls = made(), []
+    model.register_forward_hook(lambda module, given, output: calls.append(len(given)))
+    for in_place in None, False:
+        module = rotor.Checkpointable(copy.deepcopy(model), sample, 0.7, in_place=in_place)
+        before = len(calls)
+        assert_same(expected, train(module, sample))
+        assert len(calls) - before == 3
+        with torch.no_grad():
+            assert torch.equal(module(sample), module.wrapped(sample))
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "grad": lambda model, x: torch.func.grad(lambda given: model(given).sum())(x),
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (torch.ones_like(x),)),
+    "gradients of samples": lambda model, x: torch.func.vmap(torch.func.grad(lambda row: model(row).sum()))(x[:, None]),
+    "of parameters": lambda model, x: torch.func.grad(
+        lambda values: torch.func.functional_call(model, values, (x,)).sum()
+    )({name: value.detach() for name, value in model.named_parameters()}),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", ["blocks", "a row"])
+def test_inside_of_torch_func_the_model_runs_as_plain_pytorch(name: str, transform: str) -> None:
+    def new() -> nn.Module:
+        torch.manual_seed(0)
+        if name == "a row":
+            return nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(6)))
+        model = made(name)[0]
+        for part in model.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0  # `vmap` would have to be told how to draw
+        return model
+
+    sample = torch.randn(8, 16) if name == "a row" else made(name)[1]
+    expected = tensors(TRANSFORMS[transform](new(), sample))
+    for model in remat.fit(new(), sample, 0.6, quiet=True), rotor.Checkpointable(new(), sample, 0.6):
+        plain = train(new(), sample)
+        with pytest.warns(OverBudgetWarning, match=r"torch\.func"):
+            found = tensors(TRANSFORMS[transform](model, sample))
+        assert_same(expected, found)
+        assert_same(plain, train(model, sample))
 
 
 class Around(nn.Module):
