@@ -24,8 +24,10 @@ class StageOutput(NamedTuple):
 class Source(torch.autograd.Function):
     """A stand-in for the stages before: returns its input unchanged and discards the gradient.
 
-    A leaf would keep or copy the gradient, which does not happen between the stages of a real backward. The output is
-    not a view, because code may modify it in place, and its graph does not keep the input alive. Called by `cut_off`.
+    A leaf would keep or copy the gradient, which does not happen between the stages of a real backward. But that of a
+    stage's input is held as long as the graph, as it is in a step, for the stage before, while the rest of the backward
+    runs (to weights that were cast before the stage ran, say). The output is not a view, because code may modify it in
+    place, and its graph does not keep the input alive. Called by `cut_off`.
     """
 
     @staticmethod
@@ -37,12 +39,15 @@ class Source(torch.autograd.Function):
         tensor: torch.Tensor,
     ) -> Any:
         ctx.on_gradient, ctx.label = on_gradient, label
+        ctx.is_inside = anchor is INSIDE
         return tensor.data
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         if ctx.on_gradient is not None:
             ctx.on_gradient(gradient)
+        if ctx.is_inside:
+            ctx.held = gradient
         return None, None, None, None
 
 

@@ -76,6 +76,7 @@ class ModelPass(Pass):
         self._generators: list[Any] = []  # that the model holds
         self._outside: Any = None  # the open span of code outside
         self._sides: dict[int, Receiver] = {}  # of side inputs that code outside made, by identity
+        self._handed: list[torch.Tensor] = []  # by the backward of a piece of code, which lasts as long as in a step
         self._kept: list[Any] = []  # what the executor would hold, and what must keep its identity
 
     def run(self, model: nn.Module, call: Arguments, loss: Loss | None) -> None:
@@ -244,7 +245,6 @@ class ModelPass(Pass):
         self._kept += [passed, sides]
 
         def on_gradient(position: int, gradient: torch.Tensor) -> None:
-            self._handed.append(gradient)
             if not position:
                 self.facts[index - 1].forms = (Form.of(gradient),)
                 self.facts.backs[index - 1] = Handed.of(gradient)

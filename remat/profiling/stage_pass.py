@@ -109,7 +109,6 @@ class Pass(ABC):
         self._contiguous, self._output_held, self._replaced = contiguous, output_held, replaced
         self._begun_by = begun_by(self._known.leaves)
         self._each_stage, self._visitor = each_stage, visitor
-        self._handed: list[torch.Tensor] = []  # gradients of a backward that runs, which lasts as long as in a step
 
     @abstractmethod
     def run(self, model: nn.Module, call: Arguments, loss: Loss | None) -> None:
@@ -185,7 +184,6 @@ class Pass(ABC):
             with set_apart(self._begun_by.get(index, ())), self.gauge.span("backward", index), within_one_stage():
                 end.backward()
             del end
-            self._handed.clear()
             drop_whole_gradients(self.stages[index - 1].modules if index <= len(self.stages) else ())
             if self.gauge.of_memory:
                 with self.gauge.span("left", index):

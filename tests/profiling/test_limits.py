@@ -14,6 +14,7 @@ from torch import nn
 
 import remat
 from remat.errors import PlanMismatch
+from remat.profiling.whole_steps import recomputing_each
 from remat.runtime.executor import Running, executing
 from remat.runtime.pytree import arguments
 from remat.schedule import Operation, store_all_operations
@@ -181,6 +182,29 @@ def test_casts_of_a_layer_that_many_stages_share(own: bool) -> None:
         assert_same(gradients_of(plain), gradients_of(trained), f"{share}")
         peak = peak_of_a_step(lambda trained=trained: loop(trained, sample), sample, warm_up=0)
         assert peak <= limit, f"{peak / limit:.3f} of the limit, {share} times the least"
+
+
+@pytest.mark.parametrize("in_a_row", [True, False])
+def test_the_gradient_of_an_input_may_be_there_before_those_of_weights(in_a_row: bool) -> None:
+    """Weights were cast before their stage ran again, so that autograd comes to their casts last."""
+    torch.manual_seed(0)
+    blocks = [Residual(256) for _ in range(6)]
+    model, sample = nn.Sequential(*blocks) if in_a_row else Blocks(count=0), torch.randn(64, 256)
+    if not in_a_row:
+        model.blocks.extend(blocks)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with torch.autocast("cpu", torch.bfloat16):
+        chain = remat.profile(model, sample, repeats=1, options=False)
+    schedule = recomputing_each(chain)
+    running = executing(model, schedule)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = running(sample)
+            output.float().square().mean().backward()
+
+    assert peak_of_a_step(step, sample) <= simulate(chain, schedule).peak_bytes
 
 
 def test_under_autocast_without_its_cache() -> None:
