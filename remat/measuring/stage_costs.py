@@ -218,7 +218,15 @@ class _Casts(Watching):
             self.bytes[id(args[0])] = rounded(storage_of(output).nbytes(), output.device)
 
 
-def casts_made_again(model: nn.Module, stages: Sequence[Stage], forward: Callable[[], object]) -> int:
+def casts_of(forward: Callable[[], object]) -> dict[int, int]:
+    """Bytes of the copies that autocast makes of parameters, by the parameter's identity."""
+    torch.clear_autocast_cache()
+    with blocks_as_written(), _Casts() as casts:
+        forward()
+    return casts.bytes
+
+
+def casts_made_again(model: nn.Module, stages: Sequence[Stage], casts: Mapping[int, int]) -> int:
     """Bytes of additional cast copies of shared parameters that recomputations of `stages` may hold.
 
     In the forward all stages share the copy in autocast's cache, but each recomputation makes its own copy.
@@ -227,29 +235,16 @@ def casts_made_again(model: nn.Module, stages: Sequence[Stage], forward: Callabl
     inside = {id(part) for stage in stages for part in stage.parts}
     outside = [part for part in model.modules() if id(part) not in inside]
     users.update({id(parameter) for part in outside for parameter in part._parameters.values()} & users.keys())
-    if all(count == 1 for count in users.values()):
-        return 0
-    return sum(size * (users[parameter] - 1) for parameter, size in _casts(forward).items() if parameter in users)
+    return sum(size * (users[parameter] - 1) for parameter, size in casts.items() if parameter in users)
 
 
-def _casts(forward: Callable[[], object]) -> dict[int, int]:
-    """Bytes of the copies that autocast makes of parameters, by the parameter's identity."""
-    torch.clear_autocast_cache()
-    with blocks_as_written(), _Casts() as casts:
-        forward()
-    return casts.bytes
-
-
-def with_casts(chain: Chain, stages: Mapping[int, Stage], device: torch.device, forward: Callable[[], object]) -> Chain:
+def with_casts(chain: Chain, stages: Mapping[int, Stage], casts: Mapping[int, int]) -> Chain:
     """The chain, where recomputing a part of a stage casts its parameters again, beside copies that the graph holds.
 
     So it is where the forward's autocast block has ended by the backward: around the model, or inside of its forward.
     """
-    assert chain.layout is not None
-    in_a_row = chain.layout.calls is None  # of which only autocast around it, or inside of a stage, is left
-    if not any(chain.options) or (in_a_row and not torch.is_autocast_enabled(device.type)):
+    if not any(chain.options) or not casts:
         return chain
-    casts = _casts(forward)
     more = {
         number: sum(casts.get(id(parameter), 0) for parameter in set(stage.parameters()))
         for number, stage in stages.items()

@@ -77,6 +77,10 @@ class Alive:
             self._handed_on[index] = _held_by(activation, self._run)
         self._named = [*self._still_returned(activation), _held_by(before, self._run)]
         self._besides[index] = self._of_this_run(self._named)
+        if self._run_input is not None:  # counts where it was made
+            self._besides[index] = [
+                held for held in self._besides[index] if held.storage.cdata != self._run_input.cdata
+            ]
 
     def code_ended(self, index: int) -> None:
         """A piece of code outside has ended."""

@@ -42,14 +42,15 @@ class Measurement(NamedTuple):
     odd_ends: bool
 
     def or_where_larger(self, other: Measurement) -> Measurement:
-        """The same, with the larger of both where they measured backwards."""
-        regions = {
-            span: max(region, other.regions[span], key=lambda found: found.peak_bytes - found.start_bytes)
-            if span.what == "backward"
-            else region
-            for span, region in self.regions.items()
-        }
-        return self._replace(regions=regions)
+        """The same, with the larger of both where they measured backwards, above what was there before."""
+
+        def larger(span: Span, region: Region) -> Region:
+            if span.what != "backward":
+                return region
+            beyond = other.regions[span].peak_bytes - other.regions[span].start_bytes
+            return replace(region, peak_bytes=max(region.peak_bytes, region.start_bytes + beyond))
+
+        return self._replace(regions={span: larger(span, region) for span, region in self.regions.items()})
 
     def of(self, what: str, stage: int) -> Region:
         return self.regions[Span(what, stage)]
@@ -272,7 +273,8 @@ def _with_code_outside(places: Places, memory: Measurement, variables: Variables
         else:
             alone.append(memory.sizes(index, held))
             held = memory.saves_output(index)
-    lasting, passing = _besides(places, memory, let_go, alone)
+    outlasting = _outlasting(places, variables)
+    lasting, passing = _besides(places, memory, let_go, outlasting, alone)
     sizes = [
         size
         if places.fixed[index - 1]
@@ -280,7 +282,9 @@ def _with_code_outside(places: Places, memory: Measurement, variables: Variables
         for index, size in enumerate(alone, start=1)
     ]
     sizes = _held_by_variables(sizes, let_go)
-    sizes = _held_activations(sizes, places, variables)
+    for behind, each in outlasting:
+        for index in range(behind + 1, each.gone_by):
+            sizes[index - 1] = _with_more(sizes[index - 1], each.size_bytes)
     sizes.append(memory.sizes(last + 1, True) if has_loss else NOTHING)
     return _Terms(sizes, grads, helds, carried, lasting)
 
@@ -332,18 +336,14 @@ def _held_by_variables(sizes: Sequence[Sizes], let_go: Sequence[LetGo]) -> list[
     return found
 
 
-def _held_activations(sizes: Sequence[Sizes], places: Places, variables: Variables) -> list[Sizes]:
-    """The sizes, with activations that only variables hold when their run is over counted until they are freed.
+def _outlasting(places: Places, variables: Variables) -> list[tuple[int, LetGo]]:
+    """The activations that only variables hold when their run of stages is over, and the code that comes behind it.
 
     During the run they are in what passes; the last one counts as the input of the code behind it.
     """
-    found = list(sizes)
     behind = {index: run.stop for run in places.runs() for index in run}
-    for made_in, gone_by, size, _ in variables.activations:
-        if made_in != behind[made_in] - 1:
-            for index in range(behind[made_in] + 1, gone_by):
-                found[index - 1] = _with_more(found[index - 1], size)
-    return found
+    found = [(behind[each.made_in], each) for each in variables.activations]
+    return [(code, each) for code, each in found if each.made_in != code - 1]
 
 
 def _without_passed(sizes: Sequence[Sizes], extras: list[int], passed: Sequence[OneStageStorage]) -> list[Sizes]:
@@ -369,7 +369,11 @@ def _with_more(size: Sizes, extra: int) -> Sizes:
 
 
 def _besides(
-    places: Places, memory: Measurement, let_go: Sequence[LetGo], sizes: Sequence[Sizes]
+    places: Places,
+    memory: Measurement,
+    let_go: Sequence[LetGo],
+    outlasting: Sequence[tuple[int, LetGo]],
+    sizes: Sequence[Sizes],
 ) -> tuple[int, dict[int, int]]:
     """Bytes live within runs of adjacent stages, excluding the activations passed between them.
 
@@ -384,6 +388,7 @@ def _besides(
     passing = {}
     for run in places.runs():
         most = excess = 0
+        earlier = [each for code, each in outlasting if code < run.start < each.gone_by]  # there when the run begins
         for index in range(run.start + 1, run.stop + 1):  # to the code behind it
             now, before = (_level(memory, stage) for stage in (index, index - 1))
             handed_on = facts[index - 2].act
@@ -392,6 +397,7 @@ def _besides(
             gone = 0  # for code outside, which frees such memory only after it has begun
             if not places.fixed[index - 1]:
                 gone = sum(held.size_bytes for held in let_go if held.gone_by == index and held.position is None)
+            gone += sum(each.size_bytes for each in earlier if each.gone_by == index)
             excess += now - before - facts[index - 1].act + handed_on + gone - sizes[index - 2].lasting
             apart = sum(gone.size_bytes for gone in let_go if _is_held(gone, run, index, places))  # in their own terms
             passing[index] = max(min(excess, facts[index].passing) - apart, 0)

@@ -20,7 +20,14 @@ from remat.finding.fusing import in_a_row
 from remat.layout import Layout
 from remat.measuring.isolating import saving_nothing, with_graph_of_its_own
 from remat.measuring.preserving import aliased_parameters, preserved
-from remat.measuring.stage_costs import cast_bytes, casts_made_again, own_autocast_cache, storage_bytes, with_casts
+from remat.measuring.stage_costs import (
+    cast_bytes,
+    casts_made_again,
+    casts_of,
+    own_autocast_cache,
+    storage_bytes,
+    with_casts,
+)
 from remat.profiling.carried import with_besides
 from remat.profiling.profiler import RECORDINGS, SWEEPS, Profiler, Wanted
 from remat.profiling.remembered import remembered
@@ -190,13 +197,14 @@ def _profiled(
             tell("finding chains", 1, 1)
         forward = partial(_forward_only, model, call, end)
         recomputed = _recomputed(model, layout)
-        casts = casts_made_again(model, [*recomputed.values()], forward) + cast_bytes(place, forward)
+        copies = casts_of(forward) if not in_sequence or torch.is_autocast_enabled(place.type) else {}
+        casts = casts_made_again(model, [*recomputed.values()], copies) + cast_bytes(place, forward)
         sweeps = SWEEPS if repeats is None else repeats
         passes = Passes(tell, 3 + sweeps + options * (RECORDINGS + 1 + sweeps) + 2 * (layout.calls is not None))
-        profiler = Profiler(model, call, layout, place, end, output_held, foreign, replaced, passes)
+        profiler = Profiler(model, call, layout, place, end, output_held, foreign, replaced, bool(copies), passes)
         with gathering_nothing_ahead(model):
             chain = profiler.chain(repeats, Wanted(options, keep, recompute, offload, ranks), enough)
-        chain = with_casts(chain, recomputed, place, forward)
+        chain = with_casts(chain, recomputed, copies)
         set_up = storage_bytes(replaced.among(everything.parts))
         chain = replace(chain, reserve_bytes=chain.reserve_bytes + casts + set_up)
         chain = agree(chain, ranks)  # before the check, whose stages have to run in the same order in all processes

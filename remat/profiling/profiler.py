@@ -74,6 +74,7 @@ class Profiler:
         output_held: whether the caller holds the output until the backward is over.
         foreign: gradients of leaves that are not parameters of the model, restored afterwards.
         replaced: the buffers that forwards replace.
+        casts: whether autocast keeps copies of its parameters.
         passes: receives the progress.
     """
 
@@ -87,11 +88,12 @@ class Profiler:
         output_held: bool,
         foreign: ForeignGradients,
         replaced: Replaced,
+        casts: bool,
         passes: Passes,
     ) -> None:
         self.model, self.call, self.layout, self.device = model, call, layout, device
         self.loss, self.output_held = loss, output_held
-        self.foreign, self.replaced, self.passes = foreign, replaced, passes
+        self.foreign, self.replaced, self.casts, self.passes = foreign, replaced, casts, passes
         self._sweeps: list[Mapping[Span, float]] = []
         self.places = None if layout.calls is None else Places(model, layout)
         if self.places is None:
@@ -115,6 +117,8 @@ class Profiler:
         if memory.odd_ends and self.loss is None:
             # An unknown loss may give a gradient of either memory layout, and every backward passes the layout on.
             memory = memory.or_where_larger(self._memory(memory.facts, contiguous=True))
+        if self.casts:  # gradients come to the copies last where these are older than the stage's run, else in between
+            memory = memory.or_where_larger(self._memory_once(memory.facts, contiguous=False, casts_anew=True))
         times = self._sweeps  # of which the search for memory layouts may have made some
         ends: Any = {"has_loss": self.loss is not None, "output_held": self.output_held}
 
@@ -168,9 +172,9 @@ class Profiler:
                 break
         return self._memory_once(known, contiguous)
 
-    def _memory_once(self, known: Facts, contiguous: bool) -> Measurement:
+    def _memory_once(self, known: Facts, contiguous: bool, casts_anew: bool = False) -> Measurement:
         gauge = Bytes(self.device)
-        options: Any = {"output_held": self.output_held, "replaced": self.replaced}
+        options: Any = {"output_held": self.output_held, "replaced": self.replaced, "casts_anew": casts_anew}
         with undisturbed(), gauge.meter.session():
             work = self._pass(gauge, "measuring memory", known=known, contiguous=contiguous, **options)
         facts, odd_ends = work.facts, work.odd_ends

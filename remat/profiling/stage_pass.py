@@ -98,6 +98,7 @@ class Pass(ABC):
         *,
         known: Facts | None = None,
         contiguous: bool = False,
+        casts_anew: bool = False,
         output_held: bool = False,
         replaced: Replaced | None = None,
         each_stage: Callable[[int], None] = lambda index: None,
@@ -107,6 +108,7 @@ class Pass(ABC):
         self.facts, self._known = Facts(len(stages)), known or Facts(len(stages))
         self.odd_ends = False
         self._contiguous, self._output_held, self._replaced = contiguous, output_held, replaced
+        self._casts_anew = casts_anew
         self._begun_by = begun_by(self._known.leaves)
         self._each_stage, self._visitor = each_stage, visitor
 
@@ -163,6 +165,8 @@ class Pass(ABC):
         else:
             self._recompute(index, run, given)
         source = cut(given, on_gradient)
+        if self._casts_anew:
+            torch.clear_autocast_cache()
         with self._graph_of_a_stage(), self.gauge.span("full", index):
             output = run(source)
         del source
