@@ -128,14 +128,18 @@ def chain_of(
     of_recomputed = [marks[index] for index in recomputed], [sizes[index] for index in recomputed]
     extras = carrying.extras([size.bwd_extra for size in sizes])
     options, dropped, variants = _options(ways, terms, extras, facts, last)
-    sizes = _without_passed(sizes, extras, variables.passed)
+    before, sizes = sizes, _without_passed(sizes, extras, variables.passed)
+    more = [after.fwd_overhead - size.fwd_overhead for size, after in zip(before, sizes, strict=True)]
     return Chain(
         act_bytes=tuple(stage.act for stage in facts.stages),
         saved_bytes=tuple(size.saved for size in sizes),
         fwd_overhead_bytes=tuple(size.fwd_overhead for size in sizes),
         save_overhead_bytes=tuple(size.save_overhead for size in sizes),
         bwd_overhead_bytes=tuple(extras),
-        options=options,
+        options=tuple(
+            tuple(replace(each, save_overhead_bytes=each.save_overhead_bytes + held) for each in found)
+            for found, held in zip(options, more, strict=False)
+        ),
         reserve_bytes=executor_reserve(*of_recomputed) + terms.lasting + sizes[-1].lasting,
         unneeded_bytes=unneeded(*of_recomputed),
         fwd_seconds=tuple(forward),
