@@ -52,6 +52,11 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 }
 
 
+def without_a_check_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages' terms suffice by themselves, without what a profile finds where it runs two plans at the end."""
+    monkeypatch.setattr(Profiler, "excess", lambda self, chain: 0)
+
+
 def with_other_times(chain: remat.Chain, rng: random.Random) -> remat.Chain:
     """As on a machine whose operators take other times."""
     forward = tuple(rng.uniform(1e-4, 1e-2) for _ in chain.fwd_seconds)
@@ -69,9 +74,7 @@ def with_other_times(chain: remat.Chain, rng: random.Random) -> remat.Chain:
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_plan_keeps_its_prediction(name: str, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        Profiler, "excess", lambda self, chain: 0
-    )  # a check of two plans, on top of the terms of stages
+    without_a_check_of_plans(monkeypatch)
     torch.manual_seed(0)
     model, sample = MODELS[name]()
     loss_of = (lambda output: output.loss) if isinstance(sample, dict) else squared
@@ -103,9 +106,7 @@ def test_a_plan_keeps_its_prediction(name: str, autocast: bool, monkeypatch: pyt
 
 def test_what_code_between_blocks_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Biases that the first blocks of T5 make for all that follow, and outputs of blocks that variables still name."""
-    monkeypatch.setattr(
-        Profiler, "excess", lambda self, chain: 0
-    )  # finds what the terms miss, in the plans that it runs
+    without_a_check_of_plans(monkeypatch)
     torch.manual_seed(0)
     model, sample = deep_t5()
     chain = remat.profile(model, sample, repeats=1)

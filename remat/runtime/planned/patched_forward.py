@@ -173,7 +173,7 @@ class _Patch(StandIn):
 
 def may_train() -> bool:
     """Whether a backward of what runs now can go by a plan; warns where it cannot although there is one."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
+    if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is None:
         return torch.is_grad_enabled()
     warn(
         "inside of torch.func the model runs as plain PyTorch, without its memory limit: no schedule can be part of "
