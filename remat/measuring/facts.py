@@ -83,6 +83,9 @@ class StageFacts:
             that were freed by its end.
         passing: bytes of earlier stage outputs of the same run that were alive when this stage, or the code after the
             run, began, and that were freed by the end of the forward.
+        passing_input: the same of the run's input, for the code after it.
+        gone_from_before: bytes of outputs of earlier runs that were alive when the run began, and that were freed when
+            this stage, or the code after the run, began.
         drops_input: for the first stage of a run: its input was freed when the next stage began. It is not freed if the
             run is to be recomputed.
     """
@@ -99,6 +102,8 @@ class StageFacts:
     kept_input: bool = True
     rebound: int = 0
     passing: int = 0
+    passing_input: int = 0
+    gone_from_before: int = 0
     drops_input: bool = False
 
 

@@ -42,19 +42,23 @@ class Alive:
         self._named: list[_Held] = []  # live outputs, and the last stage's input, when the present code outside began
         self._run = 0  # the first stage of the present run
         self._run_input: StorageWeakRef | None = None
+        self._from_before: list[_Held] = []  # outputs of earlier runs that were alive when the present one began
         self._code_input: StorageWeakRef | None = None
         # For each stage, or the code after a run: the outputs of the run that were alive when it began.
         self._besides: dict[int, list[_Held]] = {}
+        self._input_of: dict[int, StorageWeakRef | None] = {}  # of the run, by the code after it
         self._handed_on: dict[int, _Held] = {}  # activations, by the code outside that uses them first
         self._given: dict[int, _Held] = {}  # inputs of stages from code outside; `run` is the first run that gets it
 
     def run_begins(self, index: int, activation: torch.Tensor) -> None:
         """Stage `index` is the first of a run; code outside computed its activation."""
         self._run, self._run_input = index, StorageWeakRef(storage_of(activation))
+        self._from_before = self._still_returned(activation)
 
     def follows(self, index: int, activation: torch.Tensor) -> None:
         """Stage `index` begins, which works on the activation of the one before it."""
         self._besides[index] = self._of_this_run(self._still_returned(activation))
+        self._facts[index].gone_from_before = _gone_of(self._from_before)
         if index - 1 == self._run and self._run_input is not None and self._run_input.expired():
             self._facts[index - 1].drops_input = True
 
@@ -77,10 +81,8 @@ class Alive:
             self._handed_on[index] = _held_by(activation, self._run)
         self._named = [*self._still_returned(activation), _held_by(before, self._run)]
         self._besides[index] = self._of_this_run(self._named)
-        if self._run_input is not None:  # counts where it was made
-            self._besides[index] = [
-                held for held in self._besides[index] if held.storage.cdata != self._run_input.cdata
-            ]
+        self._input_of[index] = self._run_input
+        self._facts[index].gone_from_before = _gone_of(self._from_before)
 
     def code_ended(self, index: int) -> None:
         """A piece of code outside has ended."""
@@ -90,7 +92,10 @@ class Alive:
     def forward_ended(self) -> None:
         """The model has returned, and nothing of the pass holds what its stages returned."""
         for index, held in self._besides.items():
-            self._facts[index].passing = _gone_of(held)
+            source = self._input_of.get(index)
+            made = [each for each in held if source is None or each.storage.cdata != source.cdata]
+            self._facts[index].passing = _gone_of(made)
+            self._facts[index].passing_input = _gone_of(held) - self._facts[index].passing
 
     def lasting(self) -> list[_Held]:
         """The storages that were alive when a later stage of their run began, and that still are."""

@@ -20,6 +20,7 @@ from remat.profiling.carried import (
     carried_by_activations,
     carried_by_caller,
     carried_by_leaves,
+    kept_from_the_loss,
     skips_of,
 )
 from remat.profiling.variables import LetGo, OneStageStorage, Variables
@@ -277,8 +278,8 @@ def _with_code_outside(places: Places, memory: Measurement, variables: Variables
         else:
             alone.append(memory.sizes(index, held))
             held = memory.saves_output(index)
-    outlasting = _outlasting(places, variables)
-    lasting, passing = _besides(places, memory, let_go, outlasting, alone)
+    lasting, passing, kept = _besides(places, memory, let_go, alone, grads)
+    carried += kept
     sizes = [
         size
         if places.fixed[index - 1]
@@ -286,9 +287,7 @@ def _with_code_outside(places: Places, memory: Measurement, variables: Variables
         for index, size in enumerate(alone, start=1)
     ]
     sizes = _held_by_variables(sizes, let_go)
-    for behind, each in outlasting:
-        for index in range(behind + 1, each.gone_by):
-            sizes[index - 1] = _with_more(sizes[index - 1], each.size_bytes)
+    sizes = _held_activations(sizes, places, variables)
     sizes.append(memory.sizes(last + 1, True) if has_loss else NOTHING)
     return _Terms(sizes, grads, helds, carried, lasting)
 
@@ -340,14 +339,18 @@ def _held_by_variables(sizes: Sequence[Sizes], let_go: Sequence[LetGo]) -> list[
     return found
 
 
-def _outlasting(places: Places, variables: Variables) -> list[tuple[int, LetGo]]:
-    """The activations that only variables hold when their run of stages is over, and the code that comes behind it.
+def _held_activations(sizes: Sequence[Sizes], places: Places, variables: Variables) -> list[Sizes]:
+    """The sizes, with activations that only variables hold when their run is over counted until they are freed.
 
     During the run they are in what passes; the last one counts as the input of the code behind it.
     """
+    found = list(sizes)
     behind = {index: run.stop for run in places.runs() for index in run}
-    found = [(behind[each.made_in], each) for each in variables.activations]
-    return [(code, each) for code, each in found if each.made_in != code - 1]
+    for made_in, gone_by, size, _ in variables.activations:
+        if made_in != behind[made_in] - 1:
+            for index in range(behind[made_in] + 1, gone_by):
+                found[index - 1] = _with_more(found[index - 1], size)
+    return found
 
 
 def _without_passed(sizes: Sequence[Sizes], extras: list[int], passed: Sequence[OneStageStorage]) -> list[Sizes]:
@@ -376,23 +379,23 @@ def _besides(
     places: Places,
     memory: Measurement,
     let_go: Sequence[LetGo],
-    outlasting: Sequence[tuple[int, LetGo]],
     sizes: Sequence[Sizes],
-) -> tuple[int, dict[int, int]]:
+    grads: Sequence[int],
+) -> tuple[int, dict[int, int], list[Carried]]:
     """Bytes live within runs of adjacent stages, excluding the activations passed between them.
 
     A variable of a caller that still names an earlier activation, say, or what a stage returns besides its activation.
 
     Returns:
-        The most that lasts until the backward; and, by stage, what is live while it runs and freed by the end of the
-        forward.
+        The most that lasts until the backward; by stage, what is live while it runs and freed by the end of the
+        forward; and what is there until the backward of the one stage of a run.
     """
     facts = memory.facts
     lasting = 0
     passing = {}
+    carried: list[Carried] = []
     for run in places.runs():
         most = excess = 0
-        earlier = [each for code, each in outlasting if code < run.start < each.gone_by]  # there when the run begins
         for index in range(run.start + 1, run.stop + 1):  # to the code behind it
             now, before = (_level(memory, stage) for stage in (index, index - 1))
             handed_on = facts[index - 2].act
@@ -401,13 +404,17 @@ def _besides(
             gone = 0  # for code outside, which frees such memory only after it has begun
             if not places.fixed[index - 1]:
                 gone = sum(held.size_bytes for held in let_go if held.gone_by == index and held.position is None)
-            gone += sum(each.size_bytes for each in earlier if each.gone_by == index)
             excess += now - before - facts[index - 1].act + handed_on + gone - sizes[index - 2].lasting
             apart = sum(gone.size_bytes for gone in let_go if _is_held(gone, run, index, places))  # in their own terms
-            passing[index] = max(min(excess, facts[index].passing) - apart, 0)
-            most = max(most, excess - apart - passing[index])
+            above = excess + facts[index].gone_from_before  # which was there when the run began
+            passing[index] = max(min(above, facts[index].passing) - apart, 0)
+            rest = above - apart - passing[index]
+            # Beside the input, which counts where it was made, of a run of one stage: there until its backward.
+            of_one = max(min(rest, facts[index].passing_input), 0)
+            carried += kept_from_the_loss(grads, run.start, of_one)
+            most = max(most, rest - of_one)
         lasting += most
-    return lasting, passing
+    return lasting, passing, carried
 
 
 def _is_held(gone: LetGo, run: range, index: int, places: Places) -> bool:

@@ -178,6 +178,13 @@ def carried_by_caller(grads: Sequence[int], stage: int, size_bytes: int, *, meas
     return [Carried(stage, end, size_bytes, (), measured=measured)] if size_bytes and end < stage else []
 
 
+def kept_from_the_loss(grads: Sequence[int], stage: int, size_bytes: int) -> list[Carried]:
+    """What is there in the forward, and in the backward until that of `stage` is over."""
+    last = len(grads) - 1
+    end = max(next((index for index, size in enumerate(grads) if index and size), last), stage)
+    return [Carried(last + 1, end, size_bytes, (), measured=False)] if size_bytes else []
+
+
 def with_besides(chain: Chain, besides: Sequence[int]) -> Chain:
     """The chain with what else is held: `besides[l-1]` bytes from the backward of stage l+1 until that of stage l.
 

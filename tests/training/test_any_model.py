@@ -47,14 +47,11 @@ def test_measured_peaks_stay_within_ten_budgets(name: str) -> None:
 
 @pytest.mark.parametrize("name", LIBRARY)
 def test_the_prediction_is_near_what_is_measured(name: str) -> None:
-    """At these sizes a generator's state is a twentieth of all; what a plan keeps of them depends on the plan.
-
-    T5's blocks share biases of three attentions, which count for the whole step and are never all there at its peak.
-    """
+    """At these sizes a generator's state is a twentieth of all; what a plan keeps of them depends on the plan."""
     model, sample = made(name)
     schedule = remat.solve(chain_of(name), remat.minimum_budget(chain_of(name)))
     peak = remat.run(model, sample, schedule, repeats=1).peak_bytes
-    assert (0.92 if name == "t5" else 0.94) * schedule.budget_bytes < peak <= schedule.budget_bytes
+    assert 0.94 * schedule.budget_bytes < peak <= schedule.budget_bytes
 
 
 @pytest.mark.parametrize("name", EVERY)
