@@ -278,6 +278,30 @@ class Around(nn.Module):
         return self.inner(**batch)
 
 
+@pytest.mark.parametrize("recorder", ["torch.export", "torch.jit.trace"])
+@pytest.mark.parametrize("way", ["fit", "Checkpointable", "apply"])
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_what_is_recorded_to_run_elsewhere_is_the_model_as_it_is(way: str, recorder: str, training: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Tanh()) for _ in range(8))).train(training)
+    sample = torch.randn(64, 8)
+    expected = model(sample)
+    if way == "fit":
+        with_plan: nn.Module = remat.fit(model, sample, 0.7, quiet=True)
+    elif way == "Checkpointable":
+        with_plan = rotor.Checkpointable(model, sample, 0.7, verbosity=0)
+    else:
+        with_plan = remat.apply(model, remat.solve(remat.profile(model, sample), 0.7))
+    with_plan.train(training)
+    if recorder == "torch.export":
+        recorded = torch.export.export(with_plan, (sample,)).module()
+    else:
+        recorded = torch.jit.trace(with_plan, (sample,))
+    assert torch.equal(recorded(sample), expected)
+    with_plan.train()(sample).sum().backward()  # the plan is still there
+    assert model[0][0].weight.grad is not None
+
+
 def test_caches_are_off_in_training_steps_wherever_the_model_is() -> None:
     inner, sample = made("gpt2")
     expected = train(inner, sample)
