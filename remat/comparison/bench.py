@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from remat.errors import RematError, UnsupportedModel
-from remat.measuring.isolating import Form, Sink, fixed_gradients, with_graph_of_its_own
+from remat.measuring.isolating import Form, Sink, differentiable, fixed_gradients, with_graph_of_its_own
 from remat.measuring.preserving import ForeignGradients, aliased_parameters, preserved
 from remat.measuring.stage_costs import own_autocast_cache
 from remat.report import Moment, Report, joined
@@ -111,7 +111,7 @@ class Bench:
         """`peak_bytes`, and what the allocator has reserved."""
         meter = MemoryMeter(self.device)
         torch.clear_autocast_cache()  # else it would be freed in the step
-        with step.around(), meter.session(), meter.region():
+        with step.around(), undisturbed(), meter.session(), meter.region():
             step()
         (region,) = meter.regions
         return Peak(region.peak_bytes - region.start_bytes + self.sample_bytes, region.reserved_bytes)
@@ -247,31 +247,23 @@ class TrainingStep:
         if own is not None:
             return own
         gradients = self._gradients
-        found, first = ([tuple(each.shape) for each in some] for some in (_differentiable(output), gradients))
+        found, first = ([tuple(each.shape) for each in some] for some in (differentiable(output), gradients))
         if found != first:
             raise UnsupportedModel(
                 f"the model returned tensors of shapes {first} in its first step and {found} in a later one, and no "
                 "gradient fits both: pass loss=, a function of the output"
             )
         # Copies, made when the backward begins, are part of the step; the originals are not.
-        return Sink.apply(lambda: tuple(gradient.clone() for gradient in gradients), *_differentiable(output))
+        return Sink.apply(lambda: tuple(gradient.clone() for gradient in gradients), *differentiable(output))
 
 
 def _output_gradients(running: Running, call: Arguments) -> list[torch.Tensor]:
     """Fixed random gradients of the output, in its memory layout; empty if the output has a loss."""
     with running.around(), running.step():
         output = running(*call.args, **call.kwargs)
-        found = [] if loss_in(output) is not None else _differentiable(output)
+        found = [] if loss_in(output) is not None else differentiable(output)
         forms = [Form.of(tensor) for tensor in found]
         del output, found
     return fixed_gradients(
         torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=form.device) for form in forms
     )
-
-
-def _differentiable(output: Any) -> list[torch.Tensor]:
-    """The outputs that a gradient flows from."""
-    outputs = [tensor for tensor in tensors(output) if tensor.requires_grad]
-    if not outputs:
-        raise UnsupportedModel("nothing in the model's output requires a gradient, so there is no step to run")
-    return outputs

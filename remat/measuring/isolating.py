@@ -145,6 +145,21 @@ class Sink(torch.autograd.Function):
         return (None, *ctx.make_gradients())
 
 
+def differentiable(output: Any) -> list[torch.Tensor]:
+    """The tensors of an output that a gradient flows from.
+
+    Raises:
+        UnsupportedModel: there are none.
+    """
+    found = [tensor for tensor in tensors(output) if tensor.requires_grad]
+    if not found:
+        raise UnsupportedModel(
+            "nothing in the model's output requires a gradient, so there is no step to run: all parameters are frozen, "
+            "or the model returns something detached"
+        )
+    return found
+
+
 def fixed_gradients(like: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Random gradients for the given tensors, in their memory format, the same ones every time."""
     generator = torch.Generator().manual_seed(0)

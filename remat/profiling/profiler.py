@@ -17,7 +17,7 @@ from remat.errors import RematError
 from remat.layout import Layout
 from remat.measuring.facts import Facts
 from remat.measuring.gauges import Bytes, Gauge, Seconds, Span
-from remat.measuring.isolating import RandomGradients, Sink
+from remat.measuring.isolating import RandomGradients, Sink, differentiable
 from remat.measuring.preserving import ForeignGradients, Replaced
 from remat.options.sending import Parcel, common, with_offload
 from remat.options.units import MeasuringVisitor, RecordingVisitor
@@ -37,7 +37,7 @@ from remat.runtime.checks import Loss
 from remat.runtime.executor import BySchedule, Running, executing
 from remat.runtime.meter import MemoryMeter, Meter, Region, instruments, undisturbed
 from remat.runtime.patching import keep_compiler_out
-from remat.runtime.pytree import Arguments, loss_in, tensors
+from remat.runtime.pytree import Arguments, loss_in
 from remat.runtime.sharding import is_sharded, refuse_shards_of_others
 from remat.schedule import B, Schedule
 from remat.simulation import peak_and_makespan, simulate, store_all_peak
@@ -321,7 +321,7 @@ class Profiler:
         output = running(*self.call.args, **self.call.kwargs)
         end = self.loss(output) if self.loss is not None else loss_in(output)
         if end is None:
-            ends = [tensor for tensor in tensors(output) if tensor.requires_grad]
+            ends = differentiable(output)
             end = Sink.apply(RandomGradients(ends), *ends)
             del ends
         held = output if self.output_held else None

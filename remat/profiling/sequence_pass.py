@@ -11,7 +11,7 @@ from torch import nn
 
 from remat.finding.fusing import cannot_unpack
 from remat.measuring.facts import Forms
-from remat.measuring.isolating import Form, contiguous_forms
+from remat.measuring.isolating import Form, contiguous_forms, differentiable
 from remat.measuring.stage_costs import storage_bytes
 from remat.profiling.stage_pass import Pass
 from remat.runtime.calls.stages import detached, input_of
@@ -29,7 +29,7 @@ class SequencePass(Pass):
         for index, run in enumerate(runs, start=1):
             value = self._stage(index, run, value)
         if loss is None:
-            self.odd_ends = bool(contiguous_forms(value))
+            self.odd_ends = bool(contiguous_forms(differentiable(value)))
 
     def _stage(self, index: int, run: Callable[[Any], Any], value: Any) -> Any:
         found: dict[int, Form] = {}

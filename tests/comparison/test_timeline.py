@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -51,6 +52,30 @@ def test_operations_are_those_of_the_schedule(make, share: float, solver: str) -
         assert found.start_seconds <= found.end_seconds
         assert found.stored_bytes <= found.peak_bytes
     assert remat.Report.from_fields(measured.to_fields()) == measured
+
+
+class LeavesGarbage(nn.Module):
+    """Its forward leaves a tensor that only Python's garbage collector frees."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ring: list[object] = [torch.empty_like(x)]
+        ring.append(ring)
+        return x.sin()
+
+
+def test_garbage_that_happens_to_be_collected_makes_no_peak_smaller() -> None:
+    model, x = (
+        nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), LeavesGarbage()) for _ in range(6))),
+        torch.randn(256, 64),
+    )
+    schedule = remat.solve(remat.profile(model, x), 1.0, "store_all")
+    often, usual = 20, gc.get_threshold()
+    gc.set_threshold(often)
+    try:
+        measured = remat.run(model, x, schedule, timeline=True, repeats=1)
+    finally:
+        gc.set_threshold(*usual)
+    assert max(moment.peak_bytes for moment in measured.timeline) == measured.peak_bytes
 
 
 def test_a_step_without_recomputation_returns_to_where_it_began() -> None:

@@ -138,8 +138,16 @@ def test_what_was_measured_frozen_or_in_eval_mode_is_measured_again() -> None:
 def test_models_that_cannot_be_measured_say_why() -> None:
     sample = torch.randn(5, 4)
     frozen = nn.Sequential(nn.Linear(4, 4)).requires_grad_(False)
-    with pytest.raises(UnsupportedModel, match="nothing in the model's output requires a gradient"):
-        remat.run(frozen, sample, Schedule.parse("F_all1 F_all2 B2 B1"))
+    without_parameters = nn.Sequential(nn.ReLU(), nn.Tanh(), nn.Sigmoid())
+    for measure in (
+        lambda: remat.run(frozen, sample, Schedule.parse("F_all1 F_all2 B2 B1")),
+        lambda: remat.profile(frozen, sample),
+        lambda: remat.profile(without_parameters, sample),
+        lambda: remat.fit(frozen, sample, 0.5, quiet=True),
+        lambda: remat.estimate(frozen, sample, device="h100"),
+    ):
+        with pytest.raises(UnsupportedModel, match="nothing in the model's output requires a gradient"):
+            measure()
     with pytest.raises(UnsupportedModel, match="run one batch through the model first"):
         remat.profile(nn.Sequential(nn.LazyLinear(3)), sample)
 
