@@ -14,6 +14,7 @@ import torch
 import remat
 from remat.chain import Chain
 from remat.errors import OverBudgetWarning
+from remat.profiling import profile, profiler
 from remat.runtime.dtr.core import compile_all
 from remat.runtime.live import sites
 
@@ -33,6 +34,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 @pytest.fixture(autouse=True)
 def _repeatable() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are measured once, not three times: no test depends on how exact they are."""
+    for module in (profile, profiler):
+        monkeypatch.setattr(module, "SWEEPS", 1)
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ def profiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def profile(model: nn.Module, sample: Any, **options: Any) -> remat.Chain:
         samples.append(sample)
-        return remat.profile(model, sample, repeats=1, small=0.0, **options)
+        return remat.profile(model, sample, small=0.0, **options)
 
     monkeypatch.setattr(planned, "profile", profile)
     return samples

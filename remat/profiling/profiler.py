@@ -37,6 +37,7 @@ from remat.runtime.checks import Loss
 from remat.runtime.executor import BySchedule, Running, executing
 from remat.runtime.meter import MemoryMeter, Meter, Region, instruments, undisturbed
 from remat.runtime.patching import keep_compiler_out
+from remat.runtime.planned.rows import may_be_joined
 from remat.runtime.pytree import Arguments, loss_in
 from remat.runtime.sharding import is_sharded, refuse_shards_of_others
 from remat.schedule import B, Schedule
@@ -266,7 +267,7 @@ class Profiler:
         except (RematError, RuntimeError):  # the step that will be planned need not fail
             return chain
         plain, recomputing = map(min, zip(*took[1:], strict=True))  # in the first one, some things are set up
-        return whole_steps.as_steps_take(chain, plain, recomputing, saves)
+        return whole_steps.as_steps_take(chain, plain, recomputing, saves, may_be_joined(self.layout, self.stages))
 
     def excess(self, chain: Chain) -> int:
         """By how many bytes steps exceed what the chain predicts: by the schedule of least memory, and by one of more.

@@ -40,12 +40,16 @@ def recomputing_each(chain: Chain) -> Schedule:
     return Schedule(each_recomputed(chain.fixed), layout=chain.layout)
 
 
-def as_steps_take(chain: Chain, plain: float, recomputing: float, saves: Sequence[int]) -> Chain:
+def as_steps_take(
+    chain: Chain, plain: float, recomputing: float, saves: Sequence[int], joined: Sequence[bool]
+) -> Chain:
     """The chain with times by which a step of plain PyTorch, and one by `recomputing_each`, take these seconds.
 
     Args:
         saves: how many tensors each stage saves. Each of them, and each run, has its share in what recomputations take
             besides.
+        joined: whether a stage can run as one with its neighbour (`runtime.planned.rows`). Then running all of it again
+            is charged with no share, which is paid once for a row of many.
     """
     share = plain / chain.store_all_seconds
 
@@ -60,8 +64,9 @@ def as_steps_take(chain: Chain, plain: float, recomputing: float, saves: Sequenc
     )
     besides = max(recomputing - simulate(chain, recomputing_each(chain)).seconds, 0.0)
     shares = [(1 + count) * (not fixed) for count, fixed in zip(saves[:-1], chain.fixed, strict=False)]
-    again = (*(besides * each / sum(shares) for each in shares), 0.0)
-    return replace(chain, again_seconds=again, options=tuple(map(_with_more, chain.options, again)))
+    more = [besides * each / sum(shares) for each in shares]
+    again = (*(0.0 if row else each for each, row in zip(more, joined, strict=True)), 0.0)
+    return replace(chain, again_seconds=again, options=tuple(map(_with_more, chain.options, (*more, 0.0))))
 
 
 def _with_more(options: Sequence[Option], seconds: float) -> tuple[Option, ...]:

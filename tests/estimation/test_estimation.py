@@ -110,7 +110,7 @@ def test_bytes_are_those_that_are_measured(name: str, monkeypatch: pytest.Monkey
     # Of plans of the same times, since both try some for what they take beyond their prediction.
     monkeypatch.setattr(whole_steps, "is_worth_it", lambda chain, device: False)
     model, sample = MODELS[name]()
-    measured = remat.profile(model, sample, repeats=1, small=0.0, options=False)
+    measured = remat.profile(model, sample, small=0.0, options=False)
     before = torch.get_rng_state()
     found = remat.profile(model, sample, small=0.0, estimate=True, options=False)
     assert torch.equal(torch.get_rng_state(), before)
@@ -309,14 +309,14 @@ class _Masked(nn.Module):
 def test_modules_that_look_at_what_they_make_of_masks() -> None:
     sample = (torch.randn(2, 10, 16), torch.ones(10, 10, dtype=torch.bool).tril())
     chain = remat.profile(_Masked(), sample, estimate=True, small=0.0)
-    assert chain.act_bytes == remat.profile(_Masked(), sample, small=0.0, repeats=1).act_bytes
+    assert chain.act_bytes == remat.profile(_Masked(), sample, small=0.0).act_bytes
 
 
 def test_weights_that_a_forward_rescales() -> None:
     """Nobody can tell whether values have changed that are not there."""
     layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
     model, sample = nn.Sequential(nn.Embedding(20, 8, max_norm=1.0), *layers), torch.randint(0, 20, (4, 5))
-    measured = remat.profile(model, sample, small=0.0, repeats=1, options=False)
+    measured = remat.profile(model, sample, small=0.0, options=False)
     found = remat.profile(model, sample, small=0.0, estimate=True, options=False)
     assert (found.act_bytes, found.saved_bytes) == (measured.act_bytes, measured.saved_bytes)
 

@@ -118,7 +118,7 @@ def test_no_stage_has_most_of_the_memory(name: str) -> None:
 def test_it_trains_to_the_bit_below_what_plain_pytorch_needs(name: str) -> None:
     model, x = CASES[name]()
     plain = copy.deepcopy(model)
-    chain = remat.profile(model, x, repeats=1)
+    chain = remat.profile(model, x)
     least, most = remat.minimum_budget(chain, "fastest"), chain.store_all_bytes
     assert least < 0.75 * most
     for step in range(4):
@@ -157,7 +157,7 @@ def test_what_skips_stages_is_told() -> None:
     assert found.skips
     assert f"skip: {found.skips[0][0]} -> {found.skips[0][1]}" in str(found)
     assert "&rarr;" in found._repr_html_()
-    chain = remat.profile(model, x, repeats=1, options=False)
+    chain = remat.profile(model, x, options=False)
     assert chain.skips
     assert all(skip.maker < skip.user for skip in chain.skips)
 

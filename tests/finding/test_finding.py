@@ -77,7 +77,7 @@ class Alternating(nn.Module):
 
 
 def test_marks_are_those_of_each_stage() -> None:
-    chain = remat.profile(Alternating().train(), torch.randn(300, 64), stages=["blocks"], repeats=1)
+    chain = remat.profile(Alternating().train(), torch.randn(300, 64), stages=["blocks"])
     random = {name for name, flag in zip(chain.names, chain.draws_random, strict=True) if flag}
     changing = {name for name, flag in zip(chain.names, chain.changes_buffers, strict=True) if flag}
     assert random == {"blocks.0", "blocks.3", "blocks.6"}
@@ -104,7 +104,7 @@ def test_stages_can_be_named() -> None:
     named = remat.find_chain(model, sample, stages=["transformer.h"])
     given = remat.find_chain(model, sample, stages=[model.transformer.h])
     assert names_of(named) == names_of(given) == [[f"transformer.h.{index}" for index in range(3)]]
-    chain = remat.profile(model, sample, stages=["transformer.h.0", "transformer.h.1"], repeats=1)
+    chain = remat.profile(model, sample, stages=["transformer.h.0", "transformer.h.1"])
     assert [name for name, fixed in zip(chain.names, chain.fixed, strict=True) if not fixed] == [
         "transformer.h.0",
         "transformer.h.1",
@@ -286,7 +286,7 @@ def test_one_stage_that_holds_all_is_not_called_promising(capsys: pytest.Capture
     found = remat.find_chain(model, sample)
     assert "of which one holds" in str(found) and "free next to nothing" in str(found)
     assert "Plans can free up to" not in str(found)
-    chain = remat.profile(model, sample, repeats=1)
+    chain = remat.profile(model, sample)
     assert remat.minimum_budget(chain) == chain.store_all_bytes
     remat.fit(model, sample, 1.0)
     assert "plans free nothing of the" in capsys.readouterr().err

@@ -251,7 +251,7 @@ class Decoder(nn.Module):
 def test_side_inputs_of_many_lengths() -> None:
     torch.manual_seed(0)
     model, x = Decoder(), torch.randn(4, 16, 8)
-    chain = remat.profile(model, (x, torch.randn(4, 12, 8)), repeats=1)
+    chain = remat.profile(model, (x, torch.randn(4, 12, 8)))
     plain = copy.deepcopy(model)
     remat.apply(model, parted(chain, [frozenset(range(MANY))] * (chain.length - 1)))
     # A plan that `fit` has made is used for smaller inputs, too; one that was applied by hand refuses them.
@@ -464,13 +464,13 @@ def test_options_of_a_profile() -> None:
 
 def test_keep_says_what_is_not_replayed() -> None:
     model, sample = made("llama")
-    chain = remat.profile(model, sample, repeats=1, keep=["mm", "attention"])
+    chain = remat.profile(model, sample, keep=["mm", "attention"])
     options = [option for options in chain.options for option in options]
     assert options and not any("mm" in option.without for option in options)
-    by_module = remat.profile(model, sample, repeats=1, keep=["rmsnorm", "Attention", "Linear"])
+    by_module = remat.profile(model, sample, keep=["rmsnorm", "Attention", "Linear"])
     said = {word for options in by_module.options for option in options for word in option.without.split(", ")}
     assert said and said <= {"mul", "silu", "add"}  # of the block itself and its MLP
-    assert not any(remat.profile(model, sample, repeats=1, options=False).options)
+    assert not any(remat.profile(model, sample, options=False).options)
 
 
 def test_what_chooses_experts_is_not_chosen_anew() -> None:

@@ -84,7 +84,7 @@ def test_a_plan_keeps_its_prediction(name: str, autocast: bool, monkeypatch: pyt
         return torch.autocast("cpu", torch.bfloat16, enabled=autocast)
 
     with around():
-        chain = remat.profile(model, sample, repeats=1, loss=loss_of)
+        chain = remat.profile(model, sample, loss=loss_of)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     least, most = remat.minimum_budget(chain), store_all_peak(chain)
@@ -109,7 +109,7 @@ def test_what_code_between_blocks_holds(monkeypatch: pytest.MonkeyPatch) -> None
     without_a_check_of_plans(monkeypatch)
     torch.manual_seed(0)
     model, sample = deep_t5()
-    chain = remat.profile(model, sample, repeats=1)
+    chain = remat.profile(model, sample)
     bias = 4 * 48 * 48 * 4
     assert chain.reserve_bytes >= 2 * bias, "of the encoder's attention, and the decoder's"
     cross = chain.names.index("decoder.block.0.layer.1") + 1

@@ -94,7 +94,7 @@ AT_MOST = {
 )
 def test_the_measured_peak_keeps_ten_budgets(name: str) -> None:
     model, sample, loss = MODELS[name]()
-    chain = remat.profile(model, sample, loss=loss, repeats=1, small=0.0)
+    chain = remat.profile(model, sample, loss=loss, small=0.0)
     least, most = remat.minimum_budget(chain), store_all_peak(chain)
     assert least < most
     for step in range(10):
@@ -217,7 +217,7 @@ def _mlp(width: int) -> nn.Module:
 def test_code_between_stages_counts_for_what_it_keeps(make, shape: tuple[int, ...], at_most: float) -> None:
     """A concatenation keeps none of its inputs, gradients that pass stages by wait, and views share their memory."""
     model, sample = make(), torch.randn(shape)
-    chain = remat.profile(model, sample, repeats=1)
+    chain = remat.profile(model, sample)
     least, most = remat.minimum_budget(chain), store_all_peak(chain)
     for step in range(5):
         budget = least + (most - least) * step // 4
@@ -243,7 +243,7 @@ class Keeps(nn.Module):
 def test_what_recomputation_needs_is_not_counted_where_there_is_none(stage: Callable[[], nn.Module]) -> None:
     model = nn.Sequential(*(stage() for _ in range(6)))
     sample = torch.randn(256, next(model.parameters()).shape[1])
-    chain = remat.profile(model, sample, repeats=1, small=0.0)
+    chain = remat.profile(model, sample, small=0.0)
     plain = remat.run(model, sample, remat.solve(chain, chain.store_all_bytes), repeats=1)
     assert plain.recomputations == 0
     assert plain.peak_bytes <= chain.store_all_bytes <= 1.1 * plain.peak_bytes  # what attributes held before
@@ -254,13 +254,13 @@ def test_what_recomputation_needs_is_not_counted_where_there_is_none(stage: Call
 def test_the_reserve_is_small() -> None:
     for name in ("resnet50", "gpt with its loss"):
         model, sample, loss = MODELS[name]()
-        chain = remat.profile(model, sample, loss=loss, repeats=1, small=0.0)
+        chain = remat.profile(model, sample, loss=loss, small=0.0)
         assert 0 < chain.reserve_bytes < 0.02 * store_all_peak(chain)
 
 
 def test_other_strategies_keep_their_predictions() -> None:
     model, sample, loss = language()
-    chain = remat.profile(model, sample, loss=loss, repeats=1, small=0.0)
+    chain = remat.profile(model, sample, loss=loss, small=0.0)
     for solver in ("store_all", "recompute_all", "sequential", "revolve"):
         schedule = remat.solve(chain, remat.minimum_budget(chain, solver), solver)
         predicted = remat.simulate(chain, schedule)
@@ -272,7 +272,7 @@ def test_under_autocast() -> None:
     """Cast parameters live in autocast's cache until the forward ends; the prediction leaves room for them."""
     model, sample, _ = linear(300)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        chain = remat.profile(model, sample, repeats=1, small=0.0)
+        chain = remat.profile(model, sample, small=0.0)
         for fraction in (0.0, 0.5, 1.0):
             least, most = remat.minimum_budget(chain), store_all_peak(chain)
             schedule = remat.solve(chain, round(least + (most - least) * fraction))
@@ -282,7 +282,7 @@ def test_under_autocast() -> None:
 
 def test_overhead_is_measured_against_plain_pytorch_on_request() -> None:
     model, sample, _ = linear(64)
-    chain = remat.profile(model, sample, repeats=1, small=0.0)
+    chain = remat.profile(model, sample, small=0.0)
     schedule = remat.solve(chain, 1.0)
     assert remat.run(model, sample, schedule, repeats=1).overhead is None
     overhead = remat.run(model, sample, schedule, repeats=1, baseline=True).overhead
@@ -323,7 +323,7 @@ class Concatenating(nn.Module):
 def test_what_code_makes_for_one_stage_counts_until_it_is_stored(*, remembers: bool) -> None:
     torch.manual_seed(0)
     model, x = Concatenating(remembers=remembers), torch.randn(512, 16)
-    chain = remat.profile(model, x, repeats=1)
+    chain = remat.profile(model, x)
     least, most = remat.minimum_budget(chain, "fastest"), chain.store_all_bytes
     peaks = []
     for limit in (least, (least + most) // 2, (least + 4 * most) // 5, most):

@@ -218,7 +218,7 @@ PEAKS = {
 def test_peaks_stay_below_their_prediction(name: str) -> None:
     make, make_sample = PEAKS[name]
     model, sample = make(), make_sample()
-    chain = remat.profile(model, sample, repeats=1, small=0.0)
+    chain = remat.profile(model, sample, small=0.0)
     least, most = remat.minimum_budget(chain), store_all_peak(chain)
     for share in (0.0, 0.3, 0.7, 1.0):
         schedule = remat.solve(chain, round(least + share * (most - least)))

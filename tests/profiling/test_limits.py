@@ -64,26 +64,22 @@ def check(
     model: nn.Module, sample: Any, loop: Loop, shares: tuple[float, ...] = (0.0, 0.4, 1.0), **options: Any
 ) -> None:
     """At the least limit and some above it: `fit`, one step to warm up, and the peak of the next."""
-    plain = copy.deepcopy(model)
+    plain, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
     for _ in range(2):
         loop(plain, sample)
     expected = gradients_of(plain)
-    chain = remat.profile(model, sample, repeats=1, **options)
+    chain = remat.profile(model, sample, **options)  # which serves all limits
     least, most = remat.minimum_budget(chain), store_all_peak(chain)
     for share in shares:
-        limit = round(least + share * (most - least)) + 20_000 * (share > 0)  # generators' states vary by what is fused
-        trained = copy.deepcopy(model)
-        try:
-            remat.fit(trained, sample, limit, quiet=True, **options)
-        except remat.InfeasibleBudget as error:  # measured anew, some bytes more
-            limit = error.minimum
-            remat.fit(trained, sample, limit, quiet=True, **options)
-        for parameter in trained.parameters():
+        limit = round(least + share * (most - least))
+        remat.fit(model, sample, limit, quiet=True, **options)
+        model.load_state_dict(before)
+        for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        loop(trained, sample)
-        peak = peak_of_a_step(lambda trained=trained: loop(trained, sample), sample, warm_up=0)
+        loop(model, sample)
+        peak = peak_of_a_step(lambda: loop(model, sample), sample, warm_up=0)
         assert peak <= limit, f"{peak / limit:.3f} of the limit at share {share}"
-        assert_same(expected, gradients_of(trained), f"share {share}")
+        assert_same(expected, gradients_of(model), f"share {share}")
 
 
 # Autocast ------------------------------------------------------------------------------------------------------------
@@ -107,26 +103,23 @@ def test_under_autocast(kind: str, inside: bool) -> None:
         if not inside:
             loss.backward()
 
-    with torch.autocast("cpu", torch.bfloat16):
-        chain = remat.profile(model, sample, repeats=1)
+    plain = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16):  # measured as it is trained
+        chain = remat.profile(model, sample)
     casts = sum(p.numel() * 2 for p in model.parameters() if p.dim() > 1 and kind != "gpt2")
     assert chain.reserve_bytes >= casts
-
-    with torch.autocast("cpu", torch.bfloat16):  # measured as it is trained
-        chain = remat.profile(model, sample, repeats=1)
-        least = remat.minimum_budget(chain)
+    least = remat.minimum_budget(chain)
     for limit in (round(1.02 * least), (least + store_all_peak(chain)) // 2):
-        trained, plain = copy.deepcopy(model), copy.deepcopy(model)
         with torch.autocast("cpu", torch.bfloat16):
-            remat.fit(trained, sample, limit, quiet=True)
-        for each in (trained, plain):
+            remat.fit(model, sample, limit, quiet=True)
+        for each in (model, plain):
             for parameter in each.parameters():
                 parameter.grad = torch.zeros_like(parameter)
             loop(each, sample)
-        peak = peak_of_a_step(lambda trained=trained: loop(trained, sample), sample, warm_up=0)
+        peak = peak_of_a_step(lambda: loop(model, sample), sample, warm_up=0)
         loop(plain, sample)
         assert peak <= limit, f"{peak / limit:.3f} of the limit"
-        assert_same(gradients_of(plain), gradients_of(trained))
+        assert_same(gradients_of(plain), gradients_of(model))
 
 
 class _Tied(nn.Module):
@@ -168,7 +161,7 @@ def test_casts_of_a_layer_that_many_stages_share(own: bool) -> None:
         loss.backward()
 
     with contextlib.nullcontext() if own else torch.autocast("cpu", torch.bfloat16):
-        chain = remat.profile(model, sample, repeats=1)
+        chain = remat.profile(model, sample)
     least = remat.minimum_budget(chain)
     plain = copy.deepcopy(model)
     loop(plain, sample)
@@ -195,7 +188,7 @@ def test_the_gradient_of_an_input_may_be_there_before_those_of_weights(in_a_row:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with torch.autocast("cpu", torch.bfloat16):
-        chain = remat.profile(model, sample, repeats=1, options=False)
+        chain = remat.profile(model, sample, options=False)
     schedule = recomputing_each(chain)
     running = executing(model, schedule)
 
@@ -273,7 +266,7 @@ def test_a_plan_is_for_the_autocast_that_it_was_measured_under() -> None:
 def test_measuring_under_autocast_leaves_no_copies_of_parameters() -> None:
     model, sample = Blocks(3, 64), torch.randn(8, 64)
     with torch.autocast("cpu", torch.bfloat16):
-        remat.profile(model, sample, repeats=1)
+        remat.profile(model, sample)
         before = peak_of_a_step(lambda: model(sample), sample, warm_up=0)
         after = peak_of_a_step(lambda: model(sample), sample, warm_up=0)
     assert before >= after + sum(block.inner[0].weight.numel() * 2 for block in model.blocks)  # cast in the first
@@ -337,7 +330,7 @@ def test_an_output_that_the_loop_holds_is_counted() -> None:
     for model in (Blocks(4, 32, words), nn.Sequential(*(Residual(32) for _ in range(4)), nn.Linear(32, words))):
         sample = torch.randn(64, 32)
         check(model, sample, loop)
-        held, dropped = (remat.profile(model, sample, repeats=1, output_held=held) for held in (True, False))
+        held, dropped = (remat.profile(model, sample, output_held=held) for held in (True, False))
         least = [remat.minimum_budget(chain) for chain in (held, dropped)]
         assert least[0] > least[1]
 
@@ -439,8 +432,7 @@ def test_what_a_run_has_handed_on_and_the_output_still_holds() -> None:
     sample = torch.randn(512, 64)
     check(_HoldsTheMiddle(), sample, loop)
     holds, lets = (
-        remat.minimum_budget(remat.profile(model, sample, repeats=1, options=False))
-        for model in (_HoldsTheMiddle(), Lets())
+        remat.minimum_budget(remat.profile(model, sample, options=False)) for model in (_HoldsTheMiddle(), Lets())
     )
     assert holds - lets == sample.nbytes
 
@@ -458,7 +450,7 @@ def test_hidden_states_of_a_model_with_code_between_its_stages(layers: int, auto
     words = torch.randint(1, 100, (5, 23))
     model, sample = T5ForConditionalGeneration(config), {"input_ids": words, "labels": words}
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        chain = remat.profile(model, sample, repeats=1)
+        chain = remat.profile(model, sample)
         least = remat.minimum_budget(chain)
         for limit in (least, round(1.03 * least), round(1.1 * least), round(1.3 * least)):
             report = remat.run(model, sample, remat.solve(chain, limit), repeats=1)

@@ -30,7 +30,7 @@ def sequential(count: int = 6, width: int = 32) -> nn.Sequential:
 def check(model: nn.Module, sample: Any, share: float = 0.85, *, steps: int = 2, **options: Any) -> nn.Module:
     """Trains by a plan that recomputes something, with plain PyTorch's gradients."""
     plain = copy.deepcopy(model)
-    chain = remat.profile(model, sample, repeats=1, **options)
+    chain = remat.profile(model, sample, **options)
     least = remat.minimum_budget(chain)
     limit = max(round(share * remat.minimum_budget(chain, "store_all")), round(1.05 * least))
     assert remat.fit(model, sample, limit, quiet=True, other_path="error", **options) is model
@@ -161,7 +161,7 @@ def test_blocks_in_a_loop(layers: int) -> None:
 def test_one_fitted_model_in_several_threads(make: Any) -> None:
     model, x = make(), torch.randn(64, 32)
     plain = copy.deepcopy(model)
-    least = remat.minimum_budget(remat.profile(model, x, repeats=1))
+    least = remat.minimum_budget(remat.profile(model, x))
     remat.fit(model, x, round(1.1 * least), quiet=True)
     outputs: list[torch.Tensor] = []
     errors: list[BaseException] = []
@@ -261,8 +261,16 @@ def whisper() -> tuple[nn.Module, dict[str, Any]]:
     return WhisperForConditionalGeneration(config), {"input_features": torch.randn(2, 16, 64)}
 
 
-@pytest.mark.parametrize("how", ["labels", "a loss of its own", "no labels"])
-@pytest.mark.parametrize("make", [bart, marian, whisper])
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [
+        (bart, "labels"),
+        (marian, "no labels"),
+        (whisper, "labels"),
+        (whisper, "a loss of its own"),
+        (whisper, "no labels"),
+    ],
+)
 def test_an_encoder_whose_output_is_returned_as_well(make: Any, how: str) -> None:
     model, sample = make()
     model.train()
@@ -390,8 +398,8 @@ def test_measuring_leaves_attributes_as_they_were(found: bool) -> None:
     if found:
         model = Blocks(4, 32)
         model.blocks = nn.ModuleList(blocks)
-    remat.profile(model, x, repeats=1)
-    remat.run(model, x, remat.solve(remat.profile(model, x, repeats=1), 1.0), repeats=1)
+    remat.profile(model, x)
+    remat.run(model, x, remat.solve(remat.profile(model, x), 1.0), repeats=1)
     assert all(block.last is None for block in blocks)
     copy.deepcopy(model)
 
@@ -511,7 +519,7 @@ def test_what_is_shown_without_print_is_short_and_eval_mode_is_said(capsys: pyte
     remat.fit(model.train(), sample, 1.0)
     assert "eval mode" not in capsys.readouterr().err
     remat.remove(model)
-    chain = remat.profile(model, sample, repeats=1, small=0.0)
+    chain = remat.profile(model, sample, small=0.0)
     schedule = remat.solve(chain, 1.0)
     assert repr(schedule).startswith("<Schedule by persistent for 6 stages and the loss, budget ")
     report = remat.simulate(chain, schedule)

@@ -130,7 +130,7 @@ def test_stages_too_small_to_matter_are_fused() -> None:
     )
     sample = torch.randn(1000, 900)
     for _ in range(3):  # told from what they have to do, not from how long they took
-        chain = remat.profile(model, sample, repeats=1, small=0.3)
+        chain = remat.profile(model, sample, small=0.3)
         assert chain.layout is not None and chain.layout.modules == (5, 1)
     fine = remat.profile(model, sample, small=0.0)
     assert fine.layout is not None
@@ -178,7 +178,7 @@ def test_blocks_stay_stages_where_no_backward_keeps_their_input(
         return [*(parameter.grad.clone() for parameter in model.parameters()), *map(torch.clone, model.buffers())]
 
     with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
-        chain = remat.profile(model, sample, repeats=1)
+        chain = remat.profile(model, sample)
         assert chain.layout is not None and chain.layout.modules == (1,) * 6
         least, most = remat.minimum_budget(chain), chain.store_all_bytes
         assert least < 0.7 * most
@@ -221,7 +221,7 @@ class Inside(nn.Module):
 @pytest.mark.parametrize("kind", ["coo", "csr", "csc", "jagged", "mkldnn", "vmap"])
 def test_modules_are_probed_whatever_they_work_on(kind: str) -> None:
     model = nn.Sequential(*(Inside(kind) for _ in range(3)))
-    chain = remat.profile(model, torch.randn(8, 16), repeats=1)
+    chain = remat.profile(model, torch.randn(8, 16))
     assert chain.layout is not None and chain.layout.modules == (1, 1, 1)
 
 
@@ -469,8 +469,8 @@ def test_what_is_garbage_is_not_freed_by_chance_while_memory_is_measured() -> No
             return super().forward(x)
 
     sample = torch.randn(4, 8)
-    expected = remat.profile(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), sample, repeats=1, small=0.0)
-    found = remat.profile(nn.Sequential(Littering(8, 8), nn.Linear(8, 8)), sample, repeats=1, small=0.0)
+    expected = remat.profile(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), sample, small=0.0)
+    found = remat.profile(nn.Sequential(Littering(8, 8), nn.Linear(8, 8)), sample, small=0.0)
     assert gc.isenabled()
     for name in ("saved_bytes", "fwd_overhead_bytes", "save_overhead_bytes", "bwd_overhead_bytes", "reserve_bytes"):
         assert getattr(found, name) == getattr(expected, name), name
@@ -520,7 +520,7 @@ class _InTurns(nn.Module):
 @pytest.mark.parametrize("container", [nn.Sequential, _InTurns])
 def test_memory_of_threads_is_said_not_to_be_counted(container: Callable[..., nn.Module], by: Any) -> None:
     with pytest.warns(remat.OverBudgetWarning, match="computes in threads of its own"):
-        remat.profile(container(*(_InAThread(by) for _ in range(3))), torch.randn(4, 8), repeats=1)
+        remat.profile(container(*(_InAThread(by) for _ in range(3))), torch.randn(4, 8))
 
 
 def test_threads_that_compute_nothing_are_not_mentioned() -> None:
@@ -533,4 +533,4 @@ def test_threads_that_compute_nothing_are_not_mentioned() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", remat.OverBudgetWarning)
-        remat.profile(nn.Sequential(Logs(8, 8), Logs(8, 8)), torch.randn(4, 8), repeats=1)
+        remat.profile(nn.Sequential(Logs(8, 8), Logs(8, 8)), torch.randn(4, 8))

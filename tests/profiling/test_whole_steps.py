@@ -19,6 +19,7 @@ from remat.simulation import simulate, store_all_peak
 from support.steps import assert_same, train_step
 
 _CPU = torch.device("cpu")
+_ALONE = [False] * 4
 
 
 def chain(**more: Any) -> Chain:
@@ -31,7 +32,7 @@ def chain(**more: Any) -> Chain:
 
 def test_steps_take_by_the_chain_what_they_took() -> None:
     """Both of them, whatever the stages took by themselves; what is beyond is shared out by what is saved."""
-    found = whole_steps.as_steps_take(chain(), 0.010, 0.025, [3, 9, 1, 0, 0])
+    found = whole_steps.as_steps_take(chain(), 0.010, 0.025, [3, 9, 1, 0, 0], _ALONE)
     assert found.store_all_seconds == pytest.approx(0.010)
     assert simulate(found, whole_steps.recomputing_each(found)).seconds == pytest.approx(0.025)
     assert found.fwd_seconds == pytest.approx([0.002, 0.0005, 0.001, 0.0015, 0])
@@ -42,8 +43,17 @@ def test_steps_take_by_the_chain_what_they_took() -> None:
     assert variant.replay_seconds == 0.5  # of compiled code, which runs nothing twice
 
 
+def test_stages_that_run_as_one_with_their_neighbour_are_not_charged_for_what_a_row_pays_once() -> None:
+    alone, found = (
+        whole_steps.as_steps_take(chain(), 0.010, 0.025, [3, 9, 1, 0, 0], joined)
+        for joined in (_ALONE, [True, False, True, False])
+    )
+    assert found.again_seconds == (0.0, 0.0, 0.0, alone.again_seconds[3], 0.0)
+    assert found.options == alone.options  # a part runs by itself
+
+
 def test_nothing_is_beyond_where_recomputing_took_less_than_it_should() -> None:
-    found = whole_steps.as_steps_take(chain(), 0.010, 0.012, [1] * 5)
+    found = whole_steps.as_steps_take(chain(), 0.010, 0.012, [1] * 5, _ALONE)
     assert not any(found.again_seconds) and found.store_all_seconds == pytest.approx(0.010)
 
 
@@ -94,10 +104,10 @@ def made(kind: str) -> nn.Module:
 def test_a_profile_runs_them_and_leaves_the_model_as_it_was(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[float, float]] = []
 
-    def note(chain: Chain, plain: float, recomputing: float, saves: Any) -> Chain:
+    def note(chain: Chain, plain: float, recomputing: float, saves: Any, joined: Any) -> Chain:
         told.append((plain, recomputing))
-        assert len(saves) == chain.length
-        return real(chain, plain, recomputing, saves)
+        assert len(saves) == chain.length == len(joined) + 1
+        return real(chain, plain, recomputing, saves, joined)
 
     real = whole_steps.as_steps_take
     monkeypatch.setattr(whole_steps, "as_steps_take", note)
@@ -113,6 +123,14 @@ def test_a_profile_runs_them_and_leaves_the_model_as_it_was(kind: str, monkeypat
     assert all(parameter.grad is None for parameter in model.parameters())
     remat.fit(model, sample, 0.7, quiet=True)
     assert_same(train_step(made(kind), sample), train_step(model, sample))
+
+
+def test_rows_of_small_layers_are_planned_as_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recomputing each by itself, as the profile does, takes many times what a row takes for each of its layers."""
+    monkeypatch.setattr(whole_steps, "is_worth_it", lambda chain, device: True)
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)), Block(8))
+    found = remat.profile(layers, torch.randn(64, 8))
+    assert found.again_seconds[:20] == (0.0,) * 20
 
 
 @pytest.mark.parametrize("error", [RematError, RuntimeError, torch.OutOfMemoryError])

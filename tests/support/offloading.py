@@ -24,7 +24,7 @@ def fast_link(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def profiled(model: nn.Module, sample: Any, **options: Any) -> Chain:
-    return remat.profile(model, sample, repeats=1, offload=True, **options)
+    return remat.profile(model, sample, offload=True, **options)
 
 
 def sending_all(chain: Chain, number: int = 0) -> Schedule:

@@ -94,7 +94,7 @@ def parted(chain: Chain, dropped: Sequence[frozenset[int]]) -> Schedule:
 
 def chain_of(model: nn.Module, sample: Any, **options: Any) -> Chain:
     """A chain with the layout that `profile` finds; nothing is too small, so that tests see every stage."""
-    return profile(model, sample, repeats=1, small=0.0, **options)
+    return profile(model, sample, small=0.0, **options)
 
 
 def observed(model: nn.Module, schedule: Schedule) -> tuple[ScheduledModule, list[Operation]]:

@@ -24,7 +24,7 @@ def made(name: str) -> tuple[nn.Module, Any]:
 def chain_of(name: str) -> remat.Chain:
     """Measured once for all tests that plan for the same model."""
     model, sample = made(name)
-    return remat.profile(model, sample, repeats=1)
+    return remat.profile(model, sample)
 
 
 def train(model: nn.Module, sample: Any, steps: int = 3) -> list[torch.Tensor]:

@@ -359,8 +359,8 @@ def _trained(model: nn.Module, sample: dict[str, Any]) -> list[torch.Tensor]:
 def test_fit_trains_in_less_than_the_logits_take(capsys: pytest.CaptureFixture[str]) -> None:
     model, sample = _gpt2()
     plain = _trained(model, sample)
-    most = store_all_peak(remat.profile(model, sample, repeats=1))
-    least = remat.minimum_budget(remat.profile(model, sample, repeats=1))
+    most = store_all_peak(remat.profile(model, sample))
+    least = remat.minimum_budget(remat.profile(model, sample))
     limit = int(0.3 * most)
     assert limit < least
     with pytest.raises(InfeasibleBudget, match="chunk_head=True"):
@@ -386,7 +386,7 @@ def test_measured_peaks_are_within_the_limit(share: float) -> None:
     model, sample = _gpt2()
     head = head_in_parts(model, which=True)
     head.stand()
-    chain = remat.profile(model, sample, repeats=1)
+    chain = remat.profile(model, sample)
     least, most = remat.minimum_budget(chain), store_all_peak(chain)
     limit = int(least + share * (most - least))
     with Bench(model, sample) as bench:
@@ -501,7 +501,7 @@ def test_find_chain_names_the_head_and_estimates_count_it() -> None:
     whole, parts = (remat.estimate(model, sample, device="cpu", chunk_head=each) for each in (False, True))
     head = head_in_parts(model, which=True)
     for estimate in (whole, parts):
-        measured = store_all_peak(remat.profile(model, sample, repeats=1))
+        measured = store_all_peak(remat.profile(model, sample))
         assert store_all_peak(estimate.chain) == pytest.approx(measured, rel=0.03)
         head.stand()
 

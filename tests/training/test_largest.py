@@ -65,7 +65,7 @@ def _rows(size: int) -> torch.Tensor:
 
 
 def _least(model: nn.Module, sample: Any) -> int:
-    return remat.minimum_budget(remat.profile(model, sample, repeats=1))
+    return remat.minimum_budget(remat.profile(model, sample))
 
 
 def _state(model: nn.Module) -> list[torch.Tensor]:
@@ -82,7 +82,7 @@ def test_the_largest_batch_is_measured_and_the_next_one_does_not_fit() -> None:
     assert [each.size for each in found.tried] == sorted(each.size for each in found.tried)
     assert found.tried[-1].size == found.size and len(found.tried) > 3
     for each in found.tried:
-        chain = remat.profile(model, _rows(each.size), repeats=1)
+        chain = remat.profile(model, _rows(each.size))
         assert each.peak_bytes <= limit
         for size, measured in (
             (each.plain_bytes, store_all_peak(chain)),

@@ -67,7 +67,7 @@ def test_steps_evaluations_and_lengths() -> None:
 
 def test_an_input_near_the_limit_is_warned_of_once() -> None:
     model = _model()
-    chain = remat.profile(model, _tokens(64), repeats=1)
+    chain = remat.profile(model, _tokens(64))
     remat.fit(model, _tokens(48), int(1.02 * remat.minimum_budget(chain)), quiet=True)
     with remat.watch(model) as watched, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.modules import module as _of_all
 
+from remat.layout import Layout
 from remat.runtime.calls.stages import Stage
 from remat.runtime.calls.steady import is_steady, saves_its_input
 from remat.runtime.patching import runs_as_its_class
@@ -53,11 +54,11 @@ def joined(schedule: Schedule, program: Program, stages: Sequence[Stage]) -> Sch
         program: of the schedule; stages: of the model, as its layout says.
     """
     layout = schedule.layout
-    if layout is None or layout.calls is not None or any("autocast" in line for line in layout.inputs):
+    if layout is None or program.sends:  # what is sent goes, and comes back, at the end and the beginning of stages
         return schedule
-    if program.sends:  # what is sent goes, and comes back, at the end of one stage and the beginning of another
+    steady = _may_be_in_rows(layout, stages)
+    if not any(steady):
         return schedule
-    steady = [not stage.runs_compiled and is_steady(stage.parts) for stage in stages]
     steps: list[list[_Step]] = [[] for _ in stages]
     for phase in (program.forward, *program.phases):
         for run, following in pairwise([*phase, None]):
@@ -79,6 +80,18 @@ def joined(schedule: Schedule, program: Program, stages: Sequence[Stage]) -> Sch
         else:
             rows.append(range(position, position + 1))
     return schedule if len(rows) == len(stages) else _of_rows(schedule, rows)
+
+
+def may_be_joined(layout: Layout, stages: Sequence[Stage]) -> list[bool]:
+    """Which stages may run as one with the stage before or behind it, where a schedule runs one after the other."""
+    may = [False, *_may_be_in_rows(layout, stages), False]
+    return [own and (before or behind) for before, own, behind in zip(may, may[1:], may[2:], strict=False)]
+
+
+def _may_be_in_rows(layout: Layout, stages: Sequence[Stage]) -> list[bool]:
+    if layout.calls is not None or any("autocast" in line for line in layout.inputs):
+        return [False] * len(stages)
+    return [not stage.runs_compiled and is_steady(stage.parts) for stage in stages]
 
 
 def nobody_looks_into(modules: Sequence[nn.Module]) -> bool:

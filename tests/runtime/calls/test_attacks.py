@@ -299,7 +299,7 @@ def test_other_memory_in_a_parameter(way: str) -> None:
     model = nn.Sequential(*(copy.deepcopy(model) for _ in range(4)))
     x = torch.randn(64, 32)
     if way == "plan":
-        model = remat.apply(model, remat.solve(remat.profile(model, x, repeats=1), 0.6, "recompute_all"))
+        model = remat.apply(model, remat.solve(remat.profile(model, x), 0.6, "recompute_all"))
         loss = model(x).square().mean()
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()

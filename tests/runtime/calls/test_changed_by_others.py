@@ -653,7 +653,7 @@ def test_weights_that_are_gone_are_an_error(way: str) -> None:
 def test_blocks_that_are_passed_an_iterator_are_no_chain() -> None:
     model, _ = from_an_iterator()
     with pytest.raises(NoChain, match=r"'ups\.0' is passed an iterator, which gives its items only once"):
-        remat.profile(model, of_x(), repeats=1, small=0.0)
+        remat.profile(model, of_x(), small=0.0)
 
 
 def test_under_ddp_versions_of_buffers_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

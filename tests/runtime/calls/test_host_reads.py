@@ -184,7 +184,7 @@ def test_parts_of_blocks(name: str) -> None:
     """Whatever is dropped: each saved tensor by itself, all, and every other one."""
     plain = trained(model_of(name))
     sample = torch.randn(ROWS, WIDTH).requires_grad_()
-    chain = remat.profile(model_of(name), sample, repeats=1)
+    chain = remat.profile(model_of(name), sample)
     for dropped in [*(frozenset([number]) for number in range(14)), frozenset(range(99)), frozenset(range(0, 99, 2))]:
         driven = remat.apply(model_of(name), parted(chain, [dropped] * (chain.length - 1)))
         assert_same(plain, trained(driven), f"{dropped}")

@@ -126,7 +126,7 @@ class Coupling(nn.Module):
 
 def test_blocks_that_save_slices_of_their_input_can_be_kept_in_part() -> None:
     model = nn.Sequential(*(Coupling() for _ in range(4)), nn.Linear(64, 3))
-    assert all(remat.profile(model, torch.randn(128, 64), repeats=1).options[:4])
+    assert all(remat.profile(model, torch.randn(128, 64)).options[:4])
 
 
 class Normed(nn.Module):
@@ -154,7 +154,7 @@ class OfOneImage(nn.Module):
 
 def test_blocks_of_a_permuted_batch_of_one_can_be_kept_in_part() -> None:
     model, x = OfOneImage(), torch.randn(1, 16, 12, 12)
-    chain = remat.profile(model, x, repeats=1)
+    chain = remat.profile(model, x)
     assert sum(map(bool, chain.options)) >= 3
     plain = copy.deepcopy(model)
     remat.fit(model, x, 0.6, quiet=True)

@@ -229,7 +229,7 @@ def test_copies_of_parameters_that_forwards_change_are_counted() -> None:
     """A recomputation compares with them."""
     blocks = [nn.Sequential(Clamped(256, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh()) for _ in range(4)]
     model, sample = nn.Sequential(*blocks), torch.randn(256, 256)
-    chain = remat.profile(model, sample, repeats=1).without_options
+    chain = remat.profile(model, sample).without_options
     schedule = remat.solve(chain, remat.minimum_budget(chain))
     assert schedule.recomputations
     assert remat.run(model, sample, schedule, repeats=1).outcome == "pass"
@@ -262,7 +262,7 @@ class Twice(nn.Module):
 
 def test_what_is_kept_unseen_and_saved_too_counts_twice_once_it_was_recomputed() -> None:
     model, sample = nn.Sequential(*(Twice() for _ in range(6))), torch.randn(256, 256)
-    chain = remat.profile(model, sample, repeats=1).without_options
+    chain = remat.profile(model, sample).without_options
     schedule = remat.Schedule.parse(
         "F_ck1 F_none2 F_none3 F_none4 F_none5 F_none6 F_all7 B7 "
         "F_all1 F_all2 F_all3 F_all4 F_all5 F_all6 B6 B5 B4 B3 B2 B1"

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("operator_by_operator")
 def test_run_measures_dtr_as_it_measures_a_schedule() -> None:
     model, tokens = models.gpt(4, 64, 4, vocabulary=64, context=64), torch.randint(0, 64, (4, 64))
     before = copy.deepcopy(model.state_dict())
-    chain = remat.profile(model, tokens, repeats=1)
+    chain = remat.profile(model, tokens)
     schedule = remat.run(model, tokens, remat.solve(chain, 1.0), repeats=1)
     everything = remat.run(model, tokens, remat.DTR("1GiB"), repeats=1)
     assert everything.peak_bytes == pytest.approx(schedule.peak_bytes, rel=0.05)

@@ -154,7 +154,7 @@ def test_containers_do_not_hold_what_they_were_passed() -> None:
     """While they run, it may be dropped: as predicted, of modules one after the other."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 1024), nn.Sequential(nn.Linear(1024, 64), Wide())), torch.randn(500, 64)
-    chain = remat.profile(model, x, repeats=1, small=0.0)
+    chain = remat.profile(model, x, small=0.0)
     schedule = remat.Schedule.parse("F_ck1 F_none2 F_all3 F_all4 B4 B3 F_all1 F_all2 B2 B1")
     schedule = replace(schedule, layout=chain.layout)
     assert remat.run(model, x, schedule, repeats=1).peak_bytes <= remat.simulate(chain, schedule).peak_bytes
@@ -185,7 +185,7 @@ def test_what_modules_of_one_stage_hand_on_is_held_by_nobody() -> None:
     torch.manual_seed(0)
     modules = [nn.Linear(64, 64), Detour(), Back(), Peak(), nn.Linear(64, 64)]
     model, x = nn.Sequential(*modules), torch.randn(500, 64)
-    chain = remat.profile(model, x, repeats=1, small=0.0)
+    chain = remat.profile(model, x, small=0.0)
     assert chain.layout is not None and max(chain.layout.modules) > 2
     schedule = replace(remat.Schedule.parse("F_ck1 F_all2 F_all3 B3 B2 F_all1 B1"), layout=chain.layout)
     assert remat.run(model, x, schedule, repeats=1).peak_bytes <= remat.simulate(chain, schedule).peak_bytes

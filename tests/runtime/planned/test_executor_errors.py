@@ -242,7 +242,7 @@ def test_memory_comes_back_after_an_error_at_any_step_of_a_backward(found: bool)
     if not found:
         model = nn.Sequential(model.first, *(part for block in model.blocks for part in block.children()))
     sample = torch.randn(1000, 4)
-    chain = remat.profile(model, sample, repeats=1, stages=["blocks"] if found else None)
+    chain = remat.profile(model, sample, stages=["blocks"] if found else None)
     # Three segments: activations are stored, and several stages are run again before the first of their backwards.
     module = remat.apply(model, make_solver("sequential", segments=3).solve(chain, 10**12))
     for parameter in model.parameters():

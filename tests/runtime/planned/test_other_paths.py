@@ -79,7 +79,7 @@ def test_a_model_that_takes_another_path_while_it_is_measured_says_where(path: s
     for after in range(1, 6):  # forwards that go through all blocks: to find the chain, and to measure it
         model = ChangesItsMind(path, after).train()
         try:
-            remat.profile(model, sample, repeats=1)
+            remat.profile(model, sample)
         except remat.UnsupportedModel as error:
             said.append(str(error))
         assert all(parameter.grad is None for parameter in model.parameters())
@@ -91,7 +91,7 @@ def test_a_model_that_takes_another_path_while_it_is_measured_says_where(path: s
 def test_a_forward_that_leaves_the_chain_is_noticed_and_right(path: str) -> None:
     sample = torch.randn(16, 8)
     expected = train(wandering(path), sample)
-    chain = remat.profile(wandering("all"), sample, repeats=1)
+    chain = remat.profile(wandering("all"), sample)
     for budget in budgets_of(chain, 3)[:2]:
         schedule = remat.solve(chain, budget)
         model = wandering(path)
@@ -137,7 +137,7 @@ def test_a_call_that_leaves_the_chain_midway_runs_again_with_all_that_it_drew_an
     torch.manual_seed(1)
     plain, sample = Turns(), torch.randn(16, 8)
     model = copy.deepcopy(plain)
-    chain = remat.profile(model, sample, repeats=1, options=options)
+    chain = remat.profile(model, sample, options=options)
     remat.apply(model, remat.solve(chain, remat.minimum_budget(chain)))
     for turning in (None, 0, 2, 4, None):
         for each in (plain, model):
@@ -151,7 +151,7 @@ def test_a_call_that_leaves_the_chain_midway_runs_again_with_all_that_it_drew_an
 def test_a_sample_that_takes_another_path_than_the_training_data() -> None:
     sample = torch.randn(16, 8)
     model = wandering("stop")
-    chain = remat.profile(model, sample, repeats=1)
+    chain = remat.profile(model, sample)
     remat.apply(model, remat.solve(chain, remat.minimum_budget(chain)))
     model.path = "all"
     with pytest.warns(UserWarning, match=r"'blocks.3' was called"):
@@ -213,7 +213,7 @@ def test_of_several_plans_that_cover_an_input_the_one_for_the_smallest_is_taken(
         return len(calls)
 
     short = torch.randn(300, 8)
-    everything = store_all_peak(remat.profile(model, short, repeats=1))
+    everything = store_all_peak(remat.profile(model, short))
     module = rotor.Checkpointable(model, short, round(1.3 * everything))
     assert runs(300) == 8
     with pytest.warns(UserWarning, match="measured and planned again"):
@@ -225,7 +225,7 @@ def test_of_several_plans_that_cover_an_input_the_one_for_the_smallest_is_taken(
 
 def test_a_schedule_of_another_model_or_input_is_refused() -> None:
     model, sample = made("gpt2")
-    schedule = remat.solve(remat.profile(model, sample, repeats=1), 0.9)
+    schedule = remat.solve(remat.profile(model, sample), 0.9)
     with pytest.raises(PlanMismatch, match=r"no module 'transformer.h.0'"):
         remat.apply(blocks()[0], schedule)
     remat.apply(model, schedule)
@@ -238,7 +238,7 @@ def test_a_schedule_of_another_model_or_input_is_refused() -> None:
 
 def test_schedules_of_found_chains_survive_a_file(tmp_path: Any) -> None:
     model, sample = records()
-    chain = remat.profile(model.train(), sample, repeats=1)
+    chain = remat.profile(model.train(), sample)
     schedule = remat.solve(chain, 0.8)
     chain.save(tmp_path / "chain.json")
     schedule.save(tmp_path / "schedule.json")

@@ -109,7 +109,7 @@ def test_hooks_run_as_often_as_in_plain_pytorch() -> None:
     expected = train(plain, sample), list(seen)
     model, _ = made("blocks")
     seen = counted(model)
-    chain = remat.profile(model, sample, repeats=1)
+    chain = remat.profile(model, sample)
     seen.clear()
     remat.apply(model, remat.solve(chain, remat.minimum_budget(chain)), other_path="error")
     assert_same(expected[0], train(model, sample))
@@ -137,7 +137,7 @@ def test_frozen_parameters_as_adapters_leave_them() -> None:
     _, sample = made("gpt2")
     expected = train(frozen(), sample)
     model = frozen()
-    chain = remat.profile(model, sample, repeats=1)
+    chain = remat.profile(model, sample)
     schedule = remat.solve(chain, remat.minimum_budget(chain))
     assert schedule.recomputations > 0
     assert remat.run(model, sample, schedule, repeats=1).peak_bytes <= schedule.budget_bytes
@@ -416,7 +416,7 @@ def left_by(step: Callable[[], object]) -> int:
 def test_a_forward_without_a_backward_leaves_nothing_in_memory(name: str) -> None:
     """Also where what is passed to a stage beside comes out of an earlier one, whose graph the run hangs on."""
     model, sample = made(name)
-    chain = remat.profile(model, sample, repeats=1)
+    chain = remat.profile(model, sample)
     remat.apply(model, remat.solve(chain, remat.minimum_budget(chain)), other_path="error")
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
