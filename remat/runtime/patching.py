@@ -28,7 +28,6 @@ Forward = Callable[..., Any]
 Handler = Callable[[nn.Module, Forward, tuple[Any, ...], dict[str, Any]], Any]
 COMPILED = "_compiled_call_impl"  # where nn.Module keeps what compile() made
 _STATE = "__getstate__"  # what copies and pickles of an object are made of
-_OF_FUNCTIONS = ("__code__", "__globals__", "__closure__", "__defaults__", "__kwdefaults__", "__name__", "__qualname__")
 _MISSING = object()
 
 
@@ -48,10 +47,9 @@ class StandIn:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.runs(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _OF_FUNCTIONS:
-            return getattr(self.__wrapped__, name)
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+    @property
+    def __code__(self) -> Any:  # which torch.export looks at
+        return self.__wrapped__.__code__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self._own is not None:
@@ -175,11 +173,6 @@ def compiler_is_at_work() -> bool:
     if torch.compiler.is_compiling():
         return True
     return "torch._dynamo" in sys.modules and callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
-
-
-def is_recorded() -> bool:
-    """Whether what runs is recorded to be run elsewhere, by `torch.export` or `torch.jit.trace`: a model as it is."""
-    return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 def blocks_as_written() -> AbstractContextManager[Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from remat.errors import LeftChain, OverBudgetWarning, RematError
-from remat.runtime.patching import Forward, StandIn, beyond_compiler, intercepted, is_recorded, stand_in
+from remat.runtime.patching import Forward, StandIn, beyond_compiler, intercepted, stand_in
 from remat.runtime.planned.executor import Executor, Lock
 from remat.utils.warn import warn
 
@@ -167,15 +167,15 @@ class _Patch(StandIn):
         self.patch = patch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_recorded():
-            return self.patch.forward(*args, **kwargs)
         # A compiler that was given the model afterwards must not see what runs here.
         return beyond_compiler(self.patch)(*args, **kwargs)
 
 
 def may_train() -> bool:
     """Whether a backward of what runs now can go by a plan; warns where it cannot although there is one."""
-    if not torch.is_grad_enabled() or is_recorded():
+    if not torch.is_grad_enabled():
+        return False
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():  # to be run elsewhere: the model as it is
         return False
     if torch._C._functorch.peek_interpreter_stack() is None:
         return True
