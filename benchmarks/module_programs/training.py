@@ -119,13 +119,9 @@ class Training:
             self._in_block(number, batches, losses, left, swaps)
         else:
             gc.collect()
-            gc.disable()
-            try:
-                meter = MemoryMeter(torch.device("cpu"), may_be_idle=True)
-                with meter.session(), meter.region():
-                    self._in_block(number, batches, losses, left, swaps)
-            finally:
-                gc.enable()
+            meter = MemoryMeter(torch.device("cpu"), may_be_idle=True)
+            with meter.session(), meter.region():
+                self._in_block(number, batches, losses, left, swaps)
             (region,) = meter.regions
             left.peak = region.peak_bytes - region.start_bytes
             if self.given:  # of which those of one call at a time count

@@ -23,7 +23,7 @@ from remat.runtime.calls.stages import Stage, call_of, check_device
 from remat.runtime.checks import Loss, check_model, check_sample, checked_loss
 from remat.runtime.executor import BySchedule, How, Running, executing
 from remat.runtime.generators import RandomState, held_by, of_python
-from remat.runtime.meter import MemoryMeter, elapsed, instruments, undisturbed
+from remat.runtime.meter import MemoryMeter, elapsed, instruments
 from remat.runtime.planned.patched_forward import unpatched
 from remat.runtime.pytree import Arguments, loss_in, storage_of, tensors
 from remat.schedule import F_ALL, B, Operation
@@ -111,7 +111,7 @@ class Bench:
         """`peak_bytes`, and what the allocator has reserved."""
         meter = MemoryMeter(self.device)
         torch.clear_autocast_cache()  # else it would be freed in the step
-        with step.around(), undisturbed(), meter.session(), meter.region():
+        with step.around(), meter.session(), meter.region():
             step()
         (region,) = meter.regions
         return Peak(region.peak_bytes - region.start_bytes + self.sample_bytes, region.reserved_bytes)
@@ -131,7 +131,7 @@ class Bench:
             meter.cut()
 
         torch.clear_autocast_cache()
-        with step.around(), step.observed_by(cut), undisturbed(), meter.session(), meter.region():
+        with step.around(), step.observed_by(cut), meter.session(), meter.region():
             step()
         begin = instruments().now(self.device)
         with step.around(), step.observed_by(lambda _: edges.append(instruments().now(self.device) - begin)):

@@ -33,7 +33,7 @@ from remat.estimation.values import Values
 from remat.estimation.variants import AsOnCuda
 from remat.runtime.accelerator import granule_of_host, rounded
 from remat.runtime.fakes import fake_on, is_fake, storage_without_data
-from remat.runtime.meter import Instruments, Meter, Region, measured_by
+from remat.runtime.meter import Instruments, Meter, Region, measured_by, undisturbed
 from remat.runtime.operators import Argument, EachOperator, only_asks, only_views, tensors_in
 from remat.runtime.pytree import map_tensors, storage_of, tensors
 from remat.solvers.persistent import Persistent
@@ -275,8 +275,9 @@ class _Levels:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        self.regions, self._base = [], self._world.level
-        yield
+        with undisturbed():
+            self.regions, self._base = [], self._world.level
+            yield
 
     @contextmanager
     def region(self) -> Iterator[None]:

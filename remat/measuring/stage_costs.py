@@ -22,7 +22,7 @@ from remat.runtime.calls.environment import working_bytes
 from remat.runtime.calls.settled import items_of
 from remat.runtime.calls.stages import Stage
 from remat.runtime.calls.tape import is_cast_of_a_leaf
-from remat.runtime.meter import Region, instruments, undisturbed
+from remat.runtime.meter import Region, instruments
 from remat.runtime.patching import blocks_as_written, uncompiled
 from remat.runtime.pytree import storage_of, tensors
 
@@ -200,7 +200,7 @@ def cast_bytes(device: torch.device, forward: Callable[[], object]) -> int:
     gc.collect()
     torch.clear_autocast_cache()
     meter = instruments().meter(device, may_be_idle=True)
-    with undisturbed(), meter.session(), meter.region():
+    with meter.session(), meter.region():
         forward()
     (region,) = meter.regions
     return region.end_bytes - region.start_bytes

@@ -35,7 +35,7 @@ from remat.runtime.calls.places import Places
 from remat.runtime.calls.stages import group
 from remat.runtime.checks import Loss
 from remat.runtime.executor import BySchedule, Running, executing
-from remat.runtime.meter import MemoryMeter, Meter, Region, instruments, undisturbed
+from remat.runtime.meter import MemoryMeter, Meter, Region, instruments
 from remat.runtime.patching import keep_compiler_out
 from remat.runtime.planned.rows import may_be_joined
 from remat.runtime.pytree import Arguments, loss_in
@@ -176,7 +176,7 @@ class Profiler:
     def _memory_once(self, known: Facts, contiguous: bool, casts_anew: bool = False) -> Measurement:
         gauge = Bytes(self.device)
         options: Any = {"output_held": self.output_held, "replaced": self.replaced, "casts_anew": casts_anew}
-        with undisturbed(), gauge.meter.session():
+        with gauge.meter.session():
             work = self._pass(gauge, "measuring memory", known=known, contiguous=contiguous, **options)
         facts, odd_ends = work.facts, work.odd_ends
         del work
@@ -234,7 +234,7 @@ class Profiler:
     ) -> tuple[dict[Span, Region], list[Mapping[Span, float]]]:
         """The bytes that a visitor measures in one pass, and the seconds in as many as suffice."""
         gauge = visitor.gauge = Bytes(self.device)
-        with undisturbed(), gauge.meter.session():
+        with gauge.meter.session():
             self._pass(gauge, what, known=known, visitor=visitor)
         sweeps: list[Mapping[Span, float]] = []
         while not self._suffices(sweeps, repeats, ranks):
@@ -344,7 +344,7 @@ class Profiler:
 
         torch.clear_autocast_cache()  # the copies in it count
         observed = way.observed_by(cut) if in_pieces else nullcontext()
-        with undisturbed(), observed, meter.session(), meter.region():
+        with observed, meter.session(), meter.region():
             step()
         base = meter.regions[0].start_bytes
         return _SeenStep(begins, [region.peak_bytes - base for region in meter.regions])

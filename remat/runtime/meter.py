@@ -67,7 +67,8 @@ class MemoryMeter:
                 ...
         meter.regions   # one Region each, once the session has ended
 
-    Frees of what was allocated before the session are not seen on the CPU. Sessions do not nest: a profiler started
+    Python's garbage collector is off in a session, or the peak would depend on when it runs. Frees of what was
+    allocated before the session are not seen on the CPU. Sessions do not nest: a profiler started
     inside another one silently erases the memory events of the outer one.
 
     Args:
@@ -90,12 +91,13 @@ class MemoryMeter:
         self.regions = []
         self._in_session = True
         try:
-            if is_accelerator(self.device):
-                synchronise(self.device)
-                self._base = allocated_bytes(self.device)
-                yield
-            else:
-                yield from self._profiled()
+            with undisturbed():
+                if is_accelerator(self.device):
+                    synchronise(self.device)
+                    self._base = allocated_bytes(self.device)
+                    yield
+                else:
+                    yield from self._profiled()
         finally:
             self._in_session = False
 
@@ -274,7 +276,7 @@ def elapsed(device: torch.device, function: Callable[[], object]) -> float:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Inside, Python frees nothing by chance: garbage from before stays, so that levels of memory can be compared."""
+    """Inside, Python's garbage collector frees nothing by chance, so that levels of memory can be compared."""
     enabled = gc.isenabled()
     gc.disable()
     try:

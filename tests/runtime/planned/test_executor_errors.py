@@ -317,17 +317,13 @@ def test_nothing_is_held_after_a_step() -> None:
     def left_by(module: nn.Module, *, backward: bool, hold: bool) -> int:
         """Bytes that are there after two steps, of which the last one's loss is held or not."""
         meter = MemoryMeter(torch.device("cpu"))
-        gc.disable()
-        try:
-            with meter.session(), meter.region():
-                for _ in range(2):
-                    loss = module(sample).sum()
-                    if backward:
-                        loss.backward()
-                if not hold:
-                    del loss
-        finally:
-            gc.enable()
+        with meter.session(), meter.region():
+            for _ in range(2):
+                loss = module(sample).sum()
+                if backward:
+                    loss.backward()
+            if not hold:
+                del loss
         return meter.regions[0].end_bytes - meter.regions[0].start_bytes
 
     sample = torch.randn(500, 4)

@@ -138,17 +138,13 @@ def test_memory_comes_back() -> None:
         ran_by_calls = outside()
     assert ran_by_calls
     gc.collect()
-    gc.disable()
-    try:
-        meter = remat.runtime.meter.MemoryMeter(torch.device("cpu"))
-        with meter.session(), meter.region():
-            for _ in range(3):
-                blocks(step, budget, 1)
-                outside()
-        (region,) = meter.regions
-        assert region.end_bytes == region.start_bytes
-    finally:
-        gc.enable()
+    meter = remat.runtime.meter.MemoryMeter(torch.device("cpu"))
+    with meter.session(), meter.region():
+        for _ in range(3):
+            blocks(step, budget, 1)
+            outside()
+    (region,) = meter.regions
+    assert region.end_bytes == region.start_bytes
 
 
 def test_too_small_for_calls_runs_by_operators() -> None:
