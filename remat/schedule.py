@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -220,12 +220,14 @@ def forward(kind: str, first: int, last: int) -> Iterable[Operation]:
     return (Operation(kind, stage) for stage in range(first, last + 1))
 
 
-def each_recomputed(fixed: Sequence[bool]) -> tuple[Operation, ...]:
-    """F_ck of every stage but those `fixed` and the loss, and F_all of each right before its B: as with PyTorch's
-    checkpointing of every block."""
-    last = len(fixed)
-    stored = [each or stage == last for stage, each in enumerate(fixed, start=1)]
-    operations = [Operation(F_ALL if each else F_CK, stage) for stage, each in enumerate(stored, start=1)]
-    for stage in range(last, 0, -1):
-        operations += [Operation(F_ALL, stage)] * (not stored[stage - 1]) + [Operation(B, stage)]
+def rows_recomputed(rows: Sequence[range], stored: Collection[int]) -> tuple[Operation, ...]:
+    """Of each row of stages that does not begin with one `stored`: F_ck of the first and F_none of the others, and
+    F_all of all before the B of the last. With rows of one stage, as PyTorch's checkpointing of every block."""
+    operations: list[Operation] = []
+    for row in rows:
+        kinds = (F_ALL, F_ALL) if row.start in stored else (F_CK, F_NONE)
+        operations += [Operation(kinds[stage > row.start], stage) for stage in row]
+    for row in reversed(rows):
+        operations += () if row.start in stored else forward(F_ALL, row.start, row.stop - 1)
+        operations += [Operation(B, stage) for stage in reversed(row)]
     return tuple(operations)

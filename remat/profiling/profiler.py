@@ -253,7 +253,9 @@ class Profiler:
         if not whole_steps.is_worth_it(chain, self.device):
             return chain
         begin(1)
-        running = [executing(self.model, how) for how in (None, whole_steps.recomputing_each(chain))]
+        joined = [*may_be_joined(self.layout, self.stages), False]
+        ways = [whole_steps.recomputing_each(chain), *[whole_steps.recomputing_rows(chain, joined)] * any(joined)]
+        running = [executing(self.model, how) for how in (None, *ways)]
 
         def seconds(running: Running) -> float:
             start = instruments().now(self.device)
@@ -266,8 +268,8 @@ class Profiler:
                 took.append([seconds(each) for each in running])
         except (RematError, RuntimeError):  # the step that will be planned need not fail
             return chain
-        plain, recomputing = map(min, zip(*took[1:], strict=True))  # in the first one, some things are set up
-        return whole_steps.as_steps_take(chain, plain, recomputing, saves, may_be_joined(self.layout, self.stages))
+        plain, each, *rows = map(min, zip(*took[1:], strict=True))  # in the first one, some things are set up
+        return whole_steps.as_steps_take(chain, plain, each, rows[0] if rows else each, saves, joined)
 
     def excess(self, chain: Chain) -> int:
         """By how many bytes steps exceed what the chain predicts: by the schedule of least memory, and by one of more.

@@ -19,7 +19,7 @@ from remat.simulation import simulate, store_all_peak
 from support.steps import assert_same, train_step
 
 _CPU = torch.device("cpu")
-_ALONE = [False] * 4
+_ALONE = [False] * 5
 
 
 def chain(**more: Any) -> Chain:
@@ -32,7 +32,7 @@ def chain(**more: Any) -> Chain:
 
 def test_steps_take_by_the_chain_what_they_took() -> None:
     """Both of them, whatever the stages took by themselves; what is beyond is shared out by what is saved."""
-    found = whole_steps.as_steps_take(chain(), 0.010, 0.025, [3, 9, 1, 0, 0], _ALONE)
+    found = whole_steps.as_steps_take(chain(), 0.010, 0.025, 0.025, [3, 9, 1, 0, 0], _ALONE)
     assert found.store_all_seconds == pytest.approx(0.010)
     assert simulate(found, whole_steps.recomputing_each(found)).seconds == pytest.approx(0.025)
     assert found.fwd_seconds == pytest.approx([0.002, 0.0005, 0.001, 0.0015, 0])
@@ -43,17 +43,29 @@ def test_steps_take_by_the_chain_what_they_took() -> None:
     assert variant.replay_seconds == 0.5  # of compiled code, which runs nothing twice
 
 
-def test_stages_that_run_as_one_with_their_neighbour_are_not_charged_for_what_a_row_pays_once() -> None:
-    alone, found = (
-        whole_steps.as_steps_take(chain(), 0.010, 0.025, [3, 9, 1, 0, 0], joined)
-        for joined in (_ALONE, [True, False, True, False])
+def test_stages_that_run_as_one_with_their_neighbour_are_charged_with_what_they_took_so() -> None:
+    joined = [False, False, True, True, False]
+    alone = whole_steps.as_steps_take(chain(), 0.010, 0.025, 0.025, [3, 9, 1, 0, 0], _ALONE)
+    found = whole_steps.as_steps_take(chain(), 0.010, 0.025, 0.022, [3, 9, 1, 0, 0], joined)
+    in_rows = whole_steps.recomputing_rows(found, joined)
+    assert [str(each) for each in in_rows.operations] == (
+        "F_ck1 F_all2 F_ck3 F_none4 F_all5 B5 F_all3 F_all4 B4 B3 B2 F_all1 B1".split()
     )
-    assert found.again_seconds == (0.0, 0.0, 0.0, alone.again_seconds[3], 0.0)
+    assert simulate(found, in_rows).seconds == pytest.approx(0.022)
+    first, _, third, fourth, _ = found.again_seconds
+    assert first == alone.again_seconds[0] and third == pytest.approx(2 * fourth) and fourth > 0  # by what they save
     assert found.options == alone.options  # a part runs by itself
 
 
+def test_fixed_stages_and_the_loss_end_rows() -> None:
+    found = whole_steps.recomputing_rows(chain(), [True] * 5).operations
+    assert [str(each) for each in found] == (
+        "F_ck1 F_all2 F_ck3 F_none4 F_all5 B5 F_all3 F_all4 B4 B3 B2 F_all1 B1".split()
+    )
+
+
 def test_nothing_is_beyond_where_recomputing_took_less_than_it_should() -> None:
-    found = whole_steps.as_steps_take(chain(), 0.010, 0.012, [1] * 5, _ALONE)
+    found = whole_steps.as_steps_take(chain(), 0.010, 0.012, 0.012, [1] * 5, _ALONE)
     assert not any(found.again_seconds) and found.store_all_seconds == pytest.approx(0.010)
 
 
@@ -104,10 +116,9 @@ def made(kind: str) -> nn.Module:
 def test_a_profile_runs_them_and_leaves_the_model_as_it_was(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[float, float]] = []
 
-    def note(chain: Chain, plain: float, recomputing: float, saves: Any, joined: Any) -> Chain:
+    def note(chain: Chain, plain: float, recomputing: float, *more: Any) -> Chain:
         told.append((plain, recomputing))
-        assert len(saves) == chain.length == len(joined) + 1
-        return real(chain, plain, recomputing, saves, joined)
+        return real(chain, plain, recomputing, *more)
 
     real = whole_steps.as_steps_take
     monkeypatch.setattr(whole_steps, "as_steps_take", note)
@@ -126,11 +137,24 @@ def test_a_profile_runs_them_and_leaves_the_model_as_it_was(kind: str, monkeypat
 
 
 def test_rows_of_small_layers_are_planned_as_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recomputing each by itself, as the profile does, takes many times what a row takes for each of its layers."""
+    """Recomputing each by itself takes many times what a row takes for each of its layers."""
+    told: list[tuple[float, float]] = []
+
+    def note(chain: Chain, plain: float, each: float, in_rows: float, *more: Any) -> Chain:
+        told.append((each, in_rows))
+        return real(chain, plain, 5 * plain, 2 * plain, *more)
+
+    real = whole_steps.as_steps_take
+    monkeypatch.setattr(whole_steps, "as_steps_take", note)
     monkeypatch.setattr(whole_steps, "is_worth_it", lambda chain, device: True)
-    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)), Block(8))
-    found = remat.profile(layers, torch.randn(64, 8))
-    assert found.again_seconds[:20] == (0.0,) * 20
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)), Block(8))
+    found = remat.profile(model, torch.randn(64, 8))
+    assert all(each != in_rows for each, in_rows in told)  # of steps of their own
+    plain, rows = found.store_all_seconds, whole_steps.recomputing_rows(found, [*[True] * 20, False, False])
+    assert simulate(found, rows).seconds == pytest.approx(2 * plain)
+    planned = remat.solve(found, 0.5)
+    rerun = [each.stage for each in planned.operations if each.kind == "F_ck"]
+    assert len(rerun) <= 3 and planned.recomputations >= 10
 
 
 @pytest.mark.parametrize("error", [RematError, RuntimeError, torch.OutOfMemoryError])
