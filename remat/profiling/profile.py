@@ -123,8 +123,13 @@ def profile(
         raise RematError("offload=True needs options=True: offloaded tensors are options of a stage")
     given: Any = {"small": small, "stages": stages, "progress": progress}
     given |= {"output_held": output_held, "options": options, "offload": offload, "keep": keep, "recompute": recompute}
+    several = ranks is not None and ranks.are_several  # what one remembers the others may not
     if estimate:
-        return estimate_in(World(device_named(device or "cpu")), model, sample, loss, given | {"ranks": ranks})
+        world = World(device_named(device or "cpu"))
+        estimated = partial(estimate_in, world, model, sample, loss, given | {"ranks": ranks})
+        if again or several:
+            return estimated()
+        return remembered(model, sample, {**given, "loss": loss, "device": device}, estimated, again=False)
     if device is not None:
         raise RematError("device= is for estimates; a model is measured where it is. Pass estimate=True too")
     refuse_flat_shards(model)
@@ -137,7 +142,7 @@ def profile(
         offer_variants(model)
     given |= {"repeats": repeats, "loss": loss}
     measure = partial(_profiled, model, sample, enough=enough, ranks=ranks or Ranks(), **given)
-    if ranks is not None and ranks.are_several:  # what one remembers the others may not
+    if several:
         return measure()
     return remembered(model, sample, given, measure, again=again)
 

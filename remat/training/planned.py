@@ -135,9 +135,9 @@ class Planned:
         self.on_measured()
 
     def estimate(self, sample: Any) -> None:
-        """Like `measure`, but estimates the chain for the sample without running the model."""
+        """Like `measure`, but estimates the chain without running the model; once for what looks alike."""
         with training(self.model):
-            self.chain = self.profile(sample, self.setup.loss, estimate=True)
+            self.chain = self.profile(sample, self.setup.loss, estimate=True, again=False)
             self._was_measured(sample)
 
     def _was_measured(self, sample: Any) -> None:

@@ -259,8 +259,16 @@ def test_a_model_whose_forward_is_not_called_is_warned_of(tmp_path: Path) -> Non
     assert len([each for each in caught if "is not called" in str(each.message)]) == 1
 
 
-def test_a_profiler_of_the_trainer(tmp_path: Path) -> None:
-    """The first two steps run beside one, and nothing can be measured; the others are as ever."""
+def test_a_profiler_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first two steps run beside one, and nothing can be measured: the model is estimated once. The others are as
+    ever."""
+    estimated: list[nn.Module] = []
+    estimate_in = remat.profiling.profile.estimate_in
+    monkeypatch.setattr(
+        remat.profiling.profile,
+        "estimate_in",
+        lambda world, model, *args: [estimated.append(model), estimate_in(world, model, *args)][1],
+    )
 
     class Profiles(transformers.TrainerCallback):
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -275,6 +283,7 @@ def test_a_profiler_of_the_trainer(tmp_path: Path) -> None:
     found = outcome(trainer_of(tmp_path, callbacks.RematCallback("9MiB"), Profiles(), steps=4), measures=False)
     assert found.losses == expected.losses
     assert ["remat/limit" in entry for entry in found.logs] == [False, False, True, True]
+    assert len(estimated) == 1
 
 
 def test_the_largest_batch_that_runs_is_looked_for(tmp_path: Path) -> None:
