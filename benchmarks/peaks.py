@@ -14,7 +14,7 @@ import remat
 from benchmarks.any_model import MODELS
 from benchmarks.keeping import write
 from remat.models import gpt, resnet18, resnet50
-from remat.schedule import each_recomputed
+from remat.profiling.whole_steps import recomputing_each
 from remat.simulation import store_all_peak
 
 Example = tuple[nn.Module, Any, Callable[[Any], torch.Tensor] | None]
@@ -54,7 +54,7 @@ def peaks(drawn: int = 3) -> list[dict[str, object]]:
     for name, make_any in MODELS.items():
         model, sample = make_any()
         chain = remat.profile(model, sample, repeats=1)
-        ratio = _ratio(model, sample, None, chain, remat.Schedule(each_recomputed(chain.fixed), layout=chain.layout))
+        ratio = _ratio(model, sample, None, chain, recomputing_each(chain))
         rows.append({"what": "every block checkpointed", "model": name, "predicted_over_measured": [ratio]})
         print(f"{name}, every block checkpointed: {ratio:.6f}", flush=True)
     write("peaks", rows, "predicted peak / measured peak of a step")

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 import remat
 from remat.profiling.carried import with_besides
-from remat.schedule import F_ALL, B, Schedule, each_recomputed, store_all_operations
+from remat.profiling.whole_steps import recomputing_each
+from remat.schedule import F_ALL, B, Schedule, store_all_operations
 from support.chains import measured_chains
 
 
@@ -20,7 +21,7 @@ def test_it_counts_from_the_backward_of_the_next_stage_until_its_own_is_over(dat
         operation._replace(option=len(chain.options[operation.stage - 1])) if operation.kind == F_ALL else operation
         for operation in store_all_operations(chain.length)
     ]
-    for operations in (each_recomputed(chain.fixed), store_all_operations(chain.length), tuple(in_part)):
+    for operations in (recomputing_each(chain).operations, store_all_operations(chain.length), tuple(in_part)):
         schedule = Schedule(operations)
         moments = zip(remat.simulate(chain, schedule).timeline, remat.simulate(found, schedule).timeline, strict=True)
         pending = chain.length

@@ -22,9 +22,9 @@ from remat.comparison.bench import Bench
 from remat.distributed import held_after_forward, largest, plan_in_flight
 from remat.errors import InfeasibleBudget, PlanMismatch, RematError, UnsupportedModel
 from remat.options import sending
+from remat.profiling.whole_steps import recomputing_each
 from remat.runtime.meter import Instruments, MemoryMeter
 from remat.runtime.planned.patched_forward import patched_forward_of
-from remat.schedule import each_recomputed
 from remat.simulation import peak_and_makespan, simulate, store_all_peak
 from remat.solvers.persistent import Persistent
 from remat.utils.ranks import Ranks
@@ -115,7 +115,7 @@ def _as_checkpointed(rank: int) -> None:
     model = in_shards(2)
     how: dict[str, Any] = {"group": dist.group.WORLD, "stages": ["blocks"]}
     chain = remat.profile(model, part, stages=["blocks"], ranks=Ranks(dist.group.WORLD))
-    every = remat.Schedule(each_recomputed(chain.fixed), layout=chain.layout)
+    every = recomputing_each(chain)
     with Bench(model, part) as bench:
         step = bench.step(every)
         peaks: list[Any] = [None, None]
