@@ -48,7 +48,7 @@ class Offload(Solver):
 
     name: ClassVar[str] = "offload"
     purpose: ClassVar[str] = "may send activations to the host's memory (after Beaumont et al., 2021)"
-    needs: ClassVar[str] = "offload=True in profile"
+    needs: ClassVar[str] = "host_limit="
     offloads: ClassVar[bool] = True
 
     def plan(self, chain: Chain, budgets: Sequence[int]) -> list[Plan | None]:
