@@ -76,14 +76,8 @@ def held_by(modules: Iterable[nn.Module], passed: Any = ()) -> list[Any]:
             paths = tuple(path for path, _ in _generators(held, (), set()))
             elsewhere = (*_of_class(type(module)), *_of_functions(held.values()))  # type: ignore[arg-type]
             _paths[module] = Look(module), paths, elsewhere
-        for path in paths:
-            value = _at(vars(module), path)
-            if is_generator(value):
-                found[id(value)] = value
-        for get in elsewhere:
-            value = get()
-            if is_generator(value):
-                found[id(value)] = value
+        values = [*(_at(vars(module), path) for path in paths), *(get() for get in elsewhere)]
+        found.update({id(each): each for each in values if is_generator(each)})
     return list(found.values())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,41 @@ class Checkpointing(Execution):
 
     name: str = "gradient_checkpointing"
 
-    def around(self, model: nn.Module) -> AbstractContextManager[None]:
-        return checkpointed(model)
+    @contextmanager
+    def around(self, model: nn.Module) -> Iterator[None]:
+        """Inside, the model checkpoints every block, by the switch of its library; afterwards the switch is as before.
+
+        Libraries switch it off less completely than on: transformers' models keep a hook on their embeddings.
+
+        Raises:
+            RematError: the model has no such option.
+        """
+        before = {part: (dict(vars(part)), dict(part._forward_hooks)) for part in model.modules()}
+        prefix = _names(model)
+        if prefix is not None:
+            getattr(model, f"{prefix}_enable")(**{f"{prefix}_kwargs": {"use_reentrant": False}})
+        elif callable(getattr(model, "set_grad_checkpointing", None)):
+            switch: Any = model.set_grad_checkpointing
+            switch(True)
+        else:
+            raise RematError(
+                f"{type(model).__name__} has neither gradient_checkpointing_enable() nor set_grad_checkpointing()"
+            )
+        changed = {
+            part: [name for name, value in vars(part).items() if name not in was or was[name] is not value]
+            for part, (was, _) in before.items()
+        }
+        try:
+            yield
+        finally:
+            for part, (was, hooks) in before.items():
+                for name in changed[part]:
+                    if name in was:
+                        vars(part)[name] = was[name]
+                    else:
+                        vars(part).pop(name, None)
+                for added in part._forward_hooks.keys() - hooks.keys():
+                    del part._forward_hooks[added]
 
 
 @dataclass(frozen=True)
@@ -92,7 +125,17 @@ class Compiled(Execution):
         return f"torch.compile@{self.share:g}"
 
     def prepared(self, model: nn.Module) -> Callable[..., Any]:
-        return compiled(model, self.share)
+        """The model compiled; `share` is of what autograd would keep of its graph."""
+        import torch
+        from torch._functorch import config
+        from torch._inductor.compile_fx import compile_fx
+
+        # A function of its own for each share: compiled code is found again by its backend.
+        def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            with config.patch(activation_memory_budget=self.share):
+                return compile_fx(graph, inputs)
+
+        return torch.compile(model, backend=backend)
 
 
 def has_checkpointing(model: nn.Module) -> bool:
@@ -102,58 +145,7 @@ def has_checkpointing(model: nn.Module) -> bool:
     return callable(getattr(model, "set_grad_checkpointing", None))
 
 
-@contextmanager
-def checkpointed(model: nn.Module) -> Iterator[None]:
-    """Inside, the model checkpoints every block, by the switch of its library; afterwards the switch is as before.
-
-    Libraries switch it off less completely than on: transformers' models keep a hook on their embeddings.
-
-    Raises:
-        RematError: the model has no such option.
-    """
-    before = {part: (dict(vars(part)), dict(part._forward_hooks)) for part in model.modules()}
-    prefix = _names(model)
-    if prefix is not None:
-        getattr(model, f"{prefix}_enable")(**{f"{prefix}_kwargs": {"use_reentrant": False}})
-    elif callable(getattr(model, "set_grad_checkpointing", None)):
-        switch: Any = model.set_grad_checkpointing
-        switch(True)
-    else:
-        raise RematError(
-            f"{type(model).__name__} has neither gradient_checkpointing_enable() nor set_grad_checkpointing()"
-        )
-    changed = {
-        part: [name for name, value in vars(part).items() if name not in was or was[name] is not value]
-        for part, (was, _) in before.items()
-    }
-    try:
-        yield
-    finally:
-        for part, (was, hooks) in before.items():
-            for name in changed[part]:
-                if name in was:
-                    vars(part)[name] = was[name]
-                else:
-                    vars(part).pop(name, None)
-            for added in part._forward_hooks.keys() - hooks.keys():
-                del part._forward_hooks[added]
-
-
 def _names(model: nn.Module) -> str | None:
     """What the methods of transformers' models begin with: the newer name where both are there."""
     prefixes = ("activation_checkpointing", "gradient_checkpointing")
     return next((prefix for prefix in prefixes if callable(getattr(model, f"{prefix}_enable", None))), None)
-
-
-def compiled(model: nn.Module, share: float) -> Callable[..., Any]:
-    """The model compiled with `activation_memory_budget` set to `share`, of what autograd would keep of its graph."""
-    import torch
-    from torch._functorch import config
-    from torch._inductor.compile_fx import compile_fx
-
-    # A function of its own for each share: compiled code is found again by its backend.
-    def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        with config.patch(activation_memory_budget=share):
-            return compile_fx(graph, inputs)
-
-    return torch.compile(model, backend=backend)

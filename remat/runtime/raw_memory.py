@@ -96,9 +96,7 @@ def begin_watch(watch: RawAccessListener) -> None:
 def end_watch(watch: RawAccessListener) -> None:
     """Ends what `begin_watch` began, also where that was interrupted; does nothing a second time."""
     with _lock:
-        kept = [other for other in _watches if other is not watch]
-        if len(kept) < len(_watches):
-            _watches[:] = kept
+        _watches[:] = [other for other in _watches if other is not watch]
         _replace_as_watched()
 
 

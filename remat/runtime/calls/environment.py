@@ -191,10 +191,6 @@ class Parameters:
         """Those that were written to since."""
         return [parameter for parameter, version, _ in self._now if parameter._version != version]
 
-    def again(self) -> Parameters:
-        """The same ones as they are now."""
-        return Parameters(self.all())
-
     def refuse_others(self, stage: Stage, name: str) -> None:
         """Raises ReplayError where the stage has others now, or other values in them, as far as can be known."""
         now = list(stage.parameters())
@@ -313,8 +309,7 @@ class FirstRun:
         ]
         self._before = {}
         self._hooks.ended()
-        now = None if self._random is None else self._random.now()
-        if self._random is not None and now is not None and not self._random.keep_changed(now):
+        if self._random is not None and not self._random.keep_changed(self._random.now()):
             self._random = None
 
     def undo(self) -> bool:
@@ -408,7 +403,7 @@ class FirstRun:
                 yield
             finally:
                 if self._parameters.changed():
-                    self._parameters = self._parameters.again()
+                    self._parameters = Parameters(self._parameters.all())
             for weight, was in written:
                 if not is_fake(weight) and not torch.equal(weight, was):
                     weight.detach().copy_(was)

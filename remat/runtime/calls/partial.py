@@ -200,16 +200,12 @@ class Parts:
     ) -> None:
         self.tape = tape
         runs, kept = needs(tape, dropped, gone, also=also)
-        self.reads = frozenset(
-            number
-            for operator, run in zip(tape.operators, runs, strict=True)
-            if run and not operator.is_view  # views only look
-            for number in operator.given
-        )
-        computed = [at for at, run in enumerate(runs, 1) if run and not tape.operators[at - 1].is_view]
-        self.ends_at = max(computed, default=0)
-        self.seconds = sum(operator.seconds for operator, run in zip(tape.operators, runs, strict=True) if run)
-        self.meets = any(operator.meets for operator, run in zip(tape.operators, runs, strict=True) if run)
+        ran = [(at, operator) for at, operator in enumerate(tape.operators, 1) if runs[at - 1]]
+        computed = [(at, operator) for at, operator in ran if not operator.is_view]  # views only look
+        self.reads = frozenset(number for _, operator in computed for number in operator.given)
+        self.ends_at = max((at for at, _ in computed), default=0)
+        self.seconds = sum(operator.seconds for _, operator in ran)
+        self.meets = any(operator.meets for _, operator in ran)
         self._nothing: dict[int, Any] = {}  # storages without memory, by number
         self.without_memory: dict[int, int] = {}
         self.actions = [self._action(operator, run, kept) for operator, run in zip(tape.operators, runs, strict=True)]
@@ -341,7 +337,7 @@ class Replaying(OperatorMode, RawAccessListener):
             return self._run(action, args, kwargs)
         assert action.results is not None
         results = [self._result(result, args, kwargs) for result in action.results]
-        return results[0] if action.operator.form is torch.Tensor else _in_form(action.operator, results)
+        return _in_form(action.operator, results)
 
     def _viewed(self, action: _Action, output: Any) -> Any:
         """What a view returns, of which it is noted whether it has memory."""
@@ -366,11 +362,6 @@ class Replaying(OperatorMode, RawAccessListener):
         # What was made again although it was kept is not held twice.
         kept = [each if served is None else self._serve(served) for each, served in zip(made, results, strict=True)]
         return _in_form(operator, kept)
-
-    @property
-    def operators(self) -> int:
-        """How many it looks at."""
-        return self._parts.ends_at
 
     @property
     def saved(self) -> Sequence[Value]:

@@ -21,14 +21,10 @@ class Input(Protocol):
 
     Attributes:
         needs_gradient: whether it did.
-        device: where it is.
         storage: under DTR, whose memory it is; None where it is held.
     """
 
     needs_gradient: bool
-
-    @property
-    def device(self) -> torch.device: ...
 
     @property
     def storage(self) -> Any: ...
@@ -62,10 +58,6 @@ class Held:
     @property
     def is_changed(self) -> bool:
         return self.version >= 0 and self.tensor._version != self.version
-
-    @property
-    def device(self) -> torch.device:
-        return self.tensor.device
 
     def passed(self) -> torch.Tensor:
         return self.tensor

@@ -81,9 +81,6 @@ class CountsStates(Protocol):
 class Guard(RawAccessListener, CountsStates):
     """A block, which has a tensor's memory there before that is touched."""
 
-    def constructs(self) -> None:
-        """What it is made of is there already."""
-
     def elsewhere(self) -> AbstractContextManager[Any]:
         return _Visitor()
 

@@ -227,19 +227,11 @@ class OperatorWatch:
     def rest(self, leave: Callable[[], None]) -> None:
         """A backward is over: the mode does nothing from now on, and `leave` is called when it can be left."""
         self.mode.rests = True
-        if threading.get_ident() == self._thread:
-            once_returned(leave)
+        if threading.get_ident() == self._thread:  # and not where something else than `torch.autograd` runs it
+            _here.waiting = [*getattr(_here, "waiting", ()), leave]
 
 
 _here = threading.local()
-
-
-def once_returned(act: Callable[[], None]) -> None:
-    """To be called inside of a backward: `act` is called when it, and those around it, have returned.
-
-    Not where something else than `torch.autograd` runs it.
-    """
-    _here.waiting = [*getattr(_here, "waiting", ()), act]
 
 
 def notice_returns() -> None:

@@ -233,12 +233,10 @@ class Reference:
 
     def __init__(self, tensor: torch.Tensor, storage: Piece) -> None:
         self.storage, self.needs_gradient, self.device = storage, tensor.requires_grad, tensor.device
-        self.version = -1 if tensor.is_inference() else tensor._version
+        self.version = version_of(tensor)
         self.seen: weakref.ref[torch.Tensor] | None = weakref.ref(tensor)
         self.changes, self.value = storage.changes, value_of(tensor, storage.number)
-        self.witness: torch.Tensor | None = None
-        if self.version >= 0:
-            self.witness = witness_of(tensor)
+        self.witness = witness_of(tensor) if self.version >= 0 else None
 
     def written(self) -> None:
         """The call itself changes it, and does not read it again."""
@@ -248,7 +246,7 @@ class Reference:
         return None if self.seen is None else self.seen()
 
     def there(self) -> torch.Tensor | None:
-        tensor = None if self.seen is None else self.seen()
+        tensor = self.passed()
         if tensor is not None:
             return tensor.detach()
         storage = None if self.seen is None else self.storage.content()
