@@ -151,6 +151,18 @@ def test_a_limit_far_too_small_is_refused_after_the_first_passes() -> None:
     model(sample).sum().backward()  # as it was
 
 
+def test_an_estimate_serves_what_looks_alike_and_nothing_else(measured: list[Any]) -> None:
+    model, sample = model_and_sample()
+    how: dict[str, Any] = {"again": False, "estimate": True}
+    first, second = (remat.profile(model, sample, device="h100", **how) for _ in range(2))
+    assert first is second and len(measured) == 1
+    assert remat.profile(model, sample, device="l4", **how) != first
+    remat.profile(model, torch.cat([sample, sample]), device="l4", **how)
+    remat.profile(model, sample, again=False)  # measured, whatever was estimated before
+    assert len(measured) == 4 and measured[-1] is model
+    assert remat.profile(model, sample, estimate=True, device="h100") == first and len(measured) == 5
+
+
 def _end(chain: remat.Chain) -> None:
     assert chain.store_all_seconds == 0 and not any(chain.options)
     raise RuntimeError("enough")
