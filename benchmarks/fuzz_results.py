@@ -7,12 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ages import is_current
 from benchmarks.keeping import origin
 from remat.files import write_whole
 
 
 class Results:
-    """The file of results: goes on where it stopped."""
+    """The file of results: goes on where it stopped; begins anew where it is older than the code that it measures."""
 
     def __init__(self, path: Path, seed: int, kinds: Iterable[str]) -> None:
         self.path = path
@@ -28,10 +29,11 @@ class Results:
             "worst": {},
             "cases": [],
         }
-        if path.exists():
-            self.found = json.loads(path.read_text(encoding="utf-8"))
-            if self.found["seed"] != seed:
-                raise SystemExit(f"{path} holds cases of seed {self.found['seed']}; give another file with --out")
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        if found and is_current("fuzz", found["machine"]["revision"]):
+            if found["seed"] != seed:
+                raise SystemExit(f"{path} holds cases of seed {found['seed']}; give another file with --out")
+            self.found = found
 
     def add(self, kind: str, row: dict[str, Any], attempts: int, seconds: float) -> None:
         found, outcome = self.found, row["outcome"]

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 import remat
+from benchmarks.ages import is_current
 from benchmarks.keeping import RESULTS, write
 from benchmarks.module_programs.judging import SECONDS, WAYS, judged
 from benchmarks.module_programs.reducing import reduced
@@ -103,8 +104,9 @@ class Totals:
     def found(cls, seed: int, first: int | None) -> Totals:
         totals, path = cls(seed, first or 0), RESULTS / f"{NAME}.json"
         if first is None and path.exists():
-            head, *rows = json.loads(path.read_text())["rows"]
-            if head["seed"] == seed:
+            found = json.loads(path.read_text())
+            head, *rows = found["rows"]
+            if head["seed"] == seed and is_current(NAME, found["machine"]["revision"]):
                 totals.next, totals.seconds = head["programs"], head["seconds"]
                 totals.bad = [row for row in rows if "of" not in row]
                 totals.counts = {row.pop("of"): Counter(row) for row in rows if "of" in row}
