@@ -24,7 +24,8 @@ from remat.models import gpt
 from remat.schedule import Schedule
 from remat.solvers.persistent import Persistent
 from remat.training import planned
-from support.steps import assert_same, chain_of, peak_of_a_step, train_step
+from support.memory import peak_of
+from support.steps import assert_same, chain_of, train_step
 
 
 def network() -> nn.Sequential:
@@ -217,15 +218,15 @@ def test_plans_for_other_shapes_follow_a_new_limit_and_a_new_measurement() -> No
         wrapped(half).sum().backward()
 
     with pytest.warns(UserWarning, match="measured and planned again"):
-        everything = peak_of_a_step(step, half)
+        everything = peak_of(step, half, warm_up=1)
     assert notes_of(step) == []
     wrapped.compute_min_sequence()
     with pytest.warns(UserWarning, match="measured and planned again"):
-        least = peak_of_a_step(step, half)
+        least = peak_of(step, half, warm_up=1)
     assert least < 0.8 * everything
     wrapped.measure(sample)
     with pytest.warns(UserWarning, match="measured and planned again"):
-        assert peak_of_a_step(step, half) == least
+        assert peak_of(step, half, warm_up=1) == least
 
 
 def test_train_flags_are_part_of_what_a_plan_is_for(sample: torch.Tensor) -> None:

@@ -30,7 +30,8 @@ from remat.runtime.calls.tape import OUTSIDE, Operator, Recorder, Storage, Tape,
 from remat.runtime.calls.tapes import Tapes
 from remat.schedule import Operation, Schedule
 from support.library_models import EVERY
-from support.steps import assert_same, chain_of, in_parts, parted, peak_of_a_step, train_step
+from support.memory import peak_of
+from support.steps import assert_same, chain_of, in_parts, parted, train_step
 from support.training import chain_of as chain_by_name
 from support.training import made, train
 
@@ -362,7 +363,7 @@ def test_the_first_step_stays_within_its_limit_too() -> None:
     def step() -> None:
         model(**sample).loss.backward()
 
-    peak = peak_of_a_step(step, sample, warm_up=0)
+    peak = peak_of(step, sample)
     gradients = sum(parameter.nbytes for parameter in model.parameters())
     assert peak - gradients <= remat.simulate(chain, schedule).peak_bytes
 

@@ -20,7 +20,8 @@ from remat.runtime.pytree import arguments
 from remat.schedule import Operation, store_all_operations
 from remat.simulation import simulate, store_all_peak
 from support.library_models import gpt2
-from support.steps import assert_same, gradients_of, peak_of_a_step
+from support.memory import peak_of
+from support.steps import assert_same, gradients_of
 from support.trainers import llama
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -77,7 +78,7 @@ def check(
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         loop(model, sample)
-        peak = peak_of_a_step(lambda: loop(model, sample), sample, warm_up=0)
+        peak = peak_of(lambda: loop(model, sample), sample)
         assert peak <= limit, f"{peak / limit:.3f} of the limit at share {share}"
         assert_same(expected, gradients_of(model), f"share {share}")
 
@@ -116,7 +117,7 @@ def test_under_autocast(kind: str, inside: bool) -> None:
             for parameter in each.parameters():
                 parameter.grad = torch.zeros_like(parameter)
             loop(each, sample)
-        peak = peak_of_a_step(lambda: loop(model, sample), sample, warm_up=0)
+        peak = peak_of(lambda: loop(model, sample), sample)
         loop(plain, sample)
         assert peak <= limit, f"{peak / limit:.3f} of the limit"
         assert_same(gradients_of(plain), gradients_of(model))
@@ -173,7 +174,7 @@ def test_casts_of_a_layer_that_many_stages_share(own: bool) -> None:
             parameter.grad = torch.zeros_like(parameter)
         loop(trained, sample)
         assert_same(gradients_of(plain), gradients_of(trained), f"{share}")
-        peak = peak_of_a_step(lambda trained=trained: loop(trained, sample), sample, warm_up=0)
+        peak = peak_of(lambda trained=trained: loop(trained, sample), sample)
         assert peak <= limit, f"{peak / limit:.3f} of the limit, {share} times the least"
 
 
@@ -197,7 +198,7 @@ def test_the_gradient_of_an_input_may_be_there_before_those_of_weights(in_a_row:
             output = running(sample)
             output.float().square().mean().backward()
 
-    assert peak_of_a_step(step, sample) <= simulate(chain, schedule).peak_bytes
+    assert peak_of(step, sample, warm_up=1) <= simulate(chain, schedule).peak_bytes
 
 
 def test_under_autocast_without_its_cache() -> None:
@@ -247,7 +248,7 @@ def test_buffers_that_a_forward_replaces(in_order: bool, saved: bool) -> None:
     peaks = []
     for given in (x, x, x[:32].clone(), x):
         plain(given).sum().backward()
-        peaks.append(peak_of_a_step(lambda given=given: model(given).sum().backward(), given, warm_up=0))
+        peaks.append(peak_of(lambda given=given: model(given).sum().backward(), given))
         assert max(peaks) <= int(1.02 * limit)
         for mine, theirs in zip(model.buffers(), plain.buffers(), strict=True):
             assert torch.equal(mine, theirs)
@@ -267,8 +268,8 @@ def test_measuring_under_autocast_leaves_no_copies_of_parameters() -> None:
     model, sample = Blocks(3, 64), torch.randn(8, 64)
     with torch.autocast("cpu", torch.bfloat16):
         remat.profile(model, sample)
-        before = peak_of_a_step(lambda: model(sample), sample, warm_up=0)
-        after = peak_of_a_step(lambda: model(sample), sample, warm_up=0)
+        before = peak_of(lambda: model(sample), sample)
+        after = peak_of(lambda: model(sample), sample)
     assert before >= after + sum(block.inner[0].weight.numel() * 2 for block in model.blocks)  # cast in the first
 
 
@@ -608,4 +609,4 @@ def test_a_part_made_again_outside_of_autocast_copies_weights_again(dtype: torch
                 loss = running(**sample).loss
             loss.backward()
 
-        assert peak_of_a_step(step, sample) <= simulate(chain, schedule).peak_bytes
+        assert peak_of(step, sample, warm_up=1) <= simulate(chain, schedule).peak_bytes

@@ -16,7 +16,6 @@ from benchmarks import models
 from remat.runtime.dtr.core import Core
 from remat.runtime.dtr.simulator import Replay
 from remat.runtime.dtr.trace import Constant
-from remat.runtime.meter import MemoryMeter
 
 Result = TypeVar("Result")
 
@@ -146,19 +145,6 @@ def train(case: Case, block: Callable[[], Any], steps: int = 3) -> list[Tensor]:
         left += [loss.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
         optimizer.step()
     return [*left, *model.parameters(), *model.buffers(), torch.get_rng_state()]
-
-
-def peak_bytes(run: Callable[[], object]) -> int:
-    """The allocator's peak above the level before."""
-    return metered(run)[0]
-
-
-def metered(run: Callable[[], Result]) -> tuple[int, Result]:
-    """The allocator's peak above the level before, and what `run` returns."""
-    meter = MemoryMeter(torch.device("cpu"))
-    with meter.session(), meter.region():
-        result = run()
-    return meter.regions[0].peak_bytes - meter.regions[0].start_bytes, result
 
 
 def step_of(case: Case) -> Callable[[], None]:

@@ -12,10 +12,10 @@ from torch import nn
 
 import remat
 from remat import rotor
-from remat.runtime.meter import MemoryMeter
 from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.simulation import store_all_peak
 from support.library_models import Blocks
+from support.memory import peak_of
 
 STEPS = 3
 
@@ -39,15 +39,6 @@ def losses_of(model: nn.Module, data: torch.Tensor, *, together: bool = False) -
             dist.all_reduce(losses[-1])
             losses[-1] /= dist.get_world_size()
     return losses
-
-
-def peak_of_a_step(model: nn.Module, data: torch.Tensor) -> int:
-    """Above what was there before it, the data included."""
-    meter = MemoryMeter(torch.device("cpu"))
-    with meter.session(), meter.region():
-        model(data).square().mean().backward()
-    (region,) = meter.regions
-    return region.peak_bytes - region.start_bytes + data.numel() * data.element_size()
 
 
 def data_of_all() -> torch.Tensor:
@@ -86,4 +77,5 @@ def is_the_same_within_limits(made: Callable[[], nn.Module], part: torch.Tensor,
         planned: Any = patched_forward_of(model).choose.__self__  # type: ignore[union-attr, attr-defined]
         assert losses_of(model, part, together=True) == plain  # to the bit
         late = 2 * 4 * 64 * len(part)  # bytes of activations that threads of gloo may hold for longer
-        assert peak_of_a_step(model, part) <= share * store_all_peak(planned.chain) + late
+        peak = peak_of(lambda model=model: model(part).square().mean().backward(), part)
+        assert peak <= share * store_all_peak(planned.chain) + late

@@ -11,10 +11,8 @@ from torch import nn
 
 import remat
 from remat.chain import Chain
-from remat.measuring.stage_costs import storage_bytes
 from remat.models import gpt
 from remat.profiling.profile import profile
-from remat.runtime.meter import MemoryMeter
 from remat.runtime.planned.wrapper import ScheduledModule, apply
 from remat.runtime.pytree import tensors
 from remat.schedule import F_ALL, B, Operation, Schedule, store_all_operations
@@ -115,14 +113,3 @@ def without_loss(schedule: Schedule) -> list[Operation]:
 
 def gradients_of(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-
-
-def peak_of_a_step(step: Callable[[], object], sample: Any, *, warm_up: int = 1) -> int:
-    """The most memory during a step above what was allocated before it, the sample included."""
-    for _ in range(warm_up):
-        step()
-    meter = MemoryMeter(torch.device("cpu"))
-    with meter.session(), meter.region():
-        step()
-    (region,) = meter.regions
-    return region.peak_bytes - region.start_bytes + storage_bytes(sample)

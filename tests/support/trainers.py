@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from remat.runtime.meter import MemoryMeter
+from support.memory import metered
 
 WORDS = [f"w{number}" for number in range(200)]
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
@@ -81,10 +81,8 @@ def measured(trainer: Any) -> Iterator[list[int]]:
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        meter = MemoryMeter(torch.device("cpu"))
-        with meter.session(), meter.region():
-            found = step(model, *args, **kwargs)
-        peaks.append(meter.regions[0].peak_bytes - meter.regions[0].start_bytes)
+        peak, found = metered(lambda: step(model, *args, **kwargs))
+        peaks.append(peak)
         return found
 
     with pytest.MonkeyPatch.context() as patch:

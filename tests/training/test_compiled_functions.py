@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.attention import flex_attention as flex
 
 import remat
-from support.live_models import peak_bytes
+from support.memory import peak_of
 from support.unit_blocks import memory_of
 
 
@@ -78,10 +78,10 @@ def test_a_limit_with_compiled_functions() -> None:
     gate = torch.compile(_gate)
     model, x = nn.Sequential(*(Gated(gate) for _ in range(6))), torch.randn(64, 32, 64)
     _ready(model, x)
-    limit = peak_bytes(lambda: _trained(model, x)) // 2
+    limit = peak_of(lambda: _trained(model, x)) // 2
     remat.fit(model, x, limit, quiet=True)
     _trained(model, x)
-    assert peak_bytes(lambda: model(x).square().mean().backward()) <= limit
+    assert peak_of(lambda: model(x).square().mean().backward()) <= limit
 
 
 @pytest.fixture

@@ -19,10 +19,10 @@ import remat
 from remat.errors import InfeasibleBudget, NoChain, UnsupportedModel
 from remat.profiling import profile as measuring
 from remat.runtime.live.steps import Steps
-from remat.runtime.meter import MemoryMeter
 from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.training import by_calls
 from remat.training.holdings import holdings_of
+from support.memory import peak_of
 
 
 @pytest.fixture(autouse=True)
@@ -52,14 +52,6 @@ class Dense(nn.Module):
         return torch.cat(made, 1).square().mean()
 
 
-def _peak(step: Any) -> int:
-    meter = MemoryMeter(torch.device("cpu"))
-    with meter.session(), meter.region():
-        step()
-    (region,) = meter.regions
-    return region.peak_bytes - region.start_bytes
-
-
 def _finds_no_chain(*_: Any, **__: Any) -> None:
     raise NoChain("none")
 
@@ -71,7 +63,7 @@ def _fitted(share: float = 0.6) -> tuple[Dense, Dense, torch.Tensor, int]:
     plain = copy.deepcopy(model)
     for parameter in plain.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    most = _peak(lambda: plain(x).backward())
+    most = peak_of(lambda: plain(x).backward())
     for parameter in plain.parameters():
         parameter.grad = None
     with pytest.MonkeyPatch.context() as patch:
@@ -132,7 +124,7 @@ def test_it_trains_to_the_bit_within_the_limit() -> None:
             def step(each: nn.Module = each, x: torch.Tensor = x) -> None:
                 each(x).backward()
 
-            taken = _peak(step)
+            taken = peak_of(step)
             optimiser.step()
             if each is model:
                 assert taken + x.nbytes <= limit + gradients
@@ -188,7 +180,7 @@ def test_two_forwards_before_a_backward_share_a_limit() -> None:
 
     for _ in range(3):
         step()
-    assert _peak(step) <= limit
+    assert peak_of(step) <= limit
 
 
 @pytest.mark.usefixtures("no_chain")
@@ -487,12 +479,12 @@ def test_copies_that_autocast_makes_of_weights_count_in_each_step() -> None:
             loss = model(x)
         loss.backward()
 
-    limit = int(0.9 * _peak(step))
+    limit = int(0.9 * peak_of(step))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         remat.fit(model, x, limit, quiet=True)
     assert isinstance(_steps_of(model), Steps)
     for _ in range(3):
-        assert _peak(step) <= limit
+        assert peak_of(step) <= limit
 
 
 class Sines(TorchDispatchMode):
@@ -529,7 +521,7 @@ def test_figures_of_the_whole_device(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     whole = holdings_of(model, [optimizer], x).total
     model(x).backward()
-    most = _peak(lambda: model(x).backward())
+    most = peak_of(lambda: model(x).backward())
     model.zero_grad()
     remat.fit(model, x, whole + int(0.7 * most), optimizer=optimizer, quiet=True)
     patch: Any = patched_forward_of(model)

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import remat
-from remat.runtime.meter import MemoryMeter
 from remat.runtime.planned.lengths import Lengths, is_padded, length_of, shapes_of, with_length
 from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.runtime.planned.validity import Validity
 from remat.runtime.pytree import Arguments
 from remat.training import planned
+from support.memory import peak_of
 from support.trainers import llama
 
 
@@ -197,10 +197,7 @@ def _peak(model: nn.Module, given: dict[str, Any]) -> int:
     """Of a step, gradients there before it."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    meter = MemoryMeter(torch.device("cpu"))
-    with meter.session(), meter.region():
-        model(**given).loss.backward()
-    return meter.regions[0].peak_bytes - meter.regions[0].start_bytes
+    return peak_of(lambda: model(**given).loss.backward())  # noqa: PLW0108  # the forward is part of it
 
 
 def test_a_batch_with_padding_needs_more_than_one_without() -> None:

@@ -15,7 +15,8 @@ import remat
 from remat.errors import InfeasibleBudget
 from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.training.by_input import PlansByInput
-from support.steps import assert_same, peak_of_a_step
+from support.memory import peak_of
+from support.steps import assert_same
 from support.unit_blocks import left_by
 
 WIDTH = 32
@@ -52,8 +53,8 @@ def trained(model: nn.Module, *args: Any, **kwargs: Any) -> list[Tensor]:
     return left_by(model)
 
 
-def peak_of(model: nn.Module, *args: Any) -> int:
-    return peak_of_a_step(lambda: trained(model, *args), (), warm_up=0)
+def _peak(model: nn.Module, *args: Any) -> int:
+    return peak_of(lambda: trained(model, *args))
 
 
 @pytest.fixture
@@ -80,12 +81,12 @@ def test_more_of_the_same_keeps_the_limit(x: Tensor, by_all: bool, options: bool
     plain = Refining(by_all=by_all)
     model = copy.deepcopy(plain)
     trained(plain, x, 2)
-    limit = int(0.9 * peak_of(plain, x, 2))
+    limit = int(0.9 * _peak(plain, x, 2))
     remat.fit(model, (x, 2), limit, options=options, quiet=True)
     with pytest.warns(UserWarning, match="times=4, but was measured with .*times=2"):
         for times in (2, 4, 2, 4):
             assert_same(trained(plain, x, times), trained(model, x, times))
-            assert peak_of(model, x, times) <= limit
+            assert _peak(model, x, times) <= limit
 
 
 def test_more_than_fits_is_an_error_before_the_step_runs(x: Tensor) -> None:
@@ -148,14 +149,14 @@ def test_a_number_that_matters_only_far_from_those_before_is_looked_at(x: Tensor
     plain = AtLeast(by_all=False)
     model = copy.deepcopy(plain)
     trained(plain, x, 1)
-    limit = int(0.9 * peak_of(plain, x, 1))
+    limit = int(0.9 * _peak(plain, x, 1))
     remat.fit(model, (x, 1), limit, quiet=True)
     for times in (2, 3):
         assert_same(trained(plain, x, times), trained(model, x, times))
     with pytest.warns(UserWarning, match="times=9, but was measured with .*times=1"):
         assert_same(trained(plain, x, 9), trained(model, x, 9))
     for times in (9, 3, 1):
-        assert peak_of(model, x, times) <= limit
+        assert _peak(model, x, times) <= limit
 
 
 def test_numbers_are_looked_at_one_by_one(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

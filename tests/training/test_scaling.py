@@ -31,6 +31,7 @@ from remat.utils.ranks import Ranks
 from support.chains import chains
 from support.judges import judge
 from support.library_models import mixture_of_experts
+from support.memory import peak_of
 from support.offloading import sending_all
 from support.processes import spawn
 from support.spread import (
@@ -41,7 +42,6 @@ from support.spread import (
     is_the_same_within_limits,
     losses_of,
     network,
-    peak_of_a_step,
 )
 
 
@@ -64,7 +64,7 @@ def _data_parallel(rank: int) -> None:
     parallel = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.02)
     torch.testing.assert_close(losses_of(parallel, part, together=True), expected)
     assert module.sequence.budget_bytes is not None
-    assert peak_of_a_step(parallel, part) <= module.sequence.budget_bytes
+    assert peak_of(lambda: parallel(part).square().mean().backward(), part) <= module.sequence.budget_bytes
     with pytest.raises(PlanMismatch, match="without the others"):
         parallel(data)
     model = network()
@@ -92,7 +92,7 @@ def _sharded(rank: int) -> None:
         assert found == plain  # to the bit
         torch.testing.assert_close(found, expected)
         assert module.sequence.budget_bytes is not None
-        assert peak_of_a_step(model, part) <= module.sequence.budget_bytes
+        assert peak_of(lambda model=model: model(part).square().mean().backward(), part) <= module.sequence.budget_bytes
         model = sharded()
         module = rotor.Checkpointable(model, part, group=dist.group.WORLD, stages=["blocks"])
         module.sequence = in_part(module)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import random
 import threading
@@ -29,8 +28,8 @@ from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.heuristics import make_heuristic
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
-from remat.runtime.meter import MemoryMeter
 from remat.runtime.operators import traits_of
+from support.memory import metered, peak_of
 from support.steps import assert_same
 
 WIDTH, ROWS = 32, 48
@@ -308,7 +307,7 @@ def test_other_memory_in_a_parameter(way: str) -> None:
         return
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    most, _ = peak_of(lambda: model(x).square().mean().backward())
+    most = peak_of(lambda: model(x).square().mean().backward())
     for number in range(4):
         with remat.DTR(int(0.6 * most), thrash_limit=None):
             loss = model(x).square().mean()
@@ -349,14 +348,6 @@ class Checkpointing(nn.Module):
         return made + x
 
 
-def peak_of(step: Callable[[], Any]) -> tuple[int, Any]:
-    gc.collect()
-    meter = MemoryMeter(torch.device("cpu"), may_be_idle=True)
-    with meter.session(), meter.region():
-        result = step()
-    return meter.regions[0].peak_bytes - meter.regions[0].start_bytes, result
-
-
 @pytest.mark.parametrize("kind", [Casting, Checkpointing])
 def test_known_calls_at_other_places(kind: type[nn.Module]) -> None:
     """What calls leave behind counts wherever they run, and not only where they were recorded."""
@@ -368,7 +359,7 @@ def test_known_calls_at_other_places(kind: type[nn.Module]) -> None:
     def plain() -> None:
         model(x).square().mean().backward()
 
-    most, _ = peak_of(plain)
+    most = peak_of(plain)
 
     def one_place(budget: int) -> remat.DTR:
         with remat.DTR(budget, thrash_limit=None) as dtr:
@@ -386,7 +377,7 @@ def test_known_calls_at_other_places(kind: type[nn.Module]) -> None:
             for _ in range(4):
                 place(int(share * most))  # scratch memory cannot be learned while a profiler runs
             for _ in range(3):
-                peak, dtr = peak_of(lambda place=place, share=share: place(int(share * most)))
+                peak, dtr = metered(lambda place=place, share=share: place(int(share * most)))
                 if dtr.report().outcome == "pass":
                     seen += dtr.report().evictions > 0
                     assert peak <= share * most
@@ -398,7 +389,7 @@ def test_what_is_enlarged_counts(granularity: str) -> None:
     model, x = model_of("enlarges"), torch.randn(ROWS, WIDTH)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    most, _ = peak_of(lambda: model(x).square().mean().backward())
+    most = peak_of(lambda: model(x).square().mean().backward())
     for share in (0.9, 0.75):
 
         def step(share: float = share) -> remat.DTR:
@@ -408,7 +399,7 @@ def test_what_is_enlarged_counts(granularity: str) -> None:
 
         for _ in range(4):
             step()
-        peak, dtr = peak_of(step)
+        peak, dtr = metered(step)
         assert dtr.report().evictions
         assert peak <= share * most or dtr.report().outcome == "over"
 

@@ -19,8 +19,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 import remat
-from support.live_models import make, peak_bytes, step_of
+from support.live_models import make, step_of
 from support.live_programs import evict_all
+from support.memory import peak_of
 
 pytestmark = pytest.mark.usefixtures("operator_by_operator")
 
@@ -438,7 +439,7 @@ def test_from_the_second_step_on_the_peak_keeps_the_budget_with_measured_costs()
             run()
 
     limited()
-    assert all(peak_bytes(limited) <= budget for _ in range(3))
+    assert all(peak_of(limited) <= budget for _ in range(3))
     assert MIB < budget
 
 

@@ -15,9 +15,8 @@ from torch import Tensor
 import remat
 from remat.runtime import operators
 from remat.runtime.live import costs
-from remat.runtime.meter import MemoryMeter
 from remat.runtime.operators import is_sized_by_data
-from support.live_models import metered
+from support.memory import metered, peak_of
 
 pytestmark = pytest.mark.usefixtures("operator_by_operator")
 
@@ -109,13 +108,6 @@ def test_what_is_known_of_operators_holds_no_memory(granularity: str) -> None:
     assert not any(isinstance(each, torch.Generator) for key in costs.SHARED.facts for each in key)
 
 
-def _peak(compute: Callable[[], object]) -> int:
-    meter = MemoryMeter(torch.device("cpu"), may_be_idle=True)
-    with meter.session(), meter.region():
-        compute()
-    return meter.regions[0].peak_bytes - meter.regions[0].start_bytes
-
-
 @pytest.mark.parametrize("several", [False, True])
 def test_an_exponential_is_charged_what_any_numbers_need(several: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its scratch memory grows with the numbers, so that of small ones says nothing of others."""
@@ -128,7 +120,9 @@ def test_an_exponential_is_charged_what_any_numbers_need(several: bool, monkeypa
             torch.linalg.matrix_exp(scaled)
         return dtr.report().peak_bytes
 
-    assert all(reported(scale) >= _peak(lambda s=scale: torch.linalg.matrix_exp(x * s)) for scale in (1e-9, 0.02, 9.0))
+    assert all(
+        reported(scale) >= peak_of(lambda s=scale: torch.linalg.matrix_exp(x * s)) for scale in (1e-9, 0.02, 9.0)
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
@@ -140,7 +134,7 @@ def test_scratch_memory_of_more_data_than_ever_is_measured(monkeypatch: pytest.M
         given = x * (x < share)
         with remat.DTR("10MiB") as dtr:
             given.to_sparse_csr()
-        assert dtr.report().peak_bytes >= _peak(given.to_sparse_csr)
+        assert dtr.report().peak_bytes >= peak_of(given.to_sparse_csr)
 
 
 def test_numbers_that_autograd_keeps_are_counted() -> None:
@@ -153,7 +147,7 @@ def test_numbers_that_autograd_keeps_are_counted() -> None:
             y = (y * (1.0 + number)).sin()
         y.sum().backward()
 
-    peak = _peak(long)
+    peak = peak_of(long)
     for _ in range(3):
         with remat.DTR("1MiB", granularity="operator") as dtr:
             long()

@@ -9,7 +9,8 @@ import torch
 
 import remat
 from remat.runtime.dtr.simulator import Replay
-from support.live_models import CASES, decisions_of, least_budget, make, peak_bytes, step_of, train
+from support.live_models import CASES, decisions_of, least_budget, make, step_of, train
+from support.memory import peak_of
 
 pytestmark = pytest.mark.usefixtures("operator_by_operator")
 
@@ -45,7 +46,7 @@ def test_three_steps_at_three_budgets(name: str) -> None:
             with remat.DTR(budget, costs="model", thrash_limit=20):
                 run()
 
-        assert peak_bytes(limited) <= budget
+        assert peak_of(limited) <= budget
     if name in FEED_FORWARD:
         assert least <= 0.5 * most
     elif name == "UNet":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from support.live_models import metered
+from support.memory import metered
 
 pytestmark = pytest.mark.usefixtures("operator_by_operator")
 

@@ -13,7 +13,8 @@ from torch import nn
 
 import remat
 from benchmarks import models
-from support.live_models import Case, least_budget, peak_bytes, step_of, train
+from support.live_models import Case, least_budget, step_of, train
+from support.memory import peak_of
 
 pytestmark = pytest.mark.usefixtures("operator_by_operator")
 
@@ -92,5 +93,5 @@ def test_transformers_as_they_are(make: Callable[[Any], tuple[nn.Module, dict[st
             with remat.DTR(budget, costs="model", thrash_limit=20):
                 run()
 
-        assert peak_bytes(limited) <= budget
+        assert peak_of(limited) <= budget
     assert least <= 0.5 * most

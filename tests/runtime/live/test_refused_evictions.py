@@ -17,7 +17,8 @@ from remat.runtime.dtr.graph import Graph
 from remat.runtime.dtr.heuristics import HEURISTICS
 from remat.runtime.dtr.simulator import Replay
 from remat.runtime.live.ledger import Ledger
-from support.live_models import allocate_gradients, decisions_of, metered
+from support.live_models import allocate_gradients, decisions_of
+from support.memory import metered
 from support.unit_blocks import Model, by_calls, left_by, memory_of
 
 pytestmark = pytest.mark.usefixtures("nothing_known")

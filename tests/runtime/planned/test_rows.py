@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import remat
 from remat.runtime.planned.wrapper import ScheduledModule, apply
-from support.steps import assert_same, chain_of, observed, peak_of_a_step, train_step, without_loss
+from support.memory import peak_of
+from support.steps import assert_same, chain_of, observed, train_step, without_loss
 
 ROWS, WIDTH = 64, 48
 LAYERS = [
@@ -79,7 +80,7 @@ def test_bits_and_peaks_are_those_of_single_stages(seed: int) -> None:
             except remat.InfeasibleBudget:
                 continue
             joined, (single, _) = apply(copy.deepcopy(plain), schedule), observed(copy.deepcopy(plain), schedule)
-            peaks = [peak_of_a_step(lambda own=own: step_of(own), sample(), warm_up=2) for own in (joined, single)]
+            peaks = [peak_of(lambda own=own: step_of(own), sample(), warm_up=2) for own in (joined, single)]
             assert peaks[0] <= peaks[1], (share, planner)
             own = copy.deepcopy(plain)
             for model in (own, joined, single):

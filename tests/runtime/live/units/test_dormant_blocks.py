@@ -13,7 +13,8 @@ import remat
 from remat.runtime.dtr.simulator import Replay
 from remat.runtime.live.units.block import UnitsBlock
 from remat.runtime.live.units.roomy import RoomyBlock
-from support.live_models import allocate_gradients, decisions_of, metered
+from support.live_models import allocate_gradients, decisions_of
+from support.memory import metered
 from support.unit_blocks import blocks, by_calls, left_by, memory_of, mlps, step_of
 
 pytestmark = pytest.mark.usefixtures("nothing_known")

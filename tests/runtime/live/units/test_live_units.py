@@ -22,7 +22,8 @@ from remat.runtime.live.units.block import UnitsBlock
 from remat.runtime.live.units.choosing import Ways
 from remat.runtime.live.units.makings import makings
 from remat.runtime.pytree import loss_in
-from support.live_models import CASES, allocate_gradients, decisions_of, make, metered, train
+from support.live_models import CASES, allocate_gradients, decisions_of, make, train
+from support.memory import metered
 from support.training import made
 from support.unit_blocks import Model, blocks, by_calls, left_by, memory_of, mlp, mlps, step_of
 

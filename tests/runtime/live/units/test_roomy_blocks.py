@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import remat
 from remat.runtime.live.units.roomy import RoomyBlock
-from support.live_models import metered
+from support.memory import metered
 from support.unit_blocks import by_calls, left_by
 
 pytestmark = pytest.mark.usefixtures("nothing_known")

@@ -17,7 +17,8 @@ from remat.runtime.live.units import pool as units_pool
 from remat.runtime.live.units.account import Account
 from remat.runtime.live.units.known import _known
 from remat.runtime.live.units.unit import Unit
-from support.live_models import allocate_gradients, metered
+from support.live_models import allocate_gradients
+from support.memory import metered
 from support.unit_blocks import Model, blocks, by_calls, left_by, memory_of, step_of
 
 pytestmark = pytest.mark.usefixtures("nothing_known")

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import remat
-from support.live_models import allocate_gradients, metered
+from support.live_models import allocate_gradients
+from support.memory import metered
 from support.unit_blocks import memory_of
 
 

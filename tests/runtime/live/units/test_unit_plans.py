@@ -26,7 +26,8 @@ from remat.runtime.live.units.counting import Seen, with_seconds
 from remat.runtime.live.units.orders import Order, Orders
 from remat.runtime.live.units.plans import BlockPlan, Trial
 from remat.runtime.live.units.pool import Pool
-from support.live_models import allocate_gradients, decisions_of, metered
+from support.live_models import allocate_gradients, decisions_of
+from support.memory import metered
 from support.unit_blocks import Model, blocks, by_calls, left_by, memory_of, mlp, mlps, step_of
 
 pytestmark = pytest.mark.usefixtures("nothing_known", "compiled_core")

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
 from remat.runtime.live.units.account import Account
-from support.live_models import allocate_gradients, metered
+from support.live_models import allocate_gradients
+from support.memory import metered
 from support.unit_blocks import Model, blocks, by_calls, left_by, memory_of, mlp, step_of
 
 pytestmark = pytest.mark.usefixtures("nothing_known")

@@ -10,7 +10,8 @@ from torch import nn
 
 import remat
 from benchmarks import live_turns
-from support.live_models import allocate_gradients, metered
+from support.live_models import allocate_gradients
+from support.memory import metered
 from support.unit_blocks import Model, blocks, by_calls, left_by, memory_of, mlp, mlps, step_of
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
