@@ -12,7 +12,7 @@ from torch import nn
 from remat.measuring.isolating import drops_gradients, nodes_of
 from remat.measuring.work import parameters_kept
 from remat.runtime.calls.attributes import MISSING, containers, fill, hooks_of, plain_tensors, put, undone
-from remat.runtime.calls.environment import rescaled
+from remat.runtime.calls.environment import Switches, rescaled
 from remat.runtime.calls.stages import parts_of
 from remat.runtime.fakes import is_fake
 from remat.runtime.generators import RandomState, held_by, of_python
@@ -26,10 +26,11 @@ def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> 
 
     Tensors in attributes are buffers, too.
 
-    It also restores the hooks of modules, their attributes as in `runtime.calls.attributes`, and containers in which
-    forwards have stored tensors with graphs, since these would keep the graphs alive.
+    It also restores the hooks of modules, their attributes as in `runtime.calls.attributes`, containers in which
+    forwards have stored tensors with graphs, since these would keep the graphs alive, and what forwards switch.
     """
     parts = parts_of(modules)
+    switches = Switches(parts)
     random = RandomState(devices, [*held_by(parts), *of_python()])
     attributes = [(part, dict(vars(part))) for part in parts]
     contents = [(each, each.copy()) for part in parts for each in (*containers(part), *hooks_of(part))]
@@ -50,6 +51,7 @@ def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> 
         with parameters_kept(own):
             yield Replaced(inside)
     finally:
+        switches.put_back()
         for part, name, buffer in buffers:
             part._buffers[name] = buffer
         for weight, old in weights:

@@ -38,7 +38,7 @@ def is_generator(value: Any) -> bool:
     """Whether random numbers can be drawn from it: by PyTorch, Python or NumPy."""
     of_numpy = sys.modules.get("numpy.random")
     kinds = (torch.Generator, random.Random, *(() if of_numpy is None else (of_numpy.Generator, of_numpy.RandomState)))
-    return isinstance(value, kinds)
+    return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)  # which never draws the same again
 
 
 class Look:

@@ -87,8 +87,9 @@ def map_tensors(function: Callable[[Any], Any], value: Any, kinds: tuple[type, .
         return value.of_rows(map_tensors(function, value.rows, kinds))
     if isinstance(value, kinds):
         return function(value)
-    if kind is tuple or kind is list:
-        return kind([map_tensors(function, item, kinds) for item in value])
+    if kind is tuple or kind is list or (isinstance(value, tuple) and hasattr(kind, "_fields")):
+        items = [map_tensors(function, item, kinds) for item in value]
+        return items if kind is list else tuple.__new__(kind, items)  # a class may look at what it is made of
     if kind is dict:
         return {name: map_tensors(function, item, kinds) for name, item in value.items()}
     if kind in _PLAIN:

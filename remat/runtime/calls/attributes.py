@@ -1,10 +1,10 @@
 """Attributes of modules, which their forwards read and may change: settings, counters, caches, what the loss needs.
 
 A run that is made again finds what the first run met, whoever has changed it since, and leaves all attributes and
-containers as they were before it. That is so for numbers, flags, tensors, and tuples, lists, dictionaries and sets of
-them; of other objects, for which ones there were, as long as the program holds them. Where the first run has made an
-object or registered a hook, flags that it has changed stay: they may say that this is done. Containers in containers
-are not looked at.
+containers as they were before it. That is so for numbers, flags, tensors, tuples, lists, dictionaries and sets of them
+and of each other, and small arrays of NumPy; of other objects, for which ones there were, as long as the program holds
+them. Where the first run has made an object or registered a hook, flags that it has changed stay: they may say that
+this is done.
 
 Tensors come back without the graph that they are part of, which would keep another step alive: a run that is made again
 only fills the graph of the first one.
@@ -20,12 +20,24 @@ from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from remat.errors import UnsupportedModel
-from remat.runtime.calls.settled import CONSTANT_TYPES, CONSTANTS, CONTAINERS, NOT_MET, OTHERS, Settled, items_of
+from remat.runtime.calls.hooks import registered_since
+from remat.runtime.calls.settled import (
+    CONSTANT_TYPES,
+    CONSTANTS,
+    CONTAINERS,
+    NOT_MET,
+    OTHERS,
+    Settled,
+    is_container,
+    items_of,
+    within,
+)
 from remat.runtime.generators import OWN, Look, is_generator
 from remat.runtime.pytree import version_of
 
@@ -84,7 +96,7 @@ class Attributes:
             before = {name: vars(module)[name] for name in vars(module).keys() - NOT_MET}
         self._add(position, module, dict(module._modules) if self._changing else None)
         self._before.append(before)
-        self._contents += [(each, _without_graphs(each.copy())) for each in self._containers(module) if _is_state(each)]
+        self._contents += [(each, _copied(each)) for each in self._containers(module) if _is_state(each)]
         trained = [each for each in before.values() if isinstance(each, torch.Tensor) and each.requires_grad]
         self._versions += [(each, version_of(each)) for each in trained if each.grad_fn is None]
 
@@ -104,7 +116,7 @@ class Attributes:
             return list(containers(module))
         if isinstance(module, nn.Module):
             return []
-        return [each for each in vars(module).values() if type(each) in CONTAINERS]
+        return [each for value in vars(module).values() if is_container(value) for each in within(value)]
 
     @property
     def may_draw(self) -> list[nn.Module]:
@@ -122,7 +134,9 @@ class Attributes:
         if self._over:
             return
         self._over = True
-        hooked = RemovableHandle.next_id != self._hooks  # of any tensor or module, PyTorch counts all of them
+        hooked = self._changing and registered_since(
+            self._hooks, [*self._modules, *[module for _, module, _, _ in self._settled]]
+        )
         settled, self._settled = self._settled, []
         for position, module, how, objects in settled:
             if how.objects(module) is not None:
@@ -282,10 +296,33 @@ def _differing(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
 
 
 def _is_state(value: Any) -> bool:
-    """Whether a copy of the reference is all that has to be kept of it, and of its items."""
-    if isinstance(value, tuple) or type(value) in CONTAINERS:
-        return all(type(item) not in CONTAINERS and _is_state(item) for item in items_of(value))
-    return type(value) in CONSTANT_TYPES or isinstance(value, (torch.Tensor, *CONSTANTS))
+    """Whether a copy of the reference is all that has to be kept of it, and of its items, containers among them too.
+
+    Not of containers in which one comes twice, as in itself.
+    """
+    seen, left = set[int](), [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, tuple) or type(each) in CONTAINERS:
+            if id(each) in seen and not isinstance(each, tuple):
+                return False
+            seen.add(id(each))
+            left += items_of(each)
+        elif not (type(each) in CONSTANT_TYPES or isinstance(each, (torch.Tensor, np.ndarray, *CONSTANTS))):
+            return False
+    return True
+
+
+def _copied(container: Any) -> Any:
+    """A copy without the graph of another step; containers in it are the same, and have copies of their own."""
+    if isinstance(container, np.ndarray):
+        return container.copy()
+    again = container.copy()
+    if isinstance(container, dict):
+        fill(again, {key: each if is_container(each) else _without_graphs(each) for key, each in container.items()})
+    else:
+        fill(again, [each if is_container(each) else _without_graphs(each) for each in container])
+    return again
 
 
 def _without_graphs(value: Any) -> Any:
@@ -301,7 +338,7 @@ def _without_graphs(value: Any) -> Any:
     if all(map(operator.is_, items_of(items), items_of(value))):
         return value
     if isinstance(value, tuple):
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        return tuple.__new__(type(value), items) if hasattr(value, "_fields") else tuple(items)
     again = value.copy()
     fill(again, items)
     return again
@@ -316,14 +353,14 @@ def graph_handed_on() -> UnsupportedModel:
 
 
 def containers(module: nn.Module) -> Iterator[Any]:
-    """Those that attributes refer to, as they are now: a forward may have set some up where there was nothing."""
+    """Those that attributes refer to, and those in them, as they are now: a forward may have set up new ones."""
     attributes = vars(module)
     look, names = _names.get(module, (None, ()))
     if look is None or not look.is_of(module):
-        names = tuple([name for name, value in attributes.items() if type(value) in CONTAINERS and name not in OWN])
+        names = tuple([name for name, value in attributes.items() if is_container(value) and name not in OWN])
         _names[module] = Look(module), names
     for name in names:
-        yield attributes[name]
+        yield from within(attributes[name])
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
@@ -333,6 +370,10 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 def fill(container: Any, content: Any) -> None:
     """Has it hold this, and nothing else."""
+    if isinstance(container, np.ndarray):
+        if container.tobytes() != content.tobytes():  # one that is read-only has not changed
+            np.copyto(container, content)
+        return
     now, then = items_of(container), items_of(content)
     if len(now) == len(then) and all(map(operator.is_, now, then)):
         return

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from remat.errors import ReplayError
 from remat.runtime.calls.early_stop import EarlyStop
 from remat.runtime.calls.environment import FirstRun
+from remat.runtime.calls.hooks import not_hooked_again
 from remat.runtime.calls.partial import Differs, Parts, Replaying
 from remat.runtime.calls.passed import Input, Passed, given_again
 from remat.runtime.calls.recompute import Collector
@@ -99,7 +100,8 @@ class Call(ABC):
             ReplayError: what it depends on has changed.
         """
         replaying, outputs = None, None
-        with unsharded(self.stage.modules), torch.enable_grad(), self.surroundings(), suppress(EarlyStop):
+        whole = unsharded(self.stage.modules)
+        with whole, torch.enable_grad(), not_hooked_again(self._leaves), self.surroundings(), suppress(EarlyStop):
             there = [self.unchanged(each) for each in self.passed.inputs]
             given = [
                 self.missing(number, parts)
@@ -119,6 +121,10 @@ class Call(ABC):
             replaying.check()
         collector.was_right = True
         return outputs
+
+    def _leaves(self) -> list[torch.Tensor]:
+        """What it may register hooks to that outlive it."""
+        return [*self.stage.parameters(), *self.passed.held()]
 
     def in_part(self, collector: Collector, parts: Parts, activation: Any = None) -> str:
         """Makes a part of the call again. Returns why that was not right; empty where it was."""

@@ -138,7 +138,7 @@ class BufferWatch:
             for key, was in before.items()
             if (known is not None and key in known)
             or (was.buffer is not None and version_of(was.buffer) != was.version)
-            or _is_running_statistic(stage.parts[key[0]], flags[key[0]])
+            or _is_running_statistic(stage.parts[key[0]], key[1], flags[key[0]])
             or key[1] in rescaled(stage.parts[key[0]])
             or (known is None and _differ(was.buffer, was.copy))
         }
@@ -170,9 +170,12 @@ def rescaled(part: nn.Module) -> dict[str, torch.Tensor]:
     return {}
 
 
-def _is_running_statistic(part: nn.Module, training: bool) -> bool:
-    # True even where a run leaves the values as they were, which the next one may not.
-    return isinstance(part, _NormBase) and training and part.track_running_stats
+def _is_running_statistic(part: nn.Module, name: str, training: bool) -> bool:
+    # True even where a run leaves the values as they were, which the next one may not: a layer of the program's own may
+    # have a switch besides `training` for that.
+    if isinstance(part, _NormBase):
+        return training and part.track_running_stats
+    return name in ("running_mean", "running_var")
 
 
 class Parameters:
@@ -391,6 +394,7 @@ class FirstRun:
     @contextmanager
     def _state_again(self, others: Sequence[tuple[nn.Module, str, Any]]) -> Iterator[None]:
         """What the first run met, drew on and changed."""
+        switches = Switches(self._stage.parts)
         written = [(weight, weight.detach().clone()) for weight in self._rewritten]
         contexts = [under(self._modes)] if self._modes else []
         contexts.append(self._attributes.again(others))
@@ -402,6 +406,7 @@ class FirstRun:
             try:
                 yield
             finally:
+                switches.put_back()
                 if self._parameters.changed():
                     self._parameters = Parameters(self._parameters.all())
             for weight, was in written:
@@ -442,6 +447,29 @@ class FirstRun:
         finally:
             for holder, name, buffer in originals:
                 holder[name] = buffer
+
+
+class Switches:
+    """What a forward may switch and switch back: train flags, which parameters are trained, flags of backends.
+
+    A run that ends early, or fails, does not come to the second.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self._flags = [(part, part.training) for part in parts]
+        parameters = [each for part in parts for each in part._parameters.values() if each is not None]
+        self._trained = [(each, each.requires_grad) for each in parameters]
+        self._surroundings = present()
+
+    def put_back(self) -> None:
+        for part, flag in self._flags:
+            if part.training is not flag:
+                part.training = flag
+        for parameter, trained in self._trained:
+            if parameter.requires_grad is not trained:
+                parameter.requires_grad_(trained)
+        if present() is not self._surroundings:
+            self._surroundings.establish()
 
 
 @contextmanager

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 from torch.nn.modules import module as _of_all
+from torch.utils.hooks import RemovableHandle
 
 _OWN = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
         "_forward_pre_hooks_with_kwargs")  # fmt: skip
@@ -74,6 +76,37 @@ def _present(modules: Sequence[nn.Module]) -> _Held:
         if any(others.values()):
             held[_of_all] = others
     return held
+
+
+@contextmanager
+def not_hooked_again(tensors: Callable[[], Iterable[torch.Tensor]]) -> Iterator[None]:
+    """Takes away what a run that is made again registers to parameters: the first run's hooks are there."""
+    number = RemovableHandle.next_id  # of any tensor or module, PyTorch counts all of them
+    try:
+        yield
+    finally:
+        if RemovableHandle.next_id != number:
+            for hooks in hooks_since(number, tensors()):
+                for key in [key for key in hooks if key >= number]:
+                    del hooks[key]
+
+
+def registered_since(number: int, modules: Iterable[nn.Module]) -> bool:
+    """Whether these modules, or parameters of theirs, have hooks of this number or a later one."""
+    if RemovableHandle.next_id == number:
+        return False
+    modules = list(modules)
+    held = [hooks for each in modules for hooks in vars(each).values() if isinstance(hooks, dict)]
+    of_modules = any(isinstance(key, int) and key >= number for hooks in held for key in hooks)
+    owned = (each for module in modules for each in module._parameters.values() if each is not None)
+    return of_modules or bool(hooks_since(number, owned))
+
+
+def hooks_since(number: int, tensors: Iterable[torch.Tensor]) -> list[dict[int, Any]]:
+    """The collections of hooks of these leaves in which some are of this number or a later one."""
+    of_leaves = [each for each in tensors if each.is_leaf]
+    found = [hooks for each in of_leaves for hooks in (each._backward_hooks, each._post_accumulate_grad_hooks)]
+    return [hooks for hooks in found if hooks and any(key >= number for key in hooks)]
 
 
 def _but_remats(hooks: dict[int, Any]) -> dict[int, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from numbers import Number
 from operator import is_
@@ -28,6 +28,7 @@ CONSTANTS = (Number, np.generic, str, bytes, Enum)  # also of NumPy's types, and
 OTHERS = frozenset(("training", "forward", "__getstate__"))  # attributes that are kept by others
 NOT_MET = OWN | OTHERS
 _HELD = (type, BuiltinFunctionType, torch.dtype, torch.device)  # that refer to nothing that takes memory
+_LARGEST_ARRAY = 1 << 16  # bytes: larger ones of NumPy are data, of which nobody makes a copy at each call
 
 
 class Settled:
@@ -41,7 +42,7 @@ class Settled:
         may_draw: it may hold, or refer to, a random number generator.
     """
 
-    __slots__ = ("_constants", "_fixed", "_items", "_names", "_objects", "_seen", "children", "contents", "may_draw")
+    __slots__ = ("_constants", "_fixed", "_looks", "_names", "_objects", "_seen", "children", "contents", "may_draw")
 
     def __init__(self, module: nn.Module) -> None:
         """
@@ -57,10 +58,11 @@ class Settled:
         self._fixed: list[str] = []
         for name in attributes.keys() - NOT_MET:
             value = attributes[name]
-            if type(value) in CONTAINERS:
-                if not all(map(_is_constant, items_of(value))):
+            if is_container(value):
+                found = [*within(value)]
+                if not all(_is_constant(item) or is_container(item) for each in found for item in items_of(each)):
                     raise TypeError(f"{name} has tensors or objects in it")
-                self.contents.append((value, value.copy()))
+                self.contents += [(each, each.copy()) for each in found]
             elif isinstance(value, torch.Tensor):
                 raise TypeError(f"{name} is a tensor")
             elif not _is_constant(value):
@@ -68,7 +70,7 @@ class Settled:
                 continue
             self._fixed.append(name)
         self._constants = [attributes[name] for name in self._fixed]
-        self._items = [items_of(copy) for _, copy in self.contents]
+        self._looks = [_look_of(copy) for _, copy in self.contents]
 
     def objects(self, module: nn.Module) -> Sequence[Any] | None:
         """The objects among the module's attributes, if all of these are as they were, and its children; else None."""
@@ -87,9 +89,9 @@ class Settled:
         return found if all(same) else None
 
     def _contents_are_alike(self) -> bool:
-        for (container, _), items in zip(self.contents, self._items, strict=True):
-            now = items_of(container)
-            if len(now) != len(items) or not all(map(is_, now, items)):
+        for (container, _), look in zip(self.contents, self._looks, strict=True):
+            now = _look_of(container)
+            if len(now) != len(look) or not (now == look if type(now) is bytes else all(map(is_, now, look))):
                 return False
         return True
 
@@ -105,8 +107,34 @@ class Settled:
         return {**dict(zip(self._fixed, self._constants, strict=True)), **dict(self._objects)}
 
 
+def is_container(value: Any) -> bool:
+    """Whether it is one of Python's own, or a small array of NumPy, which programs count in."""
+    kind = type(value)
+    return kind in CONTAINERS or (kind is np.ndarray and value.nbytes <= _LARGEST_ARRAY)
+
+
+def within(container: Any) -> Iterator[Any]:
+    """The container, and those in it, also by way of tuples."""
+    seen, left = set[int](), [container]
+    while left:
+        each = left.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if not isinstance(each, tuple):
+            yield each
+        left += [item for item in items_of(each) if isinstance(item, tuple) or is_container(item)]
+
+
 def items_of(container: Any) -> list[Any]:
+    """Keys and values of a dictionary; none of an array, which refers to nothing."""
+    if isinstance(container, np.ndarray):
+        return []
     return [*container, *container.values()] if isinstance(container, dict) else [*container]
+
+
+def _look_of(container: Any) -> Any:
+    return container.tobytes() if isinstance(container, np.ndarray) else items_of(container)
 
 
 def _is_constant(value: Any) -> bool:

@@ -6,9 +6,9 @@ import copy
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -29,11 +29,11 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.runs = nn.Linear(8, 8), np.zeros(1, int)  # what is in arrays is not set back
+        self.linear, self.seen = nn.Linear(8, 8), SimpleNamespace(runs=0)  # what is in objects is not set back
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.linear(x.tanh())
-        self.runs[0] += 1
+        self.seen.runs += 1
         return x
 
 
@@ -71,7 +71,7 @@ def test_what_lies_behind_the_last_saved_tensor_runs_again_in_the_first_step_onl
     module, runs = planned(model), []
     for _ in range(3):
         assert_same(train_step(plain, sample), train_step(module, sample))
-        runs.append([stage.runs[0] for stage in model])
+        runs.append([stage.seen.runs for stage in model])
     # Stage 1 passes its output on once a step, in F_ck1; F_all1 and F_all2 are there for what they save.
     assert runs == [[3, 2], [5, 3], [7, 4]]
 
@@ -115,7 +115,7 @@ def test_a_schedule_by_hand_runs_recomputations_to_their_end() -> None:
     module, sample = remat.apply(model, remat.Schedule.parse(CHECKPOINTED)), torch.randn(4, 8)
     for _ in range(2):
         train_step(module, sample)
-    assert [stage.runs[0] for stage in model] == [6, 4]
+    assert [stage.seen.runs for stage in model] == [6, 4]
 
 
 def test_a_stage_that_differs_is_an_error_also_where_its_recomputation_ends_early() -> None:
@@ -124,11 +124,11 @@ def test_a_stage_that_differs_is_an_error_also_where_its_recomputation_ends_earl
     class Fickle(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.calls, self.linear = np.zeros(1, int), nn.Linear(8, 8)
+            self.seen, self.linear = SimpleNamespace(calls=0), nn.Linear(8, 8)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls[0] += 1
-            return self.linear(x.tanh() if self.calls[0] < 4 else x[:2].tanh())
+            self.seen.calls += 1
+            return self.linear(x.tanh() if self.seen.calls < 4 else x[:2].tanh())
 
     model = nn.Sequential(Fickle(), nn.Tanh())
     sample = torch.randn(4, 8)

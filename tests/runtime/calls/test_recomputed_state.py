@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -180,17 +181,17 @@ def test_a_buffer_that_is_changed_for_the_first_time_in_a_later_step_is_an_error
 
 
 class Fickle(Stage):
-    """Does another number of things of the same shape when it runs again; what is in arrays is not set back."""
+    """Does another number of things of the same shape when it runs again; what is in objects is not set back."""
 
     def __init__(self, first: int, again: int) -> None:
         super().__init__()
-        self.times, self.runs = (first, again), np.zeros(1, int)
+        self.times, self.seen = (first, again), SimpleNamespace(runs=0)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
-        for _ in range(self.times[min(self.runs[0], 1)]):
+        for _ in range(self.times[min(self.seen.runs, 1)]):
             x = x.tanh()
-        self.runs[0] += 1
+        self.seen.runs += 1
         return x
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import remat
+from remat.layout import Layout
 from support.steps import assert_same, gradients_of, train_step
 
 WIDTH, ROWS, STEPS = 8, 6, 4
@@ -118,6 +123,43 @@ def hook_a_weight(self: Any, x: Tensor) -> Tensor:
     return self.linear(x)
 
 
+def _double(weight: Tensor) -> None:
+    assert weight.grad is not None
+    weight.grad.mul_(2)
+
+
+def hook_each_time(self: Any, x: Tensor) -> Tensor:
+    """As many times as it is called, and no more."""
+    self.linear.weight.register_hook(lambda gradient: gradient * 2)
+    self.other.weight.register_post_accumulate_grad_hook(_double)
+    return self.other(self.linear(x))
+
+
+def begin_under_a_hook(self: Any, x: Tensor) -> Tensor:
+    """The hook, of what lives for one step, does not say that what the flag stands for is done."""
+    y = self.linear(x) * (2.0 if self.begun else 1.0)
+    y.register_hook(lambda gradient: gradient * 2)
+    self.begun = True
+    return y
+
+
+def count_in_a_dictionary(self: Any, x: Tensor) -> Tensor:
+    counts = self.counts["runs"]
+    counts["all"] += 1
+    counts["log"][0].append(counts["all"])
+    return self.linear(x) * (counts["all"] + len(counts["log"][0]))
+
+
+def count_in_an_array(self: Any, x: Tensor) -> Tensor:
+    self.counts[0][1] += 1
+    return self.linear(x) * float(self.counts[0].sum())
+
+
+def count_in_a_new_array(self: Any, x: Tensor) -> Tensor:
+    self.counts = self.counts + 1
+    return self.linear(x) * float(self.counts.sum())
+
+
 def hook_and_hold(self: Any, x: Tensor) -> Tensor:
     if self.handle is None:
         self.handle = self.linear.weight.register_hook(lambda gradient: gradient * 2)
@@ -158,6 +200,11 @@ STATES: dict[str, Callable[[], nn.Module]] = {
     "turns": lambda: Keeping(take_turns, first=False),
     "turns by name": lambda: Keeping(take_turns_by_name, turn="linear"),
     "a hook of a weight": lambda: Keeping(hook_a_weight, hooked=False),
+    "a hook each time": lambda: Keeping(hook_each_time),
+    "a flag, and a hook of an activation": lambda: Keeping(begin_under_a_hook, begun=False),
+    "a list in a dictionary": lambda: Keeping(count_in_a_dictionary, counts={"runs": {"all": 0, "log": ([],)}}),
+    "an array": lambda: Keeping(count_in_an_array, counts=[np.zeros(2)]),
+    "an array made anew": lambda: Keeping(count_in_a_new_array, counts=np.zeros(2)),
     "a hook that is held": lambda: Keeping(hook_and_hold, handle=None),
     "a hook of a module": lambda: Keeping(hook_a_module, hooked=False),
     "an object": lambda: Keeping(make_an_object, made=False, count=0),
@@ -173,11 +220,18 @@ def samples() -> list[Tensor]:
     return [torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in range(STEPS)]
 
 
+TWICE = remat.Schedule.parse("F_ck1 F_ck2 F_ck3 F_ck4 F_all5 B5 F_all4 B4 F_all3 B3 F_all2 B2 F_all1 B1")
+
+
 def recomputing(model: nn.Module) -> nn.Module:
     """Each stage runs twice."""
-    return remat.apply(
-        model, remat.Schedule.parse("F_ck1 F_ck2 F_ck3 F_ck4 F_all5 B5 F_all4 B4 F_all3 B3 F_all2 B2 F_all1 B1")
-    )
+    return remat.apply(model, TWICE)
+
+
+def ending_early(model: nn.Module) -> nn.Module:
+    """The second time only up to what it saves last, as if a profile had found that right."""
+    layout = Layout((1,) * 4, (f"float32[{ROWS}, {WIDTH}] cpu",), ends_early=(True,) * 4)
+    return remat.apply(model, replace(TWICE, layout=layout))
 
 
 def fitted(model: nn.Module) -> nn.Module:
@@ -185,12 +239,105 @@ def fitted(model: nn.Module) -> nn.Module:
     return remat.fit(model, samples()[0], memory=1.0, quiet=True)
 
 
-@pytest.mark.parametrize("prepared", [recomputing, fitted])
+@pytest.mark.parametrize("prepared", [recomputing, ending_early, fitted])
 @pytest.mark.parametrize("kind", STATES)
 def test_steps_leave_what_plain_ones_do(kind: str, prepared: Callable[[nn.Module], nn.Module]) -> None:
     plain, model = stack(kind), prepared(stack(kind))
     for number, sample in enumerate(samples()):
         assert_same(train_step(plain, sample), train_step(model, sample), f"step {number}")
+
+
+class Switching(nn.Module):
+    """Switches and switches back; what autograd saves last lies between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.other, self.drop = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.drop.eval()
+        self.other.requires_grad_(False)
+        torch.set_default_dtype(torch.float64)
+        y = self.drop(self.other(self.linear(x).tanh()))
+        torch.set_default_dtype(torch.float32)
+        self.other.requires_grad_(True)
+        self.drop.train(self.training)
+        return y + 1
+
+
+def test_what_a_forward_switches_is_as_plain_pytorch_leaves_it() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Switching() for _ in range(3)), nn.Linear(WIDTH, WIDTH))
+    plain = copy.deepcopy(model)
+    model = ending_early(model)
+    try:
+        for number, sample in enumerate(samples()):
+            assert_same(train_step(plain, sample), train_step(model, sample), f"step {number}")
+            assert torch.get_default_dtype() is torch.float32
+            assert all(module.training for module in model.modules())
+            assert all(parameter.requires_grad for parameter in model.parameters())
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class Normalised(nn.Module):
+    """Running statistics, which PyTorch's kernel writes without counting a version, where a flag of its own says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.follows = nn.Linear(WIDTH, WIDTH), False
+        self.register_buffer("running_mean", torch.zeros(WIDTH))
+        self.register_buffer("running_var", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.batch_norm(self.linear(x), self.running_mean, self.running_var, training=self.follows)
+
+
+@pytest.mark.parametrize("prepared", [recomputing, fitted])
+def test_running_statistics_of_another_layer_that_begin_later(prepared: Callable[[nn.Module], nn.Module]) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Normalised() for _ in range(3)), nn.Linear(WIDTH, WIDTH))
+    model = prepared(copy.deepcopy(plain))
+    for number, sample in enumerate(samples()):
+        for layer in (*plain.modules(), *model.modules()):
+            if isinstance(layer, Normalised):
+                layer.follows = number > 1
+        assert_same(train_step(plain, sample), train_step(model, sample), f"step {number}")
+
+
+class Packed(nn.Module):
+    """Works on a tuple of a class that looks at what it is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRU(WIDTH, WIDTH)
+
+    def forward(self, x: PackedSequence) -> PackedSequence:
+        y, _ = self.cell(x)
+        return y._replace(data=y.data.tanh() + x.data)
+
+
+class OfLengths(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Packed() for _ in range(4)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, torch.tensor([5, 4, 2]))
+        for block in self.blocks:
+            packed = block(packed)
+        return self.head(pad_packed_sequence(packed)[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*depends on the data:remat.OverBudgetWarning")
+def test_sequences_that_are_packed() -> None:
+    torch.manual_seed(0)
+    plain, sample = OfLengths(), torch.randn(5, 3, WIDTH)
+    model = copy.deepcopy(plain)
+    model.source = random.SystemRandom()  # which nobody can have draw again, so that nobody uses it
+    remat.fit(model, sample, memory=0.7, quiet=True)
+    for _ in range(2):
+        assert_same(train_step(plain, sample), train_step(model, sample))
 
 
 def carry(self: Any, x: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ import copy
 import gc
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -192,15 +192,15 @@ class Fails(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = np.array([10**9])  # a number, or a list of them, would be set back when a stage runs again
+        self.calls = SimpleNamespace(left=10**9)  # a number of its own would be set back when a stage runs again
 
     @property
     def left(self) -> int:
-        return int(self.calls[0])
+        return int(self.calls.left)
 
     @left.setter
     def left(self, calls: int) -> None:
-        self.calls[0] = calls
+        self.calls.left = calls
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.left -= 1
