@@ -234,7 +234,28 @@ def test_train_flags_are_part_of_what_a_plan_is_for(sample: torch.Tensor) -> Non
     assert notes_of(lambda: wrapped(sample).sum().backward()) == []
     wrapped[0][1].eval()
     (note,) = notes_of(lambda: wrapped(sample).sum().backward())
-    assert "train flags, frozen parameters or autocast have changed" in note
+    assert "train flags, frozen parameters, dtypes or autocast have changed" in note
+
+
+def test_dtypes_of_parameters_are_part_of_what_a_plan_is_for() -> None:
+    """Where the input is of the same type whatever they are: twice as wide, nothing of the plan would hold."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(16, 8), *(nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8)) for _ in range(6)))
+    tokens = torch.randint(16, (64,))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def step() -> None:
+        model(tokens).square().mean().backward()
+
+    limit = int(0.7 * 2 * peak_of(step))
+    remat.fit(model, tokens, limit, quiet=True)
+    model.double()
+    with pytest.warns(UserWarning, match="dtypes or autocast have changed"):
+        step()
+    assert peak_of(step) <= limit
+    remat.remove(model)
+    assert peak_of(step) > limit
 
 
 def test_a_change_of_autocast_is_named(sample: torch.Tensor) -> None:

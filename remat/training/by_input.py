@@ -260,7 +260,7 @@ class PlansByInput:
             return f"the model is called with {called}, but was measured with {measured}"
         if state.padded != self._state.padded:
             return "tokens of this batch are masked, and none were in what was measured"
-        return "train flags, frozen parameters or autocast have changed since it was measured"
+        return "train flags, frozen parameters, dtypes or autocast have changed since it was measured"
 
     def _for_itself(self, call: Arguments, state: Validity, *, larger: bool = False) -> RunningPlan:
         """A new plan for exactly this input; `larger`: it is like earlier inputs, but larger.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -254,6 +255,10 @@ def test_calls_that_differ_in_what_they_name_are_measured_apart() -> None:
     assert_alike(model, plain, input_ids=tokens, labels=tokens)
 
 
+class Way(Enum):
+    TWICE = 2
+
+
 class EitherWay(nn.Module):
     """Works on `rows`, on `few`, which it repeats, or in a way that has a name."""
 
@@ -262,10 +267,10 @@ class EitherWay(nn.Module):
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4))
 
     def forward(
-        self, rows: torch.Tensor | None = None, few: torch.Tensor | None = None, way: str = "once"
+        self, rows: torch.Tensor | None = None, few: torch.Tensor | None = None, way: str | Way = "once"
     ) -> torch.Tensor:
         x = rows if rows is not None else few.repeat(8, 1)  # type: ignore[union-attr]
-        for block in [*self.blocks] * (1 + (way == "twice")):
+        for block in [*self.blocks] * (1 + (way in ("twice", Way.TWICE))):
             x = x + block(x)
         return x
 
@@ -278,7 +283,8 @@ def test_a_call_with_another_argument_is_another_call() -> None:
     limit = patched_forward_of(model).figures()["limit"]  # type: ignore[union-attr]
     before = len(remat.profile(model, {"rows": x}).act_bytes)
     model(x).sum().backward()  # the same argument, by its place
-    for other, named in (({"few": x}, "few"), ({"rows": x, "way": "twice"}, "way=twice")):
+    twice = ({"rows": x, "way": "twice"}, "way=twice"), ({"rows": x, "way": Way.TWICE}, "way=Way.TWICE")
+    for other, named in (({"few": x}, "few"), *twice):
         with pytest.raises(remat.InfeasibleBudget, match="this batch"):
             model(**other)
         remat.fit(model, {"rows": x}, 1.0, quiet=True)

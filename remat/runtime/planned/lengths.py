@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from functools import lru_cache
 from itertools import zip_longest
 from numbers import Real
@@ -59,7 +60,7 @@ def named_in(model: nn.Module, call: Arguments) -> tuple[str, ...]:
 def switches_in(model: nn.Module, call: Arguments) -> tuple[str, ...]:
     """What a call switches on or off, or chooses by a word."""
     found = _told_apart(model, call)
-    return tuple(sorted(f"{name}={value}" for name, value in found if isinstance(value, (bool, str))))
+    return tuple(sorted(f"{name}={value}" for name, value in found if isinstance(value, (bool, str, Enum))))
 
 
 def numbers_in(model: nn.Module, call: Arguments) -> tuple[tuple[str, float], ...]:

@@ -59,7 +59,7 @@ Found = TypeVar("Found")
 
 
 class Validity(NamedTuple):
-    """The input, flags of modules, what needs gradients, and autocast, under which a model was measured.
+    """The input, flags of modules, what needs gradients, dtypes, and autocast, under which a model was measured.
 
     Attributes:
         counts: of the tokens for which logits are computed; 0 and less: all.
@@ -67,6 +67,7 @@ class Validity(NamedTuple):
         switches: that it turns on or off.
         padded: a mask leaves out some tokens.
         numbers: in the call, by the names of arguments, as far as they matter.
+        dtypes: of the parameters.
     """
 
     inputs: tuple[str, ...]
@@ -78,6 +79,7 @@ class Validity(NamedTuple):
     switches: tuple[str, ...] = ()
     padded: bool = False
     numbers: tuple[tuple[str, float], ...] = ()
+    dtypes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, model: nn.Module, value: Arguments) -> Validity:
@@ -92,6 +94,7 @@ class Validity(NamedTuple):
             named_in(model, value),
             switches_in(model, value),
             is_padded(value),
+            dtypes=tuple(sorted({str(parameter.dtype) for parameter in model.parameters()})),
         )
 
     def is_like(self, other: Validity) -> bool:
@@ -101,6 +104,7 @@ class Validity(NamedTuple):
             return False
         alike = self.training == other.training and self.requires_grad == other.requires_grad
         alike = alike and self.switches == other.switches and self.numbers == other.numbers
+        alike = alike and self.dtypes == other.dtypes
         return alike and (self.named == other.named or not self.named or not other.named)
 
     def covers(self, other: Validity) -> bool:
@@ -113,7 +117,7 @@ class Validity(NamedTuple):
         )
 
 
-_FLAG, _HELD, _NEEDED = map(attrgetter, ("training", "_parameters", "requires_grad"))
+_FLAG, _HELD, _NEEDED, _DTYPE = map(attrgetter, ("training", "_parameters", "requires_grad", "dtype"))
 
 
 class Snapshot:
@@ -125,8 +129,9 @@ class Snapshot:
         self._parameters = [each for each in self._held.known if each is not None]
         self._flags = self._present()
 
-    def _present(self) -> list[bool]:
-        return [*map(_FLAG, self._structure.modules), *map(_NEEDED, self._parameters)]
+    def _present(self) -> list[Any]:
+        held = self._parameters
+        return [*map(_FLAG, self._structure.modules), *map(_NEEDED, held), *map(_DTYPE, held)]
 
     def is_current(self) -> bool:
         alike = self._structure.is_current() and self._held.are_current()
