@@ -253,7 +253,8 @@ class Pass(ABC):
         facts = self.facts[index]
         source = cut(given)
         if facts.saves is None:
-            saving, stage = CountingHooks(), self.stages[index - 1]
+            stage = self.stages[index - 1]
+            saving = CountingHooks(parts=stage.parts)
             first, *beside = given
             own = [*held_by(stage.parts, given), *of_python()]
             context = FirstRun(stage, first, BufferWatch(), preserve_random=True, beside=beside, own=own)
@@ -261,7 +262,7 @@ class Pass(ABC):
                 output = run(source)
             context.ended()
             facts.saves = saving.count
-            facts.ends_early = saving.saved.is_as_it_was
+            facts.ends_early = saving.may_end
             with self._graph_of_a_stage(), context.again(), CountingHooks():
                 _refuse_another_result(stage, tensors(output), tensors(run(source)), context.changed_buffer)
         elif facts.saves and facts.ends_early:

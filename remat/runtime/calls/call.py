@@ -13,7 +13,7 @@ from remat.errors import ReplayError
 from remat.runtime.calls.early_stop import EarlyStop
 from remat.runtime.calls.environment import FirstRun
 from remat.runtime.calls.hooks import not_hooked_again
-from remat.runtime.calls.partial import Differs, Parts, Replaying
+from remat.runtime.calls.partial import Differs, Parts, Refusing, Replaying
 from remat.runtime.calls.passed import Input, Passed, given_again
 from remat.runtime.calls.recompute import Collector
 from remat.runtime.calls.saved import never
@@ -32,11 +32,12 @@ class Call(ABC):
         context: what they depended on besides; None where it is not known, or will not be made again.
     """
 
-    __slots__ = ("__weakref__", "context", "number", "passed", "stage")
+    __slots__ = ("__weakref__", "_left_over", "context", "number", "passed", "stage")
     hint = ""  # what to do where it does something else when it is made again
 
     def __init__(self, stage: Stage, number: int, passed: Passed, context: FirstRun | None) -> None:
         self.stage, self.number, self.passed, self.context = stage, number, passed, context
+        self._left_over: list[torch.Tensor] = []  # of a run in part: what it skipped, and somebody holds
 
     @property
     def name(self) -> str:
@@ -87,7 +88,11 @@ class Call(ABC):
         return tensor
 
     def again(
-        self, collector: Collector, parts: Parts | None = None, activation: Any = None, recorder: Recorder | None = None
+        self,
+        collector: Collector,
+        parts: Parts | None = None,
+        activation: Any = None,
+        watching: Recorder | Refusing | None = None,
     ) -> list[Any] | None:
         """Makes the call again as far as `collector` wants it; what its modules return, None where it ends before.
 
@@ -114,7 +119,7 @@ class Call(ABC):
                 lacking = [tensor for tensor, found in zip(given, there, strict=True) if found is None]
                 replaying = collector.replaying = Replaying(parts, self.kept, lacking)
             instruments().recomputes(0 if parts is None else parts.ends_at)
-            with saved_tensors_hooks(collector, never), replaying or recorder or nullcontext():
+            with saved_tensors_hooks(collector, never), replaying or watching or nullcontext():
                 outputs = self.passed.again(given, activation)
             collector.finish(outputs)
         if replaying is not None:
@@ -128,13 +133,16 @@ class Call(ABC):
 
     def in_part(self, collector: Collector, parts: Parts, activation: Any = None) -> str:
         """Makes a part of the call again. Returns why that was not right; empty where it was."""
+        why = ""
         try:
             self.again(collector, parts, activation)
         except (ReplayError, torch.OutOfMemoryError):
             raise
         except (Differs, Exception) as error:  # of code that met what was skipped
-            return str(error) or type(error).__name__
-        return ""
+            why = str(error) or type(error).__name__
+        if collector.replaying is not None:
+            self._left_over = collector.replaying.given_memory()
+        return why
 
     def as_a_whole(
         self, collector: Collector, activation: Any = None, recorder: Recorder | None = None
@@ -144,7 +152,8 @@ class Call(ABC):
         Raises:
             ReplayError: it was not what the first run was, or what it depends on has changed.
         """
+        held, self._left_over = self._left_over, []
         try:
-            return self.again(collector, None, activation, recorder)
+            return self.again(collector, None, activation, Refusing(held) if held else recorder)
         except Differs as error:
             raise ReplayError(f"recomputing {self.name} {error}. {self.hint}") from None

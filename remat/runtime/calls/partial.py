@@ -23,7 +23,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from remat.errors import ReplayError
 from remat.runtime.calls.tape import (
     OUTSIDE,
     Operator,
@@ -35,9 +37,9 @@ from remat.runtime.calls.tape import (
     looks_like,
     looks_so,
 )
-from remat.runtime.fakes import fake_mode, fake_on, is_fake, storage_without_data
+from remat.runtime.fakes import fake_mode, fake_on, in_earnest, is_fake, storage_without_data
 from remat.runtime.operators import Traits, traits_of
-from remat.runtime.pytree import storage_of, tensor_on
+from remat.runtime.pytree import storage_of, tensor_on, tensors
 from remat.runtime.raw_memory import Access, RawAccessListener, begin_watch, end_watch
 from remat.runtime.sharding import local_part
 
@@ -372,6 +374,14 @@ class Replaying(OperatorMode, RawAccessListener):
         """Storages without memory that somebody still holds a tensor of, when the run is over."""
         return frozenset(storage for tensor, storage in self._handed_out if tensor() is not None)
 
+    def given_memory(self) -> list[torch.Tensor]:
+        """The tensors without memory that somebody still holds, who shall meet no address where nothing is."""
+        held = [tensor for tensor in (reference() for reference, _ in self._handed_out) if tensor is not None]
+        with in_earnest():
+            for tensor in held if fake_mode() is None else ():
+                tensor.data = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        return held
+
     def expect(self, tensor: torch.Tensor, values: Sequence[Value], number: int, *, wanted: bool) -> None:
         """The run saves or returns a tensor as this number of what is on its tape.
 
@@ -443,6 +453,24 @@ class Replaying(OperatorMode, RawAccessListener):
                 return tensor.as_strided(size, stride, offset)
             return tensor_on(memory, dtype, size, stride, offset)  # as numbers of another kind
         self._differ("a kept tensor has been freed")
+
+
+class Refusing(TorchDispatchMode):
+    """A mode in which no operator may read these tensors."""
+
+    def __init__(self, held: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._held = held
+        self._identities = {*map(identity_of, held)} - {-1}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if any(identity_of(tensor) in self._identities for tensor in tensors((args, kwargs))):
+            raise ReplayError(
+                "a recomputation in part has left a tensor that it skipped with the program, which reads it again, as "
+                "from a cache that other calls have overwritten since. Plan with options=False, or let the cache hold "
+                "all that a step computes"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _in_form(operator: Operator, results: list[Any]) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -291,6 +291,46 @@ def test_nothing_stays_of_a_run_in_part_that_code_of_the_model_led_astray() -> N
         for each in (plain, planned):
             next(part for part in each.modules() if isinstance(part, Forgiving)).looks = looks
         assert_same(train_step(plain, sample), train_step(planned, sample), f"looks: {looks}")
+
+
+class Looking(Stage):
+    """Reads a table from a cache that holds one, whoever needs which."""
+
+    cache: ClassVar[dict[int, Tensor]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.key not in self.cache:
+            self.cache.clear()
+            self.cache[self.key] = torch.arange(WIDTH).mul(self.key).add(1.0)
+        return (self.linear(x).tanh() + self.cache[self.key]).sigmoid()
+
+
+@pytest.mark.filterwarnings("ignore:.*recomputed as a whole")
+def test_a_cache_that_others_have_overwritten_never_gives_what_was_skipped() -> None:
+    """The first run of a stage finds no table and makes one, and another stage overwrites it."""
+    model, refused = nn.Sequential(Looking(), Looking(), nn.Linear(WIDTH, WIDTH)), 0
+    first, *others = samples(5)
+    for number in range(5):
+        plain, planned = copy.deepcopy(model), in_part(model, frozenset({number}), first)
+        for step, sample in enumerate((first, *others)):
+            for each in (plain, planned):
+                looking = [part for part in each.modules() if isinstance(part, Looking)]
+                for key, part in enumerate(looking, 1):
+                    part.key = key if step else 1
+            Looking.cache.clear()
+            expected = train_step(plain, sample)
+            Looking.cache.clear()
+            try:
+                assert_same(expected, train_step(planned, sample), f"number {number}, step {step}")
+            except ReplayError as error:
+                assert "a tensor that it skipped" in str(error)
+                refused += 1
+                break
+    assert refused
 
 
 class Attention(Stage):

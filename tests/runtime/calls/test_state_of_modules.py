@@ -265,6 +265,38 @@ class Switching(nn.Module):
         return y + 1
 
 
+class Quantised(nn.Module):
+    """Works with another weight, a hook and another forward for a while; what autograd saves last lies between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, scale = self.linear.weight.data, self.scale
+        self.linear.weight.data, self.scale = weight.sign() * weight.abs().mean(), scale * 0.5
+        hook = self.linear.register_forward_hook(lambda module, given, output: output * 2)
+        self.other.forward = lambda x: nn.functional.linear(x, self.other.weight)  # type: ignore[method-assign]
+        y = self.other(self.linear(x).tanh() * self.scale)
+        hook.remove()
+        del self.other.forward
+        self.linear.weight.data, self.scale = weight, scale
+        return y + 1
+
+
+def test_what_a_forward_changes_for_a_while_is_put_back() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Quantised() for _ in range(4)), nn.Linear(WIDTH, WIDTH))
+    sample = samples()[0].repeat(64, 1)
+    plain = copy.deepcopy(model)
+    remat.fit(model, sample, 0.6, quiet=True)
+    for number in range(3):
+        assert_same(train_step(plain, sample), train_step(model, sample), f"step {number}")
+        assert_same([*plain.state_dict().values()], [*model.state_dict().values()], f"step {number}")
+        assert not any("forward" in vars(block.other) or block.linear._forward_hooks for block in model[:4])
+
+
 def test_what_a_forward_switches_is_as_plain_pytorch_leaves_it() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Switching() for _ in range(3)), nn.Linear(WIDTH, WIDTH))
