@@ -242,6 +242,12 @@ class PlansByInput:
     def _change(self, state: Validity) -> str:
         """What differs from the measured call or model state, as a phrase for a warning."""
         assert self._state is not None
+        of_model = [
+            (each.training, each.requires_grad[: len(each.requires_grad) - len(each.shapes)], each.dtypes)
+            for each in (state, self._state)
+        ]
+        if of_model[0] != of_model[1]:
+            return "train flags, frozen parameters or dtypes have changed since it was measured"
         lines = [", ".join(line for line in each.inputs if line not in other.inputs) for each, other in
                  ((state, self._state), (self._state, state))]  # fmt: skip
         if state.shapes == self._state.shapes and any(lines):  # autocast, a type or a device
@@ -258,9 +264,11 @@ class PlansByInput:
                 for named, switches, numbers in kinds
             )
             return f"the model is called with {called}, but was measured with {measured}"
-        if state.padded != self._state.padded:
-            return "tokens of this batch are masked, and none were in what was measured"
-        return "train flags, frozen parameters, dtypes or autocast have changed since it was measured"
+        if state.padded == self._state.padded:
+            changed = "another input needs gradients than when it was measured"
+        else:
+            changed = "tokens of this batch are masked, and none were in what was measured"
+        return changed
 
     def _for_itself(self, call: Arguments, state: Validity, *, larger: bool = False) -> RunningPlan:
         """A new plan for exactly this input; `larger`: it is like earlier inputs, but larger.
