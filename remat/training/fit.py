@@ -446,9 +446,15 @@ def _is_hopeless(budget: int, least: int) -> bool:
     return _HOPELESS * budget < least
 
 
-def _refuse_wrapped(model: object) -> None:
+def _refuse_wrapped(model: nn.Module) -> None:
     if isinstance(model, Wrapper):
         raise RematError(
             f"this model is wrapped in a {type(model).__name__} already; fit its `.wrapped`, or plan again with the "
             "wrapper's methods"
+        )
+    planned = [name for name, part in model.named_modules() if part is not model and patched_forward_of(part)]
+    if planned:
+        raise RematError(
+            f"a part of this model, {planned[0]!r}, trains within a limit of its own; call `remat.remove` on it first, "
+            "or fit the parts and not the whole"
         )

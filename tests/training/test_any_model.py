@@ -151,3 +151,14 @@ def test_an_output_that_varies_in_length_needs_a_loss() -> None:
         for _ in range(2):
             remat.run(Varying(), x, schedule)
     assert remat.run(Varying(), x, schedule, loss=torch.sum).peak_bytes > 0
+
+
+def test_a_model_of_which_a_part_trains_within_a_limit_is_refused_with_what_to_do() -> None:
+    blocks = [torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 32)) for _ in range(4)]
+    part = torch.nn.Sequential(*blocks)
+    whole, sample = torch.nn.Sequential(part, torch.nn.Linear(32, 4)), torch.randn(64, 32)
+    remat.fit(part, sample, 0.8, quiet=True)
+    with pytest.raises(remat.RematError, match=r"a part of this model, '0', .* call `remat.remove` on it first"):
+        remat.fit(whole, sample, 0.8, quiet=True)
+    remat.remove(part)
+    remat.fit(whole, sample, 0.8, quiet=True)
