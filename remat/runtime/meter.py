@@ -25,6 +25,7 @@ from torch.profiler import ProfilerActivity
 
 from remat.errors import MeasurementError
 from remat.runtime.accelerator import allocated_bytes, is_accelerator, synchronise
+from remat.runtime.fakes import in_earnest
 from remat.runtime.links import bytes_per_second
 from remat.utils.quiet import without_allocator_warnings
 
@@ -112,7 +113,7 @@ class MemoryMeter:
                 yield
                 self._end()
             else:
-                with torch.profiler.record_function(_MARK):
+                with _event(_MARK):
                     yield
         finally:
             self._open = False
@@ -125,7 +126,7 @@ class MemoryMeter:
             self._end()
             self._begin()
         else:
-            with torch.profiler.record_function(_CUT):
+            with _event(_CUT):
                 pass
 
     def _begin(self) -> None:
@@ -151,6 +152,19 @@ class MemoryMeter:
             yield
         results = profiler.profiler.kineto_results if profiler.profiler is not None else None
         self.regions = _regions(results.experimental_event_tree() if results is not None else [], self._may_be_idle)
+
+
+@contextmanager
+def _event(name: str) -> Iterator[None]:
+    """In the profiler's record, once: modes of PyTorch, such as those of a DTR block, would have it begin again."""
+    event = torch.profiler.record_function(name)
+    with in_earnest():
+        event.__enter__()
+    try:
+        yield
+    finally:
+        with in_earnest():
+            event.__exit__(None, None, None)
 
 
 def is_profiled(model: nn.Module) -> bool:
