@@ -246,29 +246,35 @@ class PlansByInput:
             (each.training, each.requires_grad[: len(each.requires_grad) - len(each.shapes)], each.dtypes)
             for each in (state, self._state)
         ]
+        changes = []
         if of_model[0] != of_model[1]:
-            return "train flags, frozen parameters or dtypes have changed since it was measured"
+            changes.append("train flags, frozen parameters or dtypes have changed since it was measured")
         lines = [", ".join(line for line in each.inputs if line not in other.inputs) for each, other in
                  ((state, self._state), (self._state, state))]  # fmt: skip
+        kinds = [(each.named, each.switches, each.numbers) for each in (state, self._state)]
         if state.shapes == self._state.shapes and any(lines):  # autocast, a type or a device
             now, then = lines
             if not now or not then:
-                return f"this call runs {f'with {now}' if now else f'without {then}'}, unlike what was measured"
-            return f"this call has {now}, and what was measured had {then}"
-        if state.inputs != self._state.inputs:
-            return f"the input is {', '.join(state.inputs)}, but was measured as {', '.join(self._state.inputs)}"
-        kinds = [(each.named, each.switches, each.numbers) for each in (state, self._state)]
-        if kinds[0] != kinds[1]:
+                changes.append(
+                    f"this call runs {f'with {now}' if now else f'without {then}'}, unlike what was measured"
+                )
+            else:
+                changes.append(f"this call has {now}, and what was measured had {then}")
+        elif state.inputs != self._state.inputs:
+            changes.append(
+                f"the input is {', '.join(state.inputs)}, but was measured as {', '.join(self._state.inputs)}"
+            )
+        elif kinds[0] != kinds[1]:
             called, measured = (
                 ", ".join((*named, *switches, *(f"{name}={value}" for name, value in numbers)))
                 for named, switches, numbers in kinds
             )
-            return f"the model is called with {called}, but was measured with {measured}"
-        if state.padded == self._state.padded:
-            changed = "another input needs gradients than when it was measured"
-        else:
-            changed = "tokens of this batch are masked, and none were in what was measured"
-        return changed
+            changes.append(f"the model is called with {called}, but was measured with {measured}")
+        elif not changes and state.padded == self._state.padded:
+            changes.append("another input needs gradients than when it was measured")
+        elif not changes:
+            changes.append("tokens of this batch are masked, and none were in what was measured")
+        return ", and ".join(changes)
 
     def _for_itself(self, call: Arguments, state: Validity, *, larger: bool = False) -> RunningPlan:
         """A new plan for exactly this input; `larger`: it is like earlier inputs, but larger.
