@@ -24,8 +24,9 @@ _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*")
 def _refuse(budget: object, reason: str) -> ValueError:
     from remat.errors import InvalidBudget  # errors formats bytes, hence imports this module
 
+    written = f"{budget!r} is no" if isinstance(budget, str | float | int) else "This is no"
     return InvalidBudget(
-        f"{budget!r} is no amount of memory: {reason}. Write it as bytes (an int, 2147483648), as a string with a "
+        f"{written} amount of memory: {reason}. Write it as bytes (an int, 2147483648), as a string with a "
         "unit ('2GiB', '800MB'), or as a float in (0, 1], a fraction of plain PyTorch's peak (0.5 for 50%)."
     )
 

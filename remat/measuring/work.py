@@ -113,9 +113,10 @@ def warn_of_data(looks: Mapping[str, str]) -> None:
     if not looks:
         return
     name, operator = next(iter(looks.items()))
+    where = repr(name) if name else "the model"
     others = f" and {len(looks) - 1} more" if len(looks) > 1 else ""
     warn(
-        f"the memory of {name!r} ({operator}){others} depends on the data: other batches may exceed the limit. "
+        f"the memory of {where} ({operator}){others} depends on the data: other batches may exceed the limit. "
         "Pass a sample that needs as much memory as any batch will",
         OverBudgetWarning,
     )

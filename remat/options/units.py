@@ -21,7 +21,7 @@ from remat.measuring.stage_costs import Sizes
 from remat.options.sending import Parcel, parcels
 from remat.runtime.calls.early_stop import Ending
 from remat.runtime.calls.environment import BufferWatch, FirstRun
-from remat.runtime.calls.hull import MOST, Part, choices
+from remat.runtime.calls.hull import MOST, Part, choices, unknown_names
 from remat.runtime.calls.passed import Held, Passed
 from remat.runtime.calls.saved import Saved
 from remat.runtime.calls.stage_call import StageCall
@@ -31,6 +31,7 @@ from remat.runtime.calls.tapes import Tapes
 from remat.runtime.meter import Region
 from remat.runtime.pytree import tensors
 from remat.utils.ranks import Ranks
+from remat.utils.warn import warn
 
 _FEW = 4  # options of stages that hardly any other is like, which have others to choose between in other stages
 _ROOT = 8  # bytes of the loss's gradient, which is allocated during the replay before the first backward
@@ -112,6 +113,11 @@ class RecordingVisitor:
 
         `worth`: whether parts of these stages matter.
         """
+        if unknown := unknown_names((*keep, *recompute), self._tapes.values()):
+            warn(
+                f"no operator or module class of a recomputed stage has {' or '.join(map(repr, unknown))} in its name, "
+                "which keep= or recompute= names"
+            )
         groups: list[list[int]] = []
         for index, tape in self._tapes.items():
             for group in groups:

@@ -121,6 +121,9 @@ def profile(
     check_model(model)
     if offload and not options:
         raise RematError("offload=True needs options=True: offloaded tensors are options of a stage")
+    for name, words in {"keep": keep, "recompute": recompute}.items():
+        if isinstance(words, str):
+            raise RematError(f"{name}={words!r}: pass a list of names, {name}=[{words!r}]")
     given: Any = {"small": small, "stages": stages, "progress": progress}
     given |= {"output_held": output_held, "options": options, "offload": offload, "keep": keep, "recompute": recompute}
     several = ranks is not None and ranks.are_several  # what one remembers the others may not

@@ -191,12 +191,12 @@ class Watch:
     # What it shows ---------------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        return "\n".join([self._summary(), *text_table(_COLUMNS, self._rows())])
+        return "\n".join([self._summary(), *text_table(self._columns(), self._rows())])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return f"<p>{escape(self._summary())}</p>{table(_COLUMNS, self._rows())}"
+        return f"<p>{escape(self._summary())}</p>{table(self._columns(), self._rows())}"
 
     def plot(self) -> Figure:
         """A figure: limit, peaks, what the allocator holds, and recomputations, by step."""
@@ -217,6 +217,9 @@ class Watch:
             f"{share}; {count(len(self.warnings), 'warning')}"
         )
 
+    def _columns(self) -> tuple[str, ...]:
+        return ("step", "limit", "planned", "peak", "reserved" if self._counts else "resident", *_LAST_COLUMNS)
+
     def _rows(self) -> list[tuple[str, ...]]:
         return [
             (
@@ -228,7 +231,7 @@ class Watch:
         ]
 
 
-_COLUMNS = ("step", "limit", "planned", "peak", "reserved", "held before", "recomputations")
+_LAST_COLUMNS = ("held before", "recomputations")
 
 
 def watch(model: nn.Module) -> Watch:

@@ -472,6 +472,10 @@ def test_keep_says_what_is_not_replayed() -> None:
     said = {word for options in by_module.options for option in options for word in option.without.split(", ")}
     assert said and said <= {"mul", "silu", "add"}  # of the block itself and its MLP
     assert not any(remat.profile(model, sample, options=False).options)
+    with pytest.warns(UserWarning, match="no operator or module class .* has 'atention' in its name"):
+        remat.profile(model, sample, keep=["mm", "atention"])
+    with pytest.raises(remat.RematError, match=r"keep='mm': pass a list of names, keep=\['mm'\]"):
+        remat.profile(model, sample, keep="mm")
 
 
 def test_what_chooses_experts_is_not_chosen_anew() -> None:

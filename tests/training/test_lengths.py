@@ -260,17 +260,21 @@ class Way(Enum):
 
 
 class EitherWay(nn.Module):
-    """Works on `rows`, on `few`, which it repeats, or in a way that has a name."""
+    """Works on `rows`, on `few`, which it repeats, or in a way that has a name, or one of those in a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4))
 
     def forward(
-        self, rows: torch.Tensor | None = None, few: torch.Tensor | None = None, way: str | Way = "once"
+        self,
+        rows: torch.Tensor | None = None,
+        few: torch.Tensor | None = None,
+        way: str | Way = "once",
+        ways: dict[str, bool] | None = None,
     ) -> torch.Tensor:
         x = rows if rows is not None else few.repeat(8, 1)  # type: ignore[union-attr]
-        for block in [*self.blocks] * (1 + (way in ("twice", Way.TWICE))):
+        for block in [*self.blocks] * (1 + (way in ("twice", Way.TWICE) or ways == {"twice": True})):
             x = x + block(x)
         return x
 
@@ -283,7 +287,9 @@ def test_a_call_with_another_argument_is_another_call() -> None:
     limit = patched_forward_of(model).figures()["limit"]  # type: ignore[union-attr]
     before = len(remat.profile(model, {"rows": x}).act_bytes)
     model(x).sum().backward()  # the same argument, by its place
-    twice = ({"rows": x, "way": "twice"}, "way=twice"), ({"rows": x, "way": Way.TWICE}, "way=Way.TWICE")
+    ways = [("way", "twice", "way=twice"), ("way", Way.TWICE, "way=Way.TWICE")]
+    ways.append(("ways", {"twice": True}, r"ways\['twice'\]=True"))
+    twice = [({"rows": x, name: value}, said) for name, value, said in ways]
     for other, named in (({"few": x}, "few"), *twice):
         with pytest.raises(remat.InfeasibleBudget, match="this batch"):
             model(**other)

@@ -196,6 +196,12 @@ class _Network:
         )
 
 
+def unknown_names(names: Collection[str], tapes: Collection[Tape]) -> list[str]:
+    """Those that no operator of the tapes, nor a module that runs it, is called by."""
+    operators = [operator for tape in tapes for operator in tape.operators]
+    return [name for name in names if not any(_is_among(operator, [name]) for operator in operators)]
+
+
 def _is_among(operator: Operator, names: Collection[str]) -> bool:
     where = [operator.name.lower(), *map(str.lower, operator.modules)]
     return any(name.lower() in each for name in names for each in where)

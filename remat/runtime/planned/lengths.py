@@ -58,9 +58,13 @@ def named_in(model: nn.Module, call: Arguments) -> tuple[str, ...]:
 
 
 def switches_in(model: nn.Module, call: Arguments) -> tuple[str, ...]:
-    """What a call switches on or off, or chooses by a word."""
+    """What a call switches on or off, also in a dictionary, or chooses by a word."""
     found = _told_apart(model, call)
-    return tuple(sorted(f"{name}={value}" for name, value in found if isinstance(value, (bool, str, Enum))))
+    words = [f"{name}={value}" for name, value in found if isinstance(value, (bool, str, Enum))]
+    for name, value in found:
+        if isinstance(value, dict):  # whose words may be names of files, another in each batch
+            words += [f"{name}[{key!r}]={each}" for key, each in value.items() if isinstance(each, (bool, Enum))]
+    return tuple(sorted(words))
 
 
 def numbers_in(model: nn.Module, call: Arguments) -> tuple[tuple[str, float], ...]:
