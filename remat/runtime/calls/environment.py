@@ -61,6 +61,7 @@ def _accelerators(found_on: Iterable[torch.Tensor]) -> set[torch.device]:
 
 
 _RESCALING = (nn.Embedding, nn.EmbeddingBag)
+_SMALL = 1 << 14  # bytes
 _Key: TypeAlias = tuple[int, str]  # a buffer: position of its module among the stage's parts, and its name
 
 
@@ -98,6 +99,7 @@ class BufferWatch:
     puts another tensor in a buffer's place, as modules do that set up a table for the shapes they meet, needs no copy:
     the old one is kept until the backward, and nothing after a run that leaves it alone. A parameter that the forward
     itself scales down (`max_norm` of embeddings) counts as such a buffer: a second time would change it once more.
+    Small ones of the program's own layers count, too, since these may begin later to write to them by `.data`.
 
     Attributes:
         rewritten: which parameters runs write to without counting a version, as by `.data`; None while not known.
@@ -125,7 +127,9 @@ class BufferWatch:
             if buffer is None
             else _Before(
                 *(buffer, version_of(buffer)),
-                buffer.detach().clone() if known is None or (position, name) in known else None,
+                buffer.detach().clone()
+                if known is None or (position, name) in known or _may_count(stage.parts[position], buffer)
+                else None,
             )
             for position, name, buffer in (*buffers, *attributes)
         }
@@ -140,6 +144,7 @@ class BufferWatch:
             or (was.buffer is not None and version_of(was.buffer) != was.version)
             or _is_running_statistic(stage.parts[key[0]], key[1], flags[key[0]])
             or key[1] in rescaled(stage.parts[key[0]])
+            or (was.buffer is not None and _may_count(stage.parts[key[0]], was.buffer))
             or (known is None and _differ(was.buffer, was.copy))
         }
         replaced = {
@@ -168,6 +173,13 @@ def rescaled(part: nn.Module) -> dict[str, torch.Tensor]:
     if isinstance(part, _RESCALING) and part.max_norm is not None:
         return {"weight": part.weight}
     return {}
+
+
+def _may_count(part: nn.Module, buffer: torch.Tensor) -> bool:
+    """Whether it may be a counter or an average, which code of the program's own writes to without counting a version:
+    larger ones are tables, of which a copy for each run would take too much."""
+    own = not type(part).__module__.startswith("torch.nn.")
+    return own and buffer.layout == torch.strided and buffer.nbytes <= _SMALL
 
 
 def _is_running_statistic(part: nn.Module, name: str, training: bool) -> bool:

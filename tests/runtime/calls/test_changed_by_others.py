@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import remat
 from remat.errors import InfeasibleBudget, NoChain, ReplayError, UnsupportedModel
+from remat.runtime.calls import environment
 from remat.runtime.live.units import known
 from remat.runtime.pytree import objects_in
 from support.live_models import allocate_gradients
@@ -457,7 +458,41 @@ def shared() -> tuple[nn.Module, Step]:
     return model, lambda number: model(of_x(number)).square().mean().backward()
 
 
+def averaging(holder: str) -> tuple[nn.Module, Step]:
+    """An average that layers move from the third step on, by `.data`, which no version tells of."""
+
+    def moves(block: Any, h: Tensor) -> Tensor:
+        average = getattr(block, holder)
+        if block.moves:
+            average.data.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+        return h + average.clone()
+
+    model = in_a_row(moves)
+    for block in model:
+        block.moves = False
+
+    def step(number: int) -> None:
+        for block in model:
+            block.moves = number > 1
+        model(of_x(number)).square().mean().backward()
+
+    return model, step
+
+
+def one_average() -> tuple[nn.Module, Step]:
+    """All blocks read it; the last one moves it."""
+    model, step = averaging("shift")
+    for block in model:
+        block.shift = model[0].shift
+    for block in model[:-1]:
+        block.read = lambda b, h: h + b.shift.clone()
+    return model, step
+
+
 PROGRAMS |= {
+    "a buffer that is moved later": lambda: averaging("shift"),
+    "a tensor that is moved later": lambda: averaging("table"),
+    "a buffer of all, moved by one": one_average,
     "a part, and two attributes that come later": lambda: in_blocks(
         lambda b, h: b.part(2 * h if hasattr(b, "late") else h)
     ),
@@ -573,7 +608,8 @@ IN_PLACE: dict[str, Callable[[], tuple[nn.Module, Step]]] = {
 def test_what_is_changed_in_place_is_an_error_and_not_evicted_the_next_time(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it is for inputs: the old values are nowhere."""
+    """As it is for inputs: the old values are nowhere, where they are too large to be copied."""
+    monkeypatch.setattr(environment, "_SMALL", 0)
     monkeypatch.setitem(PROGRAMS, name, IN_PLACE[name])
     steps = 2 * STEPS
     expected = trained(*made(name), plainly, steps)
@@ -616,9 +652,18 @@ def test_a_tensor_in_a_list_that_others_change_is_an_error() -> None:
         loss.backward()
 
 
-def test_a_plan_says_so_too() -> None:
+@pytest.mark.parametrize("small", [True, False], ids=["small", "large"])
+def test_by_a_plan_what_is_changed_in_place_is_as_it_was_or_an_error(
+    small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "_SMALL", 1 << 14 if small else 0)
+    plain, step_of_it = IN_PLACE["a buffer"]()
     model, step = IN_PLACE["a buffer"]()
+    model.load_state_dict(plain.state_dict())
     remat.fit(model, of_x(), 0.5, quiet=True)
+    if small:
+        assert_same(trained(plain, step_of_it, plainly), trained(model, step, plainly))
+        return
     with pytest.raises(ReplayError, match=r"'shift' of a Block in .* was modified in place since the forward"):
         step(0)
 
@@ -658,6 +703,7 @@ def test_blocks_that_are_passed_an_iterator_are_no_chain() -> None:
 
 def test_under_ddp_versions_of_buffers_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It writes the same values to them in each forward; to tensors in attributes it does not."""
+    monkeypatch.setattr(environment, "_SMALL", 0)
     model = in_a_row(lambda b, h: h + b.shift + b.table)
     remat.fit(model, of_x(), 0.5, quiet=True)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
