@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from remat.measuring.isolating import drops_gradients, nodes_of
 from remat.measuring.work import parameters_kept
 from remat.runtime.calls.attributes import MISSING, containers, fill, hooks_of, plain_tensors, put, undone
 from remat.runtime.calls.environment import Switches, rescaled
+from remat.runtime.calls.settled import items_of
 from remat.runtime.calls.stages import parts_of
 from remat.runtime.fakes import is_fake
 from remat.runtime.generators import RandomState, held_by, of_python
@@ -22,7 +24,8 @@ from remat.runtime.sharding import is_sharded
 
 @contextmanager
 def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> Iterator[Replaced]:
-    """Afterwards buffers, weights that forwards rescale, and states of random number generators are as before.
+    """Afterwards buffers, weights that forwards rescale, tensors in lists and other containers, and states of random
+    number generators are as before.
 
     Tensors in attributes are buffers, too.
 
@@ -41,7 +44,9 @@ def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> 
     # Forwards use copies of the buffers, because a pending backward may check the version counters of the originals.
     copies = {id(buffer): buffer.clone() for _, _, buffer in (*buffers, *plain) if buffer is not None}
     own = [each for part in parts for each in part._parameters.values() if each is not None]
-    weights = [(weight, weight.detach().clone()) for part in parts for weight in rescaled(part).values()]
+    written = [weight for part in parts for weight in rescaled(part).values()]
+    written += [each for container, _ in contents for each in items_of(container) if _may_be_written(each)]
+    old_values = [(tensor, tensor.detach().clone()) for tensor in written]
     inside = {(part, name): None if buffer is None else copies[id(buffer)] for part, name, buffer in buffers}
     try:
         for (part, name), buffer in inside.items():
@@ -54,9 +59,9 @@ def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> 
         switches.put_back()
         for part, name, buffer in buffers:
             part._buffers[name] = buffer
-        for weight, old in weights:
-            if not is_fake(weight) and not torch.equal(weight, old):
-                weight.data.copy_(old)
+        for tensor, old in old_values:
+            if not is_fake(tensor) and not torch.equal(tensor, old):
+                tensor.data.copy_(old)
         for part, before in attributes:
             with_graphs = [name for name, value in vars(part).items() if any(map(_has_graph, tensors(value)))]
             changed = {name: before.get(name, MISSING) for name in with_graphs}
@@ -68,6 +73,12 @@ def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> 
         for container, held in contents:
             fill(container, held)
         random.restore()
+
+
+def _may_be_written(value: Any) -> bool:
+    """Whether it is a tensor that a forward may change in place where it lies, in a list or another container."""
+    plain = isinstance(value, torch.Tensor) and not value.requires_grad and not value.is_inference()
+    return plain and value.layout == torch.strided
 
 
 def _has_graph(tensor: torch.Tensor) -> bool:
