@@ -2,9 +2,9 @@
 
 A run that is made again finds what the first run met, whoever has changed it since, and leaves all attributes and
 containers as they were before it. That is so for numbers, flags, tensors, tuples, lists, dictionaries and sets of them
-and of each other, and small arrays of NumPy; of other objects, for which ones there were, as long as the program holds
-them. Where the first run has made an object or registered a hook, flags that it has changed stay: they may say that
-this is done.
+and of each other, small arrays of NumPy, and objects of the program's own that have nothing else in their attributes;
+of other objects, for which ones there were, as long as the program holds them. Where the first run has made an object
+or registered a hook, flags that it has changed stay: they may say that this is done.
 
 Tensors come back without the graph that they are part of, which would keep another step alive: a run that is made again
 only fills the graph of the first one.
@@ -29,13 +29,15 @@ from remat.errors import UnsupportedModel
 from remat.runtime.calls.hooks import registered_since
 from remat.runtime.calls.settled import (
     CONSTANT_TYPES,
-    CONSTANTS,
     CONTAINERS,
     NOT_MET,
     OTHERS,
     Settled,
     is_container,
+    is_state,
     items_of,
+    may_have_state,
+    state_in,
     within,
 )
 from remat.runtime.generators import OWN, Look, is_generator
@@ -96,7 +98,7 @@ class Attributes:
             before = {name: vars(module)[name] for name in vars(module).keys() - NOT_MET}
         self._add(position, module, dict(module._modules) if self._changing else None)
         self._before.append(before)
-        self._contents += [(each, _copied(each)) for each in self._containers(module) if _is_state(each)]
+        self._contents += [(each, _copied(each)) for each in self._containers(module) if is_state(each)]
         trained = [each for each in before.values() if isinstance(each, torch.Tensor) and each.requires_grad]
         self._versions += [(each, version_of(each)) for each in trained if each.grad_fn is None]
 
@@ -254,7 +256,7 @@ def _held(value: Any) -> Any:
         return value
     if isinstance(value, torch.Tensor):
         return value if value.grad_fn is None else _Detached(weakref.ref(value), _without_graphs(value))
-    if _is_state(value):
+    if is_state(value):
         return value if _without_graphs(value) is value else _UNKNOWN
     if isinstance(value, _HARMLESS):
         return value
@@ -275,15 +277,15 @@ def undone(module: nn.Module, before: dict[str, Any], *, hooked: bool) -> Iterat
     if not names:
         return
     values = [now.get(name) for name in names]
-    done = hooked or not all(_is_state(value) or isinstance(value, RemovableHandle) for value in values)
+    done = hooked or not all(is_state(value) or isinstance(value, RemovableHandle) for value in values)
     flagged = done and any(type(value) is bool for value in values)
     for name in names:
         was, value = before.get(name, MISSING), now.get(name)
         if was is None or was is MISSING:
             # A flag says that it is there now; a generator draws the same numbers when it is set up once more.
-            undo = value is not None and ((_is_state(value) and not flagged) or is_generator(value))
+            undo = value is not None and ((is_state(value) and not flagged) or is_generator(value))
         else:
-            undo = type(was) is not bool and _is_state(was)
+            undo = type(was) is not bool and is_state(was)
         if undo or not done:
             yield name, was
 
@@ -293,24 +295,6 @@ def _differing(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
         return []  # as nearly always
     names = {*now, *before} - OTHERS
     return [name for name in names if now.get(name, MISSING) is not before.get(name, MISSING)]
-
-
-def _is_state(value: Any) -> bool:
-    """Whether a copy of the reference is all that has to be kept of it, and of its items, containers among them too.
-
-    Not of containers in which one comes twice, as in itself.
-    """
-    seen, left = set[int](), [value]
-    while left:
-        each = left.pop()
-        if isinstance(each, tuple) or type(each) in CONTAINERS:
-            if id(each) in seen and not isinstance(each, tuple):
-                return False
-            seen.add(id(each))
-            left += items_of(each)
-        elif not (type(each) in CONSTANT_TYPES or isinstance(each, (torch.Tensor, np.ndarray, *CONSTANTS))):
-            return False
-    return True
 
 
 def _copied(container: Any) -> Any:
@@ -353,14 +337,19 @@ def graph_handed_on() -> UnsupportedModel:
 
 
 def containers(module: nn.Module) -> Iterator[Any]:
-    """Those that attributes refer to, and those in them, as they are now: a forward may have set up new ones."""
+    """Those that attributes refer to, and those in them, as they are now: a forward may have set up new ones.
+
+    Those in which objects of the program's own keep their attributes, too.
+    """
     attributes = vars(module)
     look, names = _names.get(module, (None, ()))
     if look is None or not look.is_of(module):
-        names = tuple([name for name, value in attributes.items() if is_container(value) and name not in OWN])
+        names = tuple([name for name in attributes.keys() - OWN if may_have_state(attributes[name])])
         _names[module] = Look(module), names
     for name in names:
-        yield from within(attributes[name])
+        state = state_in(attributes[name])
+        if state is not None:
+            yield from within(state)
 
 
 def hooks_of(module: nn.Module) -> list[Any]:

@@ -11,9 +11,10 @@ import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from enum import Enum
+from functools import cache
 from numbers import Number
 from operator import is_
-from types import BuiltinFunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ CONSTANTS = (Number, np.generic, str, bytes, Enum)  # also of NumPy's types, and
 OTHERS = frozenset(("training", "forward", "__getstate__"))  # attributes that are kept by others
 NOT_MET = OWN | OTHERS
 _HELD = (type, BuiltinFunctionType, torch.dtype, torch.device)  # that refer to nothing that takes memory
+_LIBRARIES = frozenset(("torch", "numpy", "random", "functools", "transformers"))  # whose objects are settings
 _LARGEST_ARRAY = 1 << 16  # bytes: larger ones of NumPy are data, of which nobody makes a copy at each call
 
 
@@ -58,17 +60,17 @@ class Settled:
         self._fixed: list[str] = []
         for name in attributes.keys() - NOT_MET:
             value = attributes[name]
-            if is_container(value):
-                found = [*within(value)]
-                if not all(_is_constant(item) or is_container(item) for each in found for item in items_of(each)):
-                    raise TypeError(f"{name} has tensors or objects in it")
-                self.contents += [(each, each.copy()) for each in found]
-            elif isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor):
                 raise TypeError(f"{name} is a tensor")
-            elif not _is_constant(value):
+            state = state_in(value)
+            found = [] if state is None else [*within(state)]
+            if not all(_is_constant(item) or is_container(item) for each in found for item in items_of(each)):
+                raise TypeError(f"{name} has tensors or objects in it")
+            self.contents += [(each, each.copy()) for each in found]
+            if state is value or _is_constant(value):
+                self._fixed.append(name)
+            else:
                 self._objects.append((name, weakref.ref(value)))
-                continue
-            self._fixed.append(name)
         self._constants = [attributes[name] for name in self._fixed]
         self._looks = [_look_of(copy) for _, copy in self.contents]
 
@@ -111,6 +113,44 @@ def is_container(value: Any) -> bool:
     """Whether it is one of Python's own, or a small array of NumPy, which programs count in."""
     kind = type(value)
     return kind in CONTAINERS or (kind is np.ndarray and value.nbytes <= _LARGEST_ARRAY)
+
+
+def state_in(value: Any) -> Any:
+    """What a run may change in what an attribute refers to: a container, or the attributes of an object of the
+    program's own that are numbers, tensors, and containers of them; else None."""
+    if not may_have_state(value):
+        return None
+    return value if is_container(value) else vars(value) if is_state(vars(value)) else None
+
+
+def may_have_state(value: Any) -> bool:
+    """Whether `state_in` gives something for it, or for another value of this class."""
+    return is_container(value) or _may_count(type(value))
+
+
+@cache
+def _may_count(kind: Any) -> bool:
+    """Whether objects of this class are the program's own, and have attributes in which it may count."""
+    own = bool(kind.__dictoffset__) and not issubclass(kind, (nn.Module, torch.Tensor, type, FunctionType, Enum))
+    return own and kind.__module__.partition(".")[0] not in _LIBRARIES
+
+
+def is_state(value: Any) -> bool:
+    """Whether a copy of the reference is all that has to be kept of it, and of its items, containers among them too.
+
+    Not of containers in which one comes twice, as in itself.
+    """
+    seen, left = set[int](), [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, tuple) or type(each) in CONTAINERS:
+            if id(each) in seen and not isinstance(each, tuple):
+                return False
+            seen.add(id(each))
+            left += items_of(each)
+        elif not (type(each) in CONSTANT_TYPES or isinstance(each, (torch.Tensor, np.ndarray, *CONSTANTS))):
+            return False
+    return True
 
 
 def within(container: Any) -> Iterator[Any]:

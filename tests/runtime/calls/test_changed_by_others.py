@@ -489,7 +489,13 @@ def one_average() -> tuple[nn.Module, Step]:
     return model, step
 
 
+def _anneals(block: Any, h: Tensor) -> Tensor:
+    block.look.factor *= 0.9
+    return h * block.look.factor
+
+
 PROGRAMS |= {
+    "a number of an object of its own": lambda: then(in_a_row(_anneals), put(), put()),
     "a buffer that is moved later": lambda: averaging("shift"),
     "a tensor that is moved later": lambda: averaging("table"),
     "a buffer of all, moved by one": one_average,
