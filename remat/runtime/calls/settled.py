@@ -125,7 +125,7 @@ def state_in(value: Any) -> Any:
 
 def may_have_state(value: Any) -> bool:
     """Whether `state_in` gives something for it, or for another value of this class."""
-    return is_container(value) or _may_count(type(value))
+    return is_container(value) or _may_count(type(value))  # type: ignore[arg-type]
 
 
 @cache
