@@ -37,8 +37,8 @@ Rules, to which the code points back:
 6. State belongs to one step. It hangs on that step's graph and dies with it.
 7. What goes to the host leaves the device when the operation behind it has run, and comes back while the backward of
    the next stage runs.
-8. What cannot be right raises: a second backward, an input, a parameter, a buffer or a kept tensor changed in place
-   since. What takes more than the budget says so.
+8. What cannot be right raises: a second backward of a stage, an input, a parameter, a buffer or a kept tensor changed
+   in place since. What takes more than the budget says so.
 9. A plan holds as long as the step does what the plan was made for, call for call, with a backward of the same kind.
    From the first call that differs on, a schedule gives way to plain autograd, and a plan of DTR to the policy, which
    first hears what was done so far.

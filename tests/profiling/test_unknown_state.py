@@ -27,7 +27,8 @@ class Block(nn.Module):
     def __init__(self, factor: Callable[[Block], float | Tensor]) -> None:
         super().__init__()
         self.norm, self.wide, self.back = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.factor, self.settings, self.calls, self.counts = factor, SimpleNamespace(calls=0), 0, {"calls": 0}
+        self.factor, self.calls, self.counts, self.own = factor, 0, {"calls": 0}, SimpleNamespace(calls=0)
+        self.settings = SimpleNamespace(calls=0, of=object())  # refers to more than numbers
         self.drawn = random.Random(0)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,6 +54,11 @@ def of_an_attribute(block: Block) -> float:
     return block.calls
 
 
+def of_its_own_object(block: Block) -> float:
+    block.own.calls += 1
+    return block.own.calls
+
+
 def of_a_dict(block: Block) -> float:
     block.counts["calls"] += 1
     return block.counts["calls"]
@@ -67,7 +73,7 @@ def with_dropout(_: Block) -> Tensor:
 
 
 UNKNOWN = (of_a_global, of_another_object, of_the_time)
-KNOWN = (of_an_attribute, of_a_dict, drawn, with_dropout)
+KNOWN = (of_an_attribute, of_its_own_object, of_a_dict, drawn, with_dropout)
 
 
 def model_of(factor: Callable[[Block], float | Tensor]) -> nn.Module:

@@ -201,7 +201,7 @@ class Executor:
         if not self.in_flight:
             return self._run(forward, args, kwargs, left)
         if len(self._waiting) >= self.in_flight:
-            self._warn(
+            self.warn_of_limit(
                 f"{len(self._waiting) + 1} forwards wait for their backward at once, but the plan allows "
                 f"{self.in_flight}; call backward() sooner, put both forwards into one module, or plan for more with "
                 "rotor.Checkpointable(model, sample, in_flight=2)"
@@ -251,13 +251,13 @@ class Executor:
         self._waiting.discard(run)
         before, self._task = self._task, torch._C._current_graph_task_id()
         if before == self._task:
-            self._warn(
+            self.warn_of_limit(
                 "one backward() runs through several forwards: autograd then holds a gradient of each parameter until "
                 "the last of them; call backward() for each forward's loss"
             )
 
-    def _warn(self, why: str) -> None:
-        """Once."""
+    def warn_of_limit(self, why: str) -> None:
+        """Says once why a step may take more."""
         if not self._warned:
             self._warned = True
             warn(f"training may take more than its memory limit: {why}", OverBudgetWarning)

@@ -149,6 +149,7 @@ class Run:
         self._pending = self.program.stages  # the stage whose backward comes next
         self._lowest = self.program.stages + 1  # the first stage with a backward; those before are frozen
         self._graph_task: int | None = None
+        self._begun: dict[int, int] = {}  # by the number of a stage, the graph task of its backward
         self._broken = ""
 
     # Forward -----------------------------------------------------------------------------------------------------
@@ -275,7 +276,7 @@ class Run:
         if self._broken:
             raise ReplayError(self._broken)
         if not self.program.is_plain:
-            self._check_graph_task()
+            self._check_graph_task(index)
         try:
             # A backward that runs inside of the forward runs under the lock already, perhaps in another thread.
             with nullcontext() if self.in_forward else self.executor.lock, hearing_subclasses(self._subclasses):
@@ -324,16 +325,25 @@ class Run:
         call = self._calls.get(index)
         return call is not None and bool(call.waits_for())
 
-    def _check_graph_task(self) -> None:
-        """Rule 8: one backward for one forward, of first order."""
+    def _check_graph_task(self, index: int) -> None:
+        """Rule 8: one backward for each stage, of first order."""
         task = torch._C._current_graph_task_id()
-        if self._graph_task == task:
-            return
-        if self._graph_task is not None:
+        if self._begun.get(index, task) != task:
             raise ReplayError(
                 "backward() ran a second time through a model with recomputed stages, whose activations are freed by "
                 "then; run the forward again before each backward(), or use the store_all schedule"
             )
+        if self._graph_task != task:
+            self._refuse_higher_order()
+            if self._graph_task is not None and index > self._pending:
+                self.executor.warn_of_limit(
+                    "backward() was called for earlier outputs of the model first, so later stages were recomputed "
+                    "before their backward; call it for the later outputs first, or for the sum of the losses"
+                )
+            self._graph_task = task
+        self._begun[index] = task
+
+    def _refuse_higher_order(self) -> None:
         what = ""
         if torch.is_grad_enabled():
             what = "create_graph=True (a gradient of gradients)"
@@ -344,7 +354,6 @@ class Run:
                 f"backward with {what} does not work through recomputed stages, which free recomputed tensors as soon "
                 "as they are used. Use the store_all schedule for this step, or the plain model"
             )
-        self._graph_task = task
 
     def have(self, saved: Saved) -> None:
         """Has a tensor there that autograd needs."""

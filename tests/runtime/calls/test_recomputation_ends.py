@@ -29,7 +29,10 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.seen = nn.Linear(8, 8), SimpleNamespace(runs=0)  # what is in objects is not set back
+        self.linear, self.seen = (
+            nn.Linear(8, 8),
+            SimpleNamespace(runs=0, of=object()),
+        )  # not set back
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.linear(x.tanh())
@@ -124,7 +127,7 @@ def test_a_stage_that_differs_is_an_error_also_where_its_recomputation_ends_earl
     class Fickle(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.seen, self.linear = SimpleNamespace(calls=0), nn.Linear(8, 8)
+            self.seen, self.linear = SimpleNamespace(calls=0, of=object()), nn.Linear(8, 8)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.seen.calls += 1

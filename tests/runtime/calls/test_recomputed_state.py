@@ -185,11 +185,11 @@ def test_a_large_buffer_that_is_changed_for_the_first_time_in_a_later_step_is_an
 
 
 class Fickle(Stage):
-    """Does another number of things of the same shape when it runs again; what is in objects is not set back."""
+    """Does another number of things of the same shape when it runs again; what is in such objects is not set back."""
 
     def __init__(self, first: int, again: int) -> None:
         super().__init__()
-        self.times, self.seen = (first, again), SimpleNamespace(runs=0)
+        self.times, self.seen = (first, again), SimpleNamespace(runs=0, of=object())
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)

@@ -193,7 +193,7 @@ class Fails(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = SimpleNamespace(left=10**9)  # a number of its own would be set back when a stage runs again
+        self.calls = SimpleNamespace(left=10**9, of=object())  # numbers alone would be set back
 
     @property
     def left(self) -> int:
