@@ -120,8 +120,9 @@ class Call(ABC):
                 replaying = collector.replaying = Replaying(parts, self.kept, lacking)
             instruments().recomputes(0 if parts is None else parts.ends_at)
             with saved_tensors_hooks(collector, never), replaying or watching or nullcontext():
-                outputs = self.passed.again(given, activation)
-            collector.finish(outputs)
+                returned = self.passed.again(given, activation)
+            collector.finish(returned)
+            outputs = returned
         if replaying is not None:
             replaying.check()
         collector.was_right = True

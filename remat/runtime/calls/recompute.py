@@ -31,6 +31,7 @@ class Collector:
     Attributes:
         replaying: where only a part of the call runs.
         was_right: the run is over, and was what the first one was.
+        has_all: what is wanted is there, so that the run ends, also where its code goes on after an `except:`.
     """
 
     def __init__(
@@ -50,9 +51,11 @@ class Collector:
         self._returned = returned
         self._count = 0
         self.replaying: Replaying | None = None
-        self.was_right = False
+        self.was_right = self.has_all = False
 
     def __call__(self, tensor: torch.Tensor) -> None:
+        if self.has_all:
+            raise EarlyStop
         number, replaying = self._count, self.replaying
         self._count = number + 1
         if self._recorder is not None:
@@ -76,14 +79,18 @@ class Collector:
             return
         # All that is wanted is there; and proved to be right?
         if replaying is None or (self._count >= replaying.saved_by and replaying.done >= self._ends_at):
+            self.has_all = True
             raise EarlyStop
 
     def finish(self, outputs: list[Any]) -> None:
         """The run has come to its end, and the module calls have returned this.
 
         Raises:
+            EarlyStop: it was not to come to its end.
             Differs: it has not saved what the first one did.
         """
+        if self.has_all:
+            raise EarlyStop
         if self._looks and self._count != len(self._looks):
             raise Differs(f"saved {self._count} tensors for the backward, its first run {len(self._looks)}")
         if self._returned is not None:

@@ -29,10 +29,8 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.seen = (
-            nn.Linear(8, 8),
-            SimpleNamespace(runs=0, of=object()),
-        )  # not set back
+        self.linear = nn.Linear(8, 8)
+        self.seen = SimpleNamespace(runs=0, of=object())  # not set back
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.linear(x.tanh())
@@ -61,10 +59,33 @@ class Noisy(nn.Module):
         return self.act(self.linear(x))
 
 
+class Falling(nn.Module):
+    """Takes another way where the first fails, for whatever reason."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return self.linear(x.tanh()).tanh() + 1
+        except:  # noqa: E722  # as code does around a fused kernel
+            return self.linear(x.sigmoid()).sigmoid()
+
+
 def planned(model: nn.Sequential, text: str = CHECKPOINTED) -> nn.Module:
     """The model under this schedule, as if a profile had found that all its stages may end early."""
     layout = Layout((1,) * len(model), ("float32[4, 8] cpu",), ends_early=(True,) * len(model))
     return remat.apply(model, replace(remat.Schedule.parse(text), layout=layout))
+
+
+def test_code_that_catches_everything_does_not_go_on() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Falling(), Falling())
+    plain, sample = copy.deepcopy(model), torch.randn(4, 8)
+    module = planned(model)
+    for _ in range(3):
+        assert_same(train_step(plain, sample), train_step(module, sample))
 
 
 def test_what_lies_behind_the_last_saved_tensor_runs_again_in_the_first_step_only() -> None:
