@@ -188,6 +188,30 @@ def test_a_stage_that_changes_its_own_parameters_each_time(sample: torch.Tensor)
     assert torch.equal(before, model[1].weight)  # as plain PyTorch would have left it
 
 
+FOR_THE_LOSS: list[torch.Tensor] = []
+
+
+class HandsOut(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x).tanh()
+        FOR_THE_LOSS.append(y.square().mean())
+        return y
+
+
+def test_what_a_recomputation_puts_into_a_global_list_is_no_part_of_a_loss(sample: torch.Tensor) -> None:
+    FOR_THE_LOSS.clear()
+    module = remat.apply(nn.Sequential(HandsOut(4, 4), HandsOut(4, 4), HandsOut(4, 4)), RECOMPUTE)
+
+    def step() -> None:
+        loss = module(sample).sum() + torch.stack(FOR_THE_LOSS).sum()
+        FOR_THE_LOSS.clear()
+        loss.backward()
+
+    step()
+    with pytest.raises(ReplayError, match="such as a list that is a global variable"):
+        step()
+
+
 class Fails(nn.Module):
     """Hands on what it is given, and fails when it is called for the n-th time."""
 
