@@ -81,6 +81,6 @@ def never(_: Any) -> torch.Tensor:
     """The unpack hook of a recomputation."""
     raise ReplayError(
         "backward() reached what a recomputation has made: a block puts a tensor that is part of the loss where remat "
-        "does not look, such as a list that is a global variable, and a recomputation puts another one there. Return it "
+        "does not look, such as a list that is a global variable, and a recomputation puts another there. Return it "
         "from the block, or train under remat.DTR(..., granularity='operator')"
     )
