@@ -248,6 +248,9 @@ class FirstRun:
     Args:
         value: what it works on; beside: what else it is passed.
         own: generators of the program's own that it may draw from.
+
+    Attributes:
+        inputs: how the tensors look that it is passed.
     """
 
     def __init__(
@@ -267,7 +270,7 @@ class FirstRun:
         self._autocast = autocast_now(value)
         self._surroundings, self._modes, self._hooks = present(), modes_now(), Hooks(stage.parts)
         passed = tensors((value, beside))
-        self._shapes = tuple(map(_look, passed))
+        self.inputs = tuple(map(_look, passed))
         self._is_steady = not (own or self._modes or self._hooks.any) and is_steady(stage.parts, passed)
         self._sums: list[int] | None = None
         self._rewritten: list[torch.Tensor] = []  # parameters that the forward itself wrote to
@@ -296,7 +299,7 @@ class FirstRun:
         """What runs of the stage have in common that do the same: shapes, flags of modules, parameters and backends,
         autocast."""
         autocast = tuple((state["device_type"], state["enabled"], state["dtype"]) for state in self._autocast)
-        return self._shapes, self._flags, self._trained, self._surroundings, autocast
+        return self.inputs, self._flags, self._trained, self._surroundings, autocast
 
     def ended(self) -> None:
         """To be called when the first run is over: keeps only what it really drew on and changed."""

@@ -90,6 +90,11 @@ class StageCall(Call):
             self._recorder.returned(returned)
 
     @property
+    def grown(self) -> tuple[int, int] | None:
+        """The bytes that runs before have saved on such an input, and those that this one has, where they are more."""
+        return None if self.context is None else self._tapes.grown(self.context.inputs, self.looks)
+
+    @property
     def _is_unknown(self) -> bool:
         """Whether a tape of this run is wanted."""
         return self.context is not None and not self._tapes.knows(self.context.situation)

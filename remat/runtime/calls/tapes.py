@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from math import prod
 
 from remat.runtime.calls.partial import Parts
 from remat.runtime.calls.tape import Tape, Value
@@ -10,6 +11,7 @@ from remat.utils.warn import warn
 
 _ATTEMPTS = 3  # replays in part that fail before no more are tried
 _SITUATIONS = 32  # whose tapes are held
+_MORE = 1.1  # times the bytes of runs before: up to that data may make a difference
 
 
 class Tapes:
@@ -27,6 +29,8 @@ class Tapes:
         self._tapes: dict[Hashable, Tape] = {}
         self._parts: dict[tuple[Hashable, frozenset[int], frozenset[int]], Parts] = {}
         self._varied: set[Hashable] = set()
+        self._sizes: dict[Hashable, list[tuple[int, ...]]] = {}  # of what the last run on such inputs has saved
+        self._most: dict[Hashable, int] = {}  # bytes that runs on such inputs have saved
         self._failed = 0
         self._warned = self.meets = False
 
@@ -37,6 +41,20 @@ class Tapes:
     def failed(self) -> bool:
         """Whether a run was ever not what its tape says."""
         return self._failed > 0 or bool(self._varied)
+
+    def grown(self, inputs: Hashable, values: Sequence[Value]) -> tuple[int, int] | None:
+        """The bytes that runs before have saved on inputs that look so, and those of this run, where they are more."""
+        sizes = [value.size for value in values]
+        if sizes == self._sizes.get(inputs):
+            return None
+        if len(self._sizes) >= _SITUATIONS:
+            self._sizes.clear()
+            self._most.clear()
+        self._sizes[inputs] = sizes
+        now = sum(prod(value.size) * value.dtype.itemsize for value in values)
+        before = self._most.setdefault(inputs, now)
+        self._most[inputs] = max(before, now)
+        return (before, now) if now > _MORE * before else None
 
     def knows(self, situation: Hashable) -> bool:
         """Whether no run needs to be recorded."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from remat.errors import ReplayError, UnsupportedModel
+from remat.formatting import format_bytes
 from remat.runtime.accelerator import explained
 from remat.runtime.calls.environment import FirstRun
 from remat.runtime.calls.passed import Passed
@@ -187,6 +188,12 @@ class Run:
         step, value, versions, call = opened
         if call is not None:
             call.ended(returned)
+            if (grown := call.grown) is not None:
+                before, now = map(format_bytes, grown)
+                self.executor.warn_of_limit(
+                    f"{call.name} saves {now} for its backward, and {before} on such inputs before: what it reads has "
+                    "changed, such as the probability of a dropout or the kind of attention. Call remat.fit again"
+                )
         index = step.operation.stage
         stage = self.places.stages[index - 1]
         if not tensors(output):

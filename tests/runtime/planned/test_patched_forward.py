@@ -376,6 +376,59 @@ def test_two_forwards_before_their_backwards() -> None:
     both(model, sample)
 
 
+class Wide(nn.Module):
+    """Works on as many copies of its input as its owner says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(32, 64), nn.Linear(64, 32), nn.Dropout(0.0)
+
+    def forward(self, x: torch.Tensor, copies: int) -> torch.Tensor:
+        wide = self.drop(self.up(x.repeat(copies, 1)).tanh())
+        return x + self.down(wide).unflatten(0, (copies, -1)).mean(0)
+
+
+class Widened(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.copies = nn.ModuleList(Wide() for _ in range(6)), 1
+
+    def forward(self, x: torch.Tensor, copies: torch.Tensor | None = None) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, self.copies if copies is None else int(copies))
+        return x
+
+
+def _drops_out(model: Widened) -> None:
+    for block in model.blocks:
+        block.drop.p = 0.2
+
+
+CHANGES: dict[str, Callable[[Widened], Any]] = {
+    "attribute": lambda model: setattr(model, "copies", 3),
+    "dropout": _drops_out,
+    "tensor of one number": lambda _: {"copies": torch.tensor(3)},
+}
+
+
+@pytest.mark.parametrize("options", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_stage_that_saves_more_than_before_says_so(change: str, options: bool) -> None:
+    """Of which neither flags, shapes nor arguments tell; once."""
+    torch.manual_seed(0)
+    model, sample = Widened(), torch.randn(128, 32)
+    given = {"copies": torch.tensor(1)} if change == "tensor of one number" else {}
+    remat.fit(model, {"x": sample, **given}, 0.6, quiet=True, options=options)
+    for rows in (128, 64, 100, 128):
+        model(sample[:rows], **given).square().mean().backward()  # nothing to say of other batches
+    given |= CHANGES[change](model) or {}
+    with pytest.warns(OverBudgetWarning, match="saves .* for its backward, and .* on such inputs before"):
+        model(sample, **given).square().mean().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", OverBudgetWarning)
+        model(sample, **given).square().mean().backward()
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_several_forwards_with_a_backward_each_or_one_for_all(together: bool) -> None:
     """A pipeline keeps its limit; where gradients of parameters wait for each other as well, that is said."""
