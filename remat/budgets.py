@@ -18,15 +18,17 @@ _FACTORS = {
     "tib": 2**40,
 }
 _TOO_MUCH = 2**63  # bytes; planners compute with 64-bit integers
+_LONGEST = 80  # characters of what was passed, in an error
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*")
 
 
 def _refuse(budget: object, reason: str) -> ValueError:
     from remat.errors import InvalidBudget  # errors formats bytes, hence imports this module
 
-    written = f"{budget!r} is no" if isinstance(budget, str | float | int) else "This is no"
+    written = repr(budget)
+    subject = written if len(written) <= _LONGEST else "This"
     return InvalidBudget(
-        f"{written} amount of memory: {reason}. Write it as bytes (an int, 2147483648), as a string with a "
+        f"{subject} is no amount of memory: {reason}. Write it as bytes (an int, 2147483648), as a string with a "
         "unit ('2GiB', '800MB'), or as a float in (0, 1], a fraction of plain PyTorch's peak (0.5 for 50%)."
     )
 

@@ -11,7 +11,7 @@ from remat.utils.warn import warn
 
 _ATTEMPTS = 3  # replays in part that fail before no more are tried
 _SITUATIONS = 32  # whose tapes are held
-_MORE = 1.1  # times the bytes of runs before: up to that data may make a difference
+_MORE, _SLIGHT = 1.1, 4096  # times the bytes of runs before, and bytes: up to that data may make a difference
 
 
 class Tapes:
@@ -54,7 +54,7 @@ class Tapes:
         now = sum(prod(value.size) * value.dtype.itemsize for value in values)
         before = self._most.setdefault(inputs, now)
         self._most[inputs] = max(before, now)
-        return (before, now) if now > _MORE * before else None
+        return (before, now) if now > _MORE * before + _SLIGHT else None
 
     def knows(self, situation: Hashable) -> bool:
         """Whether no run needs to be recorded."""
