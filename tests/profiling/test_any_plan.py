@@ -43,12 +43,36 @@ def row() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(*(block() for _ in range(5))), torch.randn(64, 96)
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.2), nn.Linear(128, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+class TwoRows(nn.Module):
+    """Two rows of blocks on one input: its gradient by the one waits for the backward of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 32), nn.Linear(32, 4)
+        self.left, self.right = (nn.Sequential(*(Residual() for _ in range(4))) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        right = self.right(x)
+        return self.last(self.left(x) + right)
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "gpt2": gpt2,
     "llama": llama,
     "t5": deep_t5,
     "blocks": blocks,
     "row": row,
+    "two rows": lambda: (TwoRows(), torch.randn(216, 8)),
 }
 
 
