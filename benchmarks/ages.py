@@ -80,7 +80,7 @@ MEASURED = {
     "rotor_growing": Measured(_PLANS, hours=True),
     "prediction": Measured(_PLANS, hours=True),
     "dtr_simulated": Measured(_SIMULATOR, hours=True),
-    "fuzz": Measured(_PLANS, "benchmarks.fuzz --seed 2029", hours=True),
+    "fuzz": Measured(_PLANS, "benchmarks.fuzz --seed 2026", hours=True),
     "module_fuzz": Measured(_SHOWN, "benchmarks.module_fuzz", hours=True),
     "mutants": Measured(_SHOWN, "benchmarks.mutants", hours=True, elsewhere="the extra `mutants`"),
     "zoo": Measured(_PLANS, "benchmarks.zoo", hours=True, elsewhere="timm and torchvision"),
