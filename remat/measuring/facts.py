@@ -54,11 +54,13 @@ class Receiver:
         made_by: the stage or piece that computed the tensor.
         end: the stage or piece whose backward needs the sum.
         handed: the gradient that each later stage or piece contributes.
+        activation_of: those stages that work on the tensor, as their activation and not besides it.
     """
 
     made_by: int
     end: int
     handed: dict[int, Handed] = field(default_factory=dict)
+    activation_of: set[int] = field(default_factory=set)
 
     def takes(self, source: int, gradient: torch.Tensor) -> None:
         """`source` has computed this gradient, of which the largest counts: a view's memory is that of the whole."""

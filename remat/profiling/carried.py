@@ -146,6 +146,8 @@ def skips_of(facts: Facts, outside: Sequence[bool]) -> list[Skip]:
     for receiver in facts.receivers:
         for user, handed in receiver.handed.items():
             between = range(receiver.made_by + 1, user)
+            if user in receiver.activation_of:
+                continue
             if receiver.made_by and handed.own_bytes and not all(outside[index - 1] for index in between):
                 ends = receiver.made_by, user
                 found[ends] = found.get(ends, 0) + handed.own_bytes

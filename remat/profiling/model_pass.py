@@ -242,12 +242,15 @@ class ModelPass(Pass):
             self._code.late(index, [tensor for tensor in sides if self._is_new(tensor)])
         for tensor in sides:
             self._receiver_of(tensor, index).handed.setdefault(index, NOTHING_HANDED)
+        reused = self._reused(index, value)
         self._kept += [passed, sides]
 
         def on_gradient(position: int, gradient: torch.Tensor) -> None:
             if not position:
                 self.facts[index - 1].forms = (Form.of(gradient),)
                 self.facts.backs[index - 1] = Handed.of(gradient)
+                if reused is not None:
+                    reused.takes(index, gradient)
             else:
                 self._receiver_of(sides[position - 1], index).takes(index, gradient)
 
@@ -296,6 +299,18 @@ class ModelPass(Pass):
             producer = self._code.producer(index, side)
             self._sides[id(side)] = self.facts.new_receiver(producer, producer)
         return self._sides[id(side)]
+
+    def _reused(self, index: int, value: torch.Tensor) -> Receiver | None:
+        """What collects the gradients of a stage's activation where another stage than the one before, or earlier code,
+        has made it: the input that two rows of blocks share."""
+        if index in self.places.follows or value.grad_fn is None:
+            return None
+        if self._code.producer(index, value) >= index - 2:  # the stage before, or the code between the two
+            return None
+        receiver = self._receiver_of(value, index)
+        receiver.handed.setdefault(index, NOTHING_HANDED)
+        receiver.activation_of.add(index)
+        return receiver
 
     def _is_new(self, tensor: torch.Tensor) -> bool:
         """Whether code outside has made the tensor since the last stage."""

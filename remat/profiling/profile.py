@@ -220,11 +220,9 @@ def _profiled(
             return chain
         passes.begin("checking", chain.length)(1)
         try:
-            if instruments().computes:
-                besides = profiler.besides(chain)
-                if any(map(is_sharded, model.modules())):  # what differs between ranks is chance
-                    besides = [min(each) for each in zip(*ranks.all(besides), strict=True)]
-                chain = with_besides(chain, besides)
+            if any(map(is_sharded, model.modules())) and instruments().computes:
+                found = ranks.all(profiler.besides(chain))
+                chain = with_besides(chain, [min(each) for each in zip(*found, strict=True)])
             excess = profiler.excess(chain)
         except LeftChain as error:
             raise NoChain.varies(str(error)) from error

@@ -289,8 +289,7 @@ class Profiler:
 
     def besides(self, chain: Chain) -> list[int]:
         """For each stage, what a step holds besides what the chain predicts from the backward of the next stage on
-        until its own is over: as FSDP does, which gathers and reduces beside the backwards, or as a gradient that waits
-        for another one to be added to it.
+        until its own is over, as FSDP does, which gathers and reduces beside the backwards.
 
         Of some steps in which each stage is recomputed for its own backward, the least: the rest is chance.
         """

@@ -23,7 +23,6 @@ from remat.estimation.roofline import Roofline, kind_of
 from remat.estimation.world import World
 from remat.formatting import format_bytes
 from remat.profiling import whole_steps
-from remat.profiling.profiler import Profiler
 from remat.runtime.meter import MemoryMeter
 from remat.simulation import store_all_peak
 from remat.training.estimate import static_bytes
@@ -110,7 +109,6 @@ def test_bytes_are_those_that_are_measured(name: str, monkeypatch: pytest.Monkey
     """On the CPU: of each stage, and the peaks of plans, never below and within 2 %."""
     # Of plans of the same times, since both try some for what they take beyond their prediction.
     monkeypatch.setattr(whole_steps, "is_worth_it", lambda chain, device: False)
-    monkeypatch.setattr(Profiler, "besides", lambda self, chain: [0] * chain.length)  # which takes real steps
     model, sample = MODELS[name]()
     measured = remat.profile(model, sample, small=0.0, options=False)
     before = torch.get_rng_state()

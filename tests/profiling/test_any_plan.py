@@ -52,18 +52,21 @@ class Residual(nn.Module):
         return x + self.inner(x)
 
 
-class TwoRows(nn.Module):
-    """Two rows of blocks on one input: its gradient by the one waits for the backward of the other."""
+class Rows(nn.Module):
+    """Rows of blocks on one input: its gradient by one of them waits for the backwards of the others."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int, *, before: int = 0) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(8, 32), nn.Linear(32, 4)
-        self.left, self.right = (nn.Sequential(*(Residual() for _ in range(4))) for _ in range(2))
+        self.before = nn.Sequential(*(Residual() for _ in range(before)))
+        self.rows = [nn.Sequential(*(Residual() for _ in range(4))) for _ in range(count)]
+        for index, row in enumerate(self.rows):  # a `ModuleList` of them would be found to be one row
+            self.add_module(f"row{index}", row)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        right = self.right(x)
-        return self.last(self.left(x) + right)
+        x = self.before(self.first(x))
+        first, *others = [row(x) for row in self.rows]
+        return self.last(sum(others, first))
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
@@ -72,7 +75,9 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "t5": deep_t5,
     "blocks": blocks,
     "row": row,
-    "two rows": lambda: (TwoRows(), torch.randn(216, 8)),
+    "two rows": lambda: (Rows(2), torch.randn(216, 8)),
+    "two rows behind one": lambda: (Rows(2, before=2), torch.randn(216, 8)),
+    "three rows": lambda: (Rows(3), torch.randn(216, 8)),
 }
 
 

@@ -128,7 +128,7 @@ class BufferWatch:
             else _Before(
                 *(buffer, version_of(buffer)),
                 buffer.detach().clone()
-                if known is None or (position, name) in known or _may_count(stage.parts[position], buffer)
+                if known is None or (position, name) in known or _is_small_state(stage.parts[position], buffer)
                 else None,
             )
             for position, name, buffer in (*buffers, *attributes)
@@ -144,7 +144,7 @@ class BufferWatch:
             or (was.buffer is not None and version_of(was.buffer) != was.version)
             or _is_running_statistic(stage.parts[key[0]], key[1], flags[key[0]])
             or key[1] in rescaled(stage.parts[key[0]])
-            or (was.buffer is not None and _may_count(stage.parts[key[0]], was.buffer))
+            or (was.buffer is not None and _is_small_state(stage.parts[key[0]], was.buffer))
             or (known is None and _differ(was.buffer, was.copy))
         }
         replaced = {
@@ -175,7 +175,7 @@ def rescaled(part: nn.Module) -> dict[str, torch.Tensor]:
     return {}
 
 
-def _may_count(part: nn.Module, buffer: torch.Tensor) -> bool:
+def _is_small_state(part: nn.Module, buffer: torch.Tensor) -> bool:
     """Whether it may be a counter or an average, which code of the program's own writes to without counting a version:
     larger ones are tables, of which a copy for each run would take too much."""
     own = not type(part).__module__.startswith("torch.nn.")

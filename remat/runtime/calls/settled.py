@@ -125,11 +125,11 @@ def state_in(value: Any) -> Any:
 
 def may_have_state(value: Any) -> bool:
     """Whether `state_in` gives something for it, or for another value of this class."""
-    return is_container(value) or _may_count(type(value))  # type: ignore[arg-type]
+    return is_container(value) or _is_of_the_program(type(value))  # type: ignore[arg-type]
 
 
 @cache
-def _may_count(kind: Any) -> bool:
+def _is_of_the_program(kind: Any) -> bool:
     """Whether objects of this class are the program's own, and have attributes in which it may count."""
     own = bool(kind.__dictoffset__) and not issubclass(kind, (nn.Module, torch.Tensor, type, FunctionType, Enum))
     return own and kind.__module__.partition(".")[0] not in _LIBRARIES

@@ -89,10 +89,9 @@ class StageCall(Call):
         if self._recorder is not None:
             self._recorder.returned(returned)
 
-    @property
-    def grown(self) -> tuple[int, int] | None:
+    def more_saved(self) -> tuple[int, int] | None:
         """The bytes that runs before have saved on such an input, and those that this one has, where they are more."""
-        return None if self.context is None else self._tapes.grown(self.context.inputs, self.looks)
+        return None if self.context is None else self._tapes.more_saved(self.context.inputs, self.looks)
 
     @property
     def _is_unknown(self) -> bool:

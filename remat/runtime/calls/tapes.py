@@ -42,7 +42,7 @@ class Tapes:
         """Whether a run was ever not what its tape says."""
         return self._failed > 0 or bool(self._varied)
 
-    def grown(self, inputs: Hashable, values: Sequence[Value]) -> tuple[int, int] | None:
+    def more_saved(self, inputs: Hashable, values: Sequence[Value]) -> tuple[int, int] | None:
         """The bytes that runs before have saved on inputs that look so, and those of this run, where they are more."""
         sizes = [value.size for value in values]
         if sizes == self._sizes.get(inputs):

@@ -188,8 +188,8 @@ class Run:
         step, value, versions, call = opened
         if call is not None:
             call.ended(returned)
-            if (grown := call.grown) is not None:
-                before, now = map(format_bytes, grown)
+            if (more := call.more_saved()) is not None:
+                before, now = map(format_bytes, more)
                 self.executor.warn_of_limit(
                     f"{call.name} saves {now} for its backward, and {before} on such inputs before: what it reads has "
                     "changed, such as the probability of a dropout or the kind of attention. Call remat.fit again"
