@@ -2,8 +2,8 @@
 
 What is done for each stage beside running it, which takes ten times as long as a small layer, is done once for such a
 row. Operations and memory are the same at each time: of what the stages hand on nothing is stored, and the input, which
-is held until the last of them has run, is what the first of them saves. So that nothing else is held longer, they are
-PyTorch's own layers without hooks, outside of autocast, which keeps casts of parameters.
+is held until the last of them has run, is what the first of them saves, or the plan leaves room for it. So that nothing
+else is held longer, they are PyTorch's own layers without hooks, outside of autocast, which keeps casts of parameters.
 """
 
 from __future__ import annotations
@@ -30,6 +30,25 @@ _GLOBAL_HOOKS = (_of_all._global_forward_hooks, _of_all._global_forward_pre_hook
 _ROWS = {(F_ALL, F_ALL), (F_CK, F_NONE), (F_NONE, F_NONE)}  # kinds of a run in a row, and of the next
 
 
+class Room(NamedTuple):
+    """What runs that save nothing leave of a schedule's peak, for an input that is held longer.
+
+    Attributes:
+        inputs: bytes of each stage's input.
+        left: for each stage, the bytes that each of its runs that save nothing leaves at least.
+    """
+
+    inputs: Sequence[int]
+    left: Sequence[int]
+
+    def holds(self, first: int, position: int) -> bool:
+        """Whether the input of a row that begins with stage `first` may be held while `position` runs, from 0 on."""
+        return bool(self.left) and self.inputs[first] <= self.left[position]
+
+
+NO_ROOM = Room((), ())
+
+
 class _Step(NamedTuple):
     """A run of a stage, and what runs behind it."""
 
@@ -47,11 +66,12 @@ class _Step(NamedTuple):
         return (run.operation.kind, following.operation.kind) in _ROWS
 
 
-def joined(schedule: Schedule, program: Program, stages: Sequence[Stage]) -> Schedule:
+def joined(schedule: Schedule, program: Program, stages: Sequence[Stage], room: Room = NO_ROOM) -> Schedule:
     """The schedule of as few stages as there are rows; itself where there are none of several stages.
 
     Args:
         program: of the schedule; stages: of the model, as its layout says.
+        room: for inputs of rows that nothing else holds; by default there is none.
     """
     layout = schedule.layout
     if layout is None or program.sends:  # what is sent goes, and comes back, at the end and the beginning of stages
@@ -69,7 +89,7 @@ def joined(schedule: Schedule, program: Program, stages: Sequence[Stage]) -> Sch
         before = steps[position - 1] if rows else []
         if (
             rows
-            and _may_begin(steps[rows[-1].start], stages[rows[-1].start])
+            and _may_begin(steps[rows[-1].start], stages[rows[-1].start], room.holds(rows[-1].start, position))
             and steady[position - 1]
             and steady[position]
             and len(own) == len(before)
@@ -102,10 +122,10 @@ def nobody_looks_into(modules: Sequence[nn.Module]) -> bool:
     return all(map(runs_as_its_class, modules))
 
 
-def _may_begin(steps: Sequence[_Step], stage: Stage) -> bool:
-    """Whether the input of a row that begins with this stage is there until the row has run anyway."""
+def _may_begin(steps: Sequence[_Step], stage: Stage, has_room: bool) -> bool:
+    """Whether the input of a row that begins with this stage is there until the row has run anyway, or may be."""
     kinds = [step.run.operation.kind for step in steps]
-    return kinds == [F_ALL] or (F_NONE not in kinds and saves_its_input(stage.modules[0]))
+    return kinds == [F_ALL] or ((has_room or F_NONE not in kinds) and saves_its_input(stage.modules[0]))
 
 
 def _of_rows(schedule: Schedule, rows: Sequence[range]) -> Schedule:

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import remat
+from remat.runtime.planned.executor import Executor
+from remat.runtime.planned.rows import NO_ROOM, Room
 from remat.runtime.planned.wrapper import ScheduledModule, apply
+from remat.training.planned import room_in
 from support.memory import peak_of
 from support.steps import assert_same, chain_of, observed, train_step, without_loss
 
@@ -98,6 +101,39 @@ def test_what_is_joined() -> None:
     assert [stage.name for stage in model.executor.bound.places.stages] == ["0..2", "3..4", "5..11"]
     # Without a layout nobody says what the model was measured with.
     assert stages(apply(linear(), remat.Schedule(OPERATIONS))) == 12
+
+
+def nested() -> remat.Schedule:
+    """Of twelve layers: what is recomputed for the last of them is recomputed in two goes."""
+    operations = remat.Schedule.parse(
+        "F_ck1 F_none2 F_none3 F_none4 F_none5 F_none6 F_none7 F_none8 F_all9 F_all10 F_all11 F_all12 F_all13 B13 B12 "
+        "B11 B10 B9 F_all1 F_all2 F_all3 F_ck4 F_none5 F_none6 F_all7 F_all8 B8 B7 F_all4 F_all5 F_all6 B6 B5 B4 B3 "
+        "B2 B1"
+    ).operations
+    return remat.Schedule(operations, layout=chain_of(linear(), sample()).layout)
+
+
+def test_a_row_begins_where_nothing_is_saved_if_the_plan_leaves_room_for_its_input() -> None:
+    plain, schedule = linear(), nested()
+    chain = chain_of(plain, sample())
+    own = copy.deepcopy(plain)
+    executor = Executor(own, schedule, room=room_in(chain, schedule))
+    assert [stage.name for stage in executor.bound.places.stages] == ["0..2", "3..5", "6..7", "8..11"]
+    model, (single, _) = ScheduledModule(own, schedule, executor), observed(copy.deepcopy(plain), schedule)
+    peaks = [peak_of(lambda each=each: step_of(each), sample(), warm_up=2) for each in (model, single)]
+    assert peaks[0] <= peaks[1]
+    for each in (plain, model):
+        each.zero_grad()
+        step_of(each)
+    assert_same([each.grad for each in plain.parameters()], [each.grad for each in model.parameters()])
+
+
+@pytest.mark.parametrize("left", [None, ROWS * WIDTH * 4 - 1])
+def test_no_row_begins_where_nothing_is_saved_without_room(left: int | None) -> None:
+    size = ROWS * WIDTH * 4
+    room = NO_ROOM if left is None else Room([size] * 12, [left] * 12)
+    names = [stage.name for stage in Executor(linear(), nested(), room=room).bound.places.stages]
+    assert names == ["0..2", "3", "4", "5", "6", "7", "8..11"]
 
 
 @pytest.mark.parametrize(
