@@ -21,7 +21,7 @@ from remat.runtime.calls.stages import call_of
 from remat.runtime.offload import HostMemory
 from remat.runtime.planned.executor import Executor, Lock
 from remat.runtime.planned.patched_forward import PatchedForward, patched_forward_of
-from remat.runtime.planned.rows import NO_ROOM, Room
+from remat.runtime.planned.rows import NO_SLACK, Slack
 from remat.runtime.planned.validity import training
 from remat.runtime.pytree import Arguments, tensors
 from remat.runtime.sharding import is_sharded, refuse_first_forward
@@ -51,14 +51,14 @@ def trains(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     )
 
 
-def room_in(chain: Chain, schedule: Schedule) -> Room:
+def slack_in(chain: Chain, schedule: Schedule) -> Slack:
     """What a schedule leaves of its peak for inputs of rows."""
     predicted = simulate(chain, schedule)
     left = [predicted.peak_bytes] * chain.length
     for operation, moment in zip(schedule.operations, predicted.timeline, strict=True):
         if operation.kind == F_NONE:
             left[operation.stage - 1] = min(left[operation.stage - 1], predicted.peak_bytes - moment.peak_bytes)
-    return Room(chain.act_bytes[: chain.length], left)
+    return Slack(chain.act_bytes[: chain.length], left)
 
 
 class Request(NamedTuple):
@@ -303,8 +303,8 @@ class Planned:
     ) -> None:
         layout = schedule.layout or (chain.layout if chain is not None else None)
         schedule_here = replace(schedule, layout=layout)
-        room = NO_ROOM if chain is None else room_in(chain, schedule)
-        executor = Executor(self.model, schedule_here, preserve_random=self.setup.preserve_random, room=room)
+        slack = NO_SLACK if chain is None else slack_in(chain, schedule)
+        executor = Executor(self.model, schedule_here, preserve_random=self.setup.preserve_random, slack=slack)
         executor.lock, executor.host, executor.in_flight = self.lock, self.host, in_flight
         if chain is not None:
             executor.planned = f"this step was planned to take {format_bytes(simulate(chain, schedule).peak_bytes)}"

@@ -25,7 +25,7 @@ from remat.runtime.patching import Forward, intercepted, keep_compiler_out
 from remat.runtime.planned.forward_run import Run
 from remat.runtime.planned.order import ForwardCalls
 from remat.runtime.planned.program import compile_schedule
-from remat.runtime.planned.rows import NO_ROOM, Room, joined, nobody_looks_into
+from remat.runtime.planned.rows import NO_SLACK, Slack, joined, nobody_looks_into
 from remat.runtime.planned.validity import Structure
 from remat.runtime.pytree import Arguments, tensors
 from remat.runtime.variants import offer_variants
@@ -124,7 +124,7 @@ class Executor:
     """A schedule bound to the calls of a model's modules.
 
     Args:
-        room: for inputs of rows of layers, in what the schedule was planned to take.
+        slack: for inputs of rows of layers, in what the schedule was planned to take.
 
     Attributes:
         observer: called with every operation when it begins, except the loss's; for tests and timelines.
@@ -143,11 +143,11 @@ class Executor:
     """
 
     def __init__(
-        self, model: nn.Module, schedule: Schedule, *, preserve_random: bool = True, room: Room = NO_ROOM
+        self, model: nn.Module, schedule: Schedule, *, preserve_random: bool = True, slack: Slack = NO_SLACK
     ) -> None:
         self.model, self.preserve_random = model, preserve_random
         self.stages = Bound(model, schedule)
-        of_rows = joined(schedule, self.stages.program, self.stages.places.stages, room)
+        of_rows = joined(schedule, self.stages.program, self.stages.places.stages, slack)
         self._rows = self.stages if of_rows is schedule else Bound(model, of_rows)
         alone = {stage.parts for stage in self.stages.places.stages}
         self._in_rows = [each for stage in self._rows.places.stages if stage.parts not in alone for each in stage.parts]

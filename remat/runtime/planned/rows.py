@@ -30,7 +30,7 @@ _GLOBAL_HOOKS = (_of_all._global_forward_hooks, _of_all._global_forward_pre_hook
 _ROWS = {(F_ALL, F_ALL), (F_CK, F_NONE), (F_NONE, F_NONE)}  # kinds of a run in a row, and of the next
 
 
-class Room(NamedTuple):
+class Slack(NamedTuple):
     """What runs that save nothing leave of a schedule's peak, for an input that is held longer.
 
     Attributes:
@@ -46,7 +46,7 @@ class Room(NamedTuple):
         return bool(self.left) and self.inputs[first] <= self.left[position]
 
 
-NO_ROOM = Room((), ())
+NO_SLACK = Slack((), ())
 
 
 class _Step(NamedTuple):
@@ -66,12 +66,12 @@ class _Step(NamedTuple):
         return (run.operation.kind, following.operation.kind) in _ROWS
 
 
-def joined(schedule: Schedule, program: Program, stages: Sequence[Stage], room: Room = NO_ROOM) -> Schedule:
+def joined(schedule: Schedule, program: Program, stages: Sequence[Stage], slack: Slack = NO_SLACK) -> Schedule:
     """The schedule of as few stages as there are rows; itself where there are none of several stages.
 
     Args:
         program: of the schedule; stages: of the model, as its layout says.
-        room: for inputs of rows that nothing else holds; by default there is none.
+        slack: for inputs of rows that nothing else holds; by default there is none.
     """
     layout = schedule.layout
     if layout is None or program.sends:  # what is sent goes, and comes back, at the end and the beginning of stages
@@ -89,7 +89,7 @@ def joined(schedule: Schedule, program: Program, stages: Sequence[Stage], room: 
         before = steps[position - 1] if rows else []
         if (
             rows
-            and _may_begin(steps[rows[-1].start], stages[rows[-1].start], room.holds(rows[-1].start, position))
+            and _may_begin(steps[rows[-1].start], stages[rows[-1].start], slack.holds(rows[-1].start, position))
             and steady[position - 1]
             and steady[position]
             and len(own) == len(before)
@@ -122,10 +122,10 @@ def nobody_looks_into(modules: Sequence[nn.Module]) -> bool:
     return all(map(runs_as_its_class, modules))
 
 
-def _may_begin(steps: Sequence[_Step], stage: Stage, has_room: bool) -> bool:
+def _may_begin(steps: Sequence[_Step], stage: Stage, has_slack: bool) -> bool:
     """Whether the input of a row that begins with this stage is there until the row has run anyway, or may be."""
     kinds = [step.run.operation.kind for step in steps]
-    return kinds == [F_ALL] or ((has_room or F_NONE not in kinds) and saves_its_input(stage.modules[0]))
+    return kinds == [F_ALL] or ((has_slack or F_NONE not in kinds) and saves_its_input(stage.modules[0]))
 
 
 def _of_rows(schedule: Schedule, rows: Sequence[range]) -> Schedule:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import remat
 from remat.runtime.planned.executor import Executor
-from remat.runtime.planned.rows import NO_ROOM, Room
+from remat.runtime.planned.rows import NO_SLACK, Slack
 from remat.runtime.planned.wrapper import ScheduledModule, apply
-from remat.training.planned import room_in
+from remat.training.planned import slack_in
 from support.memory import peak_of
 from support.steps import assert_same, chain_of, observed, train_step, without_loss
 
@@ -117,7 +117,7 @@ def test_a_row_begins_where_nothing_is_saved_if_the_plan_leaves_room_for_its_inp
     plain, schedule = linear(), nested()
     chain = chain_of(plain, sample())
     own = copy.deepcopy(plain)
-    executor = Executor(own, schedule, room=room_in(chain, schedule))
+    executor = Executor(own, schedule, slack=slack_in(chain, schedule))
     assert [stage.name for stage in executor.bound.places.stages] == ["0..2", "3..5", "6..7", "8..11"]
     model, (single, _) = ScheduledModule(own, schedule, executor), observed(copy.deepcopy(plain), schedule)
     peaks = [peak_of(lambda each=each: step_of(each), sample(), warm_up=2) for each in (model, single)]
@@ -131,8 +131,8 @@ def test_a_row_begins_where_nothing_is_saved_if_the_plan_leaves_room_for_its_inp
 @pytest.mark.parametrize("left", [None, ROWS * WIDTH * 4 - 1])
 def test_no_row_begins_where_nothing_is_saved_without_room(left: int | None) -> None:
     size = ROWS * WIDTH * 4
-    room = NO_ROOM if left is None else Room([size] * 12, [left] * 12)
-    names = [stage.name for stage in Executor(linear(), nested(), room=room).bound.places.stages]
+    slack = NO_SLACK if left is None else Slack([size] * 12, [left] * 12)
+    names = [stage.name for stage in Executor(linear(), nested(), slack=slack).bound.places.stages]
     assert names == ["0..2", "3", "4", "5", "6", "7", "8..11"]
 
 
