@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,8 +45,7 @@ def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> 
     copies = {id(buffer): buffer.clone() for _, _, buffer in (*buffers, *plain) if buffer is not None}
     own = [each for part in parts for each in part._parameters.values() if each is not None]
     written = [weight for part in parts for weight in rescaled(part).values()]
-    for container, _ in contents:
-        written += [tensor for _, tensor in plain_tensors(dict(enumerate(items_of(container))))]
+    written += [each for container, _ in contents for each in items_of(container) if _may_be_written(each)]
     old_values = [(tensor, tensor.detach().clone()) for tensor in written]
     inside = {(part, name): None if buffer is None else copies[id(buffer)] for part, name, buffer in buffers}
     try:
@@ -73,6 +73,12 @@ def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> 
         for container, held in contents:
             fill(container, held)
         random.restore()
+
+
+def _may_be_written(value: Any) -> bool:
+    """Whether it is a tensor that a forward may change in place where it lies, in a list or another container."""
+    plain = isinstance(value, torch.Tensor) and not value.requires_grad and not value.is_inference()
+    return plain and value.layout == torch.strided
 
 
 def _has_graph(tensor: torch.Tensor) -> bool:

@@ -51,9 +51,8 @@ def trains(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     )
 
 
-def slack_in(chain: Chain, schedule: Schedule) -> Slack:
+def slack_in(chain: Chain, schedule: Schedule, predicted: Report) -> Slack:
     """What a schedule leaves of its peak for inputs of rows."""
-    predicted = simulate(chain, schedule)
     left = [predicted.peak_bytes] * chain.length
     for operation, moment in zip(schedule.operations, predicted.timeline, strict=True):
         if operation.kind == F_NONE:
@@ -303,11 +302,14 @@ class Planned:
     ) -> None:
         layout = schedule.layout or (chain.layout if chain is not None else None)
         schedule_here = replace(schedule, layout=layout)
-        slack = NO_SLACK if chain is None else slack_in(chain, schedule)
+        predicted = None if chain is None else simulate(chain, schedule)
+        slack = NO_SLACK
+        if chain is not None and predicted is not None and rehearsal is None:  # what was tried is what runs
+            slack = slack_in(chain, schedule, predicted)
         executor = Executor(self.model, schedule_here, preserve_random=self.setup.preserve_random, slack=slack)
         executor.lock, executor.host, executor.in_flight = self.lock, self.host, in_flight
-        if chain is not None:
-            executor.planned = f"this step was planned to take {format_bytes(simulate(chain, schedule).peak_bytes)}"
+        if predicted is not None:
+            executor.planned = f"this step was planned to take {format_bytes(predicted.peak_bytes)}"
         if rehearsal is not None:
             executor.taught_by(rehearsal.known)
             executor.planned += f" (tried before training: {rehearsal})"

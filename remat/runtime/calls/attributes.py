@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,7 +43,6 @@ from remat.runtime.calls.settled import (
 from remat.runtime.generators import OWN, Look, is_generator
 from remat.runtime.pytree import version_of
 
-Name = TypeVar("Name")
 MISSING = object()
 _UNKNOWN = object()  # what the run has changed itself, or nothing is held of
 # Of each module, those that are containers when its attributes look so.
@@ -237,7 +236,7 @@ class Attributes:
                     put(module, name, was.get(name, MISSING))
 
 
-def plain_tensors(attributes: Mapping[Name, Any]) -> Iterator[tuple[Name, torch.Tensor]]:
+def plain_tensors(attributes: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Those among a module's attributes that are tensors no graph leads to, other than parameters and buffers."""
     for name, value in attributes.items():
         if type(value) is torch.Tensor and not value.requires_grad and value.layout == torch.strided:

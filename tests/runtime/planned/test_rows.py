@@ -117,7 +117,7 @@ def test_a_row_begins_where_nothing_is_saved_if_the_plan_leaves_room_for_its_inp
     plain, schedule = linear(), nested()
     chain = chain_of(plain, sample())
     own = copy.deepcopy(plain)
-    executor = Executor(own, schedule, slack=slack_in(chain, schedule))
+    executor = Executor(own, schedule, slack=slack_in(chain, schedule, remat.simulate(chain, schedule)))
     assert [stage.name for stage in executor.bound.places.stages] == ["0..2", "3..5", "6..7", "8..11"]
     model, (single, _) = ScheduledModule(own, schedule, executor), observed(copy.deepcopy(plain), schedule)
     peaks = [peak_of(lambda each=each: step_of(each), sample(), warm_up=2) for each in (model, single)]
