@@ -749,3 +749,33 @@ def test_what_is_known_of_a_module_is_bounded() -> None:
     for number in range(3 * known._MOST):
         bound.of(module, (of_x(),), {"number": number})
     assert all(len(units) <= known._MOST for units in bound.units.values())
+
+
+class _Subclass(Tensor):
+    pass
+
+
+class _CountsInAList(nn.Module):
+    def __init__(self, count: Tensor) -> None:
+        super().__init__()
+        self.layer, self.counts = nn.Linear(HIDDEN, HIDDEN), [count]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.counts[0].add_(1)
+        return torch.tanh(self.layer(x))
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        lambda: torch.zeros(3),
+        lambda: nn.Parameter(torch.zeros(3), requires_grad=False),
+        lambda: torch.zeros(3).as_subclass(_Subclass),
+    ],
+    ids=["tensor", "frozen parameter", "subclass"],
+)
+def test_measuring_puts_back_what_counts_in_a_list(count: Callable[[], Tensor]) -> None:
+    model = nn.Sequential(*(_CountsInAList(count()) for _ in range(6)))
+    remat.profile(model, torch.randn(8, HIDDEN))
+    assert not any(block.counts[0].any() for block in model)
