@@ -55,9 +55,10 @@ class Residual(nn.Module):
 class Rows(nn.Module):
     """Rows of blocks on one input: its gradient by one of them waits for the backwards of the others."""
 
-    def __init__(self, count: int, *, before: int = 0) -> None:
+    def __init__(self, count: int, *, before: int = 0, given: Callable[[torch.Tensor], torch.Tensor] = lambda x: x):
         super().__init__()
         self.first, self.last = nn.Linear(8, 32), nn.Linear(32, 4)
+        self.given = given  # what the last row is handed, of what the others are
         self.before = nn.Sequential(*(Residual() for _ in range(before)))
         self.rows = [nn.Sequential(*(Residual() for _ in range(4))) for _ in range(count)]
         for index, row in enumerate(self.rows):  # a `ModuleList` of them would be found to be one row
@@ -65,8 +66,14 @@ class Rows(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.before(self.first(x))
-        first, *others = [row(x) for row in self.rows]
-        return self.last(sum(others, first))
+        *others, last = self.rows
+        return self.last(torch.cat([*(row(x) for row in others), last(self.given(x))]))
+
+
+def two_rows_on_a_frozen_layer() -> tuple[nn.Module, torch.Tensor]:
+    model = Rows(2)
+    model.first.requires_grad_(False)
+    return model, torch.randn(216, 8)
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
@@ -78,6 +85,9 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "two rows": lambda: (Rows(2), torch.randn(216, 8)),
     "two rows behind one": lambda: (Rows(2, before=2), torch.randn(216, 8)),
     "three rows": lambda: (Rows(3), torch.randn(216, 8)),
+    "two rows, one on a scaled input": lambda: (Rows(2, given=lambda x: 0.5 * x), torch.randn(216, 8)),
+    "two rows, one on a slice": lambda: (Rows(2, given=lambda x: x[:108]), torch.randn(216, 8)),
+    "two rows on a frozen layer": two_rows_on_a_frozen_layer,
 }
 
 
