@@ -57,6 +57,7 @@ TESTS = {
     "remat/runtime/calls/saved.py": f"{_RUNNING} {_UNITS}",
     "remat/runtime/calls/stage_call.py": _RUNNING,
     "remat/runtime/calls/environment.py": _RUNNING,
+    "remat/runtime/calls/state.py": _RUNNING,
     "remat/runtime/calls/places.py": f"patched_forward other_paths {_MODELS} found_by_users",
     "remat/runtime/links.py": "offload",
     "remat/runtime/offload.py": "offload",

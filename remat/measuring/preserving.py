@@ -13,9 +13,10 @@ from torch import nn
 from remat.measuring.isolating import drops_gradients, nodes_of
 from remat.measuring.work import parameters_kept
 from remat.runtime.calls.attributes import MISSING, containers, fill, hooks_of, plain_tensors, put, undone
-from remat.runtime.calls.environment import Switches, rescaled
+from remat.runtime.calls.environment import Switches
 from remat.runtime.calls.settled import items_of
 from remat.runtime.calls.stages import parts_of
+from remat.runtime.calls.state import rescaled
 from remat.runtime.fakes import is_fake
 from remat.runtime.generators import RandomState, held_by, of_python
 from remat.runtime.pytree import tensors

@@ -20,12 +20,13 @@ from remat.measuring.isolating import cut, no_backward, saving_nothing
 from remat.measuring.stage_costs import Sizes
 from remat.options.sending import Parcel, parcels
 from remat.runtime.calls.early_stop import Ending
-from remat.runtime.calls.environment import BufferWatch, FirstRun
+from remat.runtime.calls.environment import FirstRun
 from remat.runtime.calls.hull import MOST, Part, choices, unknown_names
 from remat.runtime.calls.passed import Held, Passed
 from remat.runtime.calls.saved import Saved
 from remat.runtime.calls.stage_call import StageCall
 from remat.runtime.calls.stages import Stage, detached
+from remat.runtime.calls.state import BufferWatch
 from remat.runtime.calls.tape import Recorder, Tape
 from remat.runtime.calls.tapes import Tapes
 from remat.runtime.meter import Region

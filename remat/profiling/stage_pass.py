@@ -22,9 +22,10 @@ from remat.options.units import Visitor
 from remat.profiling.carried import begun_by
 from remat.runtime.calls.attributes import graph_handed_on
 from remat.runtime.calls.early_stop import CountingHooks, Ending
-from remat.runtime.calls.environment import BufferWatch, FirstRun, accelerators
+from remat.runtime.calls.environment import FirstRun, accelerators
 from remat.runtime.calls.repeated import are_near
 from remat.runtime.calls.stages import Stage, detached
+from remat.runtime.calls.state import BufferWatch
 from remat.runtime.checks import Loss
 from remat.runtime.generators import RandomState, held_by, of_python
 from remat.runtime.pytree import Arguments, tensors

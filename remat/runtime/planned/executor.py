@@ -15,9 +15,9 @@ from remat.errors import OverBudgetWarning, PlanMismatch
 from remat.runtime.accelerator import explained
 from remat.runtime.caches import caches_off, configs_with_caches, refuse_checkpointing, switches_of
 from remat.runtime.calls.early_stop import Ending
-from remat.runtime.calls.environment import BufferWatch
 from remat.runtime.calls.places import Places
 from remat.runtime.calls.stages import Stage, input_of
+from remat.runtime.calls.state import BufferWatch
 from remat.runtime.calls.tapes import Tapes
 from remat.runtime.generators import held_by
 from remat.runtime.offload import HostMemory

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import remat
 from remat.errors import InfeasibleBudget, NoChain, ReplayError, UnsupportedModel
-from remat.runtime.calls import environment
+from remat.runtime.calls import state
 from remat.runtime.live.units import known
 from remat.runtime.pytree import objects_in
 from support.live_models import allocate_gradients
@@ -615,7 +615,7 @@ def test_what_is_changed_in_place_is_an_error_and_not_evicted_the_next_time(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it is for inputs: the old values are nowhere, where they are too large to be copied."""
-    monkeypatch.setattr(environment, "_SMALL", 0)
+    monkeypatch.setattr(state, "_SMALL", 0)
     monkeypatch.setitem(PROGRAMS, name, IN_PLACE[name])
     steps = 2 * STEPS
     expected = trained(*made(name), plainly, steps)
@@ -663,7 +663,7 @@ def test_a_tensor_in_a_list_that_others_change_is_an_error() -> None:
 def test_by_a_plan_what_is_changed_in_place_is_as_it_was_or_an_error(
     small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment, "_SMALL", 1 << 14 if small else 0)
+    monkeypatch.setattr(state, "_SMALL", 1 << 14 if small else 0)
     plain, step_of_it = IN_PLACE["a buffer"]()
     model, step = IN_PLACE["a buffer"]()
     model.load_state_dict(plain.state_dict())
@@ -710,7 +710,7 @@ def test_blocks_that_are_passed_an_iterator_are_no_chain() -> None:
 
 def test_under_ddp_versions_of_buffers_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It writes the same values to them in each forward; to tensors in attributes it does not."""
-    monkeypatch.setattr(environment, "_SMALL", 0)
+    monkeypatch.setattr(state, "_SMALL", 0)
     model = in_a_row(lambda b, h: h + b.shift + b.table)
     remat.fit(model, of_x(), 0.5, quiet=True)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import remat
 from remat.errors import ReplayError
 from remat.layout import Layout
-from remat.runtime.calls import environment
+from remat.runtime.calls import state
 from support.steps import assert_same, chain_of, gradients_of, parted, traces, train_step
 
 WIDTH, ROWS = 8, 6
@@ -167,7 +167,7 @@ def test_a_large_buffer_that_is_changed_for_the_first_time_in_a_later_step_is_an
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its old value was not kept. From then on it is."""
-    monkeypatch.setattr(environment, "_SMALL", 0)
+    monkeypatch.setattr(state, "_SMALL", 0)
     plain, planned = pair(Counting(), nn.Linear(WIDTH, WIDTH))
     first, second, third = samples(3)
     assert_same(train_step(plain, first), train_step(planned, first))

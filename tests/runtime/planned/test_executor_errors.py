@@ -14,7 +14,7 @@ from torch import nn
 
 import remat
 from remat.errors import InvalidSchedule, PlanMismatch, RematError, ReplayError, UnsupportedModel
-from remat.runtime.calls import environment
+from remat.runtime.calls import state
 from remat.runtime.meter import MemoryMeter
 from remat.schedule import Schedule
 from remat.solvers import make_solver
@@ -467,7 +467,7 @@ class Table(nn.Module):
 
 def test_a_buffer_that_was_replaced_and_is_changed_afterwards_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is too large to be copied."""
-    monkeypatch.setattr(environment, "_SMALL", 0)
+    monkeypatch.setattr(state, "_SMALL", 0)
     model = nn.Sequential(nn.Linear(8, 8), Table(), nn.Linear(8, 8))
     module = remat.apply(model, Schedule.parse("F_ck1 F_ck2 F_all3 F_all4 B4 B3 F_all2 B2 F_all1 B1"))
     sample = torch.randn(4, 8)

@@ -7,9 +7,10 @@ import math
 import torch
 
 from remat.runtime.calls.attributes import plain_tensors
-from remat.runtime.calls.environment import BufferWatch, rescaled, working_bytes
+from remat.runtime.calls.environment import working_bytes
 from remat.runtime.calls.partial import Parts
 from remat.runtime.calls.stages import Stage
+from remat.runtime.calls.state import BufferWatch, rescaled
 from remat.runtime.calls.tape import OUTSIDE, Operator, Tape, Value
 from remat.runtime.live.units.makings import FirstRuns, Making, Replays, makings, model_nanoseconds
 
