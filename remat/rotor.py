@@ -272,7 +272,7 @@ class Checkpointable(Wrapper):
         return beyond_compiler(self._by_plan)(args, kwargs)
 
     def _by_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self.planned.lock:
+        with self.planned.shared.lock:
             executor = self.planned.inputs.plan_for(Arguments(args, kwargs)).executor
         return self._by(executor, args, kwargs)
 

@@ -7,7 +7,7 @@ second time, so transformers' own checkpointing turns them off. Checkpointing be
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
@@ -38,6 +38,21 @@ def caches_off(configs: list[Any]) -> Iterator[None]:
     finally:
         for config in on:
             config.use_cache = True
+
+
+class LibrarySwitches:
+    """What libraries' modules in a model may turn on by themselves: looked for once, for all of its forwards."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._configs, self._switches = configs_with_caches(model.modules()), switches_of(model)
+
+    def refuse_checkpointing(self) -> None:
+        """Raises UnsupportedModel where one of the model's switches for that is on."""
+        refuse_checkpointing(self._switches)
+
+    def caches_off(self) -> AbstractContextManager[None]:
+        """Inside, no caches are kept, where the caller does not ask for them."""
+        return caches_off(self._configs)
 
 
 SWITCHES = ("gradient_checkpointing", "grad_checkpointing", "activation_checkpointing")

@@ -106,7 +106,7 @@ class BySchedule(Execution):
             executor.observer = None
 
     def host_bytes(self) -> int:
-        return 0 if self.executor is None else self.executor.host.bytes
+        return 0 if self.executor is None else self.executor.shared.host.bytes
 
 
 class UnderDTR(Execution):

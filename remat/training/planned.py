@@ -18,8 +18,7 @@ from remat.profiling.profile import Loss, profile
 from remat.report import Report
 from remat.runtime.accelerator import device_of, free_bytes, is_accelerator
 from remat.runtime.calls.stages import call_of
-from remat.runtime.offload import HostMemory
-from remat.runtime.planned.executor import Executor, Lock
+from remat.runtime.planned.executor import Executor, Shared
 from remat.runtime.planned.patched_forward import PatchedForward, patched_forward_of
 from remat.runtime.planned.rows import NO_SLACK, Slack
 from remat.runtime.planned.validity import training
@@ -115,9 +114,8 @@ class Planned:
         self.patch: PatchedForward | None = None
         self.on_measured: Callable[[], None] = lambda: None
         self.on_planned: Callable[[], None] = lambda: None
-        self.lock = Lock()
+        self.shared = Shared()
         self.inputs = PlansByInput(self)
-        self.host = HostMemory()
         self._least: tuple[RunningPlan | None, int] = (None, 0)
 
     # Measuring -------------------------------------------------------------------------------------------------------
@@ -306,8 +304,9 @@ class Planned:
         slack = NO_SLACK
         if chain is not None and predicted is not None and rehearsal is None:  # what was tried is what runs
             slack = slack_in(chain, schedule, predicted)
-        executor = Executor(self.model, schedule_here, preserve_random=self.setup.preserve_random, slack=slack)
-        executor.lock, executor.host, executor.in_flight = self.lock, self.host, in_flight
+        random = self.setup.preserve_random
+        executor = Executor(self.model, schedule_here, preserve_random=random, slack=slack, shared=self.shared)
+        executor.in_flight.most = in_flight
         if predicted is not None:
             executor.planned = f"this step was planned to take {format_bytes(predicted.peak_bytes)}"
         if rehearsal is not None:
@@ -352,11 +351,9 @@ class Planned:
             before = patched_forward_of(self.model)
             if before is not None:
                 before.remove()
-            patch = PatchedForward(self.model, self.choose, self.lock, other_path=self.setup.other_path)
+            patch = PatchedForward(self.model, self.choose, self.shared.lock, other_path=self.setup.other_path)
         else:
-            self.lock = patch.lock
-            if self.plan is not None:
-                self.plan.executor.lock = self.lock
+            self.shared.lock = patch.lock
             patch.choose = self.choose
         self.patch = patch
         return patch

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from torch import nn
 
 from remat.errors import OverBudgetWarning, PlanMismatch
 from remat.runtime.accelerator import explained
-from remat.runtime.caches import caches_off, configs_with_caches, refuse_checkpointing, switches_of
+from remat.runtime.caches import LibrarySwitches
 from remat.runtime.calls.early_stop import Ending
 from remat.runtime.calls.places import Places
 from remat.runtime.calls.stages import Stage, input_of
@@ -23,11 +22,12 @@ from remat.runtime.generators import held_by
 from remat.runtime.offload import HostMemory
 from remat.runtime.patching import Forward, intercepted, keep_compiler_out
 from remat.runtime.planned.forward_run import Run
+from remat.runtime.planned.in_flight import InFlight
 from remat.runtime.planned.order import ForwardCalls
 from remat.runtime.planned.program import compile_schedule
 from remat.runtime.planned.rows import NO_SLACK, Slack, joined, nobody_looks_into
 from remat.runtime.planned.validity import Structure
-from remat.runtime.pytree import Arguments, tensors
+from remat.runtime.pytree import Arguments
 from remat.runtime.variants import offer_variants
 from remat.schedule import F_ALL, Operation, Schedule
 from remat.utils.warn import warn
@@ -51,15 +51,18 @@ class Lock:
         return Lock, ()
 
 
-class _Waiting:
-    """A forward whose backward has not begun; its graph holds on to it."""
+@dataclass
+class Shared:
+    """What all executors of one model share.
 
+    Attributes:
+        lock: held while the model runs forward and while stages are recomputed, which changes flags and buffers of its
+            modules for a while.
+        host: where what leaves the device waits.
+    """
 
-class _AllWaiting(weakref.WeakSet[_Waiting]):
-    """Those of a model; of a copy of it none."""
-
-    def __reduce__(self) -> tuple[type[_AllWaiting], tuple[()]]:
-        return _AllWaiting, ()
+    lock: Lock = field(default_factory=Lock)
+    host: HostMemory = field(default_factory=HostMemory)
 
 
 class KnownStage(NamedTuple):
@@ -81,12 +84,16 @@ class KnownStage(NamedTuple):
 class Bound:
     """A schedule, and the stages of a model that it is for.
 
+    Args:
+        whole: the same of a schedule of which some stages run as one here.
+
     Attributes:
         variants: by stage, what its compiled blocks are compiled for.
         known: what is known of each stage.
+        in_rows: the modules of stages that run as one.
     """
 
-    def __init__(self, model: nn.Module, schedule: Schedule) -> None:
+    def __init__(self, model: nn.Module, schedule: Schedule, whole: Bound | None = None) -> None:
         layout = schedule.layout
         self.places = Places(model, layout, schedule.length)
         self.program = compile_schedule(schedule, self.places.fixed)
@@ -98,6 +105,8 @@ class Bound:
             KnownStage(stage, BufferWatch(), Ending(stage, found_right=ends), Tapes(stage.name))
             for stage, ends in zip(self.places.stages, right, strict=False)
         )
+        alone = {stage.parts for stage in (whole or self).places.stages}
+        self.in_rows = [each for stage in self.places.stages if stage.parts not in alone for each in stage.parts]
 
     def taught_by(self, known: Mapping[tuple[str, tuple[nn.Module, ...]], KnownStage]) -> None:
         """What is known elsewhere of a stage of that name, with these parts, is known."""
@@ -128,13 +137,10 @@ class Executor:
 
     Attributes:
         observer: called with every operation when it begins, except the loss's; for tests and timelines.
-        lock: held while the model runs forward and while stages are recomputed, which changes flags and buffers of its
-            modules for a while; executors of one model share it.
         holders: modules that hold random number generators of the program's own.
         stages: the schedule, stage by stage.
         planned: for what its steps were planned, in words.
-        in_flight: how many forwards a memory limit counts before the first of their backwards; 0: there is no limit.
-        host: where what leaves the device waits; executors of one model share it.
+        in_flight: the forwards whose backward has not begun.
 
     Raises:
         PlanMismatch: the schedule was made for another model.
@@ -143,30 +149,32 @@ class Executor:
     """
 
     def __init__(
-        self, model: nn.Module, schedule: Schedule, *, preserve_random: bool = True, slack: Slack = NO_SLACK
+        self,
+        model: nn.Module,
+        schedule: Schedule,
+        *,
+        preserve_random: bool = True,
+        slack: Slack = NO_SLACK,
+        shared: Shared | None = None,
     ) -> None:
         self.model, self.preserve_random = model, preserve_random
+        self.shared = shared or Shared()
         self.stages = Bound(model, schedule)
         of_rows = joined(schedule, self.stages.program, self.stages.places.stages, slack)
-        self._rows = self.stages if of_rows is schedule else Bound(model, of_rows)
-        alone = {stage.parts for stage in self.stages.places.stages}
-        self._in_rows = [each for stage in self._rows.places.stages if stage.parts not in alone for each in stage.parts]
+        self._rows = self.stages if of_rows is schedule else Bound(model, of_rows, self.stages)
         self.holders = [module for module in model.modules() if held_by([module])]
         self.observer: Observer | None = None
-        self.planned, self.in_flight = "", 0
-        self.lock, self.host = Lock(), HostMemory()
+        self.planned, self.in_flight = "", InFlight()
         self._structure = Structure(model, containers=self.stages.places.in_a_row)
         if self.stages.variants:
             offer_variants(model)
-        self._configs, self._switches = configs_with_caches(model.modules()), switches_of(model)
-        self._waiting = _AllWaiting()
-        self._task: int | None = None  # autograd's, of the backward that began last
+        self._libraries = LibrarySwitches(model)
         self._warned = False
 
     @property
     def bound(self) -> Bound:
         """What a forward that begins now follows: rows of layers that nobody looks into run as a stage each."""
-        if self._rows is self.stages or self.observer is not None or not nobody_looks_into(self._in_rows):
+        if self._rows is self.stages or self.observer is not None or not nobody_looks_into(self._rows.in_rows):
             return self.stages
         return self._rows
 
@@ -195,41 +203,23 @@ class Executor:
         """
         keep_compiler_out()
         try:
-            return self._run_counted(forward, args, kwargs, left)
+            self.in_flight.one_more(self.warn_of_limit)
+            output = self._run(forward, args, kwargs, left)
+            self.in_flight.add(output, self.warn_of_limit)
+            return output
         except torch.OutOfMemoryError as error:
             raise explained(error, self.model, self.planned) from error
 
-    def _run_counted(
-        self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]
-    ) -> Any:
-        """As `run`, which says more where the device has no memory."""
-        if not self.in_flight:
-            return self._run(forward, args, kwargs, left)
-        if len(self._waiting) >= self.in_flight:
-            self.warn_of_limit(
-                f"{len(self._waiting) + 1} forwards wait for their backward at once, but the plan allows "
-                f"{self.in_flight}; call backward() sooner, put both forwards into one module, or plan for more with "
-                "rotor.Checkpointable(model, sample, in_flight=2)"
-            )
-        output = self._run(forward, args, kwargs, left)
-        waiting = _Waiting()
-        for tensor in tensors(output):
-            if tensor.requires_grad:
-                self._waiting.add(waiting)
-                begins = tensor.register_hook if tensor.grad_fn is None else tensor.grad_fn.register_prehook
-                begins(partial(self._goes_back, waiting))
-        return output
-
     def _run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], left: Callable[[str], None]) -> Any:
-        """As `run`, which makes sure of the backward."""
-        refuse_checkpointing(self._switches)
+        """As `run`, which makes sure of the backward, and says more where the device has no memory."""
+        self._libraries.refuse_checkpointing()
         if self.is_plain:
-            with caches_off(self._configs):
+            with self._libraries.caches_off():
                 return forward(*args, **kwargs)
         run = Run(self)
         places = run.places
         calls = ForwardCalls(places, run)
-        with self.lock, caches_off(self._configs):
+        with self.shared.lock, self._libraries.caches_off():
             try:
                 if places.in_a_row:
                     output = calls.in_turn(input_of(Arguments(args, kwargs)))
@@ -244,22 +234,6 @@ class Executor:
         if run.left:
             left(run.left)
         return output
-
-    def _goes_back(self, run: _Waiting, _: Any) -> None:
-        """The backward of a run begins.
-
-        Autograd adds up gradients of a parameter from two runs before it hands them on, which keeps those of the whole
-        model until the last run's backward.
-        """
-        if run not in self._waiting:
-            return
-        self._waiting.discard(run)
-        before, self._task = self._task, torch._C._current_graph_task_id()
-        if before == self._task:
-            self.warn_of_limit(
-                "one backward() runs through several forwards: autograd then holds a gradient of each parameter until "
-                "the last of them; call backward() for each forward's loss"
-            )
 
     def warn_of_limit(self, why: str) -> None:
         """Says once why a step may take more."""

@@ -146,7 +146,7 @@ class Run:
         self._subclasses = subclasses_heard()
         self.stored = Stored(self.places)
         self._calls: dict[int, StageCall] = {}
-        self._transfers = Transfers(self._calls, executor.host)
+        self._transfers = Transfers(self._calls, executor.shared.host)
         self._pending = self.program.stages  # the stage whose backward comes next
         self._lowest = self.program.stages + 1  # the first stage with a backward; those before are frozen
         self._graph_task: int | None = None
@@ -286,7 +286,7 @@ class Run:
             self._check_graph_task(index)
         try:
             # A backward that runs inside of the forward runs under the lock already, perhaps in another thread.
-            with nullcontext() if self.in_forward else self.executor.lock, hearing_subclasses(self._subclasses):
+            with nullcontext() if self.in_forward else self.executor.shared.lock, hearing_subclasses(self._subclasses):
                 self._advance(index)
         except BaseException as error:
             self.abandon(f"the backward has already failed: {error}")

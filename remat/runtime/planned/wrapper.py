@@ -139,5 +139,5 @@ def apply(
         _check_inputs(schedule, Arguments(args, kwargs))
         return executor
 
-    PatchedForward(model, choose, executor.lock, other_path=other_path)
+    PatchedForward(model, choose, executor.shared.lock, other_path=other_path)
     return model

@@ -225,7 +225,7 @@ def test_a_forward_that_takes_another_path_while_something_is_on_its_way() -> No
 def sending_model() -> tuple[nn.Module, torch.Tensor, HostMemory]:
     model, sample = small_gpt()
     wrapped = remat.apply(model, sending_all(profiled(model, sample)))
-    return wrapped, sample, wrapped.executor.host
+    return wrapped, sample, wrapped.executor.shared.host
 
 
 def test_buffers_are_kept_from_step_to_step_and_come_back_without_a_backward() -> None:

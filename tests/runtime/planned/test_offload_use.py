@@ -138,14 +138,14 @@ def test_plans_for_several_shapes_share_the_hosts_memory() -> None:
     wrapped.compute_sequence(budget)
     assert wrapped.get_expected_memory() <= budget
     train_step(wrapped, sample)
-    held = wrapped.planned.host.bytes
+    held = wrapped.planned.shared.host.bytes
     assert 0 < held <= 64 * 2**20
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(2):
             train_step(wrapped, sample[:, :24])
             train_step(wrapped, sample)
-    assert wrapped.planned.host.bytes == held
+    assert wrapped.planned.shared.host.bytes == held
     wrapped.compute_min_sequence()
     wrapped.plan_with("floating", budget)  # which knows nothing of it
     train_step(wrapped, sample)
@@ -160,7 +160,7 @@ def test_forwards_in_flight_share_the_hosts_limit() -> None:
     least = remat.minimum_budget(wrapped.chain, "offload")
     wrapped.compute_sequence(2 * (least + 2 * wrapped.chain.store_all_bytes) // 3)
     losses = [wrapped(sample).square().mean() for _ in range(2)]
-    assert 0 < wrapped.planned.host.bytes <= room
+    assert 0 < wrapped.planned.shared.host.bytes <= room
     for loss in losses:
         loss.backward()
 
