@@ -217,7 +217,7 @@ class Executor:
             with self._libraries.caches_off():
                 return forward(*args, **kwargs)
         run = Run(self)
-        places = run.places
+        places = run.bound.places
         calls = ForwardCalls(places, run)
         with self.shared.lock, self._libraries.caches_off():
             try:
@@ -228,12 +228,17 @@ class Executor:
                         output = forward(*args, **kwargs)
                 calls.forward_ended()
             except BaseException as error:
-                run.abandon(f"the forward has failed: {error}")
+                run.release(f"the forward has failed: {error}")
                 raise
         run.in_forward = False
         if run.left:
             left(run.left)
         return output
+
+    def observe(self, operation: Operation) -> None:
+        """An operation begins."""
+        if self.observer is not None:
+            self.observer(operation)
 
     def warn_of_limit(self, why: str) -> None:
         """Says once why a step may take more."""

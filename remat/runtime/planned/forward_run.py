@@ -5,7 +5,7 @@ The rules that it names are those of `remat.runtime`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -115,6 +115,56 @@ class Transfers:
             call.sent = None
 
 
+class Backwards:
+    """The backward of a run, as far as autograd has come with it.
+
+    Attributes:
+        pending: the stage whose backward comes next.
+        lowest: the first stage with a backward; those before are frozen.
+    """
+
+    def __init__(self, stages: int) -> None:
+        self.pending, self.lowest = stages, stages + 1
+        self._task: int | None = None  # autograd's, of the backward that began last
+        self._begun: dict[int, int] = {}  # by the number of a stage, that of its backward
+
+    def check(self, index: int, warn: Callable[[str], None]) -> None:
+        """Rule 8, as the backward of stage `index` begins: one for each stage, of first order."""
+        task = torch._C._current_graph_task_id()
+        if self._begun.get(index, task) != task:
+            raise ReplayError(
+                "backward() ran a second time through a model with recomputed stages, whose activations are freed by "
+                "then; run the forward again before each backward(), or use the store_all schedule"
+            )
+        if self._task != task:
+            _refuse_higher_order()
+            if self._task is not None and index > self.pending:
+                warn(
+                    "backward() was called for earlier outputs of the model first, so later stages were recomputed "
+                    "before their backward; call it for the later outputs first, or for the sum of the losses"
+                )
+            self._task = task
+        self._begun[index] = task
+
+
+def _refuse_higher_order() -> None:
+    what = ""
+    if torch.is_grad_enabled():
+        what = "create_graph=True (a gradient of gradients)"
+    elif torch._C._autograd._get_current_graph_task_keep_graph():
+        what = "retain_graph=True"
+    if what:
+        raise ReplayError(
+            f"backward with {what} does not work through recomputed stages, which free recomputed tensors as soon "
+            "as they are used. Use the store_all schedule for this step, or the plain model"
+        )
+
+
+def _is_waited_for(call: StageCall | None) -> bool:
+    """Whether autograd waits for anything of a stage's call."""
+    return call is not None and bool(call.waits_for())
+
+
 class Open(NamedTuple):
     """A stage whose first run is under way.
 
@@ -139,18 +189,15 @@ class Run:
 
     def __init__(self, executor: Executor) -> None:
         self.executor, self.bound = executor, executor.bound
-        self.program, self.places = self.bound.program, self.bound.places
+        self.program = self.bound.program
         self.left = ""
         self.repeating = False
         self.in_forward = True
         self._subclasses = subclasses_heard()
-        self.stored = Stored(self.places)
+        self.stored = Stored(self.bound.places)
         self._calls: dict[int, StageCall] = {}
         self._transfers = Transfers(self._calls, executor.shared.host)
-        self._pending = self.program.stages  # the stage whose backward comes next
-        self._lowest = self.program.stages + 1  # the first stage with a backward; those before are frozen
-        self._graph_task: int | None = None
-        self._begun: dict[int, int] = {}  # by the number of a stage, the graph task of its backward
+        self._backwards = Backwards(self.program.stages)
         self._broken = ""
 
     # Forward -----------------------------------------------------------------------------------------------------
@@ -159,7 +206,7 @@ class Run:
         """A stage is about to run for the first time, on `value` and what is `beside` it; its calls go to `passed`."""
         index = step.operation.stage
         executor, known = self.executor, self.bound.known[index - 1]
-        self.observe(step.operation)
+        self.executor.observe(step.operation)
         versions = versions_of(value)
         context = None
         if not step.last:
@@ -195,7 +242,7 @@ class Run:
                     "changed, such as the probability of a dropout or the kind of attention. Call remat.fit again"
                 )
         index = step.operation.stage
-        stage = self.places.stages[index - 1]
+        stage = self.bound.places.stages[index - 1]
         if not tensors(output):
             raise UnsupportedModel(
                 f"stage {stage.name!r} returned {type(returned).__name__} without a tensor; its forward must return "
@@ -226,13 +273,14 @@ class Run:
 
     def _waits_for_backward(self, index: int, returned: Any) -> None:
         """The backward of stage `index` will begin at a node of what it returned, if there is something to do then."""
-        first = self._lowest > self.program.stages
+        backwards = self._backwards
+        first = backwards.lowest > self.program.stages
         always = first or self.program.sends or self.executor.observer is not None
         if not always and not self.program.begins_something[index]:
             return
         for node in dict.fromkeys(tensor.grad_fn for tensor in tensors(returned) if tensor.grad_fn is not None):
             node.register_prehook(partial(self.begin_backward, index))
-            self._lowest = min(self._lowest, index)
+            backwards.lowest = min(backwards.lowest, index)
 
     def leaves(self, opened: Open) -> None:
         """The forward leaves the program in the middle of a stage, whose calls so far are what can be recomputed."""
@@ -242,16 +290,13 @@ class Run:
             if index - 1 not in self.stored:
                 self.stored.put(index - 1, opened.value)
 
-    def observe(self, operation: Operation) -> None:
-        if self.executor.observer is not None:
-            self.executor.observer(operation)
-
     # Recomputation -----------------------------------------------------------------------------------------------
 
     def recompute(self, step: StageRun) -> None:
         """Runs a stage again from a stored input, as a step says."""
         index = step.operation.stage
-        self.observe(Operation(B, index) if step.completes else step.operation)  # a replay of the rest belongs to B
+        # A replay of the rest belongs to B.
+        self.executor.observe(Operation(B, index) if step.completes else step.operation)
         value = self.stored.load(index - 1)
         dropped = self.bound.dropped(step.operation)
         if step.completes:
@@ -272,7 +317,7 @@ class Run:
             if not how:
                 call.complete(value)
             output = call.replay(value, **how) if how else None
-            return None if output is None else self.places.activation_of(output)
+            return None if output is None else self.bound.places.activation_of(output)
         finally:
             self.repeating = False
 
@@ -283,84 +328,52 @@ class Run:
         if self._broken:
             raise ReplayError(self._broken)
         if not self.program.is_plain:
-            self._check_graph_task(index)
+            self._backwards.check(index, self.executor.warn_of_limit)
         try:
             # A backward that runs inside of the forward runs under the lock already, perhaps in another thread.
             with nullcontext() if self.in_forward else self.executor.shared.lock, hearing_subclasses(self._subclasses):
                 self._advance(index)
         except BaseException as error:
-            self.abandon(f"the backward has already failed: {error}")
+            self.release(f"the backward has already failed: {error}")
             if isinstance(error, torch.OutOfMemoryError):
                 raise explained(error, self.executor.model, self.executor.planned) from error
             raise
-        if self._pending < self._lowest and not any(map(self._waits, range(1, self._pending + 1))):
-            self._release()
+        pending = self._backwards.pending
+        if pending < self._backwards.lowest and not any(
+            _is_waited_for(self._calls.get(each)) for each in range(1, pending + 1)
+        ):
+            self.release()
 
     def _advance(self, index: int) -> None:
         """Runs what the schedule places before the backward of stage `index`."""
-        while self._pending >= index:
-            self._transfers.arrive(self._pending)
+        while (pending := self._backwards.pending) >= index:
+            self._transfers.arrive(pending)
             if self.left:
-                self._fill(self._pending)
+                self._fill(pending)
             else:
-                *steps, last = (*self.program.phases[self._pending], None)
+                *steps, last = (*self.program.phases[pending], None)
                 if steps and steps[-1].completes:  # which belongs to the backward
                     last = steps.pop()
                 for step in steps:
                     self.recompute(step)
-                self._transfers.fetch(self._pending - 1)
+                self._transfers.fetch(pending - 1)
                 if last is not None:
                     self.recompute(last)
                 else:
-                    self.observe(Operation(B, self._pending))
-            self._pending -= 1
+                    self.executor.observe(Operation(B, pending))
+            self._backwards.pending -= 1
 
     def _fill(self, index: int) -> None:
         """Where the forward left the program: recomputes stage `index` from the last activation that is stored.
 
         All that autograd waits for on the way is filled.
         """
-        if not self._waits(index):
+        if not _is_waited_for(self._calls.get(index)):
             return
         start = self.stored.last_before(index)
         value = self.stored.load(start)
         for stage in range(start + 1, index + 1):
-            value = self._replay(stage, value, filling=self._waits(stage))
-
-    def _waits(self, index: int) -> bool:
-        """Whether autograd waits for anything of a stage."""
-        call = self._calls.get(index)
-        return call is not None and bool(call.waits_for())
-
-    def _check_graph_task(self, index: int) -> None:
-        """Rule 8: one backward for each stage, of first order."""
-        task = torch._C._current_graph_task_id()
-        if self._begun.get(index, task) != task:
-            raise ReplayError(
-                "backward() ran a second time through a model with recomputed stages, whose activations are freed by "
-                "then; run the forward again before each backward(), or use the store_all schedule"
-            )
-        if self._graph_task != task:
-            self._refuse_higher_order()
-            if self._graph_task is not None and index > self._pending:
-                self.executor.warn_of_limit(
-                    "backward() was called for earlier outputs of the model first, so later stages were recomputed "
-                    "before their backward; call it for the later outputs first, or for the sum of the losses"
-                )
-            self._graph_task = task
-        self._begun[index] = task
-
-    def _refuse_higher_order(self) -> None:
-        what = ""
-        if torch.is_grad_enabled():
-            what = "create_graph=True (a gradient of gradients)"
-        elif torch._C._autograd._get_current_graph_task_keep_graph():
-            what = "retain_graph=True"
-        if what:
-            raise ReplayError(
-                f"backward with {what} does not work through recomputed stages, which free recomputed tensors as soon "
-                "as they are used. Use the store_all schedule for this step, or the plain model"
-            )
+            value = self._replay(stage, value, filling=_is_waited_for(self._calls.get(stage)))
 
     def have(self, saved: Saved) -> None:
         """Has a tensor there that autograd needs."""
@@ -371,15 +384,16 @@ class Run:
                 f"a tensor that {saved.call.name} saved is needed outside of its backward; use the store_all schedule"
             )
 
-    def abandon(self, why: str) -> None:
-        """Nothing of this run is needed any more: it and the graph, which refer to each other, would stay for good."""
-        self._broken = f"{why}; run the forward again"
-        self._release()
+    def release(self, broken: str = "") -> None:
+        """Nothing of this run is needed any more: it and the graph, which refer to each other, would stay for good.
 
-    def _release(self) -> None:
+        `broken`: why its backward cannot run.
+        """
+        if broken:
+            self._broken = f"{broken}; run the forward again"
         self.stored.clear()
         for call in self._calls.values():
             call.never_again()
-            if self._broken:
+            if broken:
                 call.empty()
         self._calls.clear()

@@ -41,7 +41,7 @@ class ForwardCalls:
     def in_turn(self, value: Any) -> Any:
         """All calls of an `nn.Sequential`. Containers in it would hold what they are passed until they return."""
         run = self._run
-        for place, stage in zip(run.places.calls, run.places.stages, strict=True):
+        for place, stage in zip(run.bound.places.calls, run.bound.places.stages, strict=True):
             if not run.left:
                 if torch.is_grad_enabled():
                     self._begin(place, value, () if isinstance(value, torch.Tensor) else (value,))
@@ -125,7 +125,7 @@ class ForwardCalls:
             elif step.operation.stage == index:
                 break
             else:  # code outside of the stages, whose output this is
-                run.observe(step.operation)
+                run.executor.observe(step.operation)
                 run.stored.settle(step, value)
         self._route.let_go()
         if run.passes(step):
@@ -134,7 +134,7 @@ class ForwardCalls:
         several = not place.last  # with code between them
         generators = None
         if several and run.executor.preserve_random:
-            devices = accelerators(run.places.stages[index - 1], value)
+            devices = accelerators(run.bound.places.stages[index - 1], value)
             generators = partial(RandomState, devices, held_by(run.executor.holders))
         self._passed = Passed(value, several=several, generators=generators)
         self._open = run.begins(step, value, self._passed, given)
@@ -142,7 +142,7 @@ class ForwardCalls:
     def _pass(self, step: StageRun, output: Any) -> None:
         """The one run of a stage is over that is not watched."""
         self._passing = None
-        activation = self._run.places.activation_of(output)
+        activation = self._run.bound.places.activation_of(output)
         self._run.passed(step, activation, output)
         self._route.hand_on(step.operation.stage, activation)
 
@@ -150,7 +150,7 @@ class ForwardCalls:
         """The first run of a stage is over."""
         self._open = self._passed = None
         passed.complete()
-        activation = self._run.places.activation_of(output)
+        activation = self._run.bound.places.activation_of(output)
         self._run.ended(opened, activation, output)
         self._route.hand_on(opened.step.operation.stage, activation)
 
@@ -162,7 +162,7 @@ class ForwardCalls:
         if not run.left:
             for step in self._steps:
                 if step.first:
-                    run.observe(step.operation)
+                    run.executor.observe(step.operation)
                 else:
                     run.recompute(step)
 
