@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -23,11 +23,65 @@ from remat.runtime.calls.stages import Stage
 from remat.runtime.calls.tape import Recorder, Value, identity_of, value_of
 from remat.runtime.calls.tapes import Tapes
 from remat.runtime.fakes import alias
-from remat.runtime.offload import HostMemory, Sent
+from remat.runtime.offload import Sent
 from remat.runtime.sharding import local_part
 from remat.runtime.surroundings import all_of
 
 _NONE: frozenset[int] = frozenset()
+
+
+class SavedTensors:
+    """What autograd has saved of a stage's calls, in order.
+
+    Attributes:
+        looks: how each lay in memory.
+    """
+
+    __slots__ = ("_slots", "looks")
+
+    def __init__(self) -> None:
+        self._slots: list[weakref.ref[Saved]] = []
+        self.looks: list[Value] = []
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def add(self, saved: Saved, tensor: torch.Tensor) -> None:
+        """Autograd saves a tensor, and holds this for it."""
+        self._slots.append(weakref.ref(saved))
+        self.looks.append(value_of(tensor, identity_of(local_part(tensor))))
+
+    def living(self, numbers: Iterable[int] | None = None) -> Iterator[Saved]:
+        """What autograd still holds, of these numbers."""
+        count = len(self._slots)
+        for number in range(count) if numbers is None else numbers:
+            saved = self._slots[number]() if number < count else None
+            if saved is not None:
+                yield saved
+
+    def waited_for(self) -> frozenset[int]:
+        """The numbers of what autograd may ask for and is not there."""
+        return frozenset([saved.number for saved in self.living() if saved.tensor is None])
+
+    def gone(self) -> frozenset[int]:
+        """The numbers of what autograd does not hold any more."""
+        return frozenset([number for number, saved in enumerate(self._slots) if saved() is None])
+
+    def there(self, number: int) -> torch.Tensor | None:
+        """The tensor of this number, where it is in memory."""
+        saved = self._slots[number]()
+        return None if saved is None else saved.tensor
+
+    def empty(self, numbers: Iterable[int] | None = None) -> None:
+        """Frees the tensors of these numbers."""
+        for saved in self.living(numbers):
+            saved.tensor = None
+
+    def fill(self, number: int, tensor: torch.Tensor) -> None:
+        """A recomputation has saved a tensor again."""
+        saved = self._slots[number]()
+        if saved is not None and saved.tensor is None:
+            saved.put(alias(tensor) if tensor.requires_grad else tensor)  # modes of the run must not see it
 
 
 class StageCall(Call):
@@ -37,11 +91,10 @@ class StageCall(Call):
         ending: where recomputations of this stage may end, in all runs; tapes: what runs of it consist of.
 
     Attributes:
-        saved: references to what autograd saved, in order; looks: how that lay in memory.
-        sent: what is on the host of it.
+        saved: what autograd has saved; sent: what is on the host of it.
     """
 
-    __slots__ = ("_dropped", "_ending", "_recorder", "_tapes", "looks", "saved", "sent")
+    __slots__ = ("_dropped", "_ending", "_recorder", "_tapes", "saved", "sent")
     hint = (
         "A stage must do the same each time it runs: look for control flow that depends on state outside of "
         "parameters, buffers and PyTorch's random numbers, or use the store_all schedule"
@@ -52,8 +105,7 @@ class StageCall(Call):
     ) -> None:
         super().__init__(stage, number, passed, context)
         self._ending, self._tapes = ending, tapes
-        self.saved: list[weakref.ref[Saved]] = []
-        self.looks: list[Value] = []
+        self.saved = SavedTensors()
         self._dropped: frozenset[int] | None = None
         self._recorder: Recorder | None = None
         self.sent: Sent | None = None
@@ -78,8 +130,7 @@ class StageCall(Call):
             saved.put(alias(tensor))  # a recorder must not see it
         if self._recorder is not None:
             self._recorder.saves(tensor)
-        self.saved.append(weakref.ref(saved))
-        self.looks.append(value_of(tensor, identity_of(local_part(tensor))))
+        self.saved.add(saved, tensor)
         return saved
 
     def ended(self, returned: Any) -> None:
@@ -91,7 +142,7 @@ class StageCall(Call):
 
     def more_saved(self) -> tuple[int, int] | None:
         """The bytes that runs before have saved on such an input, and those that this one has, where they are more."""
-        return None if self.context is None else self._tapes.more_saved(self.context.inputs, self.looks)
+        return None if self.context is None else self._tapes.more_saved(self.context.inputs, self.saved.looks)
 
     @property
     def _is_unknown(self) -> bool:
@@ -105,34 +156,8 @@ class StageCall(Call):
             self._tapes.learn(self.context.situation, self._recorder.tape)
         self._recorder = None
 
-    # What was saved --------------------------------------------------------------------------------------------------
-
-    def living(self, numbers: Iterable[int] | None = None) -> Iterator[Saved]:
-        """What autograd still holds, of these numbers."""
-        count = len(self.saved)
-        for number in range(count) if numbers is None else numbers:
-            saved = self.saved[number]() if number < count else None
-            if saved is not None:
-                yield saved
-
-    def waits_for(self) -> frozenset[int]:
-        """The numbers of what autograd may ask for and is not there."""
-        return frozenset([saved.number for saved in self.living() if saved.tensor is None])
-
     def kept(self, number: int) -> torch.Tensor | None:
-        saved = self.saved[number]()
-        return None if saved is None else saved.tensor
-
-    def empty(self, numbers: Iterable[int] | None = None) -> None:
-        """Frees the tensors of these numbers."""
-        for saved in self.living(numbers):
-            saved.tensor = None
-
-    def fill(self, number: int, tensor: torch.Tensor) -> None:
-        """A recomputation has saved a tensor again."""
-        saved = self.saved[number]()
-        if saved is not None and saved.tensor is None:
-            saved.put(alias(tensor) if tensor.requires_grad else tensor)  # modes of the run must not see it
+        return self.saved.there(number)
 
     # Making it again -------------------------------------------------------------------------------------------------
 
@@ -149,13 +174,15 @@ class StageCall(Call):
         Raises:
             ReplayError: it saves other tensors than the first run, or what it depends on has changed.
         """
-        wanted = self.waits_for() - dropped if filling else _NONE
+        wanted = self.saved.waited_for() - dropped if filling else _NONE
         if not dropped:
             if ends_early and filling and self._ending.allowed and not wanted:
                 return None
             return self._fill(activation, wanted, ends_early=ends_early and filling)
         self._recorder = recorder = Recorder() if self._is_unknown else None
-        outputs = self.as_a_whole(Collector(self.looks, wanted, self.fill, recorder=recorder), activation, recorder)
+        outputs = self.as_a_whole(
+            Collector(self.saved.looks, wanted, self.saved.fill, recorder=recorder), activation, recorder
+        )
         assert outputs is not None
         if recorder is not None:
             recorder.returned(outputs[-1])
@@ -169,12 +196,11 @@ class StageCall(Call):
         """
         assert self.context is not None
         self._learn()
-        wanted = self.waits_for()
+        wanted = self.saved.waited_for()
         if not wanted and self._ending.allowed:
             return
         situation = self.context.situation
-        gone = frozenset([number for number, saved in enumerate(self.saved) if saved() is None])
-        parts = self._tapes.parts(situation, self.looks, wanted, gone)
+        parts = self._tapes.parts(situation, self.saved.looks, wanted, self.saved.gone())
         why = "it cannot be made without them" if parts is None else self._complete_in_part(parts, wanted, activation)
         if not why:
             return
@@ -201,10 +227,10 @@ class StageCall(Call):
                 return ""
             if not self._tapes.meets:  # a hook of a module holds what was skipped, and shall hold what is right
                 self._tapes.escape(self.context.situation, escaped)
-                self.as_a_whole(Collector(self.looks, (), self.fill), activation)
+                self.as_a_whole(Collector(self.saved.looks, (), self.saved.fill), activation)
                 return ""
             why = "a hook holds what was not made again"
-        self.empty(wanted)  # of what a run has put there that was another one
+        self.saved.empty(wanted)  # of what a run has put there that was another one
         return why
 
     def _fill(self, activation: Any, wanted: frozenset[int], *, ends_early: bool) -> Any:
@@ -217,7 +243,7 @@ class StageCall(Call):
         """What collects in a run; the first time also what tells whether later ones may end early."""
         last = max(wanted, default=-1) + 1 if ends_early and self._ending.allowed else None
         checksums = Checksums() if wanted and self._ending.allowed is None else None
-        return Collector(self.looks, wanted, self.fill, last=last, checksums=checksums), checksums
+        return Collector(self.saved.looks, wanted, self.saved.fill, last=last, checksums=checksums), checksums
 
     def _learn_ending(self, collector: Collector, checksums: Checksums | None) -> None:
         if checksums is not None and collector.was_right:
@@ -228,8 +254,3 @@ class StageCall(Call):
         self.passed.release()
         if self.context is not None:
             self.context.release()
-
-    def send(self, numbers: Collection[int], memory: HostMemory) -> Sent:
-        """The tensors of these numbers go to the host, where autograd still holds them."""
-        self.sent = Sent(memory, list(self.living(numbers)), self.stage.name)
-        return self.sent

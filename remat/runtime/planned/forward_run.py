@@ -99,7 +99,8 @@ class Transfers:
             self._leaving.leave()
             self._leaving = None
         if numbers:
-            self._leaving = self._calls[stage].send(numbers, self._host)
+            call = self._calls[stage]
+            call.sent = self._leaving = Sent(self._host, list(call.saved.living(numbers)), call.stage.name)
 
     def fetch(self, stage: int) -> None:
         """What a stage has sent begins to come back."""
@@ -162,7 +163,7 @@ def _refuse_higher_order() -> None:
 
 def _is_waited_for(call: StageCall | None) -> bool:
     """Whether autograd waits for anything of a stage's call."""
-    return call is not None and bool(call.waits_for())
+    return call is not None and bool(call.saved.waited_for())
 
 
 class Open(NamedTuple):
@@ -395,5 +396,5 @@ class Run:
         for call in self._calls.values():
             call.never_again()
             if broken:
-                call.empty()
+                call.saved.empty()
         self._calls.clear()
