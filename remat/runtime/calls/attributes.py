@@ -51,6 +51,19 @@ _names: weakref.WeakKeyDictionary[nn.Module, tuple[Look, tuple[str, ...]]] = wea
 _HARMLESS = (type, FunctionType, BuiltinFunctionType, torch.dtype, torch.device)
 
 
+class _Watched(NamedTuple):
+    """A module that may have others among its attributes than runs before have left there.
+
+    Attributes:
+        position: among those that are looked at.
+        children: the modules in it; None where it has none, or nothing may change them.
+    """
+
+    position: int
+    module: Any
+    children: dict[str, Any] | None
+
+
 class Attributes:
     """Attributes of modules, or of objects that a run is passed, before it begins.
 
@@ -61,8 +74,8 @@ class Attributes:
     """
 
     __slots__ = (
-        *("_before", "_changed", "_changing", "_children", "_contents", "_hooks", "_known", "_met", "_modules"),
-        *("_over", "_positions", "_settled", "_versions"),
+        *("_before", "_changed", "_changing", "_contents", "_hooks", "_known", "_met", "_over"),
+        *("_settled", "_versions", "_watched"),
     )
 
     def __init__(
@@ -71,11 +84,9 @@ class Attributes:
         self._changing, self._known, self._over = changing, settled, False
         # Those that are as they were, with the objects among their attributes; then the others.
         self._settled: list[tuple[int, nn.Module, Settled, Sequence[Any]]] = []
-        self._modules: list[Any] = []
-        self._positions: list[int] = []
+        self._watched: list[_Watched] = []
         self._before: list[dict[str, Any]] = []
         self._met: list[dict[str, Any]] = []  # what is held of that
-        self._children: list[dict[str, Any] | None] = []
         self._changed: list[tuple[nn.Module, str, Any]] = []
         self._contents: list[tuple[Any, Any]] = []
         self._hooks = RemovableHandle.next_id
@@ -103,9 +114,7 @@ class Attributes:
         self._versions += [(each, version_of(each)) for each in trained if each.grad_fn is None]
 
     def _add(self, position: int, module: Any, children: dict[str, Any] | None) -> None:
-        self._positions.append(position)
-        self._modules.append(module)
-        self._children.append(children or None)
+        self._watched.append(_Watched(position, module, children or None))
 
     def _unsettle(self, position: int, module: nn.Module, how: Settled) -> None:
         """It is not any more as runs before have left it."""
@@ -123,30 +132,32 @@ class Attributes:
     @property
     def may_draw(self) -> list[nn.Module]:
         """Modules that may hold, or refer to, a random number generator."""
-        return [*self._modules, *[module for _, module, how, _ in self._settled if how.may_draw]]
+        return [*self._modules(), *[module for _, module, how, _ in self._settled if how.may_draw]]
+
+    def _modules(self) -> list[Any]:
+        return [each.module for each in self._watched]
 
     def tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:
         """What is neither a parameter nor a buffer, and no graph leads to: the position of its module, and its name."""
-        for position, before in zip(self._positions, self._before, strict=True):
+        for watched, before in zip(self._watched, self._before, strict=True):
             for name, value in plain_tensors(before):
-                yield position, name, value
+                yield watched.position, name, value
 
     def ended(self) -> None:
         """The run is over: notes what it has changed, and holds the rest of what it has met; nothing a second time."""
         if self._over:
             return
         self._over = True
-        hooked = self._changing and registered_since(
-            self._hooks, [*self._modules, *[module for _, module, _, _ in self._settled]]
-        )
-        settled, self._settled = self._settled, []
-        for position, module, how, objects in settled:
+        settled = [module for _, module, _, _ in self._settled] if self._changing else []
+        hooked = self._changing and registered_since(self._hooks, [*self._modules(), *settled])
+        looked_at, self._settled = self._settled, []
+        for position, module, how, objects in looked_at:
             if how.objects(module) is not None:
                 self._settled.append((position, module, how, ()))
             else:
                 self._before.append(how.before(module, objects))
                 self._unsettle(position, module, how)
-        for position, module, before in zip(self._positions, self._modules, self._before, strict=True):
+        for (position, module, _), before in zip(self._watched, self._before, strict=True):
             met = {name: _held(before[name]) for name in before.keys() - NOT_MET}
             differing = _differing(vars(module), before) if self._changing else []
             met.update(dict.fromkeys(differing, _UNKNOWN))
@@ -187,7 +198,7 @@ class Attributes:
                 self._met.append(how.met())
                 self._unsettle(position, module, how)
         found: list[tuple[Any, str, Any]] = []
-        for module, met, children in zip(self._modules, self._met, self._children, strict=True):
+        for (_, module, children), met in zip(self._watched, self._met, strict=True):
             now = vars(module)
             if children is not None and now["_modules"] != children:
                 found.append((module, "_modules", dict(children)))
@@ -215,8 +226,9 @@ class Attributes:
     @contextmanager
     def again(self, others: Sequence[tuple[nn.Module, str, Any]]) -> Iterator[None]:
         """Inside, they are as before the run; afterwards as they are now."""
-        present = [(module, dict(vars(module))) for module in self._modules]
-        found = [each for module in self._modules for each in self._containers(module)]
+        modules = self._modules()
+        present = [(module, dict(vars(module))) for module in modules]
+        found = [each for module in modules for each in self._containers(module)]
         contents = [(each, each.copy()) for each in found]
         settled = [(module, how, how.objects(module)) for _, module, how, _ in self._settled]
         for module, name, was in others:

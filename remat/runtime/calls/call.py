@@ -142,7 +142,7 @@ class Call(ABC):
         except (Differs, Exception) as error:  # of code that met what was skipped
             why = str(error) or type(error).__name__
         if collector.replaying is not None:
-            self._left_over = collector.replaying.given_memory()
+            self._left_over = collector.replaying.handed_out.given_memory()
         return why
 
     def as_a_whole(

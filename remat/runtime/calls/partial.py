@@ -283,6 +283,29 @@ def _look(storage: torch.UntypedStorage, value: Value, device: torch.device) -> 
     return tensor
 
 
+class HandedOut:
+    """Tensors without memory that a run in part has given code of the program."""
+
+    def __init__(self) -> None:
+        self._all: list[tuple[weakref.ref[torch.Tensor], int]] = []  # with their storages
+
+    def add(self, tensor: torch.Tensor, storage: int) -> None:
+        """One of them looks at the storage of this number."""
+        self._all.append((weakref.ref(tensor), storage))
+
+    def held(self) -> frozenset[int]:
+        """Storages that somebody still holds a tensor of, when the run is over."""
+        return frozenset(storage for tensor, storage in self._all if tensor() is not None)
+
+    def given_memory(self) -> list[torch.Tensor]:
+        """Those that somebody still holds, who shall meet no address where nothing is."""
+        held = [tensor for tensor in (reference() for reference, _ in self._all) if tensor is not None]
+        with in_earnest():
+            for tensor in held if fake_mode() is None else ():
+                tensor.data = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        return held
+
+
 class Replaying(OperatorMode, RawAccessListener):
     """A mode inside of which a run is made again in part.
 
@@ -294,13 +317,14 @@ class Replaying(OperatorMode, RawAccessListener):
         done: how many operators there were.
         saved_by: how many tensors the run has saved when all was saved that something was served from.
         failure: what was not as the tape says; empty where all was. Code of the model may have caught the exception.
+        handed_out: what it has given the program in place of what is not made.
     """
 
     def __init__(self, parts: Parts, find: Find, lacking: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self._parts, self._find = parts, find
         self._actions = parts.actions
-        self._handed_out: list[tuple[weakref.ref[torch.Tensor], int]] = []  # without memory, with their storages
+        self.handed_out = HandedOut()
         self._without_memory = {**parts.without_memory, **{storage_of(each)._cdata: OUTSIDE for each in lacking}}
         self._numbers: dict[int, int] = {}  # of storages that the run has made, or that were kept, by identity
         # So that no other storage gets an identity that has a number.
@@ -345,7 +369,7 @@ class Replaying(OperatorMode, RawAccessListener):
         """What a view returns, of which it is noted whether it has memory."""
         if action.looks_at is not None:
             for view in [output] if isinstance(output, torch.Tensor) else output:
-                self._handed_out.append((weakref.ref(view), action.looks_at))
+                self.handed_out.add(view, action.looks_at)
         return output
 
     def _run(self, action: _Action, args: Sequence[Any], kwargs: Any) -> Any:
@@ -369,18 +393,6 @@ class Replaying(OperatorMode, RawAccessListener):
     def saved(self) -> Sequence[Value]:
         """What autograd saves of the run."""
         return self._parts.tape.saved
-
-    def escaped(self) -> frozenset[int]:
-        """Storages without memory that somebody still holds a tensor of, when the run is over."""
-        return frozenset(storage for tensor, storage in self._handed_out if tensor() is not None)
-
-    def given_memory(self) -> list[torch.Tensor]:
-        """The tensors without memory that somebody still holds, who shall meet no address where nothing is."""
-        held = [tensor for tensor in (reference() for reference, _ in self._handed_out) if tensor is not None]
-        with in_earnest():
-            for tensor in held if fake_mode() is None else ():
-                tensor.data = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        return held
 
     def expect(self, tensor: torch.Tensor, values: Sequence[Value], number: int, *, wanted: bool) -> None:
         """The run saves or returns a tensor as this number of what is on its tape.
@@ -433,7 +445,7 @@ class Replaying(OperatorMode, RawAccessListener):
             return self._serve(result)
         if type(result) is _Skipped:
             tensor = result.tensor.detach()
-            self._handed_out.append((weakref.ref(tensor), result.storage))
+            self.handed_out.add(tensor, result.storage)
             return tensor
         position, name = result  # of the tensor that would be changed
         return args[position] if position < len(args) else kwargs[name]

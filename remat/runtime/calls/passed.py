@@ -122,6 +122,61 @@ class _Made(NamedTuple):
 _NONE = object()
 
 
+class _Identities:
+    """The tensors of a run that is being made, by their identity: what is passed, and what calls have computed.
+
+    Attributes:
+        inputs: numbers of these.
+    """
+
+    __slots__ = ("_alike", "_alive", "_computed", "_holes", "_same", "inputs")
+
+    def __init__(self) -> None:
+        self.inputs: dict[int, int] = {}
+        self._holes: dict[int, Hole] = {}
+        self._computed: list[tuple[torch.Tensor, Hole]] = []
+        self._alike: dict[Key, Hole] = {}  # of these: hooks of a module (FSDP's) may pass on another of the same data
+        self._same: dict[Hole, dict[int, int]] = {}  # numbers of the tensors of a call that show the same
+        self._alive: list[Any] = []  # so that no other tensor gets an identity that is known
+
+    def computed(self, value: Any, call: int) -> None:
+        """A call has returned this, or the activation is it."""
+        self._alive.append(value)
+        for position, tensor in enumerate(tensors(value)):
+            hole = Hole(call, position)
+            self._holes.setdefault(id(tensor), hole)
+            self._computed.append((tensor, hole))
+
+    def next_call(self) -> None:
+        """What comes is passed to another call."""
+        self._same.clear()
+
+    def hole(self, tensor: torch.Tensor) -> Hole | None:
+        """Where it was computed; None of an input."""
+        if not self._holes:
+            return None
+        return self._holes.get(id(tensor)) or self._shows_the_same(tensor)
+
+    def _shows_the_same(self, tensor: torch.Tensor) -> Hole | None:
+        while self._computed:
+            known, hole = self._computed.pop(0)
+            self._alike.setdefault(key_of(known), hole)
+        return self._alike.get(key_of(tensor))
+
+    def number_at(self, hole: Hole, tensor: torch.Tensor) -> int:
+        """Which one it is of the tensors that show what is computed there, and that the call is passed."""
+        known = self._same.setdefault(hole, {})
+        return known.setdefault(id(tensor), len(known))
+
+    def add_input(self, tensor: torch.Tensor, number: int) -> None:
+        self.inputs[id(tensor)] = number
+        self._alive.append(tensor)
+
+    def clear(self) -> None:
+        for each in (self.inputs, self._holes, self._computed, self._alike, self._same, self._alive):
+            each.clear()
+
+
 class Passed:
     """What the module calls of one run of a stage are passed, as they are made; afterwards they can be made again.
 
@@ -137,8 +192,8 @@ class Passed:
     """
 
     __slots__ = (
-        *("_activation", "_alike", "_alive", "_calls", "_computed", "_generators", "_hold", "_holes", "_last_use"),
-        *("_numbers", "_random", "_same", "_several", "_used", "inputs"),
+        *("_activation", "_calls", "_generators", "_hold", "_known", "_last_use", "_random", "_several", "_used"),
+        "inputs",
     )
 
     def __init__(
@@ -153,28 +208,16 @@ class Passed:
         self.inputs: list[Input] = []
         self._calls: list[_Made] = []
         self._random: RandomState | None = None  # when the last call had returned
-        self._numbers: dict[int, int] = {}  # of inputs, by identity
-        self._holes: dict[int, Hole] = {}
-        self._computed: list[tuple[torch.Tensor, Hole]] = []
-        self._alike: dict[Key, Hole] = {}  # of these: hooks of a module (FSDP's) may pass on another of the same data
+        self._known = _Identities()
         self._used: set[Hole] = set()
         self._last_use: dict[int, int] = {}  # of what each call returned: the last call that is passed any of it
-        self._same: dict[Hole, dict[int, int]] = {}  # numbers of the tensors of a call that show the same, by identity
-        self._alive: list[Any] = []  # so that no other tensor gets an identity that is known
         self._activation = activation if isinstance(activation, torch.Tensor) and not several else _NONE
         if activation is not None:
-            self._knows(activation, -1)
+            self._known.computed(activation, -1)
 
     def given(self) -> list[torch.Tensor]:
         """The inputs, in the order of their numbers; right after they were passed."""
         return [tensor for tensor in (each.passed() for each in self.inputs) if tensor is not None]
-
-    def _knows(self, value: Any, call: int) -> None:
-        self._alive.append(value)
-        for position, tensor in enumerate(tensors(value)):
-            hole = Hole(call, position)
-            self._holes.setdefault(id(tensor), hole)
-            self._computed.append((tensor, hole))
 
     def add(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call that is about to be made."""
@@ -182,7 +225,7 @@ class Passed:
         if self._random is not None and self._generators is not None:
             now = self._generators()
             drawn, self._random = None if now == self._random else now, None
-        self._same.clear()
+        self._known.next_call()
         passed: Any
         alone, self._activation = self._activation, _NONE
         if len(args) == 1 and args[0] is alone and not kwargs:
@@ -195,43 +238,30 @@ class Passed:
         self._calls.append(_Made(forward, passed, autocast, present() if self._several else None, drawn))
 
     def _place(self, tensor: torch.Tensor) -> _Place:
-        identity = id(tensor)
-        if self._holes:
-            hole = self._holes.get(identity) or self._shows_the_same(tensor)
-            if hole is not None:
-                self._used.add(hole)
-                self._last_use[hole.call] = len(self._calls)
-                known = self._same.setdefault(hole, {})
-                return _Place(hole, known.setdefault(identity, len(known)))
-        number = self._numbers.get(identity)
+        hole = self._known.hole(tensor)
+        if hole is not None:
+            self._used.add(hole)
+            self._last_use[hole.call] = len(self._calls)
+            return _Place(hole, self._known.number_at(hole, tensor))
+        number = self._known.inputs.get(id(tensor))
         if number is None:
-            number = self._numbers[identity] = len(self.inputs)
+            number = len(self.inputs)
             self.inputs.append(self._hold(tensor))
-            self._alive.append(tensor)
+            self._known.add_input(tensor, number)
         return _Place(None, number)
-
-    def _shows_the_same(self, tensor: torch.Tensor) -> Hole | None:
-        while self._computed:
-            known, hole = self._computed.pop(0)
-            self._alike.setdefault(key_of(known), hole)
-        return self._alike.get(key_of(tensor))
 
     def returned(self, output: Any) -> None:
         """What the call returned that was added last, where another one comes behind it."""
         if not self._several:  # which is passed this, and nothing that was there before
-            self._forget()
-        self._knows(output, len(self._calls) - 1)
+            self._known.clear()
+        self._known.computed(output, len(self._calls) - 1)
         if self._generators is not None:
             self._random = self._generators()
 
     def complete(self) -> None:
         """All calls have been made: releases what they computed."""
         self._random, self._hold, self._activation = None, Held, _NONE
-        self._forget()
-
-    def _forget(self) -> None:
-        for each in (self._holes, self._computed, self._alike, self._same, self._numbers, self._alive):
-            each.clear()
+        self._known.clear()
 
     def held(self) -> list[torch.Tensor]:
         """The inputs that are there."""

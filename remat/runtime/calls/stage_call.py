@@ -222,7 +222,7 @@ class StageCall(Call):
         self._learn_ending(collector, checksums)
         if not why:
             assert collector.replaying is not None
-            escaped = collector.replaying.escaped()
+            escaped = collector.replaying.handed_out.held()
             if not escaped:
                 return ""
             if not self._tapes.meets:  # a hook of a module holds what was skipped, and shall hold what is right

@@ -276,6 +276,30 @@ class OperatorMode(EachOperator):
         return is_cast_of_a_leaf(func, args) or only_asks(func)
 
 
+class _Within:
+    """The names of the modules that calls in this thread are within, from the outermost to the innermost."""
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        self.names = [type(module).__name__ for module in modules]
+        self._thread = get_ident()
+        self._unhook: Callable[[], None] = lambda: None
+
+    def follow(self) -> None:
+        """From now on it is known which modules are called and return."""
+        self._unhook = hooked_to_all(self._called, self._left)
+
+    def stop(self) -> None:
+        self._unhook()
+
+    def _called(self, module: torch.nn.Module, _: Any) -> None:
+        if get_ident() == self._thread:
+            self.names.append(type(module).__name__)
+
+    def _left(self, *_: Any) -> None:
+        if get_ident() == self._thread:
+            self.names.pop()
+
+
 class Recorder(OperatorMode, RawAccessListener):
     """A mode that writes the tape of the run that it is entered around; several times, where the run has several calls.
 
@@ -301,11 +325,10 @@ class Recorder(OperatorMode, RawAccessListener):
         self._given: dict[int, list[int]] = {}
         for number, tensor in enumerate(given):
             self._given.setdefault(identity_of(tensor), []).append(number)
-        self._modules = [type(module).__name__ for module in within]
+        self._within = _Within(within)
         self.tape = Tape()
         self._timed, self._in_parts = timed, in_parts
         self.known: list[Any] = []
-        self._unhook: Callable[[], None] | None = None
         self._thread = get_ident()
         self._constructs = False  # a tensor of values, whose tensors are known
         self._numbers: dict[int, int] = {}
@@ -338,7 +361,8 @@ class Recorder(OperatorMode, RawAccessListener):
         output = func(*args, **kwargs)
         made = tensors_in(output) if self._timed else []
         spent = now(made[0].device if made else _HOST) - start if self._timed else 0.0
-        if any(self._is_resized(tensor) for tensor in changed):
+        ours = [(self.number(tensor), tensor) for tensor in changed]
+        if any(at != OUTSIDE and storage_of(each).nbytes() != self.tape.storages[at].nbytes for at, each in ours):
             self.tape.whole = f"{func} changes the size of what it writes to"
         form: type | None = None
         leaves: list[Any] = []
@@ -350,7 +374,7 @@ class Recorder(OperatorMode, RawAccessListener):
         for leaf, value in zip(leaves, values, strict=True):
             if value is not None and value.storage != OUTSIDE:
                 self._results.append((weakref.ref(leaf), value.storage))
-        modules = tuple(self._modules)
+        modules = tuple(self._within.names)
         inputs: tuple[int, ...] = ()
         if self._given:
             found = [self._given.get(identity_of(tensor), ()) for tensor in given]
@@ -392,10 +416,6 @@ class Recorder(OperatorMode, RawAccessListener):
         if foreign(drawn_from(func, args, kwargs), self.known):
             self.tape.draws_elsewhere = True
 
-    def _is_resized(self, tensor: torch.Tensor) -> bool:
-        number = self.number(tensor)
-        return number != OUTSIDE and storage_of(tensor).nbytes() != self.tape.storages[number].nbytes
-
     def _counted(self, given: Sequence[torch.Tensor], changed: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Of the statistics that batch normalisation changes those that count as written, being made in the run.
 
@@ -410,7 +430,7 @@ class Recorder(OperatorMode, RawAccessListener):
 
     def __enter__(self) -> Recorder:
         if self._timed:
-            self._unhook = hooked_to_all(self._called, self._left)
+            self._within.follow()
         begin_watch(self)
         super().__enter__()
         return self
@@ -418,21 +438,13 @@ class Recorder(OperatorMode, RawAccessListener):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         end_watch(self)
-        if self._unhook is not None:
-            self._unhook()
-            self._unhook = None
-
-    def _called(self, module: torch.nn.Module, _: Any) -> None:
-        if get_ident() == self._thread:
-            self._modules.append(type(module).__name__)
-
-    def _left(self, *_: Any) -> None:
-        if get_ident() == self._thread:
-            self._modules.pop()
+        if self._timed:
+            self._within.stop()
 
     def saves(self, tensor: torch.Tensor) -> None:
         """Autograd saves a tensor now."""
-        tensor = self._part(tensor)
+        if self._in_parts:
+            tensor = _part_here(tensor, self.tape)
         if tensor.is_conj() or tensor.is_neg():
             self.tape.whole = "it saves a tensor that is conjugated when it is read"
         number = self.number(tensor)
@@ -440,7 +452,7 @@ class Recorder(OperatorMode, RawAccessListener):
 
     def returned(self, output: Any) -> None:
         """What the run returned."""
-        found = [*map(self._part, tensors(output))]
+        found = [_part_here(each, self.tape) if self._in_parts else each for each in tensors(output)]
         numbers = [self.number(tensor) for tensor in found]
         self.tape.returned = frozenset(numbers) - {OUTSIDE}
         self.tape.outputs = [value_of(tensor, number) for tensor, number in zip(found, numbers, strict=True)]
@@ -462,13 +474,6 @@ class Recorder(OperatorMode, RawAccessListener):
         self.tape.escaping = (self.alive() - self.tape.returned) | read
         self._results.clear()
 
-    def _part(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not self._in_parts or type(tensor) in _KINDS:
-            return tensor
-        part = local_part(tensor)
-        self.tape.is_spread = self.tape.is_spread or part is not tensor
-        return part
-
     def number(self, tensor: torch.Tensor) -> int:
         """Of the storage that a tensor lies in."""
         if type(tensor) not in _KINDS or tensor.layout != torch.strided:
@@ -485,6 +490,15 @@ class Recorder(OperatorMode, RawAccessListener):
                 self._known.append(StorageWeakRef(storage))
                 self.tape.storages.append(Storage(storage.nbytes(), tensor.device))
         return value_of(tensor, number)
+
+
+def _part_here(tensor: torch.Tensor, tape: Tape) -> torch.Tensor:
+    """A tensor, or the part of it that is in this process, of which the tape notes that there is one."""
+    if type(tensor) in _KINDS:
+        return tensor
+    part = local_part(tensor)
+    tape.is_spread = tape.is_spread or part is not tensor
+    return part
 
 
 def identity_of(tensor: torch.Tensor) -> int:

@@ -84,7 +84,7 @@ class Remaking:
             unit.failed()
             return False
         assert collector.replaying is not None
-        escaped = collector.replaying.escaped()
+        escaped = collector.replaying.handed_out.held()
         if escaped:  # a hook of a module holds what was skipped, and shall hold what is right
             unit.escape(escaped)
             return False
