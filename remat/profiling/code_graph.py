@@ -68,10 +68,13 @@ class CodeGraph:
         for tensor in made:
             self._made_in[id(tensor)] = piece
 
-    def producer(self, index: int, side: torch.Tensor) -> int:
-        """Which stage or piece made a side input of stage `index`."""
-        made = made_of(side.grad_fn)
-        return self._made_in.setdefault(id(side), index - 1 if made is None else made.stage)
+    def producer(self, index: int, given: torch.Tensor) -> int:
+        """Which stage or piece made a tensor that stage `index` is given.
+
+        It is not known by this: the caller need not keep it, and another tensor may have its identity then.
+        """
+        made = made_of(given.grad_fn)
+        return self._made_in.get(id(given), index - 1 if made is None else made.stage)
 
     def backward(
         self,
