@@ -11,7 +11,7 @@ from torch import nn
 
 from remat.errors import OverBudgetWarning, RematError
 from remat.runtime.caches import SWITCHES
-from remat.runtime.planned.patched_forward import PatchedForward
+from remat.runtime.planned.patched_forward import PatchedForward, Undecided
 from remat.training.fit import AUTO, Wish, fit_at_first_call
 from remat.training.holdings import checked_optimizers
 from remat.training.setup import Setup
@@ -106,7 +106,8 @@ class Training:
     def figures(self) -> dict[str, float]:
         """For loggers: bytes of a step's peak and of the limit, and how often something is recomputed in a step."""
         patch = self._patch
-        if patch is not None and patch.undecided and not patch.was_called and not self._warned:
+        choose = None if patch is None else patch.choose
+        if patch is not None and isinstance(choose, Undecided) and not choose.was_called and not self._warned:
             self._warned = True
             warn(
                 f"the forward of {type(patch.model).__name__} is not called in training, so it has no memory limit: "

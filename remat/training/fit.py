@@ -21,7 +21,7 @@ from remat.runtime.compacting import Compacting
 from remat.runtime.logits import HeadInParts
 from remat.runtime.meter import is_profiled
 from remat.runtime.planned.lengths import length_of, with_length
-from remat.runtime.planned.patched_forward import PatchedForward, Runs, patched_forward_of
+from remat.runtime.planned.patched_forward import Covered, PatchedForward, Runs, Undecided, patched_forward_of
 from remat.runtime.planned.wrapper import Wrapper
 from remat.runtime.pytree import Arguments
 from remat.runtime.sharding import refuse_first_forward
@@ -269,15 +269,15 @@ def fit_at_first_call(model: nn.Module, wish: Wish) -> PatchedForward:
         call = Arguments(args, kwargs)
         if not trains(model, args, kwargs):
             return None
-        patch.was_called = True
+        undecided.was_called = True
         refuse_first_forward(model)
         if is_profiled(model):
             return _by_estimate(model, call, wish)
         _fit(model, call, wish, patch)
-        patch.undecided = False
+        undecided.is_over = True
         return patch.choose(args, kwargs)
 
-    patch.choose, patch.undecided = choose, True
+    patch.choose = undecided = Undecided(choose)
     return patch
 
 
@@ -340,7 +340,8 @@ def _fit_head(
     assert fitted is not None
     if limit is None:  # of DTR, which speaks of a step
         of_a_step = fitted.figures
-        fitted.of, fitted.figures = setup.of, lambda: wish.whole(of_a_step())
+        fitted.covered = fitted.covered._replace(of=setup.of)
+        fitted.figures = lambda: wish.whole(of_a_step())
     if blocks is not None:
         fitted.when_removed(blocks.removed)
 
@@ -355,10 +356,10 @@ def _train_by(planned: Planned, limit: int, wish: Wish, patch: PatchedForward | 
     text = in_a_line(kind, chain, schedule, limit, least, rehearsal, besides=wish.besides, plain=wish.plain)
     if wish.holdings is not None and not wish.quiet:
         say(wish.holdings.table(planned.expected_bytes() if rehearsal is None else rehearsal.of(planned.of)))
-    patch.of, patch.besides, patch.least = wish.setup.of, wish.besides, planned.least
+    patch.covered = Covered(wish.setup.of, wish.besides, planned.least)
     device = device_of(planned.model)
     if is_accelerator(device) and wish.setup.of != "allocated":
-        patch.before = Compacting(planned.model, wish.optimizers, device).begins
+        planned.on_training = Compacting(planned.model, wish.optimizers, device).begins
     if wish.setup.loss is None and not wish.quiet:
         patch.first_output = partial(of_loss, kind, limit)
     conclude(patch, text, wish.quiet, lambda: wish.whole({"limit": limit, **planned.figures()}))

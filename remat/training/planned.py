@@ -104,6 +104,7 @@ class Planned:
         patch: the patch with which the model itself follows the plan; None if it is not patched.
         slots: memory units of the dynamic programs.
         on_measured, on_planned: called after measuring and after planning.
+        on_training: called as a forward in training begins that is planned for.
     """
 
     def __init__(self, model: nn.Module, setup: Setup, limit: Limit | None = None) -> None:
@@ -114,6 +115,7 @@ class Planned:
         self.patch: PatchedForward | None = None
         self.on_measured: Callable[[], None] = lambda: None
         self.on_planned: Callable[[], None] = lambda: None
+        self.on_training: Callable[[], None] = lambda: None
         self.shared = Shared()
         self.inputs = PlansByInput(self)
         self._least: tuple[RunningPlan | None, int] = (None, 0)
@@ -370,6 +372,7 @@ class Planned:
             if self.chain is None:
                 refuse_first_forward(self.model)
             plan = self.inputs.plan_for(call)
+        self.on_training()
         return plan.executor
 
     def least(self) -> int:

@@ -118,7 +118,7 @@ class Watch:
         if begun is None or patch is None:
             return
         figures = patch.figures() if begun.kind == "training" else {}
-        peak = self._peak(begun, patch.of) if self._counts else None
+        peak = self._peak(begun, patch.covered.of) if self._counts else None
         if begun.kind == "evaluation" and self.steps and self.steps[-1].kind == "evaluation":
             before = self.steps.pop()
             peak = None if peak is None else max(peak, before.peak_bytes or 0)
@@ -151,16 +151,16 @@ class Watch:
         assert begun is not None
         figures = patch.figures()
         limit, planned = figures.get("limit", 0), figures.get("peak", 0)
-        least = patch.least()
-        if least > _NEAR * (limit - patch.besides):
+        least = patch.covered.least()
+        if least > _NEAR * (limit - patch.covered.besides):
             self._warn(
                 "near",
-                f"this input needs at least {format_bytes(least + patch.besides)} of the limit of "
+                f"this input needs at least {format_bytes(least + patch.covered.besides)} of the limit of "
                 f"{format_bytes(limit)}, with all recomputation: one that is a little larger will not fit",
             )
         if not self._counts:
             return
-        needs = planned - begun.counted - (begun.held if patch.of == "device" else 0)
+        needs = planned - begun.counted - (begun.held if patch.covered.of == "device" else 0)
         free = free_bytes(self.device)
         if needs > free:
             self._warn(
@@ -173,7 +173,7 @@ class Watch:
         growth = [later - earlier for earlier, later in itertools.pairwise(held)]
         if len(growth) < _GROWING or min(growth) <= 0:
             return
-        room = (limit - begun.held if patch.of == "device" else free) - max(needs, 0)
+        room = (limit - begun.held if patch.covered.of == "device" else free) - max(needs, 0)
         steps = max(room, 0) / statistics.median(growth)
         if steps < _SOON:
             self._warn(

@@ -529,4 +529,4 @@ def test_figures_of_the_whole_device(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(3):
             model(x).backward()
     assert whole < patch.figures()["peak"] <= patch.figures()["limit"]
-    assert patch.of == "device" and len(watched.steps) == 3
+    assert patch.covered.of == "device" and len(watched.steps) == 3

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -35,6 +35,59 @@ class ForwardListener(Protocol):
     def begins(self, kind: str, call: Any) -> None: ...
 
 
+class Covered(NamedTuple):
+    """What the limit of a model covers.
+
+    Attributes:
+        of: what it is of (`Setup.of`).
+        besides: bytes of it that are not a step's.
+        least: tells the least memory that a step with the present input takes.
+    """
+
+    of: str = "allocated"
+    besides: int = 0
+    least: Callable[[], int] = int
+
+
+Choose = Callable[[tuple[Any, ...], dict[str, Any]], Runs | None]
+
+
+class Undecided:
+    """Chooses what runs the calls of a model that is planned for at the first of them in training.
+
+    Attributes:
+        was_called: in training.
+        is_over: it has planned; where that fails, the model has its own forward again.
+    """
+
+    def __init__(self, choose: Choose) -> None:
+        self._choose = choose
+        self.was_called = self.is_over = False
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runs | None:
+        return self._choose(args, kwargs)
+
+
+class OtherPath:
+    """What is done where a forward takes another path than the chain's: `how` is "warn", once, or "error"."""
+
+    def __init__(self, how: str) -> None:
+        check_other_path(how)
+        self._how, self._warned = how, False
+
+    def taken(self, why: str) -> None:
+        """A forward has."""
+        message = (
+            f"this forward left the chain of its plan: {why}. The rest runs as plain PyTorch, without the memory "
+            "limit; if the path depends on data, train under remat.DTR"
+        )
+        if self._how == "error":
+            raise LeftChain(message)
+        if not self._warned:
+            self._warned = True
+            warn(message)
+
+
 class PatchedForward:
     """Stands in for the forward of a model, until `remove`; the model stays the same object of the same class.
 
@@ -45,43 +98,38 @@ class PatchedForward:
 
     Attributes:
         summary: a sentence on how the model trains, which notebooks show in place of its modules.
-        undecided: `choose` has yet to plan, and where that fails, the model has its own forward again.
-        was_called: in training, since it was undecided.
         figures: what loggers are told: bytes of the limit and of a step's peak, and how often something is recomputed.
-        of: what the limit is of (`Setup.of`).
-        least: tells the least memory that a step with the present input takes.
-        besides: bytes of the limit that are not a step's.
+        covered: what the limit covers.
         watch: is told of forwards.
-        before: called as a forward in training begins, which is planned for by then.
         first_output: called with what the first forward in training returns, if at all.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        choose: Callable[[tuple[Any, ...], dict[str, Any]], Runs | None],
+        choose: Choose,
         lock: Lock | None = None,
         *,
         other_path: str = "warn",
     ) -> None:
-        check_other_path(other_path)
+        self._other_path = OtherPath(other_path)
         refuse_patched(model)
         self.summary = ""
-        self._ended: list[Callable[[], None]] = []
         self.figures: Callable[[], Mapping[str, int]] = dict
-        self.of, self.besides = "allocated", 0
+        self.covered = Covered()
         self.watch: ForwardListener | None = None
-        self.before: Callable[[], None] = lambda: None
         self.first_output: Callable[[Any], None] | None = None
-        self.least: Callable[[], int] = int
-        self.model, self.choose, self.other_path = model, choose, other_path
-        self.undecided = self.was_called = False
+        self.model, self.choose = model, choose
         self._runs_in: int | None = None  # the thread in which the model's own forward runs
         self.lock = lock or Lock()
-        self._warned = False
         self.forward: Forward = model.forward
-        self.standing_in = True
-        self._undo = stand_in(model, "forward", _Patch(self))
+        self._undo: ExitStack | None = ExitStack()  # until it is removed
+        self._undo.callback(self._stand_back, stand_in(model, "forward", _Patch(self)))
+
+    @property
+    def standing_in(self) -> bool:
+        """Whether it was not removed; something else may have been put around this forward since."""
+        return self._undo is not None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -104,18 +152,20 @@ class PatchedForward:
             self.model.__dict__["forward"] = around
 
     def when_removed(self, ended: Callable[[], None]) -> None:
-        """Has `ended` called when the model has its own forward again."""
-        self._ended.append(ended)
+        """Has `ended` called when the model is to have its own forward again; what was asked for last comes first."""
+        assert self._undo is not None
+        self._undo.callback(ended)
 
     def remove(self) -> None:
         """Gives the model its own forward back."""
-        for ended in self._ended:
-            ended()
-        self._ended.clear()
-        self.standing_in = False  # also where something else has been put around this forward since
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo.close()
+
+    def _stand_back(self, undo: Callable[[], None]) -> None:
         if isinstance(self.model.__dict__.get("forward"), _Patch):
-            self._undo()
-        else:
+            undo()
+        else:  # something else has been put around this forward since
             self.model.__dict__.pop("__getstate__", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,35 +178,23 @@ class PatchedForward:
                 self.watch.begins("evaluation", (args, kwargs))
             return self.forward(*args, **kwargs)
         with self.paused():
+            choose = self.choose
             try:
                 with self._bare():
-                    executor = self.choose(args, kwargs)
+                    executor = choose(args, kwargs)
             except BaseException:
-                if self.undecided:
+                if isinstance(choose, Undecided) and not choose.is_over:
                     self.remove()
                 raise
-            if executor is not None:
-                self.before()
             if self.watch is not None:
                 self.watch.begins("training" if executor is not None else "evaluation", (args, kwargs))
             if executor is not None:
-                output = executor.run(self.forward, args, kwargs, self._left)
+                output = executor.run(self.forward, args, kwargs, self._other_path.taken)
                 look, self.first_output = self.first_output, None
                 if look is not None:
                     look(output)
                 return output
         return self.forward(*args, **kwargs)
-
-    def _left(self, why: str) -> None:
-        message = (
-            f"this forward left the chain of its plan: {why}. The rest runs as plain PyTorch, without the memory "
-            "limit; if the path depends on data, train under remat.DTR"
-        )
-        if self.other_path == "error":
-            raise LeftChain(message)
-        if not self._warned:
-            self._warned = True
-            warn(message)
 
 
 class _Patch(StandIn):
