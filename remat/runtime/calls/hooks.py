@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
+from threading import get_ident
 from typing import Any, TypeAlias
 
 import torch
@@ -116,6 +117,23 @@ def _but_remats(hooks: dict[int, Any]) -> dict[int, Any]:
 def _of_remat(hooks: dict[int, Any]) -> dict[int, Any]:
     """Those that look on, and come and go by themselves."""
     return {key: hook for key, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith("remat.")}
+
+
+@contextmanager
+def told_of_first_call(told: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Inside, `told` is called with the module that this thread calls first."""
+    thread = get_ident()
+
+    def called(module: nn.Module, _: Any) -> None:
+        if get_ident() == thread:
+            remove()
+            told(module)
+
+    remove = hooked_to_all(called)
+    try:
+        yield
+    finally:
+        remove()
 
 
 def hooked_to_all(before: Callable[..., Any], after: Callable[..., Any] | None = None) -> Callable[[], None]:

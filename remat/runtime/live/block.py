@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,7 @@ from remat.runtime.fakes import alias, in_earnest
 from remat.runtime.live.choosing import Choice, choose
 from remat.runtime.live.dispatcher import Dispatcher
 from remat.runtime.live.nesting import claim, refuse_nested, release
-from remat.runtime.live.outcomes import Advice, advice_on, outcome_of, report_of, warn_of_more
+from remat.runtime.live.outcomes import Advice, Stopwatch, advice_on, outcome_of, report_of, warn_of_more
 from remat.runtime.live.raw_access import Guard, guard, unguard
 from remat.runtime.live.repeating import cut_loose, preserve, revive
 from remat.runtime.live.settings import Settings
@@ -78,19 +77,18 @@ class Block(Guard):
 
     def __init__(self, settings: Settings, *, observes: bool = False, root: nn.Module | None = None) -> None:
         self.settings = settings
-        self.ledger, self._limits = settings.ledger(), settings.limits()
         here = accelerator_in_use()
-        self._store, self._most = Store(self.ledger, self._limits, level_of(here)), most_from_now_on(here)
+        self.ledger = settings.ledger()
+        self._store, self._most = Store(self.ledger, settings.limits(), level_of(here)), most_from_now_on(here)
         self._mode = Dispatcher(self._store, by_model=settings.by_model)
         self._saving = SavingHooks(self._store)
-        self._observation = Observation(self.ledger, settings.site.current_ways()) if observes else None
-        self._root = root
-        self._limits.whole = site_at(settings.place).done  # whatever the budget was
+        self._observation = Observation(self.ledger, settings.site.current_ways(), root) if observes else None
+        self._store.limits.whole = site_at(settings.place).done  # whatever the budget was
         self._choice: Choice | None = None
         self._depth = 0  # of the stack of modes below this one
         self._materialised = False
         self.outcome = "pass"
-        self._began = self.seconds = 0.0
+        self.took = Stopwatch()
 
     def enter(self) -> None:
         """Begins; leaves nothing behind where that fails or is interrupted."""
@@ -102,8 +100,8 @@ class Block(Guard):
             torch._C._autograd._push_saved_tensors_default_hooks(self._saving.pack, self._saving.unpack)
             self._mode.__enter__()
             if self._observation is not None:
-                self._observation.begin(self._root)
-            self._began = time.perf_counter()
+                self._observation.begin()
+            self.took.start()
         except BaseException:
             self._materialised = True  # there is nothing yet
             self._leave()
@@ -127,7 +125,7 @@ class Block(Guard):
             if ways is not None and (by_calls or self._saving.was_asked):  # a forward alone does not tell of none
                 self.settings.site.add_ways(ways)
         self._choose(by_calls=by_calls)
-        warn_of_more(self._limits, self.outcome, self.settings.budget)
+        warn_of_more(self._store.limits, self.outcome, self.settings.budget)
 
     def _leave(self) -> None:
         """Undoes what `enter` did. Each part may have been done already, or half of it."""
@@ -150,8 +148,7 @@ class Block(Guard):
                 self._store.close()
                 unguard(self)
                 release()
-                if not self.seconds:
-                    self.seconds = max(time.perf_counter() - self._began, 1e-9)
+                self.took.stop()
 
     def _pop_hooks(self) -> None:
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -190,18 +187,18 @@ class Block(Guard):
 
     def _count(self) -> None:
         """Notes what the program holds, which is in memory whatever the budget."""
-        self._limits.look_back(self._most())
+        self._store.limits.look_back(self._most())
         held = sum(version.size for version in self._store.living())
         self.ledger.peak = max(self.ledger.peak, held)
         if held > self.ledger.budget:
-            self._limits.went_over("the end of the block, where all tensors of the program are in memory", held)
+            self._store.limits.went_over("the end of the block, where all tensors of the program are in memory", held)
             if self.outcome == "pass":
                 self.outcome = "over"
 
     def _choose(self, *, by_calls: bool) -> None:
         """Finds the heuristic for the next blocks here, once, and again where the one that was found thrashes."""
         core, site = self.ledger.core, self.settings.site
-        thrashed = self._limits.thrashes or self.outcome == "thrash"
+        thrashed = self._store.limits.thrashes or self.outcome == "thrash"
         if self.outcome in ("pass", "over"):
             site_at(self.settings.place).done = self.ledger.program()
         enough = thrashed or (self.outcome in ("pass", "over") and not site.heuristic)  # else only a part was run
@@ -214,11 +211,12 @@ class Block(Guard):
         if self._choice is not None and self._choice.overhead is not None:
             name, overhead = self._choice
             following = f"uses {name}: predicted {overhead:.2f} x the program's own time"
-        return advice_on(self.ledger, self._limits.reserved_bytes, self.seconds, following)
+        return advice_on(self.ledger, self._store.limits.reserved_bytes, self.took.seconds, following)
 
     def report(self, strategy: str) -> Report:
         """What it cost; see `DTR.report`."""
-        over = self._limits.over
+        limits = self._store.limits
+        over = limits.over
         more = 0 if over is None else over.peak_bytes - self.ledger.budget
         notes = [] if over is None else [f"over the budget by {format_bytes(more)} at {over.where}"]
         how: Any = {
@@ -226,7 +224,7 @@ class Block(Guard):
             "by_model": self.settings.by_model,
         }
         budget = self.settings.budget
-        return report_of(strategy, self.outcome, self.ledger, self._limits, budget, self.seconds, notes, **how)
+        return report_of(strategy, self.outcome, self.ledger, limits, budget, self.took.seconds, notes, **how)
 
     def touched(self, tensor: Tensor, access: Access) -> None:
         """Has the memory of a tensor there before it is touched without an operator."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
-from weakref import proxy
+from weakref import ref
 
 from remat.budgets import resolve_budget
 from remat.errors import InvalidBudget, RematError
@@ -126,14 +126,14 @@ class DTR:
         make_workspaces()
         ways = self._begin_at(self.where or place())
         if ways:
-            roomy = self._roomy(ways)
+            roomy = _roomy(self, ways)
             if roomy is not None and roomy.enter():
                 self._block = roomy
                 return self
-            self._block = self._by_calls(ways)
+            self._block = _by_calls(self, ways)
             self._block.enter()
         else:
-            self._block = self._by_operators(observes=self.granularity == "module")
+            self._block = _by_operators(self, observes=self.granularity == "module")
         return self
 
     def _begin_at(self, here: Hashable) -> Sequence[Ways]:
@@ -152,7 +152,7 @@ class DTR:
         if not ways:
             return None
         self.reserved_bytes = reserved_bytes
-        self._block = block = self._by_calls(ways)
+        self._block = block = _by_calls(self, ways)
         block.begin_with(root)
         return block
 
@@ -183,34 +183,6 @@ class DTR:
             self._place if held is None else None,
         )
 
-    def _by_operators(self, *, observes: bool, root: nn.Module | None = None, held: int = 0) -> Block:
-        settings = self._settings()
-        block = Block(settings._replace(reserved=settings.reserved + held), observes=observes, root=root)
-        block.enter()
-        return block
-
-    def _roomy(self, ways: Sequence[Ways]) -> RoomyBlock | None:
-        """Where blocks there have far more room than they need: one that goes on as an ordinary one where it must."""
-        settings = self._settings()
-        known = repeats_for(settings)
-        if not known:
-            return None
-        this = proxy(self)  # blocks do not hold what holds them: no step leaves garbage for the collector
-
-        def gives_way(root: nn.Module, held: int | None, began: float) -> Callable[..., Any]:
-            this._block = block = this._by_calls(ways, held)
-            return block.go_on(root, began)
-
-        return RoomyBlock(settings, known, gives_way)
-
-    def _by_calls(self, ways: Sequence[Ways], held: int | None = None) -> UnitsBlock:
-        this = proxy(self)
-
-        def other_model(root: nn.Module, more: int) -> None:
-            this._block = this._by_operators(observes=True, root=root, held=more + (held or 0))
-
-        return UnitsBlock(self._settings(held), ways, other_model)
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -230,7 +202,7 @@ class DTR:
         return self._block
 
     def _repr_html_(self) -> str:
-        body = "" if self._block is None or not self._block.seconds else self.report()._repr_html_()
+        body = "" if self._block is None or not self._block.took.seconds else self.report()._repr_html_()
         return card("DTR", [("budget", format_bytes(self.budget)), ("heuristic", self.name)], body)
 
     def report(self) -> Report:
@@ -261,3 +233,38 @@ class DTR:
         """The evictions ("evict") and recomputations ("recompute") of the last block in order, each with the number of
         its storage, in order of creation."""
         return [(d.kind, d.what) for d in self._last.ledger.core.decisions() if d.kind in ("evict", "recompute")]
+
+
+def _by_operators(dtr: DTR, *, observes: bool, root: nn.Module | None = None, held: int = 0) -> Block:
+    settings = dtr._settings()
+    block = Block(settings._replace(reserved=settings.reserved + held), observes=observes, root=root)
+    block.enter()
+    return block
+
+
+def _roomy(dtr: DTR, ways: Sequence[Ways]) -> RoomyBlock | None:
+    """Where blocks there have far more room than they need: one that goes on as an ordinary one where it must."""
+    settings = dtr._settings()
+    known = repeats_for(settings)
+    if not known:
+        return None
+    this = ref(dtr)  # blocks do not hold what holds them: no step leaves garbage for the collector
+
+    def gives_way(root: nn.Module, held: int | None, began: float) -> Callable[..., Any]:
+        own = this()
+        assert own is not None
+        own._block = block = _by_calls(own, ways, held)
+        return block.go_on(root, began)
+
+    return RoomyBlock(settings, known, gives_way)
+
+
+def _by_calls(dtr: DTR, ways: Sequence[Ways], held: int | None = None) -> UnitsBlock:
+    this = ref(dtr)
+
+    def other_model(root: nn.Module, more: int) -> None:
+        own = this()
+        assert own is not None
+        own._block = _by_operators(own, observes=True, root=root, held=more + (held or 0))
+
+    return UnitsBlock(dtr._settings(held), ways, other_model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -15,6 +16,24 @@ from remat.runtime.live.limits import Limits
 from remat.utils.warn import warn
 
 _OUTCOMES = {OutOfBudget: "oom", Thrashing: "thrash"}
+
+
+class Stopwatch:
+    """How long a block takes.
+
+    Attributes:
+        began: when it did, by the clock; 0 before.
+        seconds: 0 until it is over.
+    """
+
+    def __init__(self) -> None:
+        self.began = self.seconds = 0.0
+
+    def start(self) -> None:
+        self.began = self.began or time.perf_counter()
+
+    def stop(self) -> None:
+        self.seconds = self.seconds or max(time.perf_counter() - self.began, 1e-9)
 
 
 def outcome_of(error: BaseException) -> str:

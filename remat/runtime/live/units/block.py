@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,11 +11,11 @@ from torch import Tensor, nn
 from remat.report import Report
 from remat.runtime.accelerator import level_of, most_from_now_on
 from remat.runtime.caches import caches_off, configs_with_caches
-from remat.runtime.calls.hooks import hooked_to_all
+from remat.runtime.calls.hooks import told_of_first_call
 from remat.runtime.live.dispatcher import STATE_BYTES
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.nesting import alone_in_its_thread
-from remat.runtime.live.outcomes import Advice, advice_on, outcome_of, report_of, warn_of_more
+from remat.runtime.live.outcomes import Advice, Stopwatch, advice_on, outcome_of, report_of, warn_of_more
 from remat.runtime.live.raw_access import count_states, count_states_no_more
 from remat.runtime.live.settings import Settings
 from remat.runtime.live.units.calls import BlockCalls
@@ -50,10 +48,9 @@ class UnitsBlock:
         self.calls = BlockCalls(pool, known, learns=settings.place is not None)
         self._history: History | None = None  # once it is known which model runs
         self._inside = ExitStack()
-        self._thread = threading.get_ident()
         self.outcome = "pass"
         self._peak, self._most = 0, most_from_now_on(known.device)
-        self._began = self.seconds = 0.0
+        self.took = Stopwatch()
 
     @property
     def ledger(self) -> Ledger:
@@ -67,15 +64,14 @@ class UnitsBlock:
         """Begins; leaves nothing behind where that fails."""
         with ExitStack() as stack:
             stack.enter_context(self.inside())
-            self._unhook = hooked_to_all(self._first_called)
-            stack.callback(self._unhook)
+            stack.enter_context(told_of_first_call(self._first_called))
             self._inside = stack.pop_all()
 
     def go_on(self, root: nn.Module, began: float) -> Callable[..., Any]:
         """Enters a block that began as another one, in which this model was called first. Returns what runs calls."""
-        self._began = began
+        self.took.began = began
         self.enter()
-        self._first_called(root, None)
+        self._first_called(root)
         return (
             self.calls.called
             if self._history is not None
@@ -105,7 +101,7 @@ class UnitsBlock:
             stack.callback(count_states_no_more, self)
             calls.watch.mode.rests = False
             calls.watch.turn(on=not calls.course.tells)
-            self._began = self._began or time.perf_counter()
+            self.took.start()
             yield
             if calls.course.tells_backward:
                 calls.watch.turn(on=False)
@@ -134,13 +130,10 @@ class UnitsBlock:
     @property
     def is_routine(self) -> bool:
         """Whether all of it was known, so that others like it will take no less memory or time."""
-        return self.seconds > 0 and not self.calls.recorded and self.calls.course.follows
+        return self.took.seconds > 0 and not self.calls.recorded and self.calls.course.follows
 
-    def _first_called(self, module: nn.Module, _: Any) -> None:
+    def _first_called(self, module: nn.Module) -> None:
         """The first call of a module tells which model runs."""
-        if threading.get_ident() != self._thread:
-            return
-        self._unhook()
         used = next((each for each in self._ways if each.begins_with(module)), None)
         if used is None or not used.modules:
             held = self.calls.pool.account.memory
@@ -160,7 +153,7 @@ class UnitsBlock:
         self._inside.close()
         self.calls.pool.close()
         self.calls.ahead.clear()
-        self.seconds = max(time.perf_counter() - self._began, 1e-9)
+        self.took.stop()
 
     def exit(self, error: BaseException | None) -> None:
         """Ends: what the program still holds is in memory, or made again when it is asked for."""
@@ -180,7 +173,7 @@ class UnitsBlock:
 
     def advice(self) -> Advice:
         following = "" if self._history is None else self._history.next
-        return advice_on(self.ledger, self.calls.pool.limits.reserved_bytes, self.seconds, following)
+        return advice_on(self.ledger, self.calls.pool.limits.reserved_bytes, self.took.seconds, following)
 
     def report(self, strategy: str) -> Report:
         """What it cost; see `DTR.report`."""
@@ -189,4 +182,4 @@ class UnitsBlock:
         how: Any = {"learns": self.calls.recorded > 0, "by_model": pool.by_model}
         # By what replays take at most, it may have taken more than what was seen of it; the warning says that, too.
         budget = self.settings.budget
-        return report_of(strategy, self.outcome, self.ledger, pool.limits, budget, self.seconds, notes, **how)
+        return report_of(strategy, self.outcome, self.ledger, pool.limits, budget, self.took.seconds, notes, **how)

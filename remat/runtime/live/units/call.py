@@ -109,6 +109,15 @@ class UnitCall(Call):
             self.owner.account.enter(storage_of(kept))
         return output
 
+    def writes_inputs(self) -> None:
+        """It is about to change inputs of its own."""
+        given = self.passed.given()
+        for number in self.unit.writes:
+            passed = self.passed.inputs[number]
+            if isinstance(passed, Reference):
+                passed.written()
+            self.owner.changes(storage_of(given[number]))
+
     def wake(self) -> None:
         """Finds whose memory it is that autograd has saved while the block was dormant."""
         packed, self.packed = self.packed, []

@@ -19,7 +19,6 @@ from remat.runtime.live.units.course import Course, Event, Kind, Segment
 from remat.runtime.live.units.dormant import Nodes
 from remat.runtime.live.units.known import BoundModule, KnownCalls, others_are_at_work
 from remat.runtime.live.units.orders import Order
-from remat.runtime.live.units.pieces import Reference
 from remat.runtime.live.units.pool import Pool
 from remat.runtime.live.units.saving import FirstSaving, note_returned
 from remat.runtime.live.units.state import PythonState
@@ -85,17 +84,9 @@ class BlockCalls:
                 return self._called(module, forward, args, kwargs)
             except torch.OutOfMemoryError:  # which keeps what the call has made until this block is over
                 present, attempt, self._attempt = self.pool.account.memory, self._attempt, None
-                if attempt is None or (before is not None and present >= before) or not self._gives_way(*attempt):
+                if attempt is None or (before is not None and present >= before) or not _gives_way(*attempt):
                     raise
                 before = present
-
-    def _gives_way(self, call: UnitCall, before: int) -> bool:
-        """A call has failed, since what there was before is too much for the device: less may be there from now on."""
-        pool, taken = self.pool, call.unit.bytes.forward
-        if not pool.limited or not (call.context is None or call.context.undo()):
-            return False
-        pool.stay_below(max(before + taken, pool.account.memory))
-        return True
 
     def _called(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -131,7 +122,7 @@ class BlockCalls:
         pool.log.rows.append(call.row)
         self.ahead[self.turn] = call.row.call
         if unit.writes:
-            self._writes(call)
+            call.writes_inputs()
         self._in_call, pool.forward_of = True, call
         made: list[Counted] = []
         self.nodes.note()
@@ -183,15 +174,6 @@ class BlockCalls:
         """Whether code outside has done what it did before, as far as one can see without watching it."""
         precedent = self.course.precedent
         return precedent is None or self.pool.has_evicted or self.nodes.are_as_in(precedent)  # replays make nodes, too
-
-    def _writes(self, call: UnitCall) -> None:
-        """A call is about to change inputs of its own."""
-        given = call.passed.given()
-        for number in call.unit.writes:
-            passed = call.passed.inputs[number]
-            if isinstance(passed, Reference):
-                passed.written()
-            self.pool.changes(storage_of(given[number]))
 
     def _recorded(
         self, call: UnitCall, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -290,6 +272,15 @@ class BlockCalls:
         again, wanted = self._held, plan.decisions.get(number, ())
         held = pool.carry_out([*again, *wanted])
         self._held = [each for each in held if each not in again]  # of what was held the second time nobody knows
+
+
+def _gives_way(call: UnitCall, before: int) -> bool:
+    """A call has failed, since what there was before is too much for the device: less may be there from now on."""
+    pool, taken = call.owner, call.unit.bytes.forward
+    if not pool.limited or not (call.context is None or call.context.undo()):
+        return False
+    pool.stay_below(max(before + taken, pool.account.memory))
+    return True
 
 
 def _leaves_others(call: UnitCall, made: Sequence[Counted]) -> bool:

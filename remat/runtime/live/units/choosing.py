@@ -37,19 +37,20 @@ class Observation:
 
     Args:
         known: of models that were observed before, which are not observed again.
+        root: a module whose call is under way.
     """
 
-    def __init__(self, ledger: Ledger, known: Sequence[Ways]) -> None:
-        self._ledger, self._known = ledger, known
+    def __init__(self, ledger: Ledger, known: Sequence[Ways], root: nn.Module | None = None) -> None:
+        self._ledger, self._known, self._root = ledger, known, root
         self._thread = threading.get_ident()
         self._roots: list[_Node] = []
         self._open: list[_Node] = []
         self._unhook: Callable[[], None] = lambda: None
 
-    def begin(self, root: nn.Module | None) -> None:
-        """From here on; `root`: a module whose call is under way."""
-        if root is not None:
-            self._called(root, None)
+    def begin(self) -> None:
+        """From here on."""
+        if self._root is not None:
+            self._called(self._root, None)
         self._unhook = hooked_to_all(self._called, self._returned)
 
     def end(self) -> None:

@@ -7,8 +7,6 @@ the half of the budget that was left.
 
 from __future__ import annotations
 
-import threading
-import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
@@ -24,10 +22,10 @@ from remat.formatting import format_bytes
 from remat.report import Report
 from remat.runtime.accelerator import free_on_accelerator
 from remat.runtime.caches import caches_off, configs_with_caches
-from remat.runtime.calls.hooks import hooked_to_all
+from remat.runtime.calls.hooks import told_of_first_call
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.nesting import alone_in_its_thread
-from remat.runtime.live.outcomes import Advice, advice_on, outcome_of
+from remat.runtime.live.outcomes import Advice, Stopwatch, advice_on, outcome_of
 from remat.runtime.live.settings import Settings
 from remat.runtime.live.units.account import Account
 from remat.runtime.live.units.course import Kind, KnownPlace
@@ -165,19 +163,18 @@ class RoomyBlock:
     ) -> None:
         self.settings, self._known, self._gives_way = settings, known, gives_way
         self._inside = ExitStack()
-        self._thread = threading.get_ident()
         self._now: dict[nn.Module, tuple[list[nn.Module], dict[Hashable, Unit]]] = {}
         self._path: _Path | None = None  # once it is known which model runs
         self._in_call = False
         self._rest: Callable[..., Any] | None = None  # runs calls since it goes on in another way
-        self._began = self.seconds = 0.0
+        self.took = Stopwatch()
         self._ledger: Ledger | None = None
         self._peak = 0  # bytes
         self.outcome = "pass"
 
     @property
     def is_routine(self) -> bool:
-        return self.seconds > 0
+        return self.took.seconds > 0
 
     def enter(self) -> bool:
         """Begins; returns whether it did: not where a model is not what it was."""
@@ -194,10 +191,9 @@ class RoomyBlock:
             stack.enter_context(caches_off(configs_with_caches(parts)))  # as in the blocks that it repeats
             stack.enter_context(blocks_as_written())
             stack.enter_context(intercepted(self._now, self._called))
-            self._unhook = hooked_to_all(self._first_called)
-            stack.callback(self._unhook)
+            stack.enter_context(told_of_first_call(self._first_called))
             self._inside = stack.pop_all()
-        self._began = time.perf_counter()
+        self.took.start()
         return True
 
     def exit(self, error: BaseException | None) -> None:
@@ -212,17 +208,14 @@ class RoomyBlock:
             if self._path is not None:
                 self._peak = max(self._peak, self._path.peak)
             self._leave()
-            self.seconds = max(time.perf_counter() - self._began, 1e-9)
+            self.took.stop()
 
     def _leave(self) -> None:
         self._inside.close()
         self._now.clear()
 
-    def _first_called(self, module: nn.Module, _: Any) -> None:
+    def _first_called(self, module: nn.Module) -> None:
         """The first call of a module tells which model runs."""
-        if threading.get_ident() != self._thread:
-            return
-        self._unhook()
         repeats = next((each for each in self._known if each.root() is module), None)
         if repeats is None:
             self._give_way(module, None)
@@ -249,7 +242,7 @@ class RoomyBlock:
     def _give_way(self, root: nn.Module, taken: int | None) -> Callable[..., Any]:
         """What is still to come runs in another block, in which so many bytes are in use already."""
         self._leave()
-        self._rest = self._gives_way(root, taken, self._began)
+        self._rest = self._gives_way(root, taken, self.took.began)
         return self._rest
 
     def _called(
@@ -290,7 +283,7 @@ class RoomyBlock:
         return self._ledger
 
     def advice(self) -> Advice:
-        return advice_on(self.ledger, self.settings.reserved, self.seconds, "")
+        return advice_on(self.ledger, self.settings.reserved, self.took.seconds, "")
 
     def report(self, strategy: str) -> Report:
         """What it cost; see `DTR.report`."""
@@ -300,7 +293,7 @@ class RoomyBlock:
             measured=True,
             budget_bytes=self.settings.budget,
             peak_bytes=self._peak + self.settings.reserved,
-            seconds=self.seconds,
+            seconds=self.took.seconds,
             overhead=1.0,  # nothing runs besides the program
             recomputations=0,
         )
