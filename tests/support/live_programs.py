@@ -197,7 +197,7 @@ def evict_all(dtr: remat.DTR) -> None:
     store, ledger = block._store, block.ledger
     store.settle()
     locked = sum(s.size for s in (r() for r in store.by_tensor.values()) if s and s.operator is None and not s.released)
-    locked += max(store.most_numbers - NUMBERS, 0) * FLOAT_BYTES
+    locked += max(store.numbers.most - NUMBERS, 0) * FLOAT_BYTES
     (tensor,) = ledger.add("pressure", 1, [], [ledger.budget - locked])
     store.consult("pressure")
     ledger.note(k.RELEASE, tensor)

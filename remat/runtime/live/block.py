@@ -25,7 +25,7 @@ from remat.runtime.live.raw_access import Guard, guard, unguard
 from remat.runtime.live.repeating import cut_loose, preserve, revive
 from remat.runtime.live.settings import Settings
 from remat.runtime.live.sites import site_at
-from remat.runtime.live.store import Store
+from remat.runtime.live.store import Store, living, unsafe
 from remat.runtime.live.units.choosing import Observation
 from remat.runtime.live.versions import SavedVersion, Version, no_autocast, no_autograd, on_storage
 from remat.runtime.pytree import storage_of
@@ -46,7 +46,7 @@ class SavingHooks:
             version = self._store.versions.get(id(storage))
             if version is not None and version.operator is not None:
                 version.saves += 1
-                self._store.saves += 1
+                self._store.numbers.saves += 1
                 if version.resident and version.held is None:
                     version.held = storage
                 return SavedVersion(tensor, version, self._store.dropped)
@@ -138,10 +138,10 @@ class Block(Guard):
         finally:
             self._store.limited = False
             try:
-                for version in self._store.living():
+                for version in living(self._store):
                     if not version.resident:
                         revive(self._store, version)
-                for version in self._store.unsafe():
+                for version in unsafe(self._store):
                     revive(self._store, version)
                 self._count()
             finally:  # even where the device has no memory left for that, the next block can run
@@ -172,12 +172,12 @@ class Block(Guard):
         if not store.limited:
             return
         self.ledger.consult()  # decides nothing, but its accounts are then complete
-        living = [version for version in store.living() if version.operator is not None]
-        for version in living:
+        held = [version for version in living(store) if version.operator is not None]
+        for version in held:
             if version.resident:
                 self.ledger.note(k.LOCK, version.tensor)
         try:
-            for version in living:
+            for version in held:
                 if not version.resident:
                     cut_loose(store, version)
         except OutOfBudget:
@@ -188,7 +188,7 @@ class Block(Guard):
     def _count(self) -> None:
         """Notes what the program holds, which is in memory whatever the budget."""
         self._store.limits.look_back(self._most())
-        held = sum(version.size for version in self._store.living())
+        held = sum(version.size for version in living(self._store))
         self.ledger.peak = max(self.ledger.peak, held)
         if held > self.ledger.budget:
             self._store.limits.went_over("the end of the block, where all tensors of the program are in memory", held)

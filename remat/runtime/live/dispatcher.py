@@ -33,7 +33,7 @@ from remat.runtime.live.operator_calls import (
 )
 from remat.runtime.live.raw_access import are_others, expose_elsewhere
 from remat.runtime.live.repeating import cut_loose, preserve, revive
-from remat.runtime.live.store import Store
+from remat.runtime.live.store import Store, adopt
 from remat.runtime.live.versions import Given, OperatorRun, Source, StorageRef, Version, VersionRef, bits_of, hand_over
 from remat.runtime.operators import EachOperator, Traits, drawn_from, not_of_plain, tensors_in, traits_of
 from remat.runtime.pytree import storage_of, tensors
@@ -86,8 +86,8 @@ class Dispatcher(EachOperator):
         store = self.store
         if store.dead or store.gone:
             store.settle()
-        if store.numbers > store.most_numbers:
-            store.room_for_numbers(args)
+        if store.numbers.count > store.numbers.most:
+            store.numbers.make_room(store, args)
         kwargs = kwargs or {}
         if traits.is_view or traits.passes:
             return self._view(traits, function, args, kwargs)
@@ -168,7 +168,7 @@ class Dispatcher(EachOperator):
                     return False, None
                 key.append(tuple(value))
             elif kind is float or (kind is int and len(template) in traits.scalars):
-                store.numbers += 1
+                store.numbers.count += 1
                 key.append(kind)
             else:
                 key.append(in_key(value))
@@ -213,7 +213,7 @@ class Dispatcher(EachOperator):
             call.key.append(len(value))
             return [self._take(item, call) for item in value]
         if kind is float or kind is complex or (kind is int and is_scalar):
-            self.store.numbers += 1
+            self.store.numbers.count += 1
             call.key.append(kind)  # seldom a matter of size, and often another one each time
             call.floats.append(value)
         else:
@@ -238,7 +238,7 @@ class Dispatcher(EachOperator):
         storage = storage_of(tensor)
         version = self.store.versions.get(id(storage))
         if version is None and storage.nbytes() <= NUMBER_BYTES:
-            self.store.adopt(tensor)  # autograd's formulas make such of Python's numbers, behind the dispatcher's back
+            adopt(self.store, tensor)  # autograd's formulas make such of Python's numbers, behind the dispatcher's back
             version = self.store.versions.get(id(storage))
         stride = tensor.stride()
         call.key += (shape, stride, dtype)
@@ -290,7 +290,7 @@ class Dispatcher(EachOperator):
         if traits.is_fresh or function in _ON_STORAGES:
             for tensor in tensors_in(result):
                 if tensor.layout == torch.strided and tensor.numel():
-                    self.store.adopt(tensor)
+                    adopt(self.store, tensor)
         return result
 
     def take_state(self, get_state: Callable[[], Tensor]) -> Tensor:
@@ -424,7 +424,7 @@ class Dispatcher(EachOperator):
                 if isinstance(source, Version):
                     revive(self.store, source)
             return
-        self.store.look()
+        self.store.unseen.look(self.ledger)
         sizes = [*call.facts.output_bytes, *(version.size for version, _ in changed)]
         pending.tensors = self.ledger.add(
             *(pending.label, pending.nanoseconds, pending.arguments, sizes),

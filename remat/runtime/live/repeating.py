@@ -92,7 +92,7 @@ def revive(store: Store, version: Version) -> None:
         temporary.extend(s for s in (reference() for reference in last.operator.outputs) if s is not None)
     for other in temporary:
         if other is not version and other.released and other.resident:
-            store.evict(other)
+            other.evict()
 
 
 def _content(source: Given | Version) -> torch.UntypedStorage:

@@ -85,6 +85,64 @@ class Constants:
         return constant
 
 
+class Numbers:
+    """Python's numbers that operators have computed with: without a word, autograd makes tensors of them and keeps these.
+
+    Attributes:
+        saves: how many tensors autograd has saved.
+        count: of the numbers since there were none; most: for how many room was made.
+    """
+
+    def __init__(self) -> None:
+        self.saves = self.count = 0
+        self.most = NUMBERS
+
+    def make_room(self, store: Store, args: Sequence[Any]) -> None:
+        """Makes room for more, unless the arguments tell that they are not in the memory that is limited."""
+        if not self.saves:
+            self.count = 0
+        elif all(tensor.device.type == "cpu" for tensor in tensors_in(args)):
+            store.ledger.note(k.LOCK, store.announce("numbers", _MORE_NUMBERS * FLOAT_BYTES))
+            self.most += _MORE_NUMBERS
+        else:
+            self.most = sys.maxsize
+
+    def dropped(self) -> None:
+        """Autograd has dropped a tensor that it had saved."""
+        self.saves -= 1
+        if not self.saves:
+            self.count = 0
+
+
+class Unseen:
+    """What the allocator has given out besides what the ledger knows of.
+
+    Args:
+        level: its own count of bytes, where it has one.
+    """
+
+    def __init__(self, level: Callable[[], int] | None) -> None:
+        self._level, self._base = level, 0 if level is None else level()
+        self._bytes, self._number = 0, -1  # in the policy core
+
+    def look(self, ledger: Ledger) -> None:
+        """Tells the policy core of it."""
+        ledger.ceiling = ledger.budget
+        if self._level is None:
+            return
+        unseen = max(self._level() - self._base - (ledger.memory - self._bytes), 0)
+        if unseen == self._bytes:
+            return
+        if self._number >= 0:
+            ledger.note(k.UNLOCK, self._number)
+            ledger.note(k.RELEASE, self._number)
+        (self._number,) = ledger.add("extra memory of the allocator", 0, [], [unseen])
+        ledger.note(k.LOCK, self._number)
+        ledger.memory += unseen - self._bytes
+        ledger.peak = max(ledger.peak, ledger.memory)
+        self._bytes = unseen
+
+
 class Store:
     """Versions of all storages that operators have made, by storage and by number in the policy core.
 
@@ -97,18 +155,15 @@ class Store:
         constants: of storages whose content no operator can compute.
         dead: versions of which a reference was dropped, to be looked at by `settle`.
         gone: references to versions that exist no more.
-        saves: how many tensors autograd has saved.
-        numbers: of Python's, that operators have computed with since there were none: autograd makes tensors of them,
-            and keeps these, without a word. Room was made for `most_numbers`.
+        numbers: of Python's, that operators have computed with.
+        unseen: what the allocator has given out besides.
         limited: whether the policy core is asked; no longer once it could not be obeyed, or the block has ended.
         closed: whether the block has ended; what autograd has saved can still be asked for.
     """
 
     def __init__(self, ledger: Ledger, limits: Limits, level: Callable[[], int] | None = None) -> None:
-        self.ledger = ledger
-        self._level, self._base = level, 0 if level is None else level()
-        self._unseen, self._outside = 0, -1  # bytes besides, and their number in the policy core
-        self.limits = limits
+        self.ledger, self.limits = ledger, limits
+        self.unseen, self.numbers = Unseen(level), Numbers()
         self.versions: dict[int, Version] = {}
         self.dead: deque[Version] = deque()
         self.limited = True
@@ -116,7 +171,6 @@ class Store:
         self.lock = threading.RLock()  # other threads ask for memory; backwards of several devices have one each
         self.by_tensor: dict[int, VersionRef] = {}
         self.gone: list[VersionRef] = []
-        self.saves, self.numbers, self.most_numbers = 0, 0, NUMBERS
         self.constants = Constants(ledger)
 
     # Bookkeeping -----------------------------------------------------------------------------------------------------
@@ -131,26 +185,6 @@ class Store:
         else:
             operator.outputs += (reference,)
         return version
-
-    def adopt(self, tensor: Tensor) -> None:
-        """Takes account of a tensor that was made behind the dispatcher's back."""
-        storage = storage_of(tensor)
-        size = bytes_of(storage)
-        if id(storage) not in self.versions and not self.constants.hold(storage) and size:
-            self.settle()
-            # Others can still give way to it, but it is there already.
-            self.limits.went_over("memory allocated outside of operators", self.ledger.memory + size)
-            self.enter(self.announce("tensor", size), storage, size, None)
-
-    def room_for_numbers(self, args: Sequence[Any]) -> None:
-        """Makes room for more numbers, unless the arguments tell that they are not in the memory that is limited."""
-        if not self.saves:
-            self.numbers = 0
-        elif all(tensor.device.type == "cpu" for tensor in tensors_in(args)):
-            self.ledger.note(k.LOCK, self.announce("numbers", _MORE_NUMBERS * FLOAT_BYTES))
-            self.most_numbers += _MORE_NUMBERS
-        else:
-            self.most_numbers = sys.maxsize
 
     def announce(self, label: str, size: int) -> int:
         """Makes room for a tensor that no operator makes; returns its number in the policy core."""
@@ -182,9 +216,7 @@ class Store:
     def dropped(self, version: Version) -> None:
         """Autograd has dropped what it had saved."""
         version.saves -= 1
-        self.saves -= 1
-        if not self.saves:
-            self.numbers = 0
+        self.numbers.dropped()
         if version.saves == 0:
             if self.closed:
                 _let_go(version)
@@ -194,7 +226,7 @@ class Store:
     def settle(self) -> None:
         """Tells the ledger of references that were dropped."""
         while self.dead:
-            self._look_at(self.dead.popleft())
+            _look_at(self, self.dead.popleft())
         # Of versions that not even an operator refers to any more: it forgets them too.
         gone = self.gone[:]
         del self.gone[: len(gone)]  # not a new list: references call its `append`
@@ -202,18 +234,6 @@ class Store:
             if self.by_tensor.get(reference.tensor) is reference:
                 del self.by_tensor[reference.tensor]
                 self.ledger.note(k.FORGET, reference.tensor)
-
-    def _look_at(self, version: Version) -> None:
-        if version.released:
-            return
-        if version.saves:
-            if version.where is None and not version.dropped:
-                version.dropped = True
-                self.ledger.note(k.DROP, version.tensor)
-        elif version.where is None:
-            self.release(version)
-        else:
-            version.held = None  # if that was the last reference, the storage dies and the version comes back here
 
     def release(self, version: Version) -> None:
         """Nothing refers to the version any more, and its memory is gone or another's."""
@@ -242,31 +262,13 @@ class Store:
         self._obey()
         self.limits.judge(answer, self.ledger, label, tensors)
 
-    def look(self) -> None:
-        """Compares with the allocator's own count: what it has given out besides is told to the policy core."""
-        ledger = self.ledger
-        ledger.ceiling = ledger.budget
-        if self._level is None:
-            return
-        unseen = max(self._level() - self._base - (ledger.memory - self._unseen), 0)
-        if unseen == self._unseen:
-            return
-        if self._outside >= 0:
-            ledger.note(k.UNLOCK, self._outside)
-            ledger.note(k.RELEASE, self._outside)
-        (self._outside,) = ledger.add("extra memory of the allocator", 0, [], [unseen])
-        ledger.note(k.LOCK, self._outside)
-        ledger.memory += unseen - self._unseen
-        ledger.peak = max(ledger.peak, ledger.memory)
-        self._unseen = unseen
-
     def access(self, version: Version, label: str) -> None:
         """Has a version in memory for the moment."""
         if not self.limited:
             revive(self, version)
             return
         self.settle()
-        self.look()
+        self.unseen.look(self.ledger)
         self.ledger.note(k.LOCK, version.tensor)
         self.ledger.note(k.UNLOCK, version.tensor)
         self.consult(label)
@@ -283,7 +285,7 @@ class Store:
     def hold(self, size: int, label: str) -> None:
         """Counts bytes that are in memory already, and makes others give way to them."""
         if self.limited and self.ledger.memory + size > self.ledger.ceiling:
-            self.look()
+            self.unseen.look(self.ledger)
             self.consult(label)
         else:
             self.ledger.memory += size
@@ -297,33 +299,14 @@ class Store:
                 if version is None:
                     continue  # released, and no operator that may run again needs it: its memory is gone already
                 if kind == k.EVICTED:
-                    self.evict(version)
+                    version.evict()
                 elif version.operator is not None:
                     repeat(self, version.operator)
         except BaseException:
             self.limited = False  # what is in memory is no longer what the core believes
             raise
 
-    def evict(self, version: Version) -> None:
-        """Frees the memory of a version."""
-        storage = version.storage()
-        version.held = None
-        version.resident = False
-        if storage is not None:
-            storage.resize_(0)
-
     # The end ---------------------------------------------------------------------------------------------------------
-
-    def living(self) -> list[Version]:
-        """Versions whose storages the program holds, in the order in which they were made."""
-        return [version for version in self._all() if not version.released and version.where is not None]
-
-    def unsafe(self) -> list[Version]:
-        """What autograd has saved and would be made again later, when the program may have changed what that reads."""
-        return [each for each in self._all() if each.saves and not each.resident and _reads_unwatched(each)]
-
-    def _all(self) -> list[Version]:
-        return [version for version in (reference() for reference in self.by_tensor.values()) if version is not None]
 
     def close(self) -> None:
         """Lets go of all that nobody refers to."""
@@ -333,7 +316,7 @@ class Store:
             if version is None or version.constant is not None:
                 continue
             if version.released and version.resident:
-                self.evict(version)
+                version.evict()
             elif not version.saves:
                 version.held = None
         self.settle()
@@ -344,6 +327,46 @@ class Store:
                 _let_go(version)
         self.versions.clear()
         self.by_tensor.clear()
+
+
+def adopt(store: Store, tensor: Tensor) -> None:
+    """Takes account of a tensor that was made behind the dispatcher's back."""
+    storage = storage_of(tensor)
+    size = bytes_of(storage)
+    if id(storage) not in store.versions and not store.constants.hold(storage) and size:
+        store.settle()
+        # Others can still give way to it, but it is there already.
+        store.limits.went_over("memory allocated outside of operators", store.ledger.memory + size)
+        store.enter(store.announce("tensor", size), storage, size, None)
+
+
+def living(store: Store) -> list[Version]:
+    """Versions whose storages the program holds, in the order in which they were made."""
+    return [version for version in _all_of(store) if not version.released and version.where is not None]
+
+
+def unsafe(store: Store) -> list[Version]:
+    """What autograd has saved and would be made again later, when the program may have changed what that reads."""
+    return [each for each in _all_of(store) if each.saves and not each.resident and _reads_unwatched(each)]
+
+
+def _all_of(store: Store) -> list[Version]:
+    references = store.by_tensor.values()
+    return [version for version in (reference() for reference in references) if version is not None]
+
+
+def _look_at(store: Store, version: Version) -> None:
+    """A reference to it was dropped."""
+    if version.released:
+        return
+    if version.saves:
+        if version.where is None and not version.dropped:
+            version.dropped = True
+            store.ledger.note(k.DROP, version.tensor)
+    elif version.where is None:
+        store.release(version)
+    else:
+        version.held = None  # if that was the last reference, the storage dies and the version comes back here
 
 
 def _let_go(version: Version) -> None:

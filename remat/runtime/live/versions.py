@@ -83,6 +83,14 @@ class Version:
             return self.held
         return None if self.where is None else self.where()
 
+    def evict(self) -> None:
+        """Frees its memory."""
+        storage = self.storage()
+        self.held = None
+        self.resident = False
+        if storage is not None:
+            storage.resize_(0)
+
 
 class VersionRef(weakref.ref):
     """A reference to a version that does not keep it; knows the number of its tensor when it is gone."""
