@@ -220,7 +220,7 @@ class Block(Guard):
         more = 0 if over is None else over.peak_bytes - self.ledger.budget
         notes = [] if over is None else [f"over the budget by {format_bytes(more)} at {over.where}"]
         how: Any = {
-            "learns": self._observation is not None or self._mode.first_calls > 0,
+            "learns": self._observation is not None or self._mode.carrying_out.first_calls > 0,
             "by_model": self.settings.by_model,
         }
         budget = self.settings.budget

@@ -86,7 +86,7 @@ class Constants:
 
 
 class Numbers:
-    """Python's numbers that operators have computed with: without a word, autograd makes tensors of them and keeps these.
+    """Python's numbers that operators have computed with: autograd makes tensors of them and keeps these, unseen.
 
     Attributes:
         saves: how many tensors autograd has saved.

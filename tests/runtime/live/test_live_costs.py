@@ -43,7 +43,7 @@ def test_numbers_and_lengths_that_are_met_for_the_first_time(monkeypatch: pytest
     def firsts(compute: Callable[[], Tensor]) -> int:
         with remat.DTR("1MiB") as dtr:
             compute()
-        return dtr._last._mode.first_calls
+        return dtr._last._mode.carrying_out.first_calls
 
     for _ in range(3):
         firsts(lambda: x * 7 + 1)

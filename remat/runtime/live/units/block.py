@@ -12,7 +12,7 @@ from remat.report import Report
 from remat.runtime.accelerator import level_of, most_from_now_on
 from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.calls.hooks import told_of_first_call
-from remat.runtime.live.dispatcher import STATE_BYTES
+from remat.runtime.live.carrying_out import STATE_BYTES
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.nesting import alone_in_its_thread
 from remat.runtime.live.outcomes import Advice, Stopwatch, advice_on, outcome_of, report_of, warn_of_more
