@@ -43,6 +43,7 @@ class Account:
 
     def __init__(self, level: Callable[[], int] | None = None) -> None:
         self.pieces = self.others = self.unseen = self.peak = self.shift = self.top = 0
+        self._began = 0  # bytes in use as the present segment did
         self._level = level
         self._base = 0 if level is None else level()
         self.known: dict[int, Counted] = {}
@@ -61,8 +62,18 @@ class Account:
         self.unseen = max(self.given_out - self.pieces - self.others, 0)
 
     def begin_segment(self) -> None:
+        """A segment begins."""
+        self.measure_anew()
+        self._began = self.memory
+
+    def measure_anew(self) -> None:
         """From here on `top` is measured."""
         self.shift, self.top = 0, self.memory
+
+    @property
+    def rise(self) -> int:
+        """How far the present segment has come above what was in use as it began."""
+        return self.top - self._began
 
     def enter(self, storage: torch.UntypedStorage, piece: Piece | None = None) -> Counted:
         """Counts a storage from now on."""

@@ -82,21 +82,16 @@ class Course:
         self.plan: BlockPlan | None = None
         self.precedent: Precedent | None = None
         self.segments: list[Segment] = [Segment(Event(Kind.START, None))]
-        self._start = account.memory
 
     def know(self, place: KnownPlace) -> None:
         """What blocks before did."""
         self._place = place
         self._may_follow = bool(place.ways)
 
-    def _is_watched(self, kind: Kind) -> bool:
-        """Whether code outside is watched in segments of a kind, since it has done something else before."""
-        return (self._place.backward if kind is Kind.BACKWARD else self._place.forward) > 0
-
     @property
     def tells(self) -> bool:
         """Whether what code outside takes now is known without watching it."""
-        return self.follows and not self._is_watched(self.segments[-1].kind)
+        return self.follows and not self._place.is_watched(self.segments[-1].kind)
 
     @property
     def tells_backward(self) -> bool:
@@ -104,21 +99,20 @@ class Course:
         position = len(self.segments)
         if not self.follows or self._known is None:
             return False
-        return position >= len(self._known.segments) or not self._is_watched(self._known.segments[position].kind)
+        return position >= len(self._known.segments) or not self._place.is_watched(self._known.segments[position].kind)
 
     @property
     def was_followed(self) -> bool:
         """Whether the block did all that one before did, and nothing else, from its beginning."""
-        return self.follows and self._ends_as_known and not self._was_left
-
-    @property
-    def _ends_as_known(self) -> bool:
-        return self._known is not None and len(self.segments) == len(self._known.segments)
+        return self._ended_as_known() and not self._was_left
 
     @property
     def known_again(self) -> KnownWay | None:
         """What blocks before did that this one came to follow on its way."""
-        return self._known if self.follows and self._ends_as_known and self._was_left else None
+        return self._known if self._ended_as_known() and self._was_left else None
+
+    def _ended_as_known(self) -> bool:
+        return self.follows and self._known is not None and len(self.segments) == len(self._known.segments)
 
     def expects(self, event: Event) -> Segment | None:
         """The segment of a known course that begins with this event; None where the block does something else."""
@@ -130,17 +124,10 @@ class Course:
             if position < len(segments) and segments[position].event == event:
                 return segments[position]
         for known in self._place.ways:
-            if known is not self._known and self._leads_to(known.segments, event):
+            if known is not self._known and _leads_to(self.segments, known.segments, event):
                 self._take(known)
                 return known.segments[position]
         return None
-
-    def _leads_to(self, segments: Sequence[Segment], event: Event) -> bool:
-        """Whether all that has happened is in a course, and this event comes next there."""
-        position = len(self.segments)
-        if position >= len(segments) or segments[position].event != event:
-            return False
-        return common(self.segments, segments) == position
 
     def _take(self, known: KnownWay) -> None:
         if self._known is None:
@@ -162,14 +149,15 @@ class Course:
         if self.follows:
             if expected is None:
                 self._fork(event.kind, watched=watched)
-            elif self._is_watched(last.kind) and (watched or last.kind is Kind.FORWARD):
-                last.others, last.rise = max(last.others, account.others), max(last.rise, account.top - self._start)
+            elif self._place.is_watched(last.kind) and (watched or last.kind is Kind.FORWARD):
+                last.others, last.rise = max(last.others, account.others), max(last.rise, account.rise)
             else:
                 account.others = last.others
         else:
-            last.rise, last.others = account.top - self._start, account.others
+            last.rise, last.others = account.rise, account.others
             if watched or last.kind is Kind.FORWARD:  # of a call that is known, or was recorded
-                self._learn(last)
+                if self._learns:
+                    _learn(last)
             else:
                 self.is_whole = False
         self.follows = expected is not None
@@ -182,9 +170,9 @@ class Course:
         It is watched the next times, and during backwards where it must be: watching cannot begin in them.
         """
         account, last = self._account, self.segments[-1]
-        if self._is_watched(last.kind) and watched:
+        if self._place.is_watched(last.kind) and watched:
             self.segments[-1] = own = Segment(last.event)
-            own.rise, own.others = account.top - self._start, account.others
+            own.rise, own.others = account.rise, account.others
         else:
             self.is_whole = False
             account.others = last.others
@@ -197,7 +185,6 @@ class Course:
     def ready(self) -> None:
         """Room was made, and what the segment needs is there: from here on it is measured what it takes."""
         self._account.begin_segment()
-        self._start = self._account.memory
 
     def leave(self) -> None:
         """A call has done something else than was recorded of it: what comes is not known, nor what it took."""
@@ -216,17 +203,19 @@ class Course:
         """The block is over; `watched`: whether what came before was."""
         last = self.segments[-1]
         if not self.follows:
-            last.rise, last.others = self._account.top - self._start, self._account.others
+            last.rise, last.others = self._account.rise, self._account.others
             self.is_whole = self.is_whole and watched
 
-    def _learn(self, segment: Segment) -> None:
-        unit = segment.unit
-        if unit is None or not self._learns:
-            return
-        if segment.kind is Kind.FORWARD:
-            unit.bytes.forward = segment.rise = max(unit.bytes.forward, segment.rise)  # a known call is not watched
-        elif segment.kind is Kind.BACKWARD:
-            unit.bytes.backward = max(unit.bytes.backward, segment.rise)
+
+def _learn(segment: Segment) -> None:
+    """What calls of a unit take."""
+    unit = segment.unit
+    if unit is None:
+        return
+    if segment.kind is Kind.FORWARD:
+        unit.bytes.forward = segment.rise = max(unit.bytes.forward, segment.rise)  # a known call is not watched
+    elif segment.kind is Kind.BACKWARD:
+        unit.bytes.backward = max(unit.bytes.backward, segment.rise)
 
 
 class KnownWay(NamedTuple):
@@ -255,6 +244,10 @@ class KnownPlace:
         self.ways: list[KnownWay] = []
         self.forward = self.backward = self.unsettled = 0
 
+    def is_watched(self, kind: Kind) -> bool:
+        """Whether code outside is watched in segments of a kind, since it has done something else before."""
+        return (self.backward if kind is Kind.BACKWARD else self.forward) > 0
+
     def unsettle(self) -> None:
         """A block has not done what others did."""
         self.unsettled = _WATCHED
@@ -277,6 +270,14 @@ class KnownPlace:
             if shared < length or shared < len(each.segments):
                 others.append(each)
         self.ways = [known, *others][:_MOST_WAYS]
+
+
+def _leads_to(done: Sequence[Segment], segments: Sequence[Segment], event: Event) -> bool:
+    """Whether all that has happened is in a course, and this event comes next there."""
+    position = len(done)
+    if position >= len(segments) or segments[position].event != event:
+        return False
+    return common(done, segments) == position
 
 
 _MOST_WAYS = 8  # courses at one place

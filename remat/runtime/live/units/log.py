@@ -148,4 +148,4 @@ class Log:
             if call is not None:
                 call.wake()
         self._new = corrected(events, self.rows[: self._ended])
-        self._account.begin_segment()
+        self._account.measure_anew()
