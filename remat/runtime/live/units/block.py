@@ -121,7 +121,7 @@ class UnitsBlock:
         pool = self.calls.pool
         if pool.log.precedent is not None or pool.replaying:
             return get_state()
-        if pool.account.memory + STATE_BYTES > pool.budget:
+        if pool.account.memory + STATE_BYTES > pool.ledger.budget:
             pool.room("get_rng_state", STATE_BYTES)
         state = get_state()
         pool.account.enter(storage_of(state))
@@ -165,7 +165,7 @@ class UnitsBlock:
         self._peak = pool.peak
         budget = pool.limits.budget
         pool.limits.look_back(self._most())
-        if (self._peak > budget or (pool.too_large and pool.budget == budget)) and self.outcome == "pass":
+        if (self._peak > budget or (pool.so_far.too_large and pool.ledger.budget == budget)) and self.outcome == "pass":
             self.outcome = "over"
         if self._history is not None:
             self._history.learn(self.calls, self.outcome, failed=error is not None)
@@ -179,7 +179,7 @@ class UnitsBlock:
         """What it cost; see `DTR.report`."""
         pool, plan = self.calls.pool, self.calls.course.plan
         notes = [f"by {plan.name}"] if plan is not None and self.calls.course.follows else []
-        how: Any = {"learns": self.calls.recorded > 0, "by_model": pool.by_model}
+        how: Any = {"learns": self.calls.recorded > 0, "by_model": pool.log.writer.by_model}
         # By what replays take at most, it may have taken more than what was seen of it; the warning says that, too.
         budget = self.settings.budget
         return report_of(strategy, self.outcome, self.ledger, pool.limits, budget, self.took.seconds, notes, **how)

@@ -21,6 +21,7 @@ from remat.runtime.calls.saved import Saved, unpack
 from remat.runtime.calls.steady import is_steady
 from remat.runtime.calls.tape import Recorder
 from remat.runtime.generators import RandomState, held_by, of_python
+from remat.runtime.live.units.changes import about_to_change, distrust, was_changed
 from remat.runtime.live.units.dormant import packing
 from remat.runtime.live.units.known import BoundModule
 from remat.runtime.live.units.pieces import Reference, Row, is_flagged, look_at
@@ -79,7 +80,7 @@ class UnitCall(Call):
         piece = None if counted is None else counted.piece
         self.owner.readers.add(id(storage), self.reference, len(self.passed.inputs))
         if piece is not None and piece.is_written(tensor):
-            self.owner.changed(piece)
+            was_changed(self.owner, piece)
         if piece is None or piece.changes or piece.call.unit.kept or piece.call.varied or is_flagged(tensor):
             return Held(tensor)  # nobody can make it again
         return Reference(tensor, piece)
@@ -116,7 +117,7 @@ class UnitCall(Call):
             passed = self.passed.inputs[number]
             if isinstance(passed, Reference):
                 passed.written()
-            self.owner.changes(storage_of(given[number]))
+            about_to_change(self.owner, storage_of(given[number]))
 
     def wake(self) -> None:
         """Finds whose memory it is that autograd has saved while the block was dormant."""
@@ -163,7 +164,7 @@ class UnitCall(Call):
         return changed or (self.context is not None and bool(self.context.changed_buffer))
 
     def distrusted(self) -> None:
-        self.owner.distrust()
+        distrust(self.owner)
 
     def missing(self, number: int, parts: Parts | None) -> torch.Tensor:
         found = self.passed.inputs[number]

@@ -96,7 +96,7 @@ class BlockCalls:
         if unit is None:
             return forward(*args, **kwargs)
         most = _VARYING * max(unit.bytes.forward, unit.bytes.backward)
-        if unit.varies and self.pool.account.memory + most > self.pool.budget:
+        if unit.varies and self.pool.account.memory + most > self.pool.ledger.budget:
             self.pool.log.wake()
             self.course.leave_before(unit, watched=self._sees)
             self.watch.turn(on=True)
@@ -173,7 +173,9 @@ class BlockCalls:
     def _may_follow(self) -> bool:
         """Whether code outside has done what it did before, as far as one can see without watching it."""
         precedent = self.course.precedent
-        return precedent is None or self.pool.has_evicted or self.nodes.are_as_in(precedent)  # replays make nodes, too
+        if precedent is None or self.pool.so_far.has_evicted:  # replays make nodes, too
+            return True
+        return self.nodes.are_as_in(precedent)
 
     def _recorded(
         self, call: UnitCall, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -223,9 +225,11 @@ class BlockCalls:
             return
         spent = 0  # what was charged when it began, where others' backwards came in between
         if not call.is_back:
-            spent, call.is_back = unit.first_runs.modelled_backward if pool.by_model else unit.first_runs.backward, True
+            by_model, first = pool.log.writer.by_model, unit.first_runs
+            spent, call.is_back = first.modelled_backward if by_model else first.backward, True
         more = unit.bytes.backward if expected is None else expected.rise
-        waiting = call.row.waiting() if pool.has_evicted or pool.account.memory + more > pool.budget else ()
+        lacks_room = pool.account.memory + more > pool.ledger.budget
+        waiting = call.row.waiting() if pool.so_far.has_evicted or lacks_room else ()
         pool.room(f"backward of {unit.name}", more, waiting, spent, call)
         self.course.ready()
 
@@ -255,7 +259,7 @@ class BlockCalls:
         """A segment begins: evicts what a plan says."""
         course, pool = self.course, self.pool
         number = len(course.segments)
-        if expected is None or course.precedent is None or pool.account.given_out + expected.rise > pool.budget:
+        if expected is None or course.precedent is None or pool.account.given_out + expected.rise > pool.ledger.budget:
             pool.log.wake()
         elif number == 1:
             pool.log.sleep(course.precedent)
@@ -267,7 +271,7 @@ class BlockCalls:
             self.watch.mode.rests = self.watch.is_on and course.tells
         plan = course.plan
         # Since the core has decided something else, what a plan foresaw is not so any more.
-        if plan is None or expected is None or pool.has_asked or not (self._held or number in plan.decisions):
+        if plan is None or expected is None or pool.so_far.has_asked or not (self._held or number in plan.decisions):
             return
         again, wanted = self._held, plan.decisions.get(number, ())
         held = pool.carry_out([*again, *wanted])

@@ -18,6 +18,7 @@ from remat.runtime.live.costs import SHARED, Observed, in_key, observe, working_
 from remat.runtime.live.made import new_storages, sizes_of
 from remat.runtime.live.operator_calls import device_among
 from remat.runtime.live.units.account import Counted
+from remat.runtime.live.units.changes import about_to_change
 from remat.runtime.live.units.pool import Pool
 from remat.runtime.operators import EachOperator, Traits, not_of_plain, traits_of
 from remat.runtime.pytree import storage_of
@@ -39,6 +40,16 @@ class Seen(NamedTuple):
     level: int
     made: list[Counted]
     nanoseconds: int
+
+
+def _gives_way(pool: Pool, label: str) -> bool:
+    """The device has no memory left: has less in it; returns whether anything was evicted."""
+    if pool.replaying or not pool.limited:
+        return False
+    before = pool.account.memory
+    pool.stay_below(before)
+    pool.room(label, 0)
+    return pool.account.memory < before
 
 
 class Counting(EachOperator):
@@ -76,7 +87,7 @@ class Counting(EachOperator):
 
     def _gives_way(self, label: str) -> bool:
         with torch._C._ForceDispatchKeyGuard(*self._outside):
-            return self._pool.give_way(label)
+            return _gives_way(self._pool, label)
 
     def _dispatch(self, traits: Traits, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         pool = self._pool
@@ -89,20 +100,20 @@ class Counting(EachOperator):
         if facts is None:
             facts = self._knowledge.learn(key, traits, function, args, kwargs)
         more = facts.total_bytes + facts.working_bytes
-        if pool.account.memory + more > pool.budget:
+        if pool.account.memory + more > pool.ledger.budget:
             with torch._C._ForceDispatchKeyGuard(*self._outside):  # calls that are made again build graphs
                 pool.room(traits.label, more)
         account = pool.account
         written = sizes_of([argument.of(args, kwargs) for argument in traits.writes])
         for storage, _ in written:
             with torch._C._ForceDispatchKeyGuard(*self._outside):
-                pool.changes(storage)
+                about_to_change(pool, storage)
         if facts.settled:
             result, peak = Observed(function(*args, **kwargs), None)
         else:
             result, peak = observe(facts, function, args, kwargs, working_device(given, kwargs))
             if peak is None and not facts.measured:
-                pool.limits.not_measured(traits.label, account.memory + facts.total_bytes, pool.budget)
+                pool.limits.not_measured(traits.label, account.memory + facts.total_bytes, pool.ledger.budget)
         taken = {id(storage_of(tensor)) for tensor in given if tensor.layout == torch.strided}
         new = [storage for storage in new_storages(result, taken) if account.of(storage) is None]
         made = [account.enter(storage) for storage in new]

@@ -43,10 +43,10 @@ class History:
         if self._settings.place is None:
             return
         self._learn_course(calls, outcome, failed=failed)
-        if outcome != "over" or self._ways is None or not (calls.pool.too_large or not calls.recorded):
+        if outcome != "over" or self._ways is None or not (calls.pool.so_far.too_large or not calls.recorded):
             return
         chosen = self._settings.chooses
-        if chosen and chosen != FIRST and calls.pool.has_evicted:
+        if chosen and chosen != FIRST and calls.pool.so_far.has_evicted:
             self._site.heuristic = FIRST  # another order of evictions may need less
         elif not (self._stays and self._ways.is_last) and self._ways.does_not_fit(learned=calls.recorded > 0):
             self._site.courses.pop(self._root, None)  # later blocks here will make other calls
@@ -72,7 +72,7 @@ class History:
         """So that the next blocks here, where they have far more room than they need, only look at calls."""
         place, budget = self.place, self._settings.budget
         most = max((way.precedent.most for way in place.ways if way.precedent is not None), default=budget)
-        if place.unsettled or not has_twice(most, calls.pool.budget):
+        if place.unsettled or not has_twice(most, calls.pool.ledger.budget):
             return
         units = {s.unit for way in place.ways for s in way.segments if s.unit is not None}
         if not any(unit.varies or unit.sized_by_data for unit in units):  # nobody would notice that they take more
@@ -81,7 +81,7 @@ class History:
     def _precedent(self, calls: BlockCalls) -> Precedent | None:
         """What the next block repeats, if it does as this one and the one before."""
         course, pool = calls.course, calls.pool
-        if not course.was_followed or pool.has_evicted or self.place.forward or self.place.backward:
+        if not course.was_followed or pool.so_far.has_evicted or self.place.forward or self.place.backward:
             return None
         return course.precedent or precedent_of(
             pool.log.story, pool.log.rows, course.segments, pool.peak, calls.nodes.counts
@@ -91,9 +91,11 @@ class History:
         course, pool = calls.course, calls.pool
         first = course.is_whole and not self.place.ways  # of several courses only those that come again
         if course.was_followed and course.trial is not None:
-            course.trial.took(pool.spent_nanoseconds, passed=outcome == "pass")
+            course.trial.took(pool.so_far.spent_nanoseconds, passed=outcome == "pass")
             return course.trial
-        if course.trial is None and self._settings.chooses and pool.has_evicted and (first or course.was_followed):
+        evicts = self._settings.chooses and pool.so_far.has_evicted
+        if course.trial is None and evicts and (first or course.was_followed):
             heuristic, by_model = self._settings.chooses, self._settings.by_model
-            return plans_for(pool.log.story, pool.log.rows, course.segments, pool.budget, heuristic, by_model=by_model)
+            log, budget = pool.log, pool.ledger.budget
+            return plans_for(log.story, log.rows, course.segments, budget, heuristic, by_model=by_model)
         return None

@@ -72,7 +72,7 @@ class Orders:
         read = () if pending is None else {id(each.storage) for each in pending.passed.inputs}
         if pending is not None and (call is pending or any(id(piece) in read for piece in pieces)):
             self._make()  # else it comes after: one run makes all that has to come back of a call
-        self._pool.has_evicted = True
+        self._pool.so_far.has_evicted = True
         if not all(piece.may_go() for piece in pieces) or not all([piece.evict() for piece in pieces]):
             self.held.append(decision)
             if self._writer is not None:

@@ -23,7 +23,6 @@ from remat.runtime.live.units.orders import Order, Orders
 from remat.runtime.live.units.pieces import Piece
 from remat.runtime.live.units.remaking import Remaking
 from remat.runtime.live.units.story import Ran
-from remat.runtime.live.units.unit import INPUT_CHANGED, OUTPUT_CHANGED
 from remat.runtime.pytree import storage_of
 
 
@@ -55,6 +54,20 @@ def lies_in(given: Input, storage: torch.UntypedStorage) -> bool:
     return tensor is not None and storage_of(tensor) is storage
 
 
+class SoFar:
+    """What has happened in a pool.
+
+    Attributes:
+        has_evicted: whether anything was ever evicted; has_asked: whether the core was asked what to do.
+        too_large: whether the budget could not be kept, since calls leave too much behind at once.
+        replays, spent_nanoseconds: how often calls were made again, and how long that and evicting has taken.
+    """
+
+    def __init__(self) -> None:
+        self.too_large = self.has_evicted = self.has_asked = False
+        self.replays = self.spent_nanoseconds = 0
+
+
 class Pool:
     """Pieces of a block's calls, and what has happened to them, told to the policy core where that must decide.
 
@@ -65,25 +78,20 @@ class Pool:
     Attributes:
         backward_of: the call whose backward runs; forward_of: whose forward does.
         replaying: whether a call is made again.
-        has_evicted: whether anything was ever evicted; has_asked: whether the core was asked what to do.
-        replays, spent_nanoseconds: how often calls were made again, and how long that and evicting has taken.
-        too_large: whether the budget could not be kept, since calls leave too much behind at once.
-        readers: who reads what; log: of what has happened.
+        readers: who reads what; so_far: what has happened; log: all of that, for the policy core.
     """
 
     def __init__(
         self, ledger: Ledger, limits: Limits, *, by_model: bool = False, level: Callable[[], int] | None = None
     ) -> None:
-        self.ledger, self.limits, self.budget = ledger, limits, ledger.budget
+        self.ledger, self.limits = ledger, limits
         self.account = Account(level)
-        self.by_model = by_model
         self.lock = threading.RLock()
         self.backward_of: UnitCall | None = None
         self.forward_of: UnitCall | None = None
         self.replaying = False
         self.limited = True
-        self.too_large = self.has_evicted = self.has_asked = False
-        self.replays = self.spent_nanoseconds = 0
+        self.so_far = SoFar()
         self.on_backward: Callable[[UnitCall], None] = lambda call: None
         self.readers = Readers()
         self.log = Log(self.account, ledger, by_model=by_model)
@@ -107,23 +115,13 @@ class Pool:
         """So much is more than the device gives."""
         self.log.wake()
         self.ledger.stay_below(size)
-        self.budget = self.ledger.budget
-
-    def give_way(self, label: str) -> bool:
-        """The device has no memory left: has less in it; returns whether anything was evicted."""
-        if self.replaying or not self.limited:
-            return False
-        before = self.account.memory
-        self.stay_below(before)
-        self.room(label, 0)
-        return self.account.memory < before
 
     def carry_out(self, decisions: Sequence[Order]) -> list[Order]:
         """Does what a plan says; returns what could not be evicted, since somebody else still holds it."""
         began = time.perf_counter_ns()
         orders = Orders(self, None)
         orders.carry_out(decisions)
-        self.spent_nanoseconds += time.perf_counter_ns() - began
+        self.so_far.spent_nanoseconds += time.perf_counter_ns() - began
         return orders.held
 
     def begin_backward(self, call: UnitCall) -> None:
@@ -149,47 +147,6 @@ class Pool:
                 if saved.tensor is None:
                     self.revive(piece)
 
-    def changes(self, storage: torch.UntypedStorage) -> None:
-        """A storage is about to be changed: what was made of it could not be made again."""
-        self.log.wake()
-        counted = self.account.of(storage)
-        changed = None if counted is None else counted.piece
-        if changed is not None:
-            changed.call.unit.kept = OUTPUT_CHANGED
-        for call in self.readers.pop(storage):
-            call.unit.kept = INPUT_CHANGED
-            # Brings back what it waits for, as long as what that is made of is as it was.
-            self.room("in-place change", 0, call.row.waiting())
-        if changed is not None:
-            self.changed(changed)
-
-    def changed(self, piece: Piece) -> None:
-        """What a call has returned was changed in place."""
-        self.log.wake()
-        piece.call.unit.kept = OUTPUT_CHANGED
-        piece.changes += 1
-
-    def distrust(self) -> None:
-        """What a call reads was changed where nobody was watching: so may that of others have been. Of calls whose
-        backward is over nobody knows; those of modules of the same class are taken for changed, too."""
-        gone = []
-        for row in self.log.rows:
-            call = row.call()
-            if call is None:
-                gone.append(row.unit)
-            elif call.is_distrusted:
-                row.unit.kept = INPUT_CHANGED
-        caught = {row.unit.name for row in self.log.rows if row.unit.kept == INPUT_CHANGED}
-        for unit in gone:
-            if unit.name in caught:
-                unit.kept = unit.kept or INPUT_CHANGED
-
-    def never_again(self, name: str, why: str) -> None:
-        """Calls of modules of this class must not run again."""
-        for row in self.log.rows:
-            if row.unit.name == name:
-                row.unit.never_again(why)
-
     # Room ------------------------------------------------------------------------------------------------------------
 
     def room(
@@ -212,7 +169,7 @@ class Pool:
         account = self.account
         account.look()
         segment = self.log.begun()
-        if account.memory + more <= self.budget and not any(piece.content() is None for piece in wanted):
+        if account.memory + more <= self.ledger.budget and not any(piece.content() is None for piece in wanted):
             reads = () if backward_of is None else backward_of.row.reads_there()
             self.log.ran(Ran(label, nanoseconds, more, reads, segment))
             account.reached(more)
@@ -222,11 +179,11 @@ class Pool:
                 self.revive(piece)
             return
         began = time.perf_counter_ns()
-        kept = self.has_asked = True
+        kept = self.so_far.has_asked = True
         while kept:
             self.log.tell()
             self._obey(list({decision[1:]: decision for decision in self._decided()}.values()))  # the last of each
-            if account.memory > self.budget:
+            if account.memory > self.ledger.budget:
                 self.ledger.accept()
             inputs = self.log.writer.tensors(piece.place for piece in wanted)
             locked = self._in_use(inputs)
@@ -246,7 +203,7 @@ class Pool:
                 break
             self.limits.judge(answer, self.ledger, label, ())
             self.ledger.note(k.RELEASE, number)
-        self.spent_nanoseconds += time.perf_counter_ns() - began
+        self.so_far.spent_nanoseconds += time.perf_counter_ns() - began
         account.reached(more)
 
     def _go_over(self, label: str, wanted: Sequence[Piece]) -> None:
@@ -254,7 +211,7 @@ class Pool:
         self.limits.went_over(label, self.ledger.core.scalar(k.NEEDED))
         self.ledger.go_on()
         self._obey(self._decided())
-        self.too_large = True
+        self.so_far.too_large = True
         for piece in wanted:
             self.revive(piece)
 
@@ -295,20 +252,13 @@ class Pool:
                 f"{call.unit.name} cannot be recomputed ({call.unit.once}); this is a bug of remat, please report it"
             )
         outer, self.replaying = self.replaying, True
-        self.replays += 1
+        self.so_far.replays += 1
         try:
             before = self.account.pieces + self.account.shift
             Remaking(call, wanted).run()  # which may make its inputs first
             self.account.shift = before - self.account.pieces
         finally:
             self.replaying = outer
-
-    def passing(self, label: str, more: int) -> None:
-        """So many bytes are taken for a moment, whether the core has known of them or not."""
-        taken = self.account.memory + more
-        self.account.peak = max(self.account.peak, taken)  # not `top`: that is so since there is a limit
-        if self.limited:
-            self.limits.went_over(label, taken)
 
     def revive(self, piece: Piece) -> None:
         """Makes a piece again, with all that it needs, without regard to the budget."""

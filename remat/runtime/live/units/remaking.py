@@ -13,10 +13,12 @@ from remat.runtime.calls.partial import Differs, Parts, Replaying
 from remat.runtime.calls.recompute import Collector
 from remat.runtime.calls.tape import OUTSIDE, Tape
 from remat.runtime.fakes import alias
+from remat.runtime.live.units.changes import never_again
 from remat.runtime.pytree import storage_of, tensors
 
 if TYPE_CHECKING:
     from remat.runtime.live.units.call import UnitCall
+    from remat.runtime.live.units.pool import Pool
 
 _Made: TypeAlias = "dict[int, tuple[torch.UntypedStorage, dict[int, torch.Tensor]]]"  # by number on the tape
 
@@ -63,14 +65,14 @@ class Remaking:
             if piece is None or piece.content() is not None:
                 continue
             if not piece.is_repeated_by(self.made[number][0]):
-                call.owner.never_again(unit.name, "it does not repeat its first run")
+                never_again(call.owner, unit.name, "it does not repeat its first run")
                 raise ReplayError(f"recomputing {unit.name} gave other numbers than its first run. {call.hint}")
             piece.put(*self.made[number])
 
     def _run_whole(self) -> None:
         call, unit = self._call, self._call.unit
         self._have_inputs(range(len(call.passed.inputs)))
-        call.owner.passing(f"the recomputation of all of {unit.name}", unit.bytes.whole)
+        _passing(call.owner, f"the recomputation of all of {unit.name}", unit.bytes.whole)
         self.made, began = {}, time.perf_counter_ns()
         call.as_a_whole(self._collector(None))
         unit.replays.took(None, time.perf_counter_ns() - began)
@@ -97,9 +99,9 @@ class Remaking:
         pool, unit = self._call.owner, self._call.unit
         read = [each.storage for each in self._call.passed.inputs if each.storage is not None]
         return (
-            not pool.by_model
+            not pool.log.writer.by_model
             and unit.is_on_host
-            and pool.account.memory + unit.bytes.whole <= pool.budget
+            and pool.account.memory + unit.bytes.whole <= pool.ledger.budget
             and all([piece.content() is not None for piece in read])
         )
 
@@ -138,3 +140,12 @@ def _returned(tape: Tape, made: _Made, unsaved: frozenset[int]) -> Any:
                 made[value.storage] = storage_of(tensor), {}
 
     return take
+
+
+def _passing(pool: Pool, label: str, more: int) -> None:
+    """So many bytes are taken for a moment, whether the core has known of them or not."""
+    account = pool.account
+    taken = account.memory + more
+    account.peak = max(account.peak, taken)  # not `top`: that is so since there is a limit
+    if pool.limited:
+        pool.limits.went_over(label, taken)

@@ -13,6 +13,7 @@ from remat.runtime.calls.tape import OUTSIDE, Recorder, Tape, Value, looks_so, v
 from remat.runtime.fakes import alias
 from remat.runtime.live.made import is_number
 from remat.runtime.live.units.account import Counted
+from remat.runtime.live.units.changes import was_changed
 from remat.runtime.live.units.pieces import Piece, is_flagged
 from remat.runtime.pytree import storage_of, tensors, version_of
 
@@ -79,7 +80,7 @@ class Saving:
             piece = None if counted is None else counted.piece
             if piece is not None and not is_flagged(tensor):
                 if piece.is_written(tensor):
-                    call.owner.changed(piece)
+                    was_changed(call.owner, piece)
                 return (None if piece.changes else piece), None
         if call.varied or is_number(tensor):
             self.count_in(tensor)

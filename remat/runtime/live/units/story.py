@@ -94,7 +94,7 @@ class Writer:
     """
 
     def __init__(self, notes: Notes, rows: Sequence[Row], *, by_model: bool, holds: bool = False) -> None:
-        self._notes, self._rows, self._by_model, self._holds = notes, rows, by_model, holds
+        self._notes, self._rows, self.by_model, self._holds = notes, rows, by_model, holds
         self.places: dict[int, tuple[int, int]] = {}
         self._tensors: dict[tuple[int, int], int] = {}
         self._left: dict[tuple[int, int], set[int]] = {}  # storages of each that are still held
@@ -135,8 +135,8 @@ class Writer:
         unit = row.unit
         for number, making, size, read in row.makings():
             inner = unit.replay_bytes(making)
-            price = making.model_price if self._by_model else making.price
-            first = price.first if self._by_model else unit.first_runs.part_of(price.first)
+            price = making.model_price if self.by_model else making.price
+            first = price.first if self.by_model else unit.first_runs.part_of(price.first)
             (tensor,) = self._notes.add(
                 unit.name, price.again, self.tensors(read), [size], inner, inner, first_nanoseconds=first
             )

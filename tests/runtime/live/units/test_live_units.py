@@ -222,7 +222,7 @@ def test_smaller_units_are_no_other_way_for_the_program_to_go_on() -> None:
             step()
             kinds.append({type(module) for module in dtr._block.calls.known.bound} if number else set())
             if number >= 4 and nn.Sequential in kinds[-1]:  # once for another heuristic, and once for smaller units
-                dtr._block.calls.pool.too_large = True
+                dtr._block.calls.pool.so_far.too_large = True
     assert kinds[4] == {nn.Linear, nn.Sequential} and nn.Sequential not in kinds[-1]
     assert dtr._block.calls.course.was_followed and dtr._block._history.place.forward == 0
 

@@ -629,5 +629,5 @@ def test_what_the_program_has_changed_is_not_served_to_a_replay(monkeypatch: pyt
         left_by(stages)
         _, dtr, _ = _metered_block(budget, step, "h_lru")
         assert all(map(torch.equal, plain, left_by(stages)))
-    assert by_calls(dtr) and dtr.report().evictions and dtr._block.calls.pool.replays
+    assert by_calls(dtr) and dtr.report().evictions and dtr._block.calls.pool.so_far.replays
     assert not failed

@@ -271,9 +271,9 @@ def _make_the_fourth_call_again(pool: Pool) -> None:
         for number in call.row.sizes:
             call.row.piece(number).evict()
     assert pool.account.pieces + pool.account.shift == level
-    last, replays = calls[-1], pool.replays
+    last, replays = calls[-1], pool.so_far.replays
     pool.make(last, {number for number in last.row.sizes if last.row.piece(number).content() is None})
-    assert pool.replays - replays > 1  # its inputs first
+    assert pool.so_far.replays - replays > 1  # its inputs first
     assert pool.account.pieces + pool.account.shift == level
 
 
