@@ -92,8 +92,8 @@ class UnitCall(Call):
     ) -> Any:
         """Makes the call, under hooks that keep what autograd saves; `first`: it is recorded so."""
         unit, own = self.unit, held_by((), (args, kwargs))
-        preserve = unit.draws or bool(own)
-        self.context = FirstRun(self.stage, (args, kwargs), unit.watch, preserve_random=preserve, own=own)
+        preserve = unit.does.draws or bool(own)
+        self.context = FirstRun(self.stage, (args, kwargs), unit.does.watch, preserve_random=preserve, own=own)
         if first is not None:
             first.recorder.known = [*own, *held_by(self.stage.parts)]
         pack = packing(self) if self.owner.log.precedent is not None else (first or Saving(self)).pack
@@ -113,7 +113,7 @@ class UnitCall(Call):
     def writes_inputs(self) -> None:
         """It is about to change inputs of its own."""
         given = self.passed.given()
-        for number in self.unit.writes:
+        for number in self.unit.does.writes:
             passed = self.passed.inputs[number]
             if isinstance(passed, Reference):
                 passed.written()
@@ -136,7 +136,7 @@ class UnitCall(Call):
         """As every call; nobody looks at its operators, and that it draws, what it draws from tells."""
         unit, parts = self.unit, self.stage.parts
         passed = tensors([each.there() for each in self.passed.inputs])
-        if unit.draws or (is_steady(parts, passed) and not (modes_now() or Hooks(parts).any)):
+        if unit.does.draws or (is_steady(parts, passed) and not (modes_now() or Hooks(parts).any)):
             return super().as_a_whole(collector, activation, recorder)
         devices = accelerators(self.stage, passed)
         random = RandomState(devices, [*held_by(parts), *of_python()])
@@ -144,7 +144,7 @@ class UnitCall(Call):
         if random != random.now():
             random.restore()
             for row in self.owner.log.rows:  # it did not when it was recorded: so may others that were made since
-                row.unit.draws = True
+                row.unit.does.draws = True
             raise ReplayError(
                 f"recomputing {unit.name} did not repeat its first run: it now draws random numbers. {self.hint}"
             )

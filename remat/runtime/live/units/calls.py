@@ -96,7 +96,7 @@ class BlockCalls:
         if unit is None:
             return forward(*args, **kwargs)
         most = _VARYING * max(unit.bytes.forward, unit.bytes.backward)
-        if unit.varies and self.pool.account.memory + most > self.pool.ledger.budget:
+        if unit.does.varies and self.pool.account.memory + most > self.pool.ledger.budget:
             self.pool.log.wake()
             self.course.leave_before(unit, watched=self._sees)
             self.watch.turn(on=True)
@@ -121,14 +121,14 @@ class BlockCalls:
         call.turn = self.turn
         pool.log.rows.append(call.row)
         self.ahead[self.turn] = call.row.call
-        if unit.writes:
+        if unit.does.writes:
             call.writes_inputs()
         self._in_call, pool.forward_of = True, call
         made: list[Counted] = []
         self.nodes.note()
         try:
             if is_known:
-                self.watch.turn(on=unit.casts or (unit.leaves_others and not course.tells))
+                self.watch.turn(on=unit.does.casts or (unit.does.leaves_others and not course.tells))
                 output = call.run(forward, args, kwargs, None)
             else:
                 output, made = self._recorded(call, forward, args, kwargs)
@@ -153,10 +153,10 @@ class BlockCalls:
         """
         pool, course, unit = self.pool, self.course, call.unit
         if made:
-            unit.leaves_others = _leaves_others(call, made)
+            unit.does.leaves_others = _leaves_others(call, made)
         pool.log.made(call)
         if call.varied:
-            unit.varies = True
+            unit.does.varies = True
             course.leave()
         begins = partial(_begins, call.reference)
         for tensor in found:
@@ -207,10 +207,10 @@ class BlockCalls:
         survivors = frozenset(id(counted) for seen in trail for counted in seen.made if counted.piece is not None)
         unit.bytes.inner = inner_peak(trail, start, survivors) + unit.bytes.working
         unit.bytes.whole = inner_peak(trail, start, frozenset()) + unit.bytes.working
-        if not unit.draws:  # which is looked at, by the states of generators before and after
+        if not unit.does.draws:  # which is looked at, by the states of generators before and after
             unit.bytes.whole += state_bytes(on_accelerator=bool(accelerators(call.stage, ())))
         # It may have cast the weights before, and cast them in another call.
-        unit.casts = torch._C._is_any_autocast_enabled() and any(True for _ in call.stage.parameters())
+        unit.does.casts = torch._C._is_any_autocast_enabled() and any(True for _ in call.stage.parameters())
         return output, [counted for seen in trail for counted in seen.made]
 
     def _backward(self, call: UnitCall) -> None:

@@ -74,7 +74,7 @@ def precedent_of(
     story: Sequence[Event], rows: Sequence[Row], segments: Sequence[Segment], peak: int, nodes: Sequence[int]
 ) -> Precedent | None:
     """None where what happens in such a block must be seen while it does."""
-    if any(row.unit.writes for row in rows) or any(isinstance(event, Evicted) for event in story):
+    if any(row.unit.does.writes for row in rows) or any(isinstance(event, Evicted) for event in story):
         return None
     kept = [event for event in story if not isinstance(event, Died)]
     held = sum(sum(row.sizes.values()) for row in rows) + max(segment.others for segment in segments)

@@ -75,7 +75,7 @@ class History:
         if place.unsettled or not has_twice(most, calls.pool.ledger.budget):
             return
         units = {s.unit for way in place.ways for s in way.segments if s.unit is not None}
-        if not any(unit.varies or unit.sized_by_data for unit in units):  # nobody would notice that they take more
+        if not any(each.does.varies or each.does.sized_by_data for each in units):  # they may take more, unnoticed
             self._site.add_repeats(Repeats(self._root, calls.known.units, place))
 
     def _precedent(self, calls: BlockCalls) -> Precedent | None:

@@ -100,7 +100,7 @@ class Remaking:
         read = [each.storage for each in self._call.passed.inputs if each.storage is not None]
         return (
             not pool.log.writer.by_model
-            and unit.is_on_host
+            and unit.does.is_on_host
             and pool.account.memory + unit.bytes.whole <= pool.ledger.budget
             and all([piece.content() is not None for piece in read])
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -35,6 +36,84 @@ class CallBytes:
         self.forward = self.backward = self.inner = self.whole = 0
 
 
+class Habits:
+    """What calls of a unit do besides computing.
+
+    Attributes:
+        writes: which of its inputs it may change; draws: whether it may draw random numbers.
+        has_buffers: whether it has buffers, or the like, that it may change; watch: which of them it was seen to.
+        leaves_others: whether a call leaves memory behind that is not on its tape, as in a cache that it returns: then
+            its operators are counted where it is not known what comes; casts: whether it may leave copies of weights
+            that autocast has cast, or another call: then they are counted each time.
+        is_on_host: whether no accelerator is involved.
+        varies: whether a call has done something else than was recorded of it; sized_by_data: whether one may, with
+            as many operators: its tensors may be as large as data says.
+    """
+
+    __slots__ = (
+        *("casts", "draws", "has_buffers", "is_on_host", "leaves_others", "sized_by_data", "varies"),
+        *("watch", "writes"),
+    )
+
+    def __init__(self, stage: Stage) -> None:
+        self.varies = self.sized_by_data = self.leaves_others = self.casts = self.is_on_host = False
+        self.draws = True
+        self.watch = BufferWatch()
+        self.writes: tuple[int, ...] = ()
+        rescales = any(rescaled(part) for part in stage.parts)
+        plain = any(True for part in stage.parts for _ in plain_tensors(vars(part)))
+        self.has_buffers = plain or rescales or any(True for _ in stage.buffers())
+
+    def learn(self, tape: Tape, *, draws: bool) -> None:
+        """From a call that was recorded; `draws`: it has drawn random numbers that can be drawn again."""
+        self.writes = tuple(
+            dict.fromkeys(
+                number
+                for operator in tape.operators
+                if OUTSIDE in operator.writes  # which of what it reads it is, the tape does not say
+                for number in operator.given
+            )
+        )
+        self.is_on_host = all(storage.device.type == "cpu" for storage in tape.storages)
+        self.sized_by_data = bool(tape.observed) or any(map(_may_size_by_data, tape.operators))
+        self.draws = draws or any(operator.draws for operator in tape.operators)
+
+
+class InPart:
+    """The ways to make a call of a unit again in part, as far as they were asked for.
+
+    Attributes:
+        is_given_up: whether so many replays in part have failed that no more are tried.
+    """
+
+    __slots__ = ("_failed", "_ways")
+
+    def __init__(self) -> None:
+        self._ways: dict[tuple[frozenset[int], ...], Parts] = {}
+        self._failed = 0
+
+    @property
+    def is_given_up(self) -> bool:
+        return self._failed >= _ATTEMPTS
+
+    def of(self, tape: Tape, *numbers: frozenset[int]) -> Parts:
+        """How to make what has these numbers: `dropped`, `gone` and `also` of `Parts`."""
+        if numbers not in self._ways:
+            if len(self._ways) >= _MOST_PARTS:
+                self._ways.clear()
+            self._ways[numbers] = Parts(tape, *numbers)
+        return self._ways[numbers]
+
+    def failed(self) -> None:
+        """A replay in part was not what the tape says."""
+        self._failed += 1
+        self._ways.clear()
+
+    def clear(self) -> None:
+        """The tape is another one."""
+        self._ways.clear()
+
+
 class Unit:
     """Calls of one module with one look of arguments and flags. It outlives blocks, and does not hold the module.
 
@@ -43,43 +122,33 @@ class Unit:
         tape: None until a call was recorded.
         makings: of what outlives a call, and making_of each storage that does.
         first_runs, replays: what these take; bytes: what calls take.
-        saved: of each tensor that autograd saves how it looks at the storage of which number.
-        writes: which of its inputs it may change.
+        does: what calls do besides.
         kept: why nothing of it may be evicted; empty where it may.
         once: why it must not run again, and is kept therefore; empty where it may.
-        leaves_others: whether a call leaves memory behind that is not on its tape, as in a cache that it returns: then
-            its operators are counted where it is not known what comes; casts: whether it may leave copies of weights
-            that autocast has cast, or another call: then they are counted each time.
-        is_on_host: whether no accelerator is involved.
         unproved: of storages that were never made again, whether they would hold the same numbers; how they look.
-        varies: whether a call has done something else than was recorded of it; sized_by_data: whether one may, with
-            as many operators: its tensors may be as large as data says.
     """
 
     def __init__(self, stage: Stage) -> None:
         self.name = stage.name
-        self.watch = BufferWatch()
-        self._parts: dict[tuple[frozenset[int], ...], Parts] = {}
-        self._failed = 0
+        self._in_part = InPart()
         self.tape: Tape | None = None
         self.makings: list[Making] = []
         self.making_of: dict[int, int] = {}
         self.first_runs, self.replays = FirstRuns(1, 0, 0, 1), Replays(0, 0)
         self.bytes = CallBytes(working_bytes(stage))
-        self.saved: list[Value] = []
         self.unproved: dict[int, Value] = {}
         self.kept = self.once = ""
-        self.varies = self.sized_by_data = self.leaves_others = self.casts = self.is_on_host = False
-        self.draws = True
-        self.writes: tuple[int, ...] = ()
-        rescales = any(rescaled(part) for part in stage.parts)
-        plain = any(True for part in stage.parts for _ in plain_tensors(vars(part)))
-        self.has_buffers = plain or rescales or any(True for _ in stage.buffers())
+        self.does = Habits(stage)
+
+    @property
+    def saved(self) -> Sequence[Value]:
+        """Of each tensor that autograd saves how it looks at the storage of which number."""
+        return () if self.tape is None else self.tape.saved
 
     @property
     def is_whole(self) -> bool:
         """Whether it is no more made again in part."""
-        return self.tape is None or bool(self.tape.whole) or self._failed >= _ATTEMPTS
+        return self.tape is None or bool(self.tape.whole) or self._in_part.is_given_up
 
     def replay_bytes(self, making: Making) -> int:
         """What a replay takes at most besides what it makes."""
@@ -91,12 +160,7 @@ class Unit:
         """How to make saved tensors of these numbers, and storages, without those that are `gone`; None: as a whole."""
         if self.tape is None or self.is_whole:
             return None
-        key = dropped, gone, also
-        if key not in self._parts:
-            if len(self._parts) >= _MOST_PARTS:
-                self._parts.clear()
-            self._parts[key] = Parts(self.tape, *key)
-        return self._parts[key]
+        return self._in_part.of(self.tape, dropped, gone, also)
 
     def never_again(self, why: str) -> None:
         """It must not run again, and is kept therefore."""
@@ -105,19 +169,18 @@ class Unit:
 
     def failed(self) -> None:
         """A replay in part was not what the tape says."""
-        self._failed += 1
-        self._parts.clear()
+        self._in_part.failed()
 
     def escape(self, storages: frozenset[int]) -> None:
         """Somebody holds these storages beyond a run: from now on they are made."""
         if self.tape is not None:
             self.tape.escaping |= storages
-            self._parts.clear()
+            self._in_part.clear()
 
     def learn(self, tape: Tape, *, draws: bool) -> None:
         """From a call that was recorded; `draws`: it has drawn random numbers that can be drawn again."""
         self.tape = tape
-        self._parts.clear()
+        self._in_part.clear()
         self.makings = makings(tape)
         self.making_of = {storage: number for number, each in enumerate(self.makings) for storage in each.storages}
         recorded = int(1e9 * sum(operator.seconds for operator in tape.operators)) + 1
@@ -125,26 +188,15 @@ class Unit:
         of_makings = sum(making.price.first for making in self.makings)
         self.first_runs = FirstRuns(recorded, of_makings, len(tape.saved), modelled)
         self.replays = Replays(recorded, len(tape.saved))
-        self.saved = tape.saved
         self.unproved = _first_results(tape)
-        self.writes = tuple(
-            dict.fromkeys(
-                number
-                for operator in tape.operators
-                if OUTSIDE in operator.writes  # which of what it reads it is, the tape does not say
-                for number in operator.given
-            )
-        )
-        if self.writes:
+        self.does.learn(tape, draws=draws)
+        if self.does.writes:
             self.kept = "it changes its input"
-        self.is_on_host = all(storage.device.type == "cpu" for storage in tape.storages)
-        self.sized_by_data = bool(tape.observed) or any(map(_may_size_by_data, tape.operators))
         if tape.meets:
             self.never_again(f"it runs the collective {tape.meets}")
         if tape.draws_elsewhere:
             self.never_again("it draws from a random state that cannot be set back")
-        self.draws = draws or any(operator.draws for operator in tape.operators)
-        if not (self.draws or self.has_buffers):
+        if not (self.does.draws or self.does.has_buffers):
             self.bytes.working = 0
 
 
