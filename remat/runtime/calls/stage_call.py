@@ -43,9 +43,6 @@ class SavedTensors:
         self._slots: list[weakref.ref[Saved]] = []
         self.looks: list[Value] = []
 
-    def __len__(self) -> int:
-        return len(self._slots)
-
     def add(self, saved: Saved, tensor: torch.Tensor) -> None:
         """Autograd saves a tensor, and holds this for it."""
         self._slots.append(weakref.ref(saved))
@@ -124,7 +121,7 @@ class StageCall(Call):
         return hooks if self._recorder is None else all_of([hooks, self._recorder])
 
     def _pack(self, owner: Owner, tensor: torch.Tensor) -> Saved:
-        number = len(self.saved)
+        number = len(self.saved.looks)
         saved = Saved(owner, self, number, tensor._version)
         if self._dropped is not None and number not in self._dropped:
             saved.put(alias(tensor))  # a recorder must not see it
