@@ -60,18 +60,20 @@ class UnitsBlock:
         pool.ledger.peak = max(pool.ledger.peak, self._peak)  # of replays only the core knows
         return pool.ledger
 
-    def enter(self) -> None:
-        """Begins; leaves nothing behind where that fails."""
+    def enter(self, root: nn.Module | None = None) -> None:
+        """Begins; leaves nothing behind where that fails. `root`: the model that is called first, if that is known."""
         with ExitStack() as stack:
             stack.enter_context(self.inside())
-            stack.enter_context(told_of_first_call(self._first_called))
+            if root is None:
+                stack.enter_context(told_of_first_call(self._first_called))
             self._inside = stack.pop_all()
+        if root is not None:
+            self._first_called(root)
 
     def go_on(self, root: nn.Module, began: float) -> Callable[..., Any]:
         """Enters a block that began as another one, in which this model was called first. Returns what runs calls."""
         self.took.began = began
-        self.enter()
-        self._first_called(root)
+        self.enter(root)
         return (
             self.calls.called
             if self._history is not None
