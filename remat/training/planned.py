@@ -115,7 +115,7 @@ class Planned:
         self.patch: PatchedForward | None = None
         self.on_measured: Callable[[], None] = lambda: None
         self.on_planned: Callable[[], None] = lambda: None
-        self.on_training: Callable[[], None] = lambda: None
+        self.on_training: Callable[[], None] | None = None
         self.shared = Shared()
         self.inputs = PlansByInput(self)
         self._least: tuple[RunningPlan | None, int] = (None, 0)
@@ -372,7 +372,8 @@ class Planned:
             if self.chain is None:
                 refuse_first_forward(self.model)
             plan = self.inputs.plan_for(call)
-        self.on_training()
+        if self.on_training is not None:
+            self.on_training()
         return plan.executor
 
     def least(self) -> int:
