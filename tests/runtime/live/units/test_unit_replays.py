@@ -14,6 +14,7 @@ from remat.runtime.dtr import _kernels as k
 from remat.runtime.live.units.call import UnitCall
 from remat.runtime.live.units.makings import Replays
 from remat.runtime.live.units.orders import Order, Orders
+from remat.runtime.live.units.pool import SoFar
 from support.live_models import allocate_gradients
 from support.unit_blocks import by_calls, left_by, memory_of
 
@@ -60,7 +61,7 @@ def test_one_run_makes_all_that_comes_back_of_a_call(reads: bool) -> None:
         for number in wanted:
             call.pieces[number].there = True
 
-    pool: Any = SimpleNamespace(make=make, has_evicted=False, log=SimpleNamespace(rows=[before.row, call.row]))
+    pool: Any = SimpleNamespace(make=make, so_far=SoFar(), log=SimpleNamespace(rows=[before.row, call.row]))
     decisions = [Order(False, 1, 0), Order(True, 0, 0), Order(False, 1, 1)]
     Orders(pool, writer).carry_out(decisions)
     assert done == ([([0], True), ([1], False)] if reads else [([0, 1], False)])
