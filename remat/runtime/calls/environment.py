@@ -178,9 +178,8 @@ class FirstRun:
     def changed_buffer(self) -> str:
         """Which buffer, or tensor in an attribute, was changed in place and cannot be put back; empty where none."""
         found = "" if self._state is None else self._state.changed_buffer
-        if found or self._attributes.changed_tensor:
-            return found or self._attributes.changed_tensor
-        return "" if self._objects is None else self._objects.changed_tensor
+        objects = self._objects
+        return found or self._attributes.changed_tensor or ("" if objects is None else objects.changed_tensor)
 
     @contextmanager
     def _changing_again(self, state: StageState, others: Sequence[tuple[nn.Module, str, Any]]) -> Iterator[None]:

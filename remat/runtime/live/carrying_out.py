@@ -14,12 +14,7 @@ from remat.runtime.dtr import _kernels as k
 from remat.runtime.generators import RandomState
 from remat.runtime.live.costs import SHARED, Observed, OperatorFacts, observe, working_device
 from remat.runtime.live.made import can_be_evicted, storages_made
-from remat.runtime.live.operator_calls import (
-    Action,
-    OperatorCall,
-    Pending,
-    random_before,
-)
+from remat.runtime.live.operator_calls import Action, OperatorCall, Pending, random_before
 from remat.runtime.live.repeating import cut_loose, revive
 from remat.runtime.live.store import Store
 from remat.runtime.live.versions import OperatorRun, Version, hand_over

@@ -50,7 +50,6 @@ class Dispatcher(EachOperator):
         super().__init__()
         self.store, self.ledger = store, store.ledger
         self.by_model = by_model
-        self.knowledge = SHARED
         self.carrying_out = CarryingOut(store, by_model=by_model)
         self._lazy = False  # whether tensors with lazy conjugation or negation may be about
 
@@ -102,11 +101,11 @@ class Dispatcher(EachOperator):
         if call.made_on.type == "meta":  # which is nobody's memory, as the compiler's tensors to look at
             return function(*args, **kwargs)
         key = (call.device, *call.key)
-        facts = self.knowledge.facts.get(key)
+        facts = SHARED.facts.get(key)
         if facts is None:
             if traits.sized_by_data(args):
                 self._access(call)
-            facts = self.knowledge.learn(key, traits, function, args, kwargs)
+            facts = SHARED.learn(key, traits, function, args, kwargs)
         call.facts = facts
         if traits.writes or traits.statistics or call.opaque or traits.hidden or not traits.repeatable:
             return self._unusual(call)
@@ -167,7 +166,7 @@ class Dispatcher(EachOperator):
             else:
                 key.append(in_key(value))
             template.append(value)
-        facts = self.knowledge.facts.get(tuple(key))
+        facts = SHARED.facts.get(tuple(key))
         if facts is None or not facts.simple or self._lazy:
             return False, None
         size = facts.total_bytes
