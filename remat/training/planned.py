@@ -256,7 +256,7 @@ class Planned:
             InfeasibleBudget: none does.
         """
         chain, of, ranks = self.measured, self.of, self.setup.ranks
-        asked, tried = limit, False
+        asked = limit
         over: int | None = None  # the least on paper of which steps were seen to take too much
         if any(map(is_sharded, self.model.modules())):
             asked += chain.reserve_bytes  # much of it chance, which most steps do without
@@ -264,11 +264,11 @@ class Planned:
             try:
                 schedule = solved(chain, solver, max(asked, 1), ranks=ranks)
             except InfeasibleBudget as error:
-                if not tried and error.minimum <= _NEARLY * limit:  # on paper: steps may take less
-                    asked = error.minimum
+                if error.minimum < (_NEARLY * limit if over is None else over):  # on paper: steps may take less
+                    asked = error.minimum  # nothing is refused before the least was tried
                     continue
                 raise InfeasibleBudget(limit, error.minimum + limit - asked, error.solver) from None
-            found, tried = self._tried(schedule, call, loss), True
+            found = self._tried(schedule, call, loss)
             planned = min(asked, simulate(chain, schedule).peak_bytes)
             if found is not None and found.of(of) <= limit:
                 break
