@@ -93,7 +93,8 @@ def _sharded(rank: int) -> None:
         torch.testing.assert_close(found, expected)
         assert module.sequence.budget_bytes is not None
         peaks = [peak_of(lambda model=model: model(part).square().mean().backward(), part) for _ in range(3)]
-        assert min(peaks) <= module.sequence.budget_bytes  # threads of gloo choose when they let go of what was sent
+        late = 2 * 4 * sum(map(nn.Parameter.numel, network().blocks[0].parameters()))  # that threads of gloo may hold
+        assert min(peaks) <= module.sequence.budget_bytes and max(peaks) <= module.sequence.budget_bytes + late
         model = sharded()
         module = rotor.Checkpointable(model, part, group=dist.group.WORLD, stages=["blocks"])
         module.sequence = in_part(module)
