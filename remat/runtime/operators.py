@@ -265,16 +265,18 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
-def on_meta(value: Any, shadows: dict[int, Tensor]) -> Any:
-    """`value` with tensors without data in the place of its tensors, the same for the same."""
+def on_meta(value: Any, shadows: dict[int, Tensor], floats: torch.dtype | None = None) -> Any:
+    """`value` with tensors without data in the place of its tensors, the same for the same; `floats`: of this type
+    those of floating-point numbers."""
     if isinstance(value, Tensor):
         if id(value) not in shadows:
-            shadows[id(value)] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+            dtype = floats if floats is not None and value.is_floating_point() else value.dtype
+            shadows[id(value)] = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device="meta")
         return shadows[id(value)]
     if isinstance(value, (list, tuple)):
-        return [on_meta(item, shadows) for item in value]
+        return [on_meta(item, shadows, floats) for item in value]
     if isinstance(value, dict):
-        return {name: on_meta(item, shadows) for name, item in value.items() if name != "generator"}
+        return {name: on_meta(item, shadows, floats) for name, item in value.items() if name != "generator"}
     return torch.device("meta") if isinstance(value, torch.device) else value
 
 
@@ -289,15 +291,24 @@ def is_sized_by_data(operator: Any, args: Sequence[Any], kwargs: Mapping[str, An
         return traits.sized_by_data(args)
     if operator in _SIZED_WITHOUT_DATA:
         return False
-    shadows: dict[int, Tensor] = {}
-    try:
-        with in_earnest(), torch.no_grad():
-            expected = tensors_in(operator(*on_meta(args, shadows), **on_meta(dict(kwargs), shadows)))
-    except Exception:  # of any kind: it needs data, or nobody has said how its results look
-        return True
-    found = tensors_in(output)
-    if [tensor.shape for tensor in expected] != [tensor.shape for tensor in found]:
+    expected = _shapes_without_data(operator, args, kwargs)
+    if expected is None:  # some are known for the type of numbers alone for which they are fastest (`_grouped_mm`)
+        expected = _shapes_without_data(operator, args, kwargs, torch.bfloat16)
+    if expected != [tensor.shape for tensor in tensors_in(output)]:
         return True
     if not traits.data_dependent and not traits.foreign and traits.label not in PUTTING:
         _SIZED_WITHOUT_DATA.add(operator)  # what others register may depend on more than the kind of operator
     return False
+
+
+def _shapes_without_data(
+    operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], floats: torch.dtype | None = None
+) -> list[torch.Size] | None:
+    """Shapes of a call's results, were its floating-point numbers of this type; None where these need data."""
+    shadows: dict[int, Tensor] = {}
+    try:
+        with in_earnest(), torch.no_grad():
+            results = operator(*on_meta(args, shadows, floats), **on_meta(dict(kwargs), shadows, floats))
+    except Exception:  # of any kind: it needs data, or nobody has said how its results look
+        return None
+    return [tensor.shape for tensor in tensors_in(results)]

@@ -190,6 +190,16 @@ def test_whether_sizes_need_data_is_asked_anew_where_arguments_decide() -> None:
     assert torch.ops.aten.index_put.default not in operators._SIZED_WITHOUT_DATA
 
 
+def test_some_shapes_are_known_for_one_type_of_numbers_alone() -> None:
+    """Products by group are; how long a packed sequence becomes is known for none, and depends on the lengths."""
+    grouped, packed = torch.ops.aten._grouped_mm.default, torch.ops.aten._pack_padded_sequence.default
+    operators._SIZED_WITHOUT_DATA.discard(grouped)
+    args = (torch.randn(8, 32), torch.randn(2, 32, 32), torch.tensor([3, 8], dtype=torch.int32))
+    assert not is_sized_by_data(grouped, args, {}, grouped(*args))
+    sequences = (torch.randn(3, 2, 4), torch.tensor([3, 1]), False)
+    assert is_sized_by_data(packed, sequences, {}, packed(*sequences))
+
+
 @pytest.mark.parametrize("held", [4, 16])
 def test_storages_that_no_operator_makes_are_counted_and_told(held: int) -> None:
     """Copies of modules make such. They are there before anybody can make room, so that the report is what is left."""

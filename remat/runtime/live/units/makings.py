@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from remat.runtime.live.costs import rates_of
 
 _HOST = torch.device("cpu")
 _OPTIONS = 3  # of a call
-
+_MOST_TAPES = 32  # whose groups are held
 
 _BACKWARD = 2  # times what its forward takes: what a backward takes, about
 # Nanoseconds that a replay takes besides its kernels: each, and for each operator up to the last that it needs, whether
@@ -150,7 +151,11 @@ def makings(tape: Tape) -> list[Making]:
 
 
 def _by_options(tape: Tape, structure: TapeStructure) -> list[tuple[int, ...]]:
-    """What autograd saves inside of a call, in groups that go together."""
+    """What autograd saves inside of a call, in groups that go together: the same for calls that are alike, as those of
+    the layers of a transformer are."""
+    for other, known in _grouped:
+        if other.is_like(tape):
+            return known
     inside = structure.saved.keys() - tape.returned
     groups: list[tuple[int, ...]] = []
     for part in choices(tape, [operator.seconds for operator in tape.operators], most=_OPTIONS):
@@ -158,7 +163,13 @@ def _by_options(tape: Tape, structure: TapeStructure) -> list[tuple[int, ...]]:
         if dropped:
             groups.append(tuple(sorted(dropped)))
             inside = inside - dropped
-    return [*groups, tuple(sorted(inside))] if inside else groups
+    if inside:
+        groups.append(tuple(sorted(inside)))
+    _grouped.append((tape, groups))
+    return groups
+
+
+_grouped: deque[tuple[Tape, list[tuple[int, ...]]]] = deque(maxlen=_MOST_TAPES)  # the last ones
 
 
 def model_nanoseconds(operator: Operator, tape: Tape) -> int:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torch.utils.checkpoint import checkpoint
 
@@ -268,6 +269,29 @@ def test_calls_whose_memory_depends_on_data_are_not_taken_for_granted() -> None:
             with remat.DTR("1MiB") as dtr:
                 model(sample, padded).backward()
             assert not is_roomy(dtr)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_that_share_one_product_are_sized_by_shapes_alone(dtype: torch.dtype) -> None:
+    """How many rows each gets depends on data; how many there are does not, in whatever type PyTorch knows that."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.weights = nn.Linear(32, 4), nn.Parameter(torch.randn(4, 32, 32) / 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            chosen, order = self.gate(x).argmax(-1).sort()
+            ends = torch.histc(chosen.float(), bins=4, min=0, max=3).cumsum(0, dtype=torch.int32)
+            return x.index_add(0, order, functional.grouped_mm(x[order], self.weights, offs=ends))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Experts() for _ in range(3))).to(dtype)
+    for _ in range(4):
+        x = torch.randn(64, 32, dtype=dtype)  # other numbers each time: other rows for each
+        with remat.DTR(ROOM) as dtr:
+            model(x).square().mean().backward()
+    assert is_roomy(dtr)
 
 
 def test_paths_that_alternate() -> None:

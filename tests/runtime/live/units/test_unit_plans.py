@@ -12,7 +12,9 @@ from torch import nn
 
 import remat
 from remat.errors import OutOfBudget, RematError, Thrashing
-from remat.runtime.calls.tape import Operator, Value
+from remat.runtime.calls import hull
+from remat.runtime.calls.hull import Part
+from remat.runtime.calls.tape import Operator, Tape, Value
 from remat.runtime.dtr._kernels import KEEP, RELEASE
 from remat.runtime.dtr.graph import compile_trace
 from remat.runtime.dtr.heuristics import HEURISTICS
@@ -21,7 +23,7 @@ from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
 from remat.runtime.live.sites import sites
 from remat.runtime.live.traced import trace_of
-from remat.runtime.live.units import history
+from remat.runtime.live.units import history, makings
 from remat.runtime.live.units.counting import Seen, with_seconds
 from remat.runtime.live.units.orders import Order, Orders
 from remat.runtime.live.units.plans import BlockPlan, Trial
@@ -290,6 +292,26 @@ def test_what_is_made_again_and_evicted_is_not_there_for_what_follows() -> None:
             loss.backward()
     known = levels[1:]  # the first of them records its calls, and holds more
     assert known and all(made == size for made, size in known)
+
+
+@pytest.mark.parametrize(("make", "kinds"), [(mlps, 1), (uneven, 2)])
+def test_what_goes_together_is_found_once_for_calls_that_are_alike(
+    make: Callable[[], Model], kinds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of the layers of a transformer: finding it is most of what learning costs."""
+    asked = []
+
+    def choices(tape: Tape, *args: Any, **kwargs: Any) -> list[Part]:
+        asked.append(tape)
+        return hull.choices(tape, *args, **kwargs)
+
+    monkeypatch.setattr(makings, "choices", choices)
+    makings._grouped.clear()
+    model = make()
+    step = step_of(model)
+    assert any(by_calls(each) for each in blocks(step, memory_of(step) // 2))
+    assert len(asked) == kinds
+    assert not any(one.is_like(other) for one in asked for other in asked if one is not other)
 
 
 def _make_evict_and_make(pool: Pool) -> tuple[int, int]:
