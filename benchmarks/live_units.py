@@ -5,7 +5,8 @@
 From the ninth block on, in turns with plain PyTorch; gradients are allocated beforehand: quartiles, and the ratio of
 the means, which garbage that only the collector frees does not escape. Besides, what the first block of a place takes,
 and what the report of the last one before says. At half of the memory, where a plan is possible, the best static one
-within the same limit, too. What thrashes operator by operator for twenty times the program's own time has no figure.
+within the same limit, too; and where a program calls one small model many times, PyTorch's own checkpoint of each call.
+What thrashes operator by operator for twenty times the program's own time has no figure.
 MobileNetV3 is timm's, and left out where that is not installed.
 """
 
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import remat
 from benchmarks.any_model import _images, _language
@@ -35,10 +37,11 @@ from benchmarks.zoo import make as make_of_zoo
 from remat.errors import OverBudgetWarning, RematError, ThrashingWarning
 from remat.models import TreeLSTM, complete_tree, resnet18, resnet50
 
-Loss = Callable[[nn.Module], torch.Tensor]
+Loss = Callable[[Any], torch.Tensor]  # of the model, or of what calls it
 Fit = Callable[[nn.Module, int], object]  # makes a model train by a plan within so many bytes besides the sample
 Made = tuple[nn.Module, Loss] | tuple[nn.Module, Loss, Fit]
 _ROUNDS = 9
+_CALLED_OFTEN = ("GRU cells", "LSTM cells", "rollout")  # their loss calls the model many times
 _BLOCKS = 8  # before the time is measured: a plan is made after the second, and tried
 
 
@@ -130,11 +133,12 @@ def _of(name: str, model: nn.Module, loss: Loss, fit: Fit | None = None) -> list
         for parameter in each.parameters():
             parameter.grad = torch.zeros_like(parameter)
 
-    def step(block: Callable[[], Any] = nullcontext, model: nn.Module = model) -> Any:
+    def step(block: Callable[[], Any] = nullcontext, model: Callable[..., Any] = model) -> Any:
         with block() as dtr:
             loss(model).backward()
         return dtr
 
+    each_call = partial(checkpoint, model, use_reentrant=False)
     for _ in range(2):
         most = step(lambda: remat.DTR("1TiB", granularity="operator")).report().peak_bytes
     rows = []
@@ -142,6 +146,7 @@ def _of(name: str, model: nn.Module, loss: Loss, fit: Fit | None = None) -> list
         row: dict[str, object] = {"model": name, "of the memory": share if share < 1 else "more than enough"}
         budget = int(share * most)
         ways: dict[str, Callable[[], Any]] = {"plain": step}
+        ways |= {"checkpoint": partial(step, model=each_call)} if name in _CALLED_OFTEN and share < 1 else {}
         for granularity in ("calls", "operator"):
             block = partial(remat.DTR, budget, granularity=granularity, thrash_limit=20)
             row |= _warmed_up(granularity, partial(step, block))

@@ -132,8 +132,9 @@ def live_units__table() -> str:
         cells = [
             f"{_middle(row, 'calls')} ({_middle(row, 'operator')})" for row in (by_memory["more than enough"], half)
         ]
-        lines.append([model, *cells, _middle(half, "static")])
-    return table(["model", "nothing evicted", "half of the memory", "best static plan at half"], lines)
+        lines.append([model, *cells, _middle(half, "static"), _middle(half, "checkpoint")])
+    heads = ["nothing evicted", "half of the memory", "best static plan at half", "PyTorch's checkpoint of each call"]
+    return table(["model", *heads], lines)
 
 
 @figure
