@@ -153,7 +153,7 @@ def makings(tape: Tape) -> list[Making]:
 def _by_options(tape: Tape, structure: TapeStructure) -> list[tuple[int, ...]]:
     """What autograd saves inside of a call, in groups that go together: the same for calls that are alike, as those of
     the layers of a transformer are."""
-    for other, known in _grouped:
+    for other, known in tuple(_grouped):  # blocks of other threads add to it
         if other.is_like(tape):
             return known
     inside = structure.saved.keys() - tape.returned

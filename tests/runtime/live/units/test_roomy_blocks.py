@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 import weakref
@@ -287,10 +288,13 @@ def test_experts_that_share_one_product_are_sized_by_shapes_alone(dtype: torch.d
 
     torch.manual_seed(0)
     model = nn.Sequential(*(Experts() for _ in range(3))).to(dtype)
+    plain = copy.deepcopy(model)
     for _ in range(4):
         x = torch.randn(64, 32, dtype=dtype)  # other numbers each time: other rows for each
         with remat.DTR(ROOM) as dtr:
             model(x).square().mean().backward()
+        plain(x).square().mean().backward()
+        assert all(map(torch.equal, left_by(model), left_by(plain)))
     assert is_roomy(dtr)
 
 

@@ -314,6 +314,27 @@ def test_what_goes_together_is_found_once_for_calls_that_are_alike(
     assert not any(one.is_like(other) for one in asked for other in asked if one is not other)
 
 
+def test_blocks_of_other_threads_may_learn_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one looks for a call that is alike, another adds one."""
+    is_like = Tape.is_like
+
+    def meanwhile(one: Tape, other: Tape) -> bool:
+        makings._grouped.append((Tape(), []))
+        return is_like(one, other)
+
+    makings._grouped.clear()
+    model, plain, x = uneven(), uneven(), torch.randn(64, 64)
+    step = step_of(model, x)
+    budget = memory_of(step) // 2
+    left_by(model)
+    monkeypatch.setattr(Tape, "is_like", meanwhile)
+    done = blocks(step, budget, 3)
+    assert by_calls(done[-1]) and all(each.report().outcome == "pass" for each in done)
+    for _ in range(3):
+        step_of(plain, x)()
+    assert all(map(torch.equal, left_by(model), left_by(plain)))
+
+
 def _make_evict_and_make(pool: Pool) -> tuple[int, int]:
     """Bytes that are there of two makings of which the first was to go before the second came; and of the second."""
     pool.log.tell_all()
