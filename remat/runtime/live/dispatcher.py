@@ -124,6 +124,7 @@ class Dispatcher(EachOperator):
         template: list[Any] = []
         numbers: list[int] = []
         inputs: list[int] = []
+        scalars = 0
         for value in args:
             if isinstance(value, Tensor):
                 try:
@@ -161,7 +162,7 @@ class Dispatcher(EachOperator):
                     return False, None
                 key.append(tuple(value))
             elif kind is float or (kind is int and len(template) in traits.scalars):
-                store.numbers.count += 1
+                scalars += 1
                 key.append(kind)
             else:
                 key.append(in_key(value))
@@ -176,6 +177,7 @@ class Dispatcher(EachOperator):
             result = function(*args)
         except torch.OutOfMemoryError:
             return False, None  # others may give way
+        store.numbers.count += scalars
         price = facts.model_nanoseconds if self.by_model else facts.nanoseconds
         tensor = ledger.add_one(traits.label, price, numbers, inputs, size, facts.scratch_bytes)
         operator = OperatorRun(function, template, surroundings, torch.is_grad_enabled())

@@ -19,18 +19,35 @@ _HOPELESS = 5.0  # times the operators' own time, spent on recomputing: such a b
 
 
 class Instructions(NamedTuple):
-    """Operators, and what is done with them and what they make: rows of the policy core's instructions."""
+    """Operators, and what is done with them and what they make: rows of the policy core's instructions.
+
+    Attributes:
+        beside: numbers of those that are none of the program's; see `Notes`.
+    """
 
     graph: Graph
     instructions: Sequence[tuple[int, int]]
+    beside: frozenset[int]
 
-    def begins_like(self, graph: Graph) -> bool:
-        """Whether its first operators are those of another one so far, on tensors of the same sizes.
+    def begins_like(self, other: Instructions) -> bool:
+        """Whether the first operators of its program are those of another one so far, on tensors of the same sizes.
 
         What the last one makes may not be there yet, and its size a guess.
         """
-        operators, tensors = len(graph.labels), graph.operators[-1][k.OUT] if graph.operators else 0
-        return self.graph.labels[:operators] == graph.labels and self.graph.sizes[:tensors] == graph.sizes[:tensors]
+        others = other._calls()
+        mine = self._calls()[: len(others)]
+        if len(mine) < len(others):
+            return False
+        return mine[:-1] == others[:-1] and [label for label, _ in mine[-1:]] == [label for label, _ in others[-1:]]
+
+    def _calls(self) -> list[tuple[str, list[int]]]:
+        """Of the program's operators: the label, and the sizes of what was made."""
+        graph = self.graph
+        return [
+            (label, graph.sizes[row[k.OUT] : row[k.OUT_END]])
+            for number, (label, row) in enumerate(zip(graph.labels, graph.operators, strict=True))
+            if number not in self.beside
+        ]
 
 
 class Notes:
@@ -42,10 +59,13 @@ class Notes:
         changed: for operators that change storages those of their arguments whose new versions are the last of what
             they make.
         instructions: what is done with them and what they make.
+        beside: numbers of those that stand for memory that no operator of the program makes. When such is needed
+            depends on the budget, too.
     """
 
     def __init__(self) -> None:
         self.graph = Graph()
+        self.beside: set[int] = set()
         self.arguments: list[list[int]] = []
         self.changed: dict[int, tuple[int, ...]] = {}
         self.instructions: list[tuple[int, int]] = []
@@ -74,6 +94,12 @@ class Notes:
         inputs = [argument for argument in arguments if argument >= 0]
         outputs = [(size, -1) for size in sizes] or [(0, -1)]
         return self.graph.add(label, nanoseconds, inputs, outputs, scratch_bytes, overwritten_bytes, first_nanoseconds)
+
+    def add_beside(self, label: str, nanoseconds: int, arguments: list[int], size: int) -> int:
+        """Writes down memory that no operator of the program makes; returns its tensor."""
+        self.beside.add(len(self.arguments))
+        (tensor,) = self.add(label, nanoseconds, arguments, [size])
+        return tensor
 
     def note(self, instruction: int, tensor: int) -> None:
         """Writes down what is none of an operator."""
@@ -165,7 +191,8 @@ class Ledger(Notes):
 
     def program(self) -> Instructions:
         """All that was written down so far, to be carried out on paper; without what a plan has evicted."""
-        return Instructions(self.graph, [row for row in self.instructions if row[0] not in (k.EVICT, k.RETAIN)])
+        instructions = [row for row in self.instructions if row[0] not in (k.EVICT, k.RETAIN)]
+        return Instructions(self.graph, instructions, frozenset(self.beside))
 
     def least_budget(
         self, whole: Instructions | None = None, *, below: int | None = None, overhead: float = _HOPELESS

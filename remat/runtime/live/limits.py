@@ -96,7 +96,7 @@ class Limits:
         call = f"{label}({shapes})"
         reserved, budget = self.reserved_bytes, ledger.budget + self.reserved_bytes
         found = [ledger.least_budget()]
-        if self.whole is not None and self.whole.begins_like(ledger.graph):  # what is yet to come is known
+        if self.whole is not None and self.whole.begins_like(ledger.program()):  # what is yet to come is known
             found.append(ledger.least_budget(self.whole))
         least = max((least + reserved for least in found if least is not None), default=None)
         if ledger.budget < self.budget and answer == k.OUT_OF_MEMORY:

@@ -174,7 +174,7 @@ def _dependents(store: Store, constant: Given) -> list[Version]:
 
 def _copy_aside(store: Store, constant: Given) -> None:
     original, size = constant.content, bytes_of(constant.content)
-    (tensor,) = store.ledger.add("clone", max(size // 10, 1), [constant.argument], [size])
+    tensor = store.ledger.add_beside("clone", max(size // 10, 1), [constant.argument], size)
     store.hold(size, "clone")
     with in_earnest(), no_autograd(), no_autocast():
         constant.content = copy = original.clone()

@@ -136,7 +136,7 @@ class Unseen:
         if self._number >= 0:
             ledger.note(k.UNLOCK, self._number)
             ledger.note(k.RELEASE, self._number)
-        (self._number,) = ledger.add("extra memory of the allocator", 0, [], [unseen])
+        self._number = ledger.add_beside("extra memory of the allocator", 0, [], unseen)
         ledger.note(k.LOCK, self._number)
         ledger.memory += unseen - self._bytes
         ledger.peak = max(ledger.peak, ledger.memory)
@@ -188,7 +188,7 @@ class Store:
 
     def announce(self, label: str, size: int) -> int:
         """Makes room for a tensor that no operator makes; returns its number in the policy core."""
-        (number,) = self.ledger.add(label, max(size // 10, 1), [], [size])
+        number = self.ledger.add_beside(label, max(size // 10, 1), [], size)
         self.hold(size, label)
         return number
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import remat
+from remat.runtime.dtr.heuristics import make_heuristic
+from remat.runtime.live.ledger import Instructions, Ledger
 from support.memory import metered
 
 pytestmark = pytest.mark.usefixtures("operator_by_operator")
@@ -148,3 +150,47 @@ def test_the_reported_peak_is_the_measured_one(end: str) -> None:
         assert measured <= report.peak_bytes <= min(measured + more, budget)
         evicted += report.evictions
     assert evicted or end.startswith(("wide", "scratch", "masks"))  # where nothing can be spared
+
+
+@pytest.mark.parametrize("layers", [20, 40, 100])
+def test_the_budget_that_an_error_names_works_where_room_was_made_for_numbers(layers: int) -> None:
+    """Room for what no operator makes is made where memory is short, and makes it no other program."""
+    x = torch.ones(1024, requires_grad=True)
+
+    def block(budget: int | str) -> remat.Report:
+        with remat.DTR(budget, "h_dtr_eq", thrash_limit=None) as dtr:
+            y = x
+            for number in range(layers):
+                y = (y * (1.0 + number)).sin()
+            y.sum().backward()
+            x.grad = None
+        return dtr.report()
+
+    for _ in range(3):
+        whole = block("1GiB").peak_bytes
+    refused = 0
+    for share in (0.2, 0.1, 0.05, 0.02):
+        try:
+            block(int(share * whole))
+        except remat.OutOfBudget as error:
+            refused += 1
+            assert error.minimum is not None and block(error.minimum).peak_bytes <= error.minimum
+    assert refused > 0
+
+
+def test_a_program_begins_like_another_whatever_memory_was_counted_beside() -> None:
+    def program(calls: list[tuple[str, int]]) -> Instructions:
+        notes = Ledger(2**20, make_heuristic("h_dtr_eq"), sampling=False, skip_small=False, seed=0)
+        for label, size in calls:
+            if label == "numbers":
+                notes.add_beside(label, 1, [], size)
+            else:
+                notes.add(label, 1, [], [size])
+        return notes.program()
+
+    whole = program([("mm", 64), ("numbers", 8), ("sin", 64), ("cos", 32)])
+    assert whole.begins_like(program([("mm", 64), ("sin", 64), ("numbers", 8), ("cos", 1)]))  # the last is a guess
+    assert whole.begins_like(program([("numbers", 8)]))
+    assert not whole.begins_like(program([("mm", 64), ("sin", 8), ("cos", 32)]))
+    assert not whole.begins_like(program([("mm", 64), ("cos", 32)]))
+    assert not whole.begins_like(program([("mm", 64), ("sin", 64), ("cos", 32), ("cos", 32)]))
