@@ -181,12 +181,15 @@ def model_of(name: str) -> nn.Module:
 @pytest.mark.filterwarnings("ignore:.*recomputed as a whole", "ignore:.*computes in threads of its own")
 @pytest.mark.parametrize("name", READS)
 def test_parts_of_blocks(name: str) -> None:
-    """Whatever is dropped: each saved tensor by itself, all, and every other one."""
+    """Whatever is dropped: each saved tensor by itself, all, and every other one; in each block another of these."""
     plain = trained(model_of(name))
     sample = torch.randn(ROWS, WIDTH).requires_grad_()
     chain = remat.profile(model_of(name), sample)
-    for dropped in [*(frozenset([number]) for number in range(14)), frozenset(range(99)), frozenset(range(0, 99, 2))]:
-        driven = remat.apply(model_of(name), parted(chain, [dropped] * (chain.length - 1)))
+    ways = [*(frozenset([number]) for number in range(14)), frozenset(range(99)), frozenset(range(0, 99, 2))]
+    blocks = chain.length - 1
+    for first in range(0, len(ways), blocks):
+        dropped = [ways[(first + block) % len(ways)] for block in range(blocks)]
+        driven = remat.apply(model_of(name), parted(chain, dropped))
         assert_same(plain, trained(driven), f"{dropped}")
 
 
