@@ -22,7 +22,7 @@ def _autocast(dtype: torch.dtype) -> Callable[[], AbstractContextManager[Any]]:
 
 
 @pytest.mark.parametrize("way", ["fit", "module", "operator"])
-@pytest.mark.parametrize(("name", "dtype"), [("convolutions", torch.float16), ("GPT-2", torch.bfloat16)])
+@pytest.mark.parametrize(("name", "dtype"), [("convolutions", torch.bfloat16), ("GPT-2", torch.float16)])
 def test_under_autocast(name: str, dtype: torch.dtype, way: str) -> None:
     """With the forward inside and the backward outside, which runs on another thread."""
     trained = Training(name, around=_autocast(dtype))
