@@ -1,6 +1,6 @@
 """Real models and loops under live DTR at shares of what they take without a limit: bits, budget, and least budgets.
 
-    python -m benchmarks.live_models
+    python -m benchmarks.live_models    # goes on where it stopped
 
 Eight blocks for each budget, since units, heuristics and plans are found on the way; the last one counts. Outcomes:
 "pass"; "retry", the budget was too small and the least one that the error names works at the first attempt; "thrash";
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import remat
-from benchmarks.keeping import write
+from benchmarks.keeping import Kept
 from benchmarks.zoo import declare_operators
 from benchmarks.zoo import make as make_of_zoo
 from remat.models import TreeLSTM, complete_tree
@@ -222,7 +222,7 @@ def _within(budget: int, step: Callable[[int], Any], expected: list[torch.Tensor
         outcome = report.outcome if all(map(torch.equal, gradients, expected)) else "bits"
         if outcome == "pass" and report.peak_bytes > budget:
             outcome = "over"
-        found = {"outcome": outcome, "overhead": report.overhead, "heuristic": dtr.name}
+        found = {"outcome": outcome, "heuristic": dtr.name}
     return found
 
 
@@ -243,13 +243,14 @@ def main() -> None:
     only = parser.parse_args().only
     torch.set_num_threads(1)
     library = declare_operators()  # of torchvision, as long as this is held
+    kept = Kept("live_models", "models and loops under DTR at shares of what they take without a limit")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        rows: list[dict[str, object]] = []
         for name in only or MODELS:
-            rows += visit(name)
-            if not only:
-                write("live_models", rows, "models and loops under DTR at shares of what they take without a limit")
+            if only:
+                visit(name)
+            else:
+                kept.part(name, partial(visit, name))
     del library
 
 
