@@ -34,6 +34,7 @@ class Call(ABC):
 
     __slots__ = ("__weakref__", "_left_over", "context", "number", "passed", "stage")
     hint = ""  # what to do where it does something else when it is made again
+    puts_parameters_back = False  # where the modules have others now, as after `torch.func.functional_call`
 
     def __init__(self, stage: Stage, number: int, passed: Passed, context: FirstRun | None) -> None:
         self.stage, self.number, self.passed, self.context = stage, number, passed, context
@@ -62,7 +63,7 @@ class Call(ABC):
                 f"{changed} in {self.name} was modified in place since the forward, so recomputing it would give "
                 "another result; put another tensor in its place, or modify it after backward()"
             )
-        return self.context.again()
+        return self.context.again(with_parameters=self.puts_parameters_back)
 
     def distrusted(self) -> None:  # noqa: B027  # there may be nothing to do
         """What it reads was changed, which nobody has said."""
@@ -130,7 +131,8 @@ class Call(ABC):
 
     def _leaves(self) -> list[torch.Tensor]:
         """What it may register hooks to that outlive it."""
-        return [*self.stage.parameters(), *self.passed.held()]
+        assert self.context is not None
+        return [*self.context.parameters(), *self.passed.held()]
 
     def in_part(self, collector: Collector, parts: Parts, activation: Any = None) -> str:
         """Makes a part of the call again. Returns why that was not right; empty where it was."""

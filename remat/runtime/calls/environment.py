@@ -6,7 +6,7 @@ them; buffers that it changes are changed once; parameters and other buffers are
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -97,6 +97,10 @@ class FirstRun:
             random = RandomState(devices, own, of_cpu=preserve_random)
             self._state = StageState(stage, watch, self._flags, self._attributes.tensors(), random)
 
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that the stage had."""
+        return self._parameters.all()
+
     @property
     def situation(self) -> Hashable:
         """What runs of the stage have in common that do the same: shapes, flags of modules, parameters and backends,
@@ -144,19 +148,26 @@ class FirstRun:
         """Copies of what was there before the run, that lie in memory until it is gone."""
         return [] if self._state is None else self._state.kept()
 
-    def again(self) -> AbstractContextManager[Any]:
+    def again(self, *, with_parameters: bool = False) -> AbstractContextManager[Any]:
         """The surroundings of the first run; afterwards everything is as before, buffers changed once included.
+
+        Args:
+            with_parameters: where others are in their place, those of the first run are put back, too. No backward may
+                run through what is computed then: they may have graphs.
 
         Raises:
             ReplayError: a parameter was modified in place since, a buffer changed in this run that never did before, or
                 the stage writes other values to a parameter of its own each time.
         """
-        self._parameters.refuse_others(self._stage, f"stage {self._stage.name!r}")
+        self._parameters.refuse_others(self._stage, f"stage {self._stage.name!r}", put_back=with_parameters)
         contexts: list[AbstractContextManager[Any]] = []
+        replaced = self._parameters.others(self._stage)
+        if replaced:
+            contexts.append(_parameters_again(self._stage.parts, replaced))
         if any([part.training is not flag for part, flag in zip(self._stage.parts, self._flags, strict=True)]):
             contexts.append(flags_again(self._stage.parts, self._flags))
         # As where a discriminator is frozen for a generator's forward, and no longer when its backward begins.
-        pairs = zip(self._stage.parameters(), self._trained, strict=True)
+        pairs = zip(self._parameters.all(), self._trained, strict=True)
         others_trained = [each for each, trained in pairs if each.requires_grad is not trained]
         if others_trained:
             contexts.append(_switched(others_trained))
@@ -217,6 +228,24 @@ class Switches:
                 parameter.requires_grad_(trained)
         if present() is not self._surroundings:
             self._surroundings.establish()
+
+
+@contextmanager
+def _parameters_again(parts: Sequence[nn.Module], by_id: Mapping[int, nn.Parameter]) -> Iterator[None]:
+    """Inside, modules have other parameters in the place of those with these `id`s."""
+    places = [
+        (part._parameters, name, held)
+        for part in parts
+        for name, held in part._parameters.items()
+        if held is not None and id(held) in by_id
+    ]
+    for holder, name, held in places:
+        holder[name] = by_id[id(held)]
+    try:
+        yield
+    finally:
+        for holder, name, held in places:
+            holder[name] = held
 
 
 @contextmanager

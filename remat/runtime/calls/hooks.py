@@ -104,9 +104,8 @@ def registered_since(number: int, modules: Iterable[nn.Module]) -> bool:
 
 
 def hooks_since(number: int, tensors: Iterable[torch.Tensor]) -> list[dict[int, Any]]:
-    """The collections of hooks of these leaves in which some are of this number or a later one."""
-    of_leaves = [each for each in tensors if each.is_leaf]
-    found = [hooks for each in of_leaves for hooks in (each._backward_hooks, each._post_accumulate_grad_hooks)]
+    """The collections of hooks of these tensors in which some are of this number or a later one."""
+    found = [hooks for each in tensors for hooks in (each._backward_hooks, each._post_accumulate_grad_hooks)]
     return [hooks for hooks in found if hooks and any(key >= number for key in hooks)]
 
 

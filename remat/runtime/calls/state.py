@@ -166,12 +166,22 @@ class Parameters:
         """Those that were written to since."""
         return [parameter for parameter, version, _ in self._now if parameter._version != version]
 
-    def refuse_others(self, stage: Stage, name: str) -> None:
-        """Raises ReplayError where the stage has others now, or other values in them, as far as can be known."""
+    def others(self, stage: Stage) -> dict[int, nn.Parameter]:
+        """Where the stage has another one now: which it had, by the other one's `id`."""
+        return {
+            id(found): was for found, (was, *_) in zip(stage.parameters(), self._now, strict=False) if found is not was
+        }
+
+    def refuse_others(self, stage: Stage, name: str, *, put_back: bool = False) -> None:
+        """Raises ReplayError where the stage has others now, or other values in them, as far as can be known.
+
+        Args:
+            put_back: others are none of a problem, as it will have these again.
+        """
         now = list(stage.parameters())
         if len(now) != len(self._now) or any(
             [
-                found is not was or _memory_of(found) is not memory
+                (found is not was and not put_back) or _memory_of(was) is not memory
                 for found, (was, _, memory) in zip(now, self._now, strict=True)
             ]
         ):

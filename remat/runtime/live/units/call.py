@@ -51,6 +51,8 @@ class UnitCall(Call):
         "use remat.DTR(..., granularity='operator')"
     )
 
+    puts_parameters_back = True  # the graph of its first run is there, so none of another one gets gradients
+
     def __init__(
         self,
         pool: Pool,
