@@ -161,7 +161,7 @@ class FirstRun:
         """
         self._parameters.refuse_others(self._stage, f"stage {self._stage.name!r}", put_back=with_parameters)
         contexts: list[AbstractContextManager[Any]] = []
-        replaced = self._parameters.others(self._stage)
+        replaced = self._parameters.others(self._stage) if with_parameters else {}
         if replaced:
             contexts.append(_parameters_again(self._stage.parts, replaced))
         if any([part.training is not flag for part, flag in zip(self._stage.parts, self._flags, strict=True)]):

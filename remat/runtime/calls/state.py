@@ -176,7 +176,7 @@ class Parameters:
         """Raises ReplayError where the stage has others now, or other values in them, as far as can be known.
 
         Args:
-            put_back: others are none of a problem, as it will have these again.
+            put_back: others are no problem, as these will take their place.
         """
         now = list(stage.parameters())
         if len(now) != len(self._now) or any(
