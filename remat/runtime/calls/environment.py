@@ -6,7 +6,7 @@ them; buffers that it changes are changed once; parameters and other buffers are
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -161,9 +161,8 @@ class FirstRun:
         """
         self._parameters.refuse_others(self._stage, f"stage {self._stage.name!r}", put_back=with_parameters)
         contexts: list[AbstractContextManager[Any]] = []
-        replaced = self._parameters.others(self._stage) if with_parameters else {}
-        if replaced:
-            contexts.append(_parameters_again(self._stage.parts, replaced))
+        if with_parameters and self._parameters.are_others(self._stage):
+            contexts.append(self._parameters.again(self._stage))
         if any([part.training is not flag for part, flag in zip(self._stage.parts, self._flags, strict=True)]):
             contexts.append(flags_again(self._stage.parts, self._flags))
         # As where a discriminator is frozen for a generator's forward, and no longer when its backward begins.
@@ -228,24 +227,6 @@ class Switches:
                 parameter.requires_grad_(trained)
         if present() is not self._surroundings:
             self._surroundings.establish()
-
-
-@contextmanager
-def _parameters_again(parts: Sequence[nn.Module], by_id: Mapping[int, nn.Parameter]) -> Iterator[None]:
-    """Inside, modules have other parameters in the place of those with these `id`s."""
-    places = [
-        (part._parameters, name, held)
-        for part in parts
-        for name, held in part._parameters.items()
-        if held is not None and id(held) in by_id
-    ]
-    for holder, name, held in places:
-        holder[name] = by_id[id(held)]
-    try:
-        yield
-    finally:
-        for holder, name, held in places:
-            holder[name] = held
 
 
 @contextmanager

@@ -166,11 +166,23 @@ class Parameters:
         """Those that were written to since."""
         return [parameter for parameter, version, _ in self._now if parameter._version != version]
 
-    def others(self, stage: Stage) -> dict[int, nn.Parameter]:
-        """Where the stage has another one now: which it had, by the other one's `id`."""
-        return {
-            id(found): was for found, (was, *_) in zip(stage.parameters(), self._now, strict=False) if found is not was
-        }
+    def are_others(self, stage: Stage) -> bool:
+        """Whether the stage has others now."""
+        return any([found is not was for found, (was, *_) in zip(stage.parameters(), self._now, strict=True)])
+
+    @contextmanager
+    def again(self, stage: Stage) -> Iterator[None]:
+        """Inside, the stage has these."""
+        # By place, and not by which is there now: one that is shared now may have been two.
+        places = [(part._parameters, name) for part in stage.parts for name in part._parameters]
+        held = [(holder, name, holder[name]) for holder, name in places if holder[name] is not None]
+        for (holder, name, _), (was, *_) in zip(held, self._now, strict=True):
+            holder[name] = was
+        try:
+            yield
+        finally:
+            for holder, name, now in held:
+                holder[name] = now
 
     def refuse_others(self, stage: Stage, name: str, *, put_back: bool = False) -> None:
         """Raises ReplayError where the stage has others now, or other values in them, as far as can be known.
@@ -181,7 +193,7 @@ class Parameters:
         now = list(stage.parameters())
         if len(now) != len(self._now) or any(
             [
-                (found is not was and not put_back) or _memory_of(was) is not memory
+                (found is not was and (not put_back or _is_emptied(was))) or _memory_of(was) is not memory
                 for found, (was, _, memory) in zip(now, self._now, strict=True)
             ]
         ):
@@ -205,6 +217,12 @@ def _sums(stage: Stage) -> list[int]:
         return [
             0 if _memory_of(each) is None or is_fake(each) else sum_of(each.detach()) for each in stage.parameters()
         ]
+
+
+def _is_emptied(parameter: nn.Parameter) -> bool:
+    """Whether its memory was given back, as FSDP does with gathered weights."""
+    memory = _memory_of(parameter)
+    return memory is not None and parameter.numel() > 0 and memory.nbytes() == 0
 
 
 def _memory_of(parameter: nn.Parameter) -> torch.UntypedStorage | None:

@@ -36,9 +36,8 @@ class Instructions(NamedTuple):
         """
         others = other._calls()
         mine = self._calls()[: len(others)]
-        if len(mine) < len(others):
-            return False
-        return mine[:-1] == others[:-1] and [label for label, _ in mine[-1:]] == [label for label, _ in others[-1:]]
+        labels, its = ([label for label, _ in calls] for calls in (mine, others))
+        return labels == its and mine[:-1] == others[:-1]
 
     def _calls(self) -> list[tuple[str, list[int]]]:
         """Of the program's operators: the label, and the sizes of what was made."""

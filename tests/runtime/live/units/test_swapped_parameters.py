@@ -56,9 +56,20 @@ def _assigned(model: nn.Module, x: Tensor) -> Tensor:
     return loss.detach().requires_grad_()
 
 
+def _made_by_layers(model: nn.Module, x: Tensor) -> Tensor:
+    """Weights that calls of the model have made, which may be evicted."""
+    assert isinstance(model, nn.Sequential)
+    made = model(x[:WIDTH])
+    inner = model[0]
+    loss = torch.func.functional_call(inner, {"0.weight": made}, (x,)).square().mean() + made.square().mean()
+    for block in list(model)[1:]:
+        loss = loss + block(x).square().mean()
+    return loss
+
+
 @pytest.mark.filterwarnings("ignore::remat.OverBudgetWarning", "ignore::remat.ThrashingWarning")
 @pytest.mark.parametrize("granularity", ["module", "operator"])
-@pytest.mark.parametrize("program", [_meta_learning, _scaled, _assigned])
+@pytest.mark.parametrize("program", [_meta_learning, _scaled, _assigned, _made_by_layers])
 @pytest.mark.parametrize("linear", [nn.Linear, Hooking])
 def test_under_dtr(program: Callable[[nn.Module, Tensor], Tensor], linear: type[nn.Linear], granularity: str) -> None:
     x = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -122,6 +133,35 @@ def test_weights_that_are_gone_when_the_backward_begins() -> None:
         expected = step(plain, number > 3)
         with remat.DTR("250KiB", thrash_limit=None) as dtr:
             found = step(ours, number > 3)
+        assert all(map(torch.equal, found, expected))
+        evicted = dtr.report().evictions
+    assert evicted
+
+
+def test_a_weight_that_is_shared_has_one_for_each_of_its_places() -> None:
+    """Which of the two a place had is not told by what is there now."""
+    x = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(1))
+
+    def model_of() -> nn.Sequential:
+        torch.manual_seed(0)
+        pairs = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(4)]
+        for pair in pairs:
+            pair[2].weight = pair[0].weight
+        return nn.Sequential(*pairs)
+
+    def step(model: nn.Module) -> list[Tensor]:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        places = enumerate(model.named_parameters(remove_duplicate=False))
+        swapped = {name: value * (0.9 + 0.1 * number) for number, (name, value) in places}
+        torch.func.functional_call(model, swapped, (x,), tie_weights=False).square().mean().backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    model, evicted = model_of(), 0
+    expected = step(model_of())
+    for _ in range(5):
+        with remat.DTR("300KiB", thrash_limit=None) as dtr:
+            found = step(model)
         assert all(map(torch.equal, found, expected))
         evicted = dtr.report().evictions
     assert evicted
