@@ -29,6 +29,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transforme
 # processes that tests begin (kernels of notebooks, ranks, commands).
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or bits of products on a GPU need not repeat
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from remat.measuring.isolating import Form, Sink, differentiable, fixed_gradient
 from remat.measuring.preserving import ForeignGradients, aliased_parameters, preserved
 from remat.measuring.stage_costs import own_autocast_cache
 from remat.report import Moment, Report, joined
-from remat.runtime.accelerator import rounded
+from remat.runtime.accelerator import give_back, rounded
 from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.calls.environment import accelerators
 from remat.runtime.calls.stages import Stage, call_of, check_device
@@ -89,6 +89,7 @@ class Bench:
 
     def step(self, how: How) -> TrainingStep:
         """A warmed-up step under `how` (see `executing`); a DTR budget then covers the sample too."""
+        give_back(self.device)  # what others have cached, in sizes of their own, which it would get in larger blocks
         running = executing(self._model, how, held_bytes=self.sample_bytes)
         if self._gradients is None:
             self._gradients = [] if self._loss is not None else _output_gradients(running, self._call)

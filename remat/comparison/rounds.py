@@ -18,7 +18,6 @@ from remat.comparison.verdicts import EQUAL, OWN
 from remat.errors import OutOfBudget, RematError, Thrashing, ThrashingWarning
 from remat.formatting import format_bytes
 from remat.report import Report
-from remat.runtime.accelerator import give_back
 from remat.runtime.executor import How
 from remat.runtime.live.context import DTR
 from remat.schedule import Operation
@@ -157,7 +156,6 @@ def _start(bench: Bench, row: OpenEntry) -> bool:
     if isinstance(row.strategy, ByCalls):
         assert row.entry.budget_bytes is not None
         how = DTR(row.entry.budget_bytes, thrash_limit=THRASH_LIMIT)
-    give_back(bench.device)  # what the row before has cached, in sizes of its own
     with _failures(row):
         row.step = bench.step(how)
     return row.step is not None

@@ -9,6 +9,7 @@ to float32" in PyTorch's documentation of `torch.amp`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -34,7 +35,20 @@ class AsOnCuda(TorchFunctionMode):
             args, kwargs = map_tensors(_widened, (args, kwargs or {}))
         replaced = _REPLACED.get(function)
         found = None if replaced is None else replaced(*args, **(kwargs or {}))
-        return function(*args, **(kwargs or {})) if found is None else found
+        if found is not None:
+            return found
+        if function in _CALLING:
+            with self:
+                return _CALLING[function](*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+def _inside_a_mode(function: Any) -> Callable[..., Any]:
+    """A function written in Python without the question that it begins with, whether a mode wants to run it: that one
+    has been asked, and is off while it answers, but what the function calls is to be as on CUDA, too."""
+    asking = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    names = {**function.__globals__, **dict.fromkeys(asking, lambda *_: False)}
+    return FunctionType(function.__code__, names, function.__name__, function.__defaults__)
 
 
 def _backward(tensor: torch.Tensor, gradient: Any = None, *others: Any, **named: Any) -> None:
@@ -99,4 +113,7 @@ _REPLACED: dict[Any, Callable[..., torch.Tensor | None]] = {
     functional.dropout: _dropout,
     torch.dropout: _dropout,
     functional.scaled_dot_product_attention: _attention,
+}
+_CALLING = {  # some of these
+    functional.multi_head_attention_forward: _inside_a_mode(functional.multi_head_attention_forward),
 }

@@ -122,17 +122,16 @@ def reserved_bytes(device: torch.device) -> int:
     return _counted(device, "reserved_bytes", "current")
 
 
-def allocated_so_far(device: torch.device) -> int:
-    """Bytes that an accelerator's allocator has ever given out, whether they were given back or not."""
-    return _counted(device, "allocated_bytes", "allocated")
-
-
 def _counted(device: torch.device, what: str, how: str) -> int:
     """As `torch.accelerator.memory_stats`, which puts all statistics in order first and takes ten times as long."""
     if not torch._C._accelerator_isAllocatorInitialized():
         return 0
-    index = torch.accelerator.current_device_index() if device.index is None else device.index
-    return int(torch._C._accelerator_getDeviceStats(index)[what]["all"][how])
+    return int(torch._C._accelerator_getDeviceStats(index_of(device))[what]["all"][how])
+
+
+def index_of(device: torch.device) -> int:
+    """Of an accelerator's device: the current one where its name has none."""
+    return torch.accelerator.current_device_index() if device.index is None else device.index
 
 
 def most_from_now_on(device: torch.device | None) -> Callable[[], int]:
@@ -147,6 +146,20 @@ def most_from_now_on(device: torch.device | None) -> Callable[[], int]:
         return found - base if found > before else 0
 
     return most
+
+
+def bound_from_now_on(device: torch.device) -> Callable[[], int]:
+    """What tells how many bytes more than now an accelerator's allocator can have given out at once since: no more than
+    all of them, one after the other, nor than its record of the peak, which is not begun anew for that, since the
+    program may be measuring its own."""
+    level, *before = (_counted(device, "allocated_bytes", how) for how in ("current", "allocated", "peak"))
+
+    def bound() -> int:
+        given, peak = (_counted(device, "allocated_bytes", how) for how in ("allocated", "peak"))
+        one_by_one = given - before[0]
+        return min(one_by_one, peak - level) if peak >= before[1] else one_by_one
+
+    return bound
 
 
 def level_of(device: torch.device | None) -> Callable[[], int] | None:
@@ -174,7 +187,7 @@ def free_bytes(device: torch.device) -> int:
     reserved = reserved_bytes(device)
     share = getattr(torch.get_device_module(device), "get_per_process_memory_fraction", None)
     if share is not None:
-        free = min(free, int(share(device) * whole) - reserved)
+        free = min(free, int(share(index_of(device)) * whole) - reserved)
     return free + reserved - allocated_bytes(device)
 
 
@@ -251,8 +264,7 @@ def default_generator(device: torch.device) -> torch.Generator:
     if not is_accelerator(device):
         return torch.default_generator
     module: Any = torch.get_device_module(device)
-    index = torch.accelerator.current_device_index() if device.index is None else device.index
-    found: torch.Generator = module.default_generators[index]
+    found: torch.Generator = module.default_generators[index_of(device)]
     return found
 
 

@@ -246,6 +246,33 @@ def test_attention_on_cuda(dtype: torch.dtype, masked: bool, saved: dict[str, in
     assert (length * length * saved.get("mask", 0) in kept.values()) == masked
 
 
+@pytest.mark.parametrize("weights", [False, True])
+def test_functions_stand_for_others_in_functions_of_python(weights: bool) -> None:
+    """`functional.multi_head_attention_forward` calls attention or, where its weights are asked for, dropout."""
+    rows, heads, length, width = 2, 4, 64, 32
+    attention = nn.MultiheadAttention(width, heads, 0.1, batch_first=True)
+    kept: list[tuple[torch.dtype, int]] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append((tensor.dtype, tensor.numel()))
+        return tensor
+
+    world = World(device_named("h100"))
+    attention, sample = world.stand_in_for(attention), world.stand_in(torch.empty(rows, length, width))
+    with world.entered(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        attention(sample, sample, sample, need_weights=weights)
+    pairs = rows * heads * length * length
+    assert [dtype for dtype, size in kept if size == pairs and dtype != torch.bool] == [torch.float32] * 2 * weights
+    assert ((torch.bool, pairs) in kept) == weights
+
+
+def test_convolutions_on_cuda() -> None:
+    """Which go through functions of Python that choose among others."""
+    chain = remat.profile(*_images(), estimate=True, device="h100", small=0.0, options=False)
+    here = remat.profile(*_images(), estimate=True, small=0.0, options=False)
+    assert sum(chain.saved_bytes) == pytest.approx(sum(here.saved_bytes), rel=0.01)
+
+
 def test_functions_stand_for_others_in_recomputations_too() -> None:
     """A backward runs without the modes that its forward ran under."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.2)) for _ in range(5))).train()

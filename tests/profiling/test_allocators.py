@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,8 +28,8 @@ _CUDA = torch.device("cuda")
 
 
 def test_workspaces_that_a_first_call_sets_up_are_not_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocated = iter(accumulate([0, 10_000_000, 0, 5_000, 0, 4_000, 0, 99_000]))  # read before and after each call
-    monkeypatch.setattr(costs, "allocated_so_far", lambda _: next(allocated))
+    bounds = iter([10_000_000, 5_000, 4_000, 99_000])
+    monkeypatch.setattr(costs, "bound_from_now_on", lambda _: lambda: next(bounds))
     monkeypatch.setattr(costs, "synchronise", lambda device: None)
     knowledge, function, x = Knowledge(), torch.ops.aten.mm.default, torch.randn(8, 8)
     facts = knowledge.learn(("key",), traits_of(function), function, (x, x), {})
@@ -45,6 +44,20 @@ def test_workspaces_that_a_first_call_sets_up_are_not_scratch_memory(monkeypatch
     assert facts.scratch_bytes == 4_000 - facts.total_bytes
     later = knowledge.learn(("key",), traits_of(function), function, (x, x), {})
     assert later.scratch_bytes == facts.scratch_bytes
+
+
+def test_what_a_call_takes_is_bounded_by_all_it_allocates_and_by_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {"current": 100, "allocated": 5000, "peak": 700}
+    monkeypatch.setattr(accelerator, "_counted", lambda device, what, how: counts[how])
+    bound = accelerator.bound_from_now_on(_CUDA)
+    counts["allocated"] += 400
+    assert bound() == 400  # no more than what was there before it is known to be too little
+    counts["allocated"] += 400
+    assert bound() == 600
+    counts["peak"] = 750
+    assert bound() == 650  # two calls of 400 that overlap in part
+    counts["peak"] = 600  # somebody has begun it anew
+    assert bound() == 800
 
 
 def test_on_the_cpu_one_measurement_is_enough() -> None:
@@ -73,7 +86,7 @@ def test_memory_is_given_back_between_strategies(monkeypatch: pytest.MonkeyPatch
     accelerator.give_back(_CUDA)
     assert emptied
     asked = []
-    monkeypatch.setattr(rounds, "give_back", asked.append)
+    monkeypatch.setattr(bench, "give_back", asked.append)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(4)))
     comparison = remat.compare(model, torch.randn(16, 8), [0.8], strategies=["persistent", "dtr"], repeats=1)
     assert len(asked) == len(comparison.entries)

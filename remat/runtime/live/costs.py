@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from remat.devices import DEVICES, device_called
-from remat.runtime.accelerator import allocated_so_far, is_accelerator, name_of, rounded, slack_of, synchronise
+from remat.runtime.accelerator import bound_from_now_on, is_accelerator, name_of, rounded, slack_of, synchronise
 from remat.runtime.arithmetic import operations_of
 from remat.runtime.fakes import in_earnest
 from remat.runtime.meter import MemoryMeter
@@ -239,9 +239,8 @@ def observe(
     """Calls an operator and notes time, and, unless known or a profiler is running already, scratch memory.
 
     On accelerators that is measured of each call that is timed: the first one of a thread also allocates workspaces, of
-    cuBLAS or cuDNN, say, which stay, and must not be taken for what the operator needs each time. There it is all that
-    the call has allocated, one after the other, which is no less than its peak: to measure that, the device's peak
-    would have to be reset, and the program may be measuring its own.
+    cuBLAS or cuDNN, say, which stay, and must not be taken for what the operator needs each time. There it is a bound
+    of its peak, which cannot be measured without resetting that of the device.
     """
     peak = None
     counts = is_accelerator(device)
@@ -250,9 +249,9 @@ def observe(
     if wanted and free and _meter_lock.acquire(blocking=False):
         try:
             if counts:
-                before = allocated_so_far(device)
+                bound = bound_from_now_on(device)
                 result, taken = _timed(function, args, kwargs, device)
-                peak = allocated_so_far(device) - before
+                peak = bound()
             else:
                 meter = MemoryMeter(device, may_be_idle=True)
                 with meter.session(), meter.region():
