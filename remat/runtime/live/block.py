@@ -203,7 +203,9 @@ class Block(Guard):
             site_at(self.settings.place).done = self.ledger.program()
         enough = thrashed or (self.outcome in ("pass", "over") and not site.heuristic)  # else only a part was run
         if self.settings.chooses and core.scalar(k.EVICTIONS) and enough and not by_calls:
-            self._choice = choose(self.ledger, by_model=self.settings.by_model)
+            if thrashed:
+                site.has_thrashed(self.settings.chooses)
+            self._choice = choose(self.ledger, site.candidates(), by_model=self.settings.by_model)
             site.heuristic = self._choice.name if self._choice is not None else site.heuristic
 
     def advice(self) -> Advice:

@@ -4,6 +4,7 @@ heuristics at the block's budget, and the best of them is taken from the next bl
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -30,10 +31,11 @@ class Choice(NamedTuple):
     overhead: float | None
 
 
-def choose(ledger: Ledger, *, by_model: bool) -> Choice | None:
+def choose(ledger: Ledger, candidates: Sequence[str] = CANDIDATES, *, by_model: bool) -> Choice | None:
     """What is best for blocks that do again what one did; None where that is not known yet.
 
     Args:
+        candidates: names of heuristics, of which the first is taken where none gets through.
         by_model: the time that the choice itself takes does not count, so that it can be repeated.
     """
     if not is_ready():
@@ -43,7 +45,7 @@ def choose(ledger: Ledger, *, by_model: bool) -> Choice | None:
         program.graph,
         np.array(program.instructions, np.int64).reshape(-1, 2),
         ledger.budget,
-        CANDIDATES,
+        candidates,
         held=True,
         most_again=int((_MOST - 1) * own),
         until=time.monotonic() + _SECONDS,
@@ -51,4 +53,4 @@ def choose(ledger: Ledger, *, by_model: bool) -> Choice | None:
         noticeable=_NOTICEABLE,
         searching=not by_model,
     )
-    return Choice(FIRST, None) if learned is None else Choice(learned.name, learned.nanoseconds / own)
+    return Choice(candidates[0], None) if learned is None else Choice(learned.name, learned.nanoseconds / own)

@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 import remat
+from remat.runtime.live.choosing import CANDIDATES, FIRST
 from support.live_models import make, step_of
 from support.live_programs import evict_all
 from support.memory import peak_of
@@ -227,6 +228,31 @@ def test_thrashing_is_noticed() -> None:
         with remat.DTR(thrashing, "h_size", costs="model", thrash_limit=1.5) as dtr:
             run()
     assert dtr.report().outcome == "thrash"
+
+
+def heuristics_of_blocks_that_thrash(granularity: str, count: int) -> list[str]:
+    model, x = chain_loss(depth=30)
+    names, whole = list[str](), 0
+    for _ in range(count + 1):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", remat.ThrashingWarning)
+            with remat.DTR(whole // 2 or 2**30, costs="model", thrash_limit=1.0001, granularity=granularity) as dtr:
+                model(x).square().mean().backward()
+        whole = whole or dtr.report().peak_bytes
+        names.append(dtr.name)
+    return names[1:]
+
+
+def test_a_heuristic_that_has_thrashed_is_not_taken_again(compiled_core: None, nothing_known: None) -> None:
+    """Until all have, whatever a replay says of them: blocks may do something else than the one that is replayed."""
+    names = heuristics_of_blocks_that_thrash("operator", 5)
+    assert names[0] == names[4] == FIRST and set(names[:4]) == set(CANDIDATES)
+
+
+def test_a_heuristic_that_has_thrashed_is_not_taken_again_by_calls(compiled_core: None, nothing_known: None) -> None:
+    """There the first block runs by operators, to find out which calls there are, and what was planned thrashes not."""
+    names = heuristics_of_blocks_that_thrash("module", 4)
+    assert names[:2] == [FIRST, FIRST] and FIRST not in names[2:]
 
 
 def read_evicted(limit: float | None, times: int) -> tuple[remat.DTR, int]:

@@ -42,6 +42,8 @@ class History:
         """Has later blocks here do better; `failed`: an exception has left this one."""
         if self._settings.place is None:
             return
+        if self._settings.chooses and calls.pool.limits.thrashes:
+            self._site.has_thrashed(self._settings.chooses)
         self._learn_course(calls, outcome, failed=failed)
         if outcome != "over" or self._ways is None or not (calls.pool.so_far.too_large or not calls.recorded):
             return
@@ -65,7 +67,8 @@ class History:
         else:
             return
         if trial is not None:
-            self._site.heuristic = trial.present.heuristic
+            if trial.present.heuristic not in self._site.thrashed:
+                self._site.heuristic = trial.present.heuristic
             self.next = trial.says
 
     def _remember_repeats(self, calls: BlockCalls) -> None:
@@ -95,7 +98,8 @@ class History:
             return course.trial
         evicts = self._settings.chooses and pool.so_far.has_evicted
         if course.trial is None and evicts and (first or course.was_followed):
-            heuristic, by_model = self._settings.chooses, self._settings.by_model
+            now, others, by_model = self._site.heuristic, self._site.candidates(), self._settings.by_model
+            heuristics = tuple(dict.fromkeys((now or others[0], *others)))
             log, budget = pool.log, pool.ledger.budget
-            return plans_for(log.story, log.rows, course.segments, budget, heuristic, by_model=by_model)
+            return plans_for(log.story, log.rows, course.segments, budget, heuristics, by_model=by_model)
         return None

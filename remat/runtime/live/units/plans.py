@@ -13,7 +13,6 @@ from remat.runtime.dtr import _kernels as k
 from remat.runtime.dtr.core import Core, is_ready
 from remat.runtime.dtr.heuristics import HEURISTICS
 from remat.runtime.dtr.learning import PLANNED, learn, with_evictions
-from remat.runtime.live.choosing import CANDIDATES
 from remat.runtime.live.ledger import Notes
 from remat.runtime.live.units.course import Kind, Segment
 from remat.runtime.live.units.orders import Order
@@ -87,7 +86,7 @@ def plans_for(
     rows: Sequence[Row],
     segments: Sequence[Segment],
     budget: int,
-    heuristic: str,
+    heuristics: Sequence[str],
     *,
     by_model: bool,
 ) -> Trial | None:
@@ -95,7 +94,7 @@ def plans_for(
 
     Args:
         budget: bytes.
-        heuristic: that the block had.
+        heuristics: that may be taken, first the one that the block had.
         by_model: whether times are those of a fixed model, and what is best on paper is taken.
     """
     if not is_ready():
@@ -106,13 +105,14 @@ def plans_for(
         program.notes.graph,
         program.instructions,
         budget,
-        tuple(dict.fromkeys((heuristic, *CANDIDATES))),
+        heuristics,
         held=True,
         most_again=int((_MOST - 1) * own),
         until=time.monotonic() + _SECONDS,
     )
     if learned is None:  # so it is not looked for again
-        return Trial([BlockPlan(heuristic, heuristic, {})], "no way within the budget was found on paper", decided=True)
+        first = heuristics[0]
+        return Trial([BlockPlan(first, first, {})], "no way within the budget was found on paper", decided=True)
     found = {name: nanoseconds for name, nanoseconds in learned.tried.items() if nanoseconds is not None}
     plans = [BlockPlan(learned.name, learned.heuristic, program.decided(budget, learned.heuristic, learned.evictions))]
     online = min((name for name in found if name != PLANNED), key=found.__getitem__, default=None)
