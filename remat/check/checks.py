@@ -90,7 +90,9 @@ def _offloaded(
     _same_bits(plain, _left_by(work, schedule), f"offload within {format_bytes(limit)}")
     predicted = remat.simulate(chain, schedule)
     measured = remat.run(work.model, work.sample, schedule, loss=work.loss, repeats=3, baseline=True)
-    assert measured.peak_bytes <= _most(work.sample.device) * limit, f"the peak is {measured.peak_bytes / limit:.4f} x the limit"
+    assert measured.peak_bytes <= _most(work.sample.device) * limit, (
+        f"the peak is {measured.peak_bytes / limit:.4f} x the limit"
+    )
     assert measured.host_bytes <= predicted.host_bytes, "more is offloaded than planned"
     return {
         "peak_over_limit": measured.peak_bytes / limit,
