@@ -128,7 +128,7 @@ class BlockCalls:
         self.nodes.note()
         try:
             if is_known:
-                self.watch.turn(on=unit.does.casts or (unit.does.leaves_others and not course.tells))
+                self.watch.turn(on=(unit.does.casts or unit.does.leaves_others) and not course.tells)
                 output = call.run(forward, args, kwargs, None)
             else:
                 output, made = self._recorded(call, forward, args, kwargs)

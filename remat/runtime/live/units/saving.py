@@ -82,7 +82,7 @@ class Saving:
                 if piece.is_written(tensor):
                     was_changed(call.owner, piece)
                 return (None if piece.changes else piece), None
-        if call.varied or is_number(tensor):
+        if call.varied or call.unit.does.casts or is_number(tensor):
             self.count_in(tensor)
         return None, None
 

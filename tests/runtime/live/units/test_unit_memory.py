@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import remat
+from remat.runtime.live.units import counting
 from support.live_models import allocate_gradients
 from support.memory import metered
 from support.unit_blocks import memory_of
@@ -110,6 +111,31 @@ def test_blocks_that_cast_weights_and_blocks_that_find_them_cast(granularity: st
         assert peak <= budget or outcomes[-1] == "over"
     assert outcomes.count("over") <= 1  # the block that learns what casts take, and says so
     assert outcomes[-2:] == ["pass", "pass"]
+
+
+@pytest.mark.usefixtures("nothing_known", "compiled_core")
+def test_what_is_known_is_not_looked_at_under_autocast_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators of forwards and of code between them; watching them takes more time than many of them."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.SiLU(), nn.Linear(256, 64)) for _ in range(6)))
+    x = torch.randn(512, 64)
+    allocate_gradients(model)
+
+    def step(block: AbstractContextManager[object]) -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16), block:
+            model(x).float().square().mean().backward()
+
+    budget = int(0.7 * metered(lambda: step(nullcontext()))[0])
+    dtr = remat.DTR(budget, thrash_limit=None)
+    for _ in range(8):
+        step(dtr)
+    looked_at: list[object] = []
+    watching = counting.Counting.__torch_dispatch__
+    monkeypatch.setattr(
+        counting.Counting, "__torch_dispatch__", lambda *args: (looked_at.append(args[1]), watching(*args))[1]
+    )
+    step(dtr)
+    assert dtr.report().evictions and dtr.report().outcome == "pass"
+    assert len(looked_at) < 6  # of 36 and more
 
 
 @pytest.mark.usefixtures("nothing_known")
