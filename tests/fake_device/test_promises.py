@@ -121,7 +121,7 @@ def test_a_limit_of_the_whole_device(trained: Training, optimizer: Any) -> None:
     """Counted by the allocator, over some steps with the optimiser's, from the first gradient on."""
     low = 0.85 if trained.name == "convolutions" else 0.8  # about the least of which no blocks of DTR are needed
     by_cudnn = trained.name == "convolutions" and fake_device.KIND == "cuda"  # whose workspaces are most of it
-    reserved = _reserved(trained) if by_cudnn else trained.plain.reserved_bytes  # holes of others are as large
+    reserved = _reserved(trained)
     for share in (1.5,) if by_cudnn else (1.1, low):
         model = copy.deepcopy(trained.model)
         model.zero_grad()
