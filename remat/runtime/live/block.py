@@ -204,8 +204,8 @@ class Block(Guard):
         enough = thrashed or (self.outcome in ("pass", "over") and not site.heuristic)  # else only a part was run
         if self.settings.chooses and core.scalar(k.EVICTIONS) and enough and not by_calls:
             if thrashed:
-                site.has_thrashed(self.settings.chooses)
-            self._choice = choose(self.ledger, site.candidates(), by_model=self.settings.by_model)
+                site.thrashed[self.settings.chooses] = self.ledger.overhead(gave_up=self.outcome == "thrash")
+            self._choice = choose(self.ledger, site.thrashed, by_model=self.settings.by_model)
             site.heuristic = self._choice.name if self._choice is not None else site.heuristic
 
     def advice(self) -> Advice:

@@ -3,8 +3,9 @@ heuristics at the block's budget, and the best of them is taken from the next bl
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -31,26 +32,37 @@ class Choice(NamedTuple):
     overhead: float | None
 
 
-def choose(ledger: Ledger, candidates: Sequence[str] = CANDIDATES, *, by_model: bool) -> Choice | None:
+def candidates(thrashed: Mapping[str, float]) -> tuple[str, ...]:
+    """Those that no block was given up with; all, where it was with each."""
+    return tuple(name for name in CANDIDATES if thrashed.get(name, 0.0) < math.inf) or CANDIDATES
+
+
+def choose(ledger: Ledger, thrashed: Mapping[str, float], *, by_model: bool) -> Choice | None:
     """What is best for blocks that do again what one did; None where that is not known yet.
 
     Args:
-        candidates: names of heuristics, of which the first is taken where none gets through.
+        thrashed: heuristics that were tried, and what they took over the program's own time, whatever a replay says.
         by_model: the time that the choice itself takes does not count, so that it can be repeated.
     """
     if not is_ready():
         return None
+    found, untried = None, tuple(name for name in candidates(thrashed) if name not in thrashed)
     program, own = ledger.program(), max(ledger.core.scalar(k.MODEL_COST), 1)
-    learned = learn(
-        program.graph,
-        np.array(program.instructions, np.int64).reshape(-1, 2),
-        ledger.budget,
-        candidates,
-        held=True,
-        most_again=int((_MOST - 1) * own),
-        until=time.monotonic() + _SECONDS,
-        plans=False,
-        noticeable=_NOTICEABLE,
-        searching=not by_model,
-    )
-    return Choice(candidates[0], None) if learned is None else Choice(learned.name, learned.nanoseconds / own)
+    if untried:
+        found = learn(
+            program.graph,
+            np.array(program.instructions, np.int64).reshape(-1, 2),
+            ledger.budget,
+            untried,
+            held=True,
+            most_again=int((_MOST - 1) * own),
+            until=time.monotonic() + _SECONDS,
+            plans=False,
+            noticeable=_NOTICEABLE,
+            searching=not by_model,
+        )
+    overhead = None if found is None else found.nanoseconds / own
+    best = min(thrashed, key=thrashed.__getitem__, default=FIRST)
+    if not untried or thrashed.get(best, math.inf) <= (overhead or _MOST):
+        return Choice(best if thrashed.get(best, math.inf) < math.inf else FIRST, None)
+    return Choice(untried[0] if found is None else found.name, overhead)

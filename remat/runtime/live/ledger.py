@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -187,6 +188,11 @@ class Ledger(Notes):
         new = self.instructions[self._reported :]
         untold = sum(self.graph.operators[what][k.FIRST_PRICE] for kind, what in new if kind == k.COMPUTE)
         return int(self.core.scalar(k.MODEL_COST)) + untold
+
+    def overhead(self, *, gave_up: bool) -> float:
+        """What the block took over the program's own time; infinity where it was given up."""
+        own, again = self.core.scalar(k.MODEL_COST), self.core.scalar(k.AGAIN_COST)
+        return math.inf if gave_up or not own else (own + again) / own
 
     def program(self) -> Instructions:
         """All that was written down so far, to be carried out on paper; without what a plan has evicted."""

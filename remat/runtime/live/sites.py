@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from remat.runtime.live.choosing import CANDIDATES
 from remat.runtime.live.ledger import Instructions
 
 if TYPE_CHECKING:
@@ -29,7 +28,8 @@ class Site:
 
     Attributes:
         heuristic: of later blocks; empty while none was chosen.
-        thrashed: those with which a block there has thrashed, whatever it takes on paper.
+        thrashed: with which a block there has thrashed, and what that took over the program's own time; infinity where
+            it was given up.
         done: what the last block there did that ended well.
         ways: which modules' calls are evicted, for each model that ran there.
         courses: what blocks there did, by the model that they called first.
@@ -38,22 +38,11 @@ class Site:
 
     def __init__(self) -> None:
         self.heuristic = ""
-        self.thrashed: set[str] = set()
+        self.thrashed: dict[str, float] = {}
         self.done: Instructions | None = None
         self.ways: list[Ways] = []
         self.courses: dict[weakref.ref[nn.Module] | None, KnownPlace] = {}
         self.repeats: list[Repeats] = []
-
-    def candidates(self) -> tuple[str, ...]:
-        """The heuristics that later blocks may take."""
-        return tuple(name for name in CANDIDATES if name not in self.thrashed)
-
-    def has_thrashed(self, heuristic: str) -> None:
-        """Later blocks take another one, of which a replay knows which is best; all of them, once all have."""
-        self.thrashed.add(heuristic)
-        if not self.candidates():
-            self.thrashed.clear()
-        self.heuristic = self.candidates()[0]
 
     def current_ways(self) -> list[Ways]:
         """Those of models that still exist."""

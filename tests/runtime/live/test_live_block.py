@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 import remat
+from remat.runtime.live import choosing
 from remat.runtime.live.choosing import CANDIDATES, FIRST
 from support.live_models import make, step_of
 from support.live_programs import evict_all
@@ -230,29 +233,43 @@ def test_thrashing_is_noticed() -> None:
     assert dtr.report().outcome == "thrash"
 
 
-def heuristics_of_blocks_that_thrash(granularity: str, count: int) -> list[str]:
+def test_what_a_heuristic_that_thrashes_takes_counts_and_not_a_replay_of_it(
+    compiled_core: None, nothing_known: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each that is better on paper is tried once, and then the one that took least is taken."""
+    monkeypatch.setattr(choosing, "learn", lambda *args, **_: SimpleNamespace(name=args[3][0], nanoseconds=1))
     model, x = chain_loss(depth=30)
-    names, whole = list[str](), 0
-    for _ in range(count + 1):
+    took, whole = list[tuple[float, str]](), 0
+    for _ in range(8):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", remat.ThrashingWarning)
-            with remat.DTR(whole // 2 or 2**30, costs="model", thrash_limit=1.0001, granularity=granularity) as dtr:
+            with remat.DTR(whole // 2 or 2**30, costs="model", thrash_limit=1.0001) as dtr:
                 model(x).square().mean().backward()
+        if whole:
+            took.append((dtr.report().overhead or 0.0, dtr.name))
         whole = whole or dtr.report().peak_bytes
-        names.append(dtr.name)
-    return names[1:]
+    assert {name for _, name in took[:4]} == set(CANDIDATES)
+    assert set(took[4:]) == {min(took[:4])}
 
 
-def test_a_heuristic_that_has_thrashed_is_not_taken_again(compiled_core: None, nothing_known: None) -> None:
-    """Until all have, whatever a replay says of them: blocks may do something else than the one that is replayed."""
-    names = heuristics_of_blocks_that_thrash("operator", 5)
-    assert names[0] == names[4] == FIRST and set(names[:4]) == set(CANDIDATES)
+def test_a_heuristic_that_a_block_was_given_up_with_is_not_taken_again(compiled_core: None) -> None:
+    model, x = chain_loss(depth=30)
+    for budget in (2**30, 2**20):
+        with remat.DTR(budget, FIRST, costs="model") as dtr:
+            model(x).square().mean().backward()
+    assert dtr.report().evictions
 
+    def taken(thrashed: dict[str, float]) -> str:
+        found = choosing.choose(dtr._block.ledger, thrashed, by_model=True)
+        assert found is not None
+        return found.name
 
-def test_a_heuristic_that_has_thrashed_is_not_taken_again_by_calls(compiled_core: None, nothing_known: None) -> None:
-    """There the first block runs by operators, to find out which calls there are, and what was planned thrashes not."""
-    names = heuristics_of_blocks_that_thrash("module", 4)
-    assert names[:2] == [FIRST, FIRST] and FIRST not in names[2:]
+    assert taken({}) == FIRST
+    assert taken({FIRST: math.inf}) not in ("", FIRST)
+    assert taken({FIRST: 9.0}) != FIRST and taken({FIRST: 1.0}) == FIRST
+    others = dict.fromkeys(CANDIDATES[1:], math.inf)
+    assert taken({FIRST: 9.0, **others}) == taken({FIRST: math.inf, **others}) == FIRST
+    assert choosing.candidates(others) == (FIRST,)
 
 
 def read_evicted(limit: float | None, times: int) -> tuple[remat.DTR, int]:

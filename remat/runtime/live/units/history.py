@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from remat.runtime.live.choosing import FIRST
+from remat.runtime.live.choosing import FIRST, candidates
 from remat.runtime.live.settings import Settings
 from remat.runtime.live.units.choosing import Ways
 from remat.runtime.live.units.course import KnownPlace
@@ -43,7 +43,7 @@ class History:
         if self._settings.place is None:
             return
         if self._settings.chooses and calls.pool.limits.thrashes:
-            self._site.has_thrashed(self._settings.chooses)
+            self._thrashed(calls, gave_up=failed)
         self._learn_course(calls, outcome, failed=failed)
         if outcome != "over" or self._ways is None or not (calls.pool.so_far.too_large or not calls.recorded):
             return
@@ -52,6 +52,13 @@ class History:
             self._site.heuristic = FIRST  # another order of evictions may need less
         elif not (self._stays and self._ways.is_last) and self._ways.does_not_fit(learned=calls.recorded > 0):
             self._site.courses.pop(self._root, None)  # later blocks here will make other calls
+
+    def _thrashed(self, calls: BlockCalls, *, gave_up: bool) -> None:
+        """Later blocks take another heuristic where one was given up with this one."""
+        heuristic, site = self._settings.chooses, self._site
+        site.thrashed[heuristic] = calls.pool.ledger.overhead(gave_up=gave_up)
+        if gave_up:
+            site.heuristic = next((name for name in candidates(site.thrashed) if name not in site.thrashed), FIRST)
 
     def _learn_course(self, calls: BlockCalls, outcome: str, *, failed: bool) -> None:
         """Remembers what blocks here do, and what is to be tried in those that do as this one."""
@@ -67,7 +74,7 @@ class History:
         else:
             return
         if trial is not None:
-            if trial.present.heuristic not in self._site.thrashed:
+            if trial.present.heuristic in candidates(self._site.thrashed):
                 self._site.heuristic = trial.present.heuristic
             self.next = trial.says
 
@@ -98,8 +105,8 @@ class History:
             return course.trial
         evicts = self._settings.chooses and pool.so_far.has_evicted
         if course.trial is None and evicts and (first or course.was_followed):
-            now, others, by_model = self._site.heuristic, self._site.candidates(), self._settings.by_model
-            heuristics = tuple(dict.fromkeys((now or others[0], *others)))
+            now, others, by_model = self._site.heuristic, candidates(self._site.thrashed), self._settings.by_model
+            heuristics = tuple(dict.fromkeys((now or FIRST, *others)))
             log, budget = pool.log, pool.ledger.budget
             return plans_for(log.story, log.rows, course.segments, budget, heuristics, by_model=by_model)
         return None
