@@ -26,7 +26,8 @@ _NOTICEABLE = 0.98  # of the time of another heuristic: what is within that is a
 
 
 class Choice(NamedTuple):
-    """The heuristic to take, and what it takes over the program's own time, in a replay; None if none gets through."""
+    """The heuristic to take, and what it takes over the program's own time, in a replay or where it thrashed; None
+    if not known."""
 
     name: str
     overhead: float | None
@@ -46,7 +47,7 @@ def choose(ledger: Ledger, thrashed: Mapping[str, float], *, by_model: bool) -> 
     """
     if not is_ready():
         return None
-    found, untried = None, tuple(name for name in candidates(thrashed) if name not in thrashed)
+    found, untried = None, tuple(name for name in CANDIDATES if name not in thrashed)
     program, own = ledger.program(), max(ledger.core.scalar(k.MODEL_COST), 1)
     if untried:
         found = learn(
@@ -63,6 +64,7 @@ def choose(ledger: Ledger, thrashed: Mapping[str, float], *, by_model: bool) -> 
         )
     overhead = None if found is None else found.nanoseconds / own
     best = min(thrashed, key=thrashed.__getitem__, default=FIRST)
-    if not untried or thrashed.get(best, math.inf) <= (overhead or _MOST):
-        return Choice(best if thrashed.get(best, math.inf) < math.inf else FIRST, None)
-    return Choice(untried[0] if found is None else found.name, overhead)
+    least = thrashed.get(best, math.inf)
+    if untried and least > (overhead or _MOST):
+        return Choice(untried[0] if found is None else found.name, overhead)
+    return Choice(best, least) if least < math.inf else Choice(FIRST, None)

@@ -9,6 +9,7 @@ import pickle
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 import remat
-from remat.runtime.live import choosing
+from remat.runtime.live import choosing, limits
 from remat.runtime.live.choosing import CANDIDATES, FIRST
 from support.live_models import make, step_of
 from support.live_programs import evict_all
@@ -270,6 +271,29 @@ def test_a_heuristic_that_a_block_was_given_up_with_is_not_taken_again(compiled_
     others = dict.fromkeys(CANDIDATES[1:], math.inf)
     assert taken({FIRST: 9.0, **others}) == taken({FIRST: math.inf, **others}) == FIRST
     assert choosing.candidates(others) == (FIRST,)
+
+
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_by_calls_too_and_not_after_an_error_of_the_program(
+    compiled_core: None, nothing_known: None, monkeypatch: pytest.MonkeyPatch, error: type[Exception] | None
+) -> None:
+    model, x = chain_loss(depth=30)
+    names, whole = list[str](), 0
+    for number in range(4):
+        if number == 2 and error is None:
+            monkeypatch.setattr(limits, "_HOPELESS", 0)
+            monkeypatch.setattr(limits, "_LEAST_NANOSECONDS", 0)
+        how = {"costs": "model", "thrash_limit": 1.0001, "granularity": "module"}
+        dtr = remat.DTR(whole // 2 or 2**30, **how)
+        with warnings.catch_warnings(), suppress(remat.Thrashing, ValueError):
+            warnings.simplefilter("ignore", remat.ThrashingWarning)
+            with dtr:
+                model(x).square().mean().backward()
+                if number == 2 and error is not None:
+                    raise error
+        whole = whole or dtr.report().peak_bytes
+        names.append(dtr.name)
+    assert (names[3] == FIRST) == (error is not None) and names[2] == FIRST
 
 
 def read_evicted(limit: float | None, times: int) -> tuple[remat.DTR, int]:

@@ -43,7 +43,7 @@ class History:
         if self._settings.place is None:
             return
         if self._settings.chooses and calls.pool.limits.thrashes:
-            self._thrashed(calls, gave_up=failed)
+            self._thrashed(calls, gave_up=outcome == "thrash")
         self._learn_course(calls, outcome, failed=failed)
         if outcome != "over" or self._ways is None or not (calls.pool.so_far.too_large or not calls.recorded):
             return

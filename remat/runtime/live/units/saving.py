@@ -20,6 +20,8 @@ from remat.runtime.pytree import storage_of, tensors, version_of
 if TYPE_CHECKING:
     from remat.runtime.live.units.call import UnitCall
 
+_LOW = (torch.float16, torch.bfloat16)  # to which autocast casts
+
 
 class Saving:
     """What a call saves and returns, in a run of it that does what is known, as far as it does."""
@@ -82,7 +84,8 @@ class Saving:
                 if piece.is_written(tensor):
                     was_changed(call.owner, piece)
                 return (None if piece.changes else piece), None
-        if call.varied or call.unit.does.casts or is_number(tensor):
+        is_cast = call.unit.does.casts and tensor.dtype in _LOW  # of a weight, by a call that found it cast before
+        if call.varied or is_cast or is_number(tensor):
             self.count_in(tensor)
         return None, None
 
