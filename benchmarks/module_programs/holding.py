@@ -63,6 +63,13 @@ def put_back(model: nn.Module, state: State) -> None:
                 module.__dict__[attribute] = _restored(module.__dict__.get(attribute), value)
 
 
+def hold_anew(model: nn.Module) -> None:
+    """Puts copies in place of what modules hold: a meter sees only those freed that were made since it began."""
+    for module in model.modules():
+        for key, value in _attributes(module).items():
+            module.__dict__[key] = _restored(value, _copied(value))
+
+
 def _attributes(module: nn.Module) -> dict[str, Any]:
     return {key: value for key, value in module.__dict__.items() if _OURS.search(key) and _counts(value)}
 

@@ -25,10 +25,9 @@ def _blocks(program: Program) -> Any:
 def _smaller(program: Program) -> Iterator[Program]:
     loop = program.loop
     simple = Loop([0, 1, 2, 3, 3], 1, "once", {})
-    if loop != simple:
-        yield replace(program, loop=simple)
-        yield replace(program, loop=replace(loop, events={}))
-        yield replace(program, loop=replace(loop, calls="once"))
+    for other in (simple, replace(loop, events={}), replace(loop, calls="once")):
+        if other != loop:
+            yield replace(program, loop=other)
     for index in range(len(_blocks(program))):
         if len(_blocks(program)) > 1:
             made = _copied(program)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import remat
 from benchmarks.module_programs.drawing import SHARED
-from benchmarks.module_programs.holding import State, put_back, taken
+from benchmarks.module_programs.holding import State, hold_anew, put_back, taken
 from benchmarks.module_programs.program import Block, Program
 from remat import rotor
 from remat.runtime.meter import MemoryMeter
@@ -120,8 +120,10 @@ class Training:
         else:
             gc.collect()
             meter = MemoryMeter(torch.device("cpu"), may_be_idle=True)
-            with meter.session(), meter.region():
-                self._in_block(number, batches, losses, left, swaps)
+            with meter.session():
+                hold_anew(self.model)
+                with meter.region():
+                    self._in_block(number, batches, losses, left, swaps)
             (region,) = meter.regions
             left.peak = region.peak_bytes - region.start_bytes
             if self.given:  # of which those of one call at a time count
