@@ -467,13 +467,13 @@ def step_cost__table() -> str:
 @figure
 def trainers__table() -> str:
     return table(
-        ["memory", "peak / limit", "first step, planning included, in plain steps", "later steps / plain"],
+        ["memory", "peak / limit", "first step, planning included, in plain steps", "later steps / plain (quartiles)"],
         [
             [
                 f"{row['memory']:.0%}",
                 f"{row['peak over limit']:.3f}",
                 f"{row['first step, plain steps']:.0f}",
-                f"{row['step over plain']:.2f}",
+                "{1:.2f} ({0:.2f} to {2:.2f})".format(*row["step over plain"]),
             ]
             for row in rows("trainers")
             if "limit" in row
