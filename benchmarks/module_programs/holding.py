@@ -64,10 +64,14 @@ def put_back(model: nn.Module, state: State) -> None:
 
 
 def hold_anew(model: nn.Module) -> None:
-    """Puts copies in place of what modules hold: a meter sees only those freed that were made since it began."""
+    """Puts copies in place of tensors that modules hold: a meter sees only those freed that were made since it began.
+
+    Not of what is part of a graph, which a copy would not be.
+    """
     for module in model.modules():
         for key, value in _attributes(module).items():
-            module.__dict__[key] = _restored(value, _copied(value))
+            if isinstance(value, Tensor) and not value.requires_grad:
+                module.__dict__[key] = value.clone()
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

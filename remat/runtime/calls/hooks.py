@@ -63,6 +63,11 @@ class Hooks:
             yield
         finally:
             for holder, held in originals.items():
+                for name, hooks in held.items():  # remat's come and go by themselves, also in other threads
+                    ours = _of_remat(vars(holder)[name])
+                    for key in _of_remat(hooks).keys() - ours.keys():
+                        del hooks[key]
+                    hooks.update(ours)
                 vars(holder).update(held)
 
 
@@ -110,12 +115,15 @@ def hooks_since(number: int, tensors: Iterable[torch.Tensor]) -> list[dict[int, 
 
 
 def _but_remats(hooks: dict[int, Any]) -> dict[int, Any]:
-    return {key: hook for key, hook in hooks.items() if key not in _of_remat(hooks)}
+    ours = _of_remat(hooks)
+    return {key: hook for key, hook in hooks.items() if key not in ours}
 
 
 def _of_remat(hooks: dict[int, Any]) -> dict[int, Any]:
-    """Those that look on, and come and go by themselves."""
-    return {key: hook for key, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith("remat.")}
+    """Those that look on, and come and go by themselves; also what is noted of them by number (`hooked_to_all`)."""
+    return {
+        key: hook for key, hook in hooks.items() if key < 0 or str(getattr(hook, "__module__", "")).startswith("remat.")
+    }
 
 
 @contextmanager

@@ -51,7 +51,8 @@ class Tapes:
             self._sizes.clear()
             self._most.clear()
         self._sizes[inputs] = sizes
-        now = sum(prod(value.size) * value.dtype.itemsize for value in values)
+        known = [value for value in values if all(type(length) is int for length in value.size)]  # jagged: symbols
+        now = sum(prod(value.size) * value.dtype.itemsize for value in known)
         before = self._most.setdefault(inputs, now)
         self._most[inputs] = max(before, now)
         return (before, now) if now > _MORE * before + _SLIGHT else None

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import remat
 from remat.errors import InfeasibleBudget, RematError, ReplayError, UnsupportedModel
 from remat.runtime.calls.environment import accelerators
+from remat.runtime.calls.hooks import Hooks, hooked_to_all
 from remat.runtime.calls.partial import Differs, Parts, Replaying
 from remat.runtime.calls.stages import Stage
 from remat.runtime.calls.tape import Tape
@@ -442,6 +443,28 @@ def test_two_threads_with_models_of_their_own() -> None:
     assert not failed
 
 
+def test_who_looks_on_in_another_thread_is_no_hook_of_the_program() -> None:
+    """A recording there may begin, or end, while a run is made again here with the hooks that it has met."""
+    module, called = nn.Linear(2, 2), []
+
+    def looked_on() -> Callable[[], None]:
+        return hooked_to_all(lambda *_: called.append("before"), lambda *_: called.append("after"))
+
+    ends_inside = looked_on()
+    hooks = Hooks([module])
+    assert not hooks.any
+    own = nn.modules.module.register_module_forward_hook(lambda *_: None)  # of the program, after the run
+    with hooks.again():
+        ends_inside()
+        ends_later = looked_on()
+    module(torch.randn(2))
+    own.remove()
+    module(torch.randn(2))
+    ends_later()
+    module(torch.randn(2))
+    assert called == ["before", "after"] * 2
+
+
 @pytest.mark.parametrize("granularity", ["module", "operator"])
 def test_jagged_tensors(granularity: str) -> None:
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
@@ -457,6 +480,27 @@ def test_jagged_tensors(granularity: str) -> None:
         with remat.DTR("1MiB", granularity=granularity):
             found = step()
         assert_same(plain, found)
+
+
+class Jagged(nn.Module):
+    """Has jagged tensors inside, of which each run makes others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.nested.as_nested_tensor([x[:5], x[5:]], layout=torch.jagged)
+        return torch.cat(list(self.linear(rows).sin().unbind())) + x
+
+
+def test_jagged_tensors_in_a_plan() -> None:
+    torch.manual_seed(0)
+    wide = [nn.Sequential(nn.Linear(WIDTH, 256), nn.GELU(), nn.Linear(256, WIDTH)) for _ in range(4)]
+    model = nn.Sequential(*wide[:2], Jagged(), *wide[2:])
+    plain = trained(copy.deepcopy(model))
+    remat.fit(model, torch.randn(ROWS, WIDTH), memory=0.7, quiet=True)
+    assert_same(plain[:-2], trained(model)[:-2])  # without the states of random numbers
 
 
 class Sparse(nn.Module):

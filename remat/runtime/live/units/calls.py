@@ -128,7 +128,8 @@ class BlockCalls:
         self.nodes.note()
         try:
             if is_known:
-                self.watch.turn(on=(unit.does.casts or unit.does.leaves_others) and not course.tells)
+                leaves = unit.does.casts or unit.does.leaves_others
+                self.watch.turn(on=unit.does.varies or (leaves and not course.tells))
                 output = call.run(forward, args, kwargs, None)
             else:
                 output, made = self._recorded(call, forward, args, kwargs)

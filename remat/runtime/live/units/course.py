@@ -187,16 +187,16 @@ class Course:
         self._account.begin_segment()
 
     def leave(self) -> None:
-        """A call has done something else than was recorded of it: what comes is not known, nor what it took."""
+        """A call does something else than was recorded of it: what comes is not known, and of what it took only that it
+        is at least what it took before, as far as nobody watched."""
+        if self.tells:
+            self._account.others = max(self._account.others, self.segments[-1].others)
         self.follows = self._may_follow = self.is_whole = False
 
     def leave_before(self, unit: Unit, *, watched: bool) -> None:
         """A call of a unit comes that will be watched as if it were code outside."""
-        if self.follows:
-            if self.expects(Event(Kind.FORWARD, unit)) is None:
-                self._fork(Kind.FORWARD, watched=watched)
-            elif self.tells:
-                self._account.others = self.segments[-1].others
+        if self.follows and self.expects(Event(Kind.FORWARD, unit)) is None:
+            self._fork(Kind.FORWARD, watched=watched)
         self.leave()
 
     def end(self, *, watched: bool) -> None:
