@@ -27,7 +27,7 @@ from remat.errors import RematError
 _STEPS = 3  # that are timed
 _SLOW = 20.0  # times what plain PyTorch takes for an input in proportion: what takes longer has failed
 _SIZES = 6
-_SECONDS = 240.0  # for a model; what is not tried then is left out
+_SECONDS = 900.0  # for a model; what is not tried then is left out
 
 
 def _deep(size: int) -> Task:
