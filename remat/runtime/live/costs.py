@@ -23,6 +23,7 @@ from remat.runtime.pytree import storage_of
 from remat.runtime.surroundings import PLAIN
 
 _TIMED_CALLS = 3
+_BY_MASKS = frozenset((*INDEXING, *PUTTING))
 _MOST = 50_000  # calls of which facts are remembered
 _TERMS, _NUMBERS = 12, 64  # matrices, and bytes, that an exponential has beside its result where it sums up most terms
 
@@ -45,12 +46,13 @@ class OperatorFacts:
         settled: whether there is nothing more to observe.
         plain: whether no argument carries more than a storage and a view of it.
         simple: whether it is settled and plain and makes one storage, for the tensor that it returns.
+        selects: whether the size of its output, but not of what it takes besides, depends on what its arguments hold.
         slack_bytes: what the allocator may give for its outputs besides.
     """
 
     __slots__ = (
         *("bounded", "extent", "family", "grown_bytes", "measured", "model_nanoseconds", "nanoseconds", "output_bytes"),
-        *("plain", "scratch_bytes", "settled", "simple", "slack_bytes", "timed", "total_bytes"),
+        *("plain", "scratch_bytes", "selects", "settled", "simple", "slack_bytes", "timed", "total_bytes"),
     )
 
     def __init__(self, output_bytes: Sequence[int], model_nanoseconds: int) -> None:
@@ -58,7 +60,7 @@ class OperatorFacts:
         self.scratch_bytes = self.grown_bytes = self.slack_bytes = 0
         self.family: Hashable = None
         self.extent = 1
-        self.bounded = self.measured = self.settled = self.plain = self.simple = False
+        self.bounded = self.measured = self.settled = self.plain = self.selects = self.simple = False
         self.model_nanoseconds = self.nanoseconds = model_nanoseconds
         self.timed = 0
 
@@ -71,7 +73,8 @@ class OperatorFacts:
         """A call was measured: the least of several holds, since the first may have set up what stays."""
         if self.bounded:
             return
-        scratch = max(peak_bytes - self.total_bytes, 0)
+        # It may be over before the output is there, and the next output be smaller.
+        scratch = peak_bytes if self.selects else max(peak_bytes - self.total_bytes, 0)
         self.scratch_bytes = min(self.scratch_bytes, scratch) if self.measured and self.timed > 1 else scratch
         self.measured = True
 
@@ -121,7 +124,9 @@ class Knowledge:
         facts.extent = max(_extent(traits, args, inputs, facts.total_bytes), 1)
         if known is not None and not facts.bounded:
             facts.scratch_bytes, facts.measured = known.of(facts.extent), facts.extent <= known.reach
-        if not traits.sized_by_data(args):
+        sized_by_data = traits.sized_by_data(args)
+        facts.selects = sized_by_data and traits.label not in _BY_MASKS
+        if not sized_by_data:
             _remember(self.facts, key, facts)
         elif facts.measured:
             facts.settled = True
@@ -186,7 +191,7 @@ class Scratch(NamedTuple):
 def _extent(traits: Traits, args: Sequence[Any], inputs: Sequence[Tensor], made: int) -> int:
     if not traits.sized_by_data(args):
         return _bytes(inputs)
-    if traits.label in (*INDEXING, *PUTTING):
+    if traits.label in _BY_MASKS:
         return _masked_elements(args[0], args[1])
     return _bytes(inputs) + made
 
