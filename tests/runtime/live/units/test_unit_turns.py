@@ -289,7 +289,8 @@ def test_a_call_that_varies_is_counted_where_nothing_of_it_is_made_again() -> No
         plain = left_by(model)
         peak, (dtr,) = metered(lambda step=step: blocks(step, budget, 1))
         assert all(map(torch.equal, plain, left_by(model)))
-        assert number < 2 or peak <= min(budget, dtr.report().peak_bytes) + 1024
+        if number > 1:
+            assert peak <= budget and peak <= dtr.report().peak_bytes + 8192  # kernels' copies of indices
     assert by_calls(dtr)
 
 
