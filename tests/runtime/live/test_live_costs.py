@@ -225,13 +225,23 @@ def test_storages_that_no_operator_makes_are_counted_and_told(held: int) -> None
     assert peak <= report.peak_bytes
 
 
-def test_scratch_memory_of_what_makes_less_than_when_it_was_measured() -> None:
+@pytest.mark.parametrize("granularity", ["operator", "module"])
+@pytest.mark.parametrize(
+    "select",
+    [torch.masked_select, lambda x, mask: mask.nonzero(), lambda x, mask: (x * mask).unique()],
+    ids=["masked_select", "nonzero", "unique"],
+)
+def test_scratch_memory_of_what_makes_less_than_when_it_was_measured(
+    select: Callable[[Tensor, Tensor], Tensor], granularity: str, monkeypatch: pytest.MonkeyPatch, nothing_known: None
+) -> None:
     """Where the size of an output depends on data: what a call takes besides may be over before the output is there."""
+    monkeypatch.setattr(costs.SHARED, "facts", {})
+    monkeypatch.setattr(costs.SHARED, "_scratch", {})
     x = torch.randn(100_000, dtype=torch.float64)
 
     def block(mask: Tensor) -> remat.DTR:
-        with remat.DTR("1GiB", granularity="operator") as dtr:
-            torch.masked_select(x, mask)
+        with remat.DTR("1GiB", granularity=granularity) as dtr:
+            select(x, mask)
         return dtr
 
     block(x == x)  # noqa: PLR0124
