@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -32,15 +33,24 @@ class Gauge(ABC):
 
 
 class Bytes(Gauge):
+    """Measures bytes; and the seconds, too, where they are reckoned, which reckoning bytes does not lengthen."""
+
     of_memory = True
 
     def __init__(self, device: torch.device) -> None:
         self.meter = instruments().meter(device)
         self.order: list[Span] = []
+        self._reckoned = None if instruments().computes else Seconds(device)
 
-    def span(self, what: str, stage: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def span(self, what: str, stage: int) -> Any:
         self.order.append(Span(what, stage))
-        return self.meter.region()
+        with self.meter.region(), nullcontext() if self._reckoned is None else self._reckoned.span(what, stage):
+            yield
+
+    def sweeps(self) -> list[Mapping[Span, float]]:
+        """The seconds of each span, once, where they are reckoned; else nothing."""
+        return [] if self._reckoned is None else [self._reckoned.seconds]
 
     def regions(self) -> dict[Span, Region]:
         return dict(zip(self.order, self.meter.regions, strict=True))

@@ -208,7 +208,8 @@ def _profiled(
         copies = casts_of(forward) if not in_sequence or torch.is_autocast_enabled(place.type) else {}
         casts = casts_made_again(model, [*recomputed.values()], copies) + cast_bytes(place, forward)
         sweeps = SWEEPS if repeats is None else repeats
-        passes = Passes(tell, 3 + sweeps + options * (RECORDINGS + 1 + sweeps) + 2 * (layout.calls is not None))
+        of_options = RECORDINGS + 1 + (sweeps if instruments().computes else 0)
+        passes = Passes(tell, 3 + sweeps + options * of_options + 2 * (layout.calls is not None))
         profiler = Profiler(model, call, layout, place, end, output_held, foreign, replaced, bool(copies), passes)
         with gathering_nothing_ahead(model):
             chain = profiler.chain(repeats, Wanted(options, keep, recompute, offload, ranks), enough)

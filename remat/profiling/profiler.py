@@ -51,7 +51,7 @@ _LONG = 1.0  # seconds of sweeps, from which on there are no more of them
 _SLIGHT = 0.02  # share of the saved bytes up to which it is not worth measuring parts of stages
 RECORDINGS = 2  # of each stage's operators; the second has no first times in it
 _STEPS_IN_SHARDS = 3  # when gloo lets go of what it has sent is for its threads to choose
-_MANY_STEPS = 300  # operations, each of which runs a stage without computing it
+_MANY_STEPS = 60  # operations, each of which runs a stage without computing it
 
 
 class Wanted(NamedTuple):
@@ -236,7 +236,7 @@ class Profiler:
         gauge = visitor.gauge = Bytes(self.device)
         with gauge.meter.session():
             self._pass(gauge, what, known=known, visitor=visitor)
-        sweeps: list[Mapping[Span, float]] = []
+        sweeps = gauge.sweeps()
         while not self._suffices(sweeps, repeats, ranks):
             seconds = visitor.gauge = Seconds(self.device)
             self._pass(seconds, what, known=known, visitor=visitor)
