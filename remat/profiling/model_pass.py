@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from remat.errors import NoChain, UnsupportedModel
+from remat.errors import NoChain, RematError, UnsupportedModel
 from remat.measuring.facts import NOTHING_HANDED, Forms, Handed, Receiver
 from remat.measuring.gauges import Gauge
 from remat.measuring.isolating import (
@@ -95,7 +95,7 @@ class ModelPass(Pass):
         with intercepted(self.places.names, self.arrive), warnings.catch_warnings(), noted:
             # The cut outputs of a stage are views, and FSDP warns that views must not be modified in place.
             warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
-            output = model(*call.args, **call.kwargs)
+            output = self._output_of(model, call)
         if self._route.place is not None:
             raise NoChain.varies(
                 f"{self._route.place.name!r} was called when the chain was found, but not when it was measured"
@@ -129,6 +129,19 @@ class ModelPass(Pass):
         with self.gauge.span("held", last):
             del held
         self._alive.backward_ended(lasting, in_output)
+
+    def _output_of(self, model: nn.Module, call: Arguments) -> Any:
+        try:
+            return model(*call.args, **call.kwargs)
+        except (RematError, torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:  # of code that has run when the chain was found
+            raise NoChain(
+                f"{type(model).__name__} fails where its blocks run one by one, and more than once "
+                f"({type(error).__name__}: {error}), as it does where a block fills a list or dictionary that it is "
+                "passed. Return what later code needs, or train the model under remat.DTR",
+                "a block cannot be measured by itself",
+            ) from error
 
     def _used_by(self, loss: Loss, output: Any) -> tuple[list[torch.Tensor], Forms]:
         """The tensors of the output for which the loss has a gradient, and the memory layouts of these gradients.

@@ -13,7 +13,7 @@ from torch import nn
 from remat.chain import Chain
 from remat.devices import device_named
 from remat.distributed import agree
-from remat.errors import LeftChain, NoChain, RematError, UnsupportedModel
+from remat.errors import LeftChain, NoChain, RematError, ReplayError, UnsupportedModel
 from remat.estimation.world import LOOKS_AT_VALUES, World
 from remat.finding.find import SMALL, locate
 from remat.finding.fusing import in_a_row
@@ -227,6 +227,8 @@ def _profiled(
             excess = profiler.excess(chain)
         except LeftChain as error:
             raise NoChain.varies(str(error)) from error
+        except ReplayError as error:
+            raise UnsupportedModel(str(error)) from error
     return agree(replace(chain, reserve_bytes=chain.reserve_bytes + excess), ranks)
 
 

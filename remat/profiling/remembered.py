@@ -45,7 +45,7 @@ def remembered(
         options: arguments of `profile`.
         again: always measure.
     """
-    look = _look_of(model, sample, options)
+    look = conditions(model, sample, options)
     known = _last.get(model)
     if not again and known is not None and known.look == look:
         return known.chain
@@ -60,7 +60,8 @@ def remembered(
     return chain
 
 
-def _look_of(model: nn.Module, sample: Any, options: dict[str, Any]) -> Hashable:
+def conditions(model: nn.Module, sample: Any, options: dict[str, Any]) -> Hashable:
+    """What a profile depends on, as far as it can be seen; `options`: arguments of `profile`."""
     kept = {name: value for name, value in options.items() if name not in ("progress", "loss", "stages")}
     loss, stages = options.get("loss"), options.get("stages")
     call = call_of(model, sample)

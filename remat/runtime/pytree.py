@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +73,7 @@ def _leaves(value: Any, kinds: tuple[type, ...]) -> Iterator[Any]:
             yield leaf.rows if isinstance(leaf, Uncomputed) else leaf
         elif _is_record(leaf):
             for field in dataclasses.fields(leaf):
-                yield from _leaves(getattr(leaf, field.name), kinds)
+                yield from _leaves(getattr(leaf, field.name, None), kinds)  # which may not be set yet
 
 
 def map_tensors(function: Callable[[Any], Any], value: Any, kinds: tuple[type, ...] = (torch.Tensor,)) -> Any:
@@ -125,17 +124,6 @@ def is_plain(value: Any) -> bool:
     if kind is tuple or kind is list:
         return all(map(is_plain, value))
     return kind in _TENSORS_AND_CONSTANTS or (kind is dict and all(map(is_plain, value.values())))
-
-
-def objects_in(value: Any) -> list[Any]:
-    """Objects of the program's own in a value, other than modules: their attributes may be what a call works on."""
-    if is_plain(value):
-        return []
-    found = [leaf for leaf in pytree.tree_leaves(value) if not isinstance(leaf, _NO_OBJECTS)]
-    return [leaf for leaf in found if hasattr(leaf, "__dict__") and not _is_record(leaf)]
-
-
-_NO_OBJECTS = (torch.Tensor, torch.nn.Module, type, FunctionType)
 
 
 class Arguments(NamedTuple):

@@ -28,11 +28,13 @@ from torch.utils.hooks import RemovableHandle
 from remat.errors import UnsupportedModel
 from remat.runtime.calls.hooks import registered_since
 from remat.runtime.calls.settled import (
+    ARRAYS,
     CONSTANT_TYPES,
     CONTAINERS,
     NOT_MET,
     OTHERS,
     Settled,
+    bytes_of,
     is_container,
     is_state,
     items_of,
@@ -106,7 +108,7 @@ class Attributes:
         if self._changing:
             before = dict(vars(module))
         else:  # what stands in for a forward would hold the graph that this hangs on
-            before = {name: vars(module)[name] for name in vars(module).keys() - NOT_MET}
+            before = {name: vars(module)[name] for name in vars(module).keys() - _not_met(module)}
         self._add(position, module, dict(module._modules) if self._changing else None)
         self._before.append(before)
         self._contents += [(each, _copied(each)) for each in self._containers(module) if is_state(each)]
@@ -158,7 +160,7 @@ class Attributes:
                 self._before.append(how.before(module, objects))
                 self._unsettle(position, module, how)
         for (position, module, _), before in zip(self._watched, self._before, strict=True):
-            met = {name: _held(before[name]) for name in before.keys() - NOT_MET}
+            met = {name: _held(before[name]) for name in before.keys() - _not_met(module)}
             differing = _differing(vars(module), before) if self._changing else []
             met.update(dict.fromkeys(differing, _UNKNOWN))
             if differing:
@@ -214,7 +216,7 @@ class Attributes:
                     found.append((module, name, was))
                 elif was.reference() is not value:
                     found.append((module, name, was.tensor))
-            found += [(module, name, MISSING) for name in now.keys() - met.keys() - NOT_MET]
+            found += [(module, name, MISSING) for name in now.keys() - met.keys() - _not_met(module)]
         return found
 
     @property
@@ -244,7 +246,7 @@ class Attributes:
             for container, held in contents:
                 fill(container, held)
             for module, was in present:
-                for name in _differing(vars(module), was):
+                for name in _differing(vars(module), was, _not_met(module) & OTHERS):
                     put(module, name, was.get(name, MISSING))
 
 
@@ -302,16 +304,21 @@ def undone(module: nn.Module, before: dict[str, Any], *, hooked: bool) -> Iterat
             yield name, was
 
 
-def _differing(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
+def _not_met(module: Any) -> frozenset[str]:
+    """The names of attributes that others keep: those that every module has; an object's are all its own."""
+    return NOT_MET if isinstance(module, nn.Module) else frozenset()
+
+
+def _differing(now: Mapping[str, Any], before: dict[str, Any], others: frozenset[str] = OTHERS) -> list[str]:
     if len(now) == len(before) and all(map(operator.is_, now.values(), before.values())) and [*now] == [*before]:
         return []  # as nearly always
-    names = {*now, *before} - OTHERS
+    names = {*now, *before} - others
     return [name for name in names if now.get(name, MISSING) is not before.get(name, MISSING)]
 
 
 def _copied(container: Any) -> Any:
     """A copy without the graph of another step; containers in it are the same, and have copies of their own."""
-    if isinstance(container, np.ndarray):
+    if isinstance(container, ARRAYS):
         return container.copy()
     again = container.copy()
     if isinstance(container, dict):
@@ -344,7 +351,8 @@ def graph_handed_on() -> UnsupportedModel:
     """The error where a gradient wants to go where only the graph of another run leads."""
     return UnsupportedModel(
         "a module passes on a tensor with its graph other than by its output, as in an attribute that the loss or a "
-        "later forward reads; detach it, return it, or train under remat.DTR"
+        "later forward reads, or in a cache of keys and values (use_cache, past_key_values); detach it, return it, or "
+        "train under remat.DTR"
     )
 
 
@@ -371,9 +379,12 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 def fill(container: Any, content: Any) -> None:
     """Has it hold this, and nothing else."""
-    if isinstance(container, np.ndarray):
-        if container.tobytes() != content.tobytes():  # one that is read-only has not changed
-            np.copyto(container, content)
+    if isinstance(container, ARRAYS):
+        if bytes_of(container) != bytes_of(content):  # one that is read-only has not changed
+            if isinstance(container, np.ndarray):
+                np.copyto(container, content)
+            else:
+                container[:] = content
         return
     now, then = items_of(container), items_of(content)
     if len(now) == len(then) and all(map(operator.is_, now, then)):

@@ -42,6 +42,7 @@ class Ending:
 
     Attributes:
         allowed: None while that is not known.
+        repeats: whether one that was made again is known to have saved the same numbers.
     """
 
     def __init__(self, stage: Stage, *, found_right: bool = True) -> None:
@@ -50,6 +51,7 @@ class Ending:
         inside = [part for part in stage.parts if part not in stage.modules]
         whole = stage.runs_compiled or any(map(is_sharded, inside))
         self.allowed = None if found_right and not whole else False
+        self.repeats = False
 
     def learn(self, saved: Checksums) -> None:
         """From a run to the end, which has saved these tensors."""

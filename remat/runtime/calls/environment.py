@@ -16,12 +16,13 @@ from torch import nn
 from remat.runtime.accelerator import granule_of, is_accelerator, rounded
 from remat.runtime.calls.attributes import Attributes, plain_tensors
 from remat.runtime.calls.hooks import Hooks
+from remat.runtime.calls.objects import objects_in
 from remat.runtime.calls.stages import Stage, autocast_of
 from remat.runtime.calls.state import BufferWatch, Parameters, StageState, rescaled
 from remat.runtime.calls.steady import is_steady
 from remat.runtime.generators import RandomState, held_by, of_python
 from remat.runtime.meter import instruments
-from remat.runtime.pytree import objects_in, tensors
+from remat.runtime.pytree import tensors
 from remat.runtime.surroundings import all_of, modes_now, present, under
 
 
@@ -65,6 +66,7 @@ class FirstRun:
 
     Attributes:
         inputs: how the tensors look that it is passed.
+        repeats: whether it is to give the same once more, its random numbers included.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class FirstRun:
         beside: Any = (),
         own: Sequence[Any] = (),
     ) -> None:
-        self._stage = stage
+        self._stage, self.repeats = stage, preserve_random
         self._flags = tuple([part.training for part in stage.parts])
         self._parameters = Parameters(stage.parameters())
         self._trained = tuple([each.requires_grad for each in stage.parameters()])
@@ -100,6 +102,11 @@ class FirstRun:
     def parameters(self) -> list[nn.Parameter]:
         """Those that the stage had."""
         return self._parameters.all()
+
+    @property
+    def parameters_changed(self) -> bool:
+        """Whether any was written to since."""
+        return bool(self._parameters.changed())
 
     @property
     def situation(self) -> Hashable:

@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn.modules import module as _of_all
 from torch.utils.hooks import RemovableHandle
 
+from remat.runtime.patching import is_unheard
+
 _OWN = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
         "_forward_pre_hooks_with_kwargs")  # fmt: skip
 _GLOBAL = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_forward_hooks_with_kwargs",
@@ -144,7 +146,7 @@ def told_of_first_call(told: Callable[[nn.Module], None]) -> Iterator[None]:
 
 
 def hooked_to_all(before: Callable[..., Any], after: Callable[..., Any] | None = None) -> Callable[[], None]:
-    """Has `before` and `after` called around each call of any module, also of one that fails.
+    """Has `before` and `after` called around each call of any module that is heard, also of one that fails.
 
     Not by `register_module_forward_hook`: two threads that register at once may get one number for both, which is how
     hooks of all modules are told apart. PyTorch's numbers are not negative.
@@ -153,10 +155,10 @@ def hooked_to_all(before: Callable[..., Any], after: Callable[..., Any] | None =
         What takes them away, where they are still there.
     """
     key = next(_keys)
-    _of_all._global_forward_pre_hooks[key] = before
+    _of_all._global_forward_pre_hooks[key] = _where_heard(before)
     if after is not None:
         _of_all._global_forward_hooks_always_called[key] = True
-        _of_all._global_forward_hooks[key] = after
+        _of_all._global_forward_hooks[key] = _where_heard(after)
 
     def remove() -> None:
         for hooks in (
@@ -167,3 +169,10 @@ def hooked_to_all(before: Callable[..., Any], after: Callable[..., Any] | None =
             hooks.pop(key, None)
 
     return remove
+
+
+def _where_heard(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        return None if is_unheard() else hook(*args)
+
+    return call

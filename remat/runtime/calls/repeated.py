@@ -60,10 +60,15 @@ class Sums(NamedTuple):
         return abs(self.norm - other.norm) <= off and all(abs(was - now) <= _SUMMED * off for was, now in pairs)
 
 
-def sums_of(row: torch.Tensor) -> Sums | None:
-    """Of a tensor of one dimension without gaps; None where it holds no real numbers. Takes no memory besides."""
-    if row.dtype not in _REAL or is_fake(row):
+def sums_of(tensor: torch.Tensor) -> Sums | None:
+    """Takes no memory besides; None where it has gaps, or holds no real numbers."""
+    if type(tensor) is not torch.Tensor or tensor.dtype not in _REAL or tensor.layout != torch.strided:
         return None
-    with in_earnest(), torch.no_grad(), torch.autocast(row.device.type, enabled=False):
-        parts = (row, row[: row.numel() // 3])
+    count = tensor.numel()
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if count != extent or is_fake(tensor):
+        return None
+    with in_earnest(), torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
+        row = tensor.as_strided((count,), (1,))
+        parts = (row, row[: count // 3])
         return Sums(float(torch.linalg.vector_norm(row)), (float(parts[0].sum()), float(parts[1].sum())), _slack(row))

@@ -29,8 +29,10 @@ CONSTANTS = (Number, np.generic, str, bytes, Enum)  # also of NumPy's types, and
 OTHERS = frozenset(("training", "forward", "__getstate__"))  # attributes that are kept by others
 NOT_MET = OWN | OTHERS
 _HELD = (type, BuiltinFunctionType, torch.dtype, torch.device)  # that refer to nothing that takes memory
-_LIBRARIES = frozenset(("torch", "numpy", "random", "functools", "transformers"))  # whose objects are settings
-_LARGEST_ARRAY = 1 << 16  # bytes: larger ones of NumPy are data, of which nobody makes a copy at each call
+# Whose objects are settings, or are others' to change.
+_LIBRARIES = frozenset(("torch", "numpy", "random", "functools", "transformers", "logging", "threading"))
+ARRAYS = (np.ndarray, bytearray)
+_LARGEST_ARRAY = 1 << 16  # bytes: larger ones are data, of which nobody makes a copy at each call
 
 
 class Settled:
@@ -110,9 +112,9 @@ class Settled:
 
 
 def is_container(value: Any) -> bool:
-    """Whether it is one of Python's own, or a small array of NumPy, which programs count in."""
+    """Whether it is one of Python's own, or a small array, which programs count in."""
     kind = type(value)
-    return kind in CONTAINERS or (kind is np.ndarray and value.nbytes <= _LARGEST_ARRAY)
+    return kind in CONTAINERS or (kind in ARRAYS and _size_of(value) <= _LARGEST_ARRAY)
 
 
 def state_in(value: Any) -> Any:
@@ -125,13 +127,14 @@ def state_in(value: Any) -> Any:
 
 def may_have_state(value: Any) -> bool:
     """Whether `state_in` gives something for it, or for another value of this class."""
-    return is_container(value) or _is_of_the_program(type(value))  # type: ignore[arg-type]
+    kind: Any = type(value)
+    return is_container(value) or (bool(kind.__dictoffset__) and is_of_the_program(kind))
 
 
 @cache
-def _is_of_the_program(kind: Any) -> bool:
-    """Whether objects of this class are the program's own, and have attributes in which it may count."""
-    own = bool(kind.__dictoffset__) and not issubclass(kind, (nn.Module, torch.Tensor, type, FunctionType, Enum))
+def is_of_the_program(kind: Any) -> bool:
+    """Whether objects of this class are the program's own: it may count in their attributes, if they have any."""
+    own = not issubclass(kind, (nn.Module, torch.Tensor, type, FunctionType, Enum))
     return own and kind.__module__.partition(".")[0] not in _LIBRARIES
 
 
@@ -148,7 +151,7 @@ def is_state(value: Any) -> bool:
                 return False
             seen.add(id(each))
             left += items_of(each)
-        elif not (type(each) in CONSTANT_TYPES or isinstance(each, (torch.Tensor, np.ndarray, *CONSTANTS))):
+        elif not (type(each) in CONSTANT_TYPES or isinstance(each, (torch.Tensor, *ARRAYS, *CONSTANTS))):
             return False
     return True
 
@@ -168,13 +171,21 @@ def within(container: Any) -> Iterator[Any]:
 
 def items_of(container: Any) -> list[Any]:
     """Keys and values of a dictionary; none of an array, which refers to nothing."""
-    if isinstance(container, np.ndarray):
+    if isinstance(container, ARRAYS):
         return []
     return [*container, *container.values()] if isinstance(container, dict) else [*container]
 
 
 def _look_of(container: Any) -> Any:
-    return container.tobytes() if isinstance(container, np.ndarray) else items_of(container)
+    return bytes_of(container) if isinstance(container, ARRAYS) else items_of(container)
+
+
+def bytes_of(array: Any) -> bytes:
+    return array.tobytes() if isinstance(array, np.ndarray) else bytes(array)
+
+
+def _size_of(array: Any) -> int:
+    return array.nbytes if isinstance(array, np.ndarray) else len(array)
 
 
 def _is_constant(value: Any) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from remat.errors import ReplayError
@@ -18,6 +20,7 @@ from remat.runtime.calls.environment import FirstRun
 from remat.runtime.calls.partial import Parts
 from remat.runtime.calls.passed import Passed
 from remat.runtime.calls.recompute import Collector
+from remat.runtime.calls.repeated import Sums, sums_of
 from remat.runtime.calls.saved import Owner, Saved, unpack
 from remat.runtime.calls.stages import Stage
 from remat.runtime.calls.tape import Recorder, Value, identity_of, value_of
@@ -91,10 +94,11 @@ class StageCall(Call):
         saved: what autograd has saved; sent: what is on the host of it.
     """
 
-    __slots__ = ("_dropped", "_ending", "_recorder", "_tapes", "saved", "sent")
+    __slots__ = ("_dropped", "_ending", "_others", "_recorder", "_sums", "_tapes", "saved", "sent")
     hint = (
-        "A stage must do the same each time it runs: look for control flow that depends on state outside of "
-        "parameters, buffers and PyTorch's random numbers, or use the store_all schedule"
+        "A stage must do the same each time it runs. Look for what the model changes between its blocks and they read, "
+        "such as a global variable; pass that to them as a number or a tensor, or train the model under remat.DTR(..., "
+        "granularity='operator')"
     )
 
     def __init__(
@@ -105,6 +109,12 @@ class StageCall(Call):
         self.saved = SavedTensors()
         self._dropped: frozenset[int] | None = None
         self._recorder: Recorder | None = None
+        # By number, of what is not kept, until the stage is known to repeat it.
+        self._sums: dict[int, Sums | None] | None = None
+        if context is not None and context.repeats and not ending.repeats:
+            self._sums = {}
+        # What a recomputation has saved and the first run has not: numbers, and what was noted.
+        self._others: list[tuple[int, torch.Tensor, Sums]] = []
         self.sent: Sent | None = None
 
     # The first run ---------------------------------------------------------------------------------------------------
@@ -125,6 +135,8 @@ class StageCall(Call):
         saved = Saved(owner, self, number, tensor._version)
         if self._dropped is not None and number not in self._dropped:
             saved.put(alias(tensor))  # a recorder must not see it
+        elif self._sums is not None and not isinstance(tensor, nn.Parameter):
+            self._sums[number] = sums_of(tensor)
         if self._recorder is not None:
             self._recorder.saves(tensor)
         self.saved.add(saved, tensor)
@@ -177,9 +189,8 @@ class StageCall(Call):
                 return None
             return self._fill(activation, wanted, ends_early=ends_early and filling)
         self._recorder = recorder = Recorder() if self._is_unknown else None
-        outputs = self.as_a_whole(
-            Collector(self.saved.looks, wanted, self.saved.fill, recorder=recorder), activation, recorder
-        )
+        collector = Collector(self.saved.looks, wanted, self._take, recorder=recorder)
+        outputs = self.as_a_whole(collector, activation, recorder)
         assert outputs is not None
         if recorder is not None:
             recorder.returned(outputs[-1])
@@ -240,10 +251,34 @@ class StageCall(Call):
         """What collects in a run; the first time also what tells whether later ones may end early."""
         last = max(wanted, default=-1) + 1 if ends_early and self._ending.allowed else None
         checksums = Checksums() if wanted and self._ending.allowed is None else None
-        return Collector(self.saved.looks, wanted, self.saved.fill, last=last, checksums=checksums), checksums
+        return Collector(self.saved.looks, wanted, self._take, last=last, checksums=checksums), checksums
+
+    def _take(self, number: int, tensor: torch.Tensor) -> None:
+        """A recomputation has saved what is wanted again; the first one of a stage is compared with its first run."""
+        before = None if self._sums is None else self._sums.get(number)
+        now = None if before is None else sums_of(tensor)
+        if before is not None and now is not None and not before.are_near(now):
+            self._others.append((number, alias(tensor), now))
+        self.saved.fill(number, tensor)
 
     def _learn_ending(self, collector: Collector, checksums: Checksums | None) -> None:
-        if checksums is not None and collector.was_right:
+        """From a run that is over.
+
+        Raises:
+            ReplayError: it has saved other numbers than the first one.
+        """
+        others, self._others = self._others, []
+        if not collector.was_right:
+            return
+        # What is written to after it was saved, as noise that is drawn later, held anything before. In a part of a run
+        # that may have come first, if something that was saved later lies in the same memory.
+        if collector.replaying is not None:
+            memory = Counter(look.storage for look in self.saved.looks)
+            others = [each for each in others if memory[self.saved.looks[each[0]].storage] == 1]
+        if any(sums_of(tensor) == sums for _, tensor, sums in others):
+            raise ReplayError(f"recomputing {self.name} gave other numbers than its first run. {self.hint}")
+        self._sums, self._ending.repeats = None, True
+        if checksums is not None:
             self._ending.learn(checksums)
 
     def never_again(self) -> None:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 import remat
 from remat.errors import InfeasibleBudget, NoChain, ReplayError, UnsupportedModel
 from remat.runtime.calls import state
+from remat.runtime.calls.objects import objects_in
 from remat.runtime.live.units import known
-from remat.runtime.pytree import objects_in
 from support.live_models import allocate_gradients
 from support.steps import assert_same
 from support.unit_blocks import Model, left_by, memory_of

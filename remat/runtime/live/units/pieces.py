@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
@@ -177,7 +176,7 @@ class Piece:
         look = unproved.get(self.number)
         if look is None or storage is None:
             return
-        self.sums = _sums(storage, look)
+        self.sums = sums_of(look_at(storage, look))
         if self.sums is None:
             del unproved[self.number]
 
@@ -187,7 +186,7 @@ class Piece:
         before, self.sums = self.sums, None
         if before is None or look is None:
             return True
-        now = _sums(storage, look)
+        now = sums_of(look_at(storage, look))
         if now is None or not before.are_near(now):
             return False
         del self.call.unit.unproved[self.number]
@@ -272,15 +271,6 @@ def _own_references() -> int:
 
 
 _OWN_REFERENCES = _own_references()
-
-
-def _sums(storage: torch.UntypedStorage, value: Value) -> Sums | None:
-    """None where the value has gaps, or holds no real numbers."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(value.size, value.stride, strict=True))
-    if math.prod(value.size) != extent:
-        return None
-    with in_earnest():
-        return sums_of(tensor_on(storage, value.dtype, (extent,), (1,), value.offset))
 
 
 def is_flagged(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,111 @@
+"""Objects of the program's own that calls are passed, such as a context that goes from block to block.
+
+Their attributes may be what a call works on, and the program may change them before the call is made again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, MutableMapping
+from enum import Enum
+from functools import cache
+from types import FunctionType, MemberDescriptorType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from remat.runtime.calls.settled import CONSTANT_TYPES, is_container, is_of_the_program
+from remat.runtime.pytree import is_plain, tensors
+
+_NO_OBJECTS = (torch.Tensor, torch.nn.Module, type, FunctionType, Enum)
+
+
+def objects_in(value: Any) -> list[Any]:
+    """Those in a value, and in their attributes; sets, arrays and the like of the value are attributes of another one.
+
+    Lists and dictionaries, and dataclasses that hold tensors, are copied for each call.
+    """
+    if is_plain(value):
+        return []
+    passed = _leaves(value)
+    of_the_value, seen = {id(leaf) for leaf in passed}, set[int]()
+    found: list[Any] = []
+    loose: list[Any] = []
+    left = passed
+    while left:
+        leaf = left.pop()
+        if id(leaf) in seen:
+            continue
+        seen.add(id(leaf))
+        if is_container(leaf):
+            loose += [leaf] * (id(leaf) in of_the_value)
+            continue
+        attributes = attributes_of(leaf)
+        kind: Any = type(leaf)
+        if attributes is None or not (id(leaf) in of_the_value or is_of_the_program(kind)):
+            continue
+        if not (dataclasses.is_dataclass(leaf) and tensors(leaf)):
+            found.append(leaf if type(attributes) is dict else InSlots(attributes))
+        left += _leaves([*attributes.values()])
+    return [*found, SimpleNamespace(loose=loose)] if loose else found
+
+
+def _leaves(value: Any) -> list[Any]:
+    leaves = pytree.tree_leaves(value)
+    return [leaf for leaf in leaves if type(leaf) not in CONSTANT_TYPES and not isinstance(leaf, _NO_OBJECTS)]
+
+
+def attributes_of(value: Any) -> MutableMapping[str, Any] | None:
+    """Of an object, as they are in it; None where it has none that can be set."""
+    if hasattr(value, "__dict__"):
+        return vars(value)
+    kind: Any = type(value)
+    slots = _slots_of(kind)
+    return Slots(value, slots) if slots else None
+
+
+@cache
+def _slots_of(kind: Any) -> dict[str, MemberDescriptorType]:
+    named = [vars(each) for each in kind.__mro__ if "__slots__" in vars(each)]
+    return {name: slot for each in named for name, slot in each.items() if isinstance(slot, MemberDescriptorType)}
+
+
+class Slots(MutableMapping[str, Any]):
+    """The attributes of an object whose class has slots for them, and no dictionary."""
+
+    __slots__ = ("_object", "_slots")
+
+    def __init__(self, value: Any, slots: dict[str, MemberDescriptorType]) -> None:
+        self._object, self._slots = value, slots
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._slots[name].__get__(self._object)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._slots[name].__set__(self._object, value)
+
+    def __delitem__(self, name: str) -> None:
+        self._slots[name].__delete__(self._object)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._slots if hasattr(self._object, name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class InSlots:
+    """Stands for such an object: its attributes are where `vars` looks for them."""
+
+    __slots__ = ("_attributes",)
+
+    def __init__(self, attributes: MutableMapping[str, Any]) -> None:
+        self._attributes = attributes
+
+    @property
+    def __dict__(self) -> MutableMapping[str, Any]:  # type: ignore[override]
+        return self._attributes
