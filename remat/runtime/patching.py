@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -207,9 +208,26 @@ def outside_of_compiled(model: nn.Module) -> dict[nn.Module, str]:
     return found
 
 
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Inside, nobody hears of this thread's calls of modules: they are none of the program's."""
+    outer, _heard.by_none = is_unheard(), True
+    try:
+        yield
+    finally:
+        _heard.by_none = outer
+
+
+def is_unheard() -> bool:
+    return getattr(_heard, "by_none", False)
+
+
+_heard = threading.local()
+
+
 def _bound(handler: Handler, module: nn.Module, forward: Forward, thread: int) -> Forward:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if get_ident() != thread:  # another thread's call of the same model
+        if get_ident() != thread or is_unheard():  # another thread's call of the same model
             return forward(*args, **kwargs)
         return handler(module, forward, args, kwargs)
 

@@ -31,6 +31,8 @@ from remat.runtime.live.versions import SavedVersion, Version, no_autocast, no_a
 from remat.runtime.pytree import storage_of
 from remat.runtime.raw_memory import Access
 
+_AT_THE_END = "the end of the block, where all tensors of the program are in memory, as gradients that were made in it"
+
 
 class SavingHooks:
     """The hooks that `torch.autograd.graph.saved_tensors_hooks` takes."""
@@ -95,7 +97,7 @@ class Block(Guard):
         refuse_nested()
         self._depth = _len_torch_dispatch_stack()
         try:
-            claim()
+            claim(self._others_take)
             guard(self)
             torch._C._autograd._push_saved_tensors_default_hooks(self._saving.pack, self._saving.unpack)
             self._mode.__enter__()
@@ -126,6 +128,11 @@ class Block(Guard):
                 self.settings.site.add_ways(ways)
         self._choose(by_calls=by_calls)
         warn_of_more(self._store.limits, self.outcome, self.settings.budget)
+
+    def _others_take(self, more: int) -> None:
+        """So many bytes are in use beside what the ledger knows of."""
+        self.ledger.peak = max(self.ledger.peak, self.ledger.memory + more)
+        self._store.limits.others_took(self.ledger.memory + more)
 
     def _leave(self) -> None:
         """Undoes what `enter` did. Each part may have been done already, or half of it."""
@@ -188,10 +195,10 @@ class Block(Guard):
     def _count(self) -> None:
         """Notes what the program holds, which is in memory whatever the budget."""
         self._store.limits.look_back(self._most())
-        held = sum(version.size for version in living(self._store))
+        held = max(sum(version.size for version in living(self._store)), self._store.most_revived)
         self.ledger.peak = max(self.ledger.peak, held)
         if held > self.ledger.budget:
-            self._store.limits.went_over("the end of the block, where all tensors of the program are in memory", held)
+            self._store.limits.went_over(_AT_THE_END, held)
             if self.outcome == "pass":
                 self.outcome = "over"
 

@@ -57,6 +57,10 @@ class Limits:
         if self.over is None or peak_bytes > self.over.peak_bytes:
             self.over = Over(where, peak_bytes)
 
+    def others_took(self, peak_bytes: int) -> None:
+        """Notes that a backward has gone through what an earlier block has computed."""
+        self.went_over("a backward of an earlier block's forward, which no budget limits", peak_bytes)
+
     def look_back(self, most: int) -> None:
         """The allocator says that it has given out so much at most: also what no account knows, as where it does not
         split a block that is larger than what was asked for."""

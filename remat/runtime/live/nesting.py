@@ -1,9 +1,12 @@
-"""Blocks of DTR do not nest: there is one budget for a thread."""
+"""Blocks of DTR do not nest: there is one budget for a thread.
+
+What an earlier block has left in a graph is made again without a limit; the block that runs then hears what that takes.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from remat.errors import RematError
@@ -22,26 +25,32 @@ def refuse_nested() -> None:
         raise RematError("a DTR block inside another one: a thread has one budget; leave the outer block first")
 
 
-def claim() -> None:
-    """A block begins in this thread."""
-    _running.block = True
+def claim(hears: Callable[[int], None] = lambda more: None) -> None:
+    """A block begins in this thread; `hears`: called with the bytes that others take beside it."""
+    _running.block, _running.hears = True, hears
+
+
+def tell(more: int) -> None:
+    """The block of this thread, if there is one, hears that others have taken so many bytes at most."""
+    if is_running():
+        _running.hears(more)
 
 
 def release() -> None:
     """The block of this thread has ended."""
-    _running.block = False
+    _running.block, _running.hears = False, None  # which may refer to it
 
 
 @contextmanager
-def alone_in_its_thread() -> Iterator[None]:
-    """Inside, a block runs.
+def alone_in_its_thread(hears: Callable[[int], None] = lambda more: None) -> Iterator[None]:
+    """Inside, a block runs; `hears` as for `claim`.
 
     Raises:
         RematError: another one runs in this thread.
     """
     refuse_nested()
     try:
-        claim()
+        claim(hears)
         yield
     finally:
         release()

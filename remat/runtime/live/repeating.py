@@ -3,6 +3,7 @@ in memory, or what it is computed from is copied."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,24 +76,54 @@ def _place(store: Store, version: Version, made: torch.UntypedStorage, operator:
 
 
 def revive(store: Store, version: Version) -> None:
-    """Computes a version again, with all that it needs, without regard to the budget."""
-    todo: list[Version] = [version]
-    temporary: list[Version] = []
+    """Computes a version again, with all that it needs, without regard to the budget; tells the store what that takes.
+
+    What is made on the way and nobody else holds is let go of as soon as nothing that is left to do reads it.
+    """
+    order = _to_make(version)
+    read = Counter(id(source) for each in order for source in _made_of(each))
+    passing: dict[int, Version] = {}
+    present = most = 0
+    for each in order:
+        done = _made_of(each)
+        if not each.resident:
+            assert each.operator is not None
+            repeat(store, each.operator)
+            made = [other for other in (reference() for reference in each.operator.outputs) if other is not None]
+            present += sum(other.size for other in made)
+            most = max(most, present)
+            passing |= {
+                id(other): other for other in made if other is not version and other.released and other.resident
+            }
+            done = [*done, *made]
+        read.subtract(map(id, _made_of(each)))
+        for other in done:
+            if not read[id(other)] and passing.pop(id(other), None) is not None:
+                other.evict()
+                present -= other.size
+    store.revived(most, present)
+
+
+def _to_make(version: Version) -> list[Version]:
+    """What is missing for a version, and itself, each after what it is made of."""
+    order: list[Version] = []
+    seen: set[int] = set()
+    todo = [(version, False)]
     while todo:
-        last = todo[-1]
-        if last.resident or last.operator is None:
-            todo.pop()
-            continue
-        missing = [s for s in last.operator.sources() if isinstance(s, Version) and not s.resident]
-        if missing:
-            todo.extend(missing)
-            continue
-        repeat(store, last.operator)
-        todo.pop()
-        temporary.extend(s for s in (reference() for reference in last.operator.outputs) if s is not None)
-    for other in temporary:
-        if other is not version and other.released and other.resident:
-            other.evict()
+        each, is_next = todo.pop()
+        if is_next:
+            order.append(each)
+        elif not (each.resident or each.operator is None or id(each) in seen):
+            seen.add(id(each))
+            todo.append((each, True))
+            todo += [(source, False) for source in _made_of(each)]
+    return order
+
+
+def _made_of(version: Version) -> list[Version]:
+    """What a version is computed from and operators have made, too."""
+    operator = version.operator
+    return [] if operator is None else [each for each in operator.sources() if isinstance(each, Version)]
 
 
 def _content(source: Given | Version) -> torch.UntypedStorage:

@@ -21,6 +21,7 @@ from remat.runtime.accelerator import bytes_of
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
+from remat.runtime.live.nesting import tell
 from remat.runtime.live.repeating import repeat, revive
 from remat.runtime.live.versions import Brought, Given, OperatorRun, StorageRef, Version, VersionRef
 from remat.runtime.operators import tensors_in
@@ -159,6 +160,8 @@ class Store:
         unseen: what the allocator has given out besides.
         limited: whether the policy core is asked; no longer once it could not be obeyed, or the block has ended.
         closed: whether the block has ended; what autograd has saved can still be asked for.
+        most_revived: bytes in use at most while something was made again without a limit.
+        again: bytes that were made again since the block has ended, and are still held by somebody.
     """
 
     def __init__(self, ledger: Ledger, limits: Limits, level: Callable[[], int] | None = None) -> None:
@@ -168,6 +171,7 @@ class Store:
         self.dead: deque[Version] = deque()
         self.limited = True
         self.closed = False
+        self.most_revived = self.again = 0
         self.lock = threading.RLock()  # other threads ask for memory; backwards of several devices have one each
         self.by_tensor: dict[int, VersionRef] = {}
         self.gone: list[VersionRef] = []
@@ -210,7 +214,9 @@ class Store:
             version.where = None
             if self.versions.get(reference.key) is version:
                 del self.versions[reference.key]
-            if not self.closed:
+            if self.closed:
+                self.again -= version.size
+            else:
                 self.dead.append(version)
 
     def dropped(self, version: Version) -> None:
@@ -272,6 +278,15 @@ class Store:
         self.ledger.note(k.LOCK, version.tensor)
         self.ledger.note(k.UNLOCK, version.tensor)
         self.consult(label)
+
+    def revived(self, more: int, left: int) -> None:
+        """So many bytes more were in use at most while something was made again without a limit, and still are."""
+        if self.closed:
+            tell(self.again + more)
+            self.again += left
+            return
+        held = sum(version.size for version in _all_of(self) if version.resident) - left
+        self.most_revived = max(self.most_revived, held + more)
 
     def lend(self, version: Version) -> torch.UntypedStorage:
         """The storage of a version that is in memory, for somebody to hold who did not make it."""

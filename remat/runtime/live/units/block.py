@@ -95,7 +95,7 @@ class UnitsBlock:
         calls = self.calls
         calls.turn += 1
         with ExitStack() as stack:
-            stack.enter_context(alone_in_its_thread())
+            stack.enter_context(alone_in_its_thread(self._others_take))
             stack.enter_context(caches_off(configs_with_caches(calls.known.parts)))
             stack.enter_context(blocks_as_written())  # no dispatcher sees what compiled code allocates
             stack.enter_context(intercepted(calls.known.bound, calls.called))
@@ -107,6 +107,12 @@ class UnitsBlock:
             yield
             if calls.course.tells_backward:
                 calls.watch.turn(on=False)
+
+    def _others_take(self, more: int) -> None:
+        """So many bytes are in use beside what this block counts."""
+        account = self.calls.pool.account
+        account.peak = max(account.peak, account.memory + more)
+        self.calls.pool.limits.others_took(account.memory + more)
 
     def run(self, root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward of the model that this block begins with, whose calls may be what is evicted."""

@@ -165,6 +165,11 @@ class UnitCall(Call):
         changed = any(given.is_changed for given in self.passed.inputs)
         return changed or (self.context is not None and bool(self.context.changed_buffer))
 
+    @property
+    def was_outlived(self) -> bool:
+        """Whether it cannot be made again any more, as after an optimiser's step."""
+        return self.is_distrusted or (self.context is not None and self.context.parameters_changed)
+
     def distrusted(self) -> None:
         distrust(self.owner)
 

@@ -16,7 +16,6 @@ from remat.runtime.live.units.account import Counted
 from remat.runtime.live.units.call import UnitCall
 from remat.runtime.live.units.counting import Counting, OperatorWatch, inner_peak, with_seconds
 from remat.runtime.live.units.course import Course, Event, Kind, Segment
-from remat.runtime.live.units.dormant import Nodes
 from remat.runtime.live.units.known import BoundModule, KnownCalls, others_are_at_work
 from remat.runtime.live.units.orders import Order
 from remat.runtime.live.units.pool import Pool
@@ -46,7 +45,7 @@ class BlockCalls:
         self.pool, self.known = pool, known
         self.course = Course(pool.account, learns=learns)
         self.watch = OperatorWatch(Counting(pool))
-        self.nodes = Nodes()
+        self.nodes = pool.nodes
         self.turn = self.recorded = 0
         self.ahead: dict[int, weakref.ref[UnitCall]] = {}
         self._in_call = False
@@ -109,9 +108,9 @@ class BlockCalls:
         """A call of a unit."""
         pool, course = self.pool, self.course
         is_known = unit.tape is not None
-        event = Event(Kind.FORWARD, unit)
-        expected = course.expects(event) if is_known and self._may_follow() else None
-        self._begin(event, expected)
+        event, nodes = Event(Kind.FORWARD, unit), self._nodes_outside()
+        expected = course.expects(event, nodes) if is_known and self._may_follow() else None
+        self._begin(event, expected, nodes)
         if pool.log.precedent is None:
             more = unit.bytes.forward if expected is None else expected.rise
             pool.room(unit.name, more + unit.bytes.working)
@@ -131,6 +130,7 @@ class BlockCalls:
                 leaves = unit.does.casts or unit.does.leaves_others
                 self.watch.turn(on=unit.does.varies or (leaves and not course.tells))
                 output = call.run(forward, args, kwargs, None)
+                call.varied = call.varied or call.saves + len(call.packed) != len(unit.saved)
             else:
                 output, made = self._recorded(call, forward, args, kwargs)
         except BaseException:
@@ -174,9 +174,11 @@ class BlockCalls:
     def _may_follow(self) -> bool:
         """Whether code outside has done what it did before, as far as one can see without watching it."""
         precedent = self.course.precedent
-        if precedent is None or self.pool.so_far.has_evicted:  # replays make nodes, too
-            return True
-        return self.nodes.are_as_in(precedent)
+        return precedent is None or self.pool.so_far.has_evicted or self.nodes.are_as_in(precedent)
+
+    def _nodes_outside(self) -> int | None:
+        """How many nodes of autograd code outside has made in the segment that ends now, if it is one of such code."""
+        return self.nodes.outside() if self.course.segments[-1].kind in (Kind.START, Kind.AFTER) else None
 
     def _recorded(
         self, call: UnitCall, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -218,9 +220,10 @@ class BlockCalls:
         """The backward of a call is about to begin."""
         pool, unit = self.pool, call.unit
         self.ahead.pop(call.turn, None)
+        nodes = self._nodes_outside()  # before others are made
         event = Event(Kind.BACKWARD, unit, self.known.backward_now())
-        expected = self.course.expects(event)
-        self._begin(event, expected)
+        expected = self.course.expects(event, nodes)
+        self._begin(event, expected, nodes)
         self._rest_behind_it()
         if pool.log.precedent is not None:
             return
@@ -256,15 +259,15 @@ class BlockCalls:
         if self.watch.mode.rests and not self.are_ahead:
             self.watch.turn(on=False)
 
-    def _begin(self, event: Event, expected: Segment | None) -> None:
-        """A segment begins: evicts what a plan says."""
+    def _begin(self, event: Event, expected: Segment | None, nodes: int | None = None) -> None:
+        """A segment begins: evicts what a plan says; `nodes`: that code outside has made in the one that ends."""
         course, pool = self.course, self.pool
         number = len(course.segments)
         if expected is None or course.precedent is None or pool.account.given_out + expected.rise > pool.ledger.budget:
             pool.log.wake()
         elif number == 1:
             pool.log.sleep(course.precedent)
-        course.begin(event, expected, watched=self._sees)
+        course.begin(event, expected, watched=self._sees, nodes=nodes)
         pool.log.segment = number
         if course.plan is None and pool.log.precedent is None:
             pool.log.look_what_is_free()

@@ -41,13 +41,19 @@ class Segment:
         event: that it begins with.
         rise: bytes in use at its peak above those at its beginning, as if nothing had been evicted.
         others: bytes of code outside at its end.
+        nodes: how many nodes of autograd code outside makes in it; None where nobody knows.
     """
 
-    __slots__ = ("event", "others", "rise")
+    __slots__ = ("event", "nodes", "others", "rise")
 
     def __init__(self, event: Event) -> None:
         self.event = event
         self.rise = self.others = 0
+        self.nodes: int | None = None
+
+    def may_be(self, nodes: int | None) -> bool:
+        """Whether what has made so many nodes may be this."""
+        return nodes is None or self.nodes is None or nodes == self.nodes
 
     @property
     def kind(self) -> Kind:
@@ -114,17 +120,21 @@ class Course:
     def _ended_as_known(self) -> bool:
         return self.follows and self._known is not None and len(self.segments) == len(self._known.segments)
 
-    def expects(self, event: Event) -> Segment | None:
-        """The segment of a known course that begins with this event; None where the block does something else."""
+    def expects(self, event: Event, nodes: int | None = None) -> Segment | None:
+        """The segment of a known course that begins with this event; None where the block does something else.
+
+        Args:
+            nodes: that code outside has made since the last event, which is not watched.
+        """
         if not self._may_follow:
             return None
         position = len(self.segments)
         if self._known is not None:
             segments = self._known.segments
-            if position < len(segments) and segments[position].event == event:
+            if position < len(segments) and segments[position].event == event and segments[position - 1].may_be(nodes):
                 return segments[position]
         for known in self._place.ways:
-            if known is not self._known and _leads_to(self.segments, known.segments, event):
+            if known is not self._known and _leads_to(self.segments, known.segments, event, nodes):
                 self._take(known)
                 return known.segments[position]
         return None
@@ -142,19 +152,19 @@ class Course:
             self.segments[-1] = known.segments[len(self.segments) - 1]
         self._known = known
 
-    def begin(self, event: Event, expected: Segment | None, *, watched: bool) -> None:
-        """An event; `watched`: whether what came before it was."""
+    def begin(self, event: Event, expected: Segment | None, *, watched: bool, nodes: int | None = None) -> None:
+        """An event; `watched`: whether what came before it was; `nodes`: that code outside has made there."""
         account = self._account
         last = self.segments[-1]
         if self.follows:
             if expected is None:
-                self._fork(event.kind, watched=watched)
+                self._fork(event.kind, watched=watched, nodes=nodes)
             elif self._place.is_watched(last.kind) and (watched or last.kind is Kind.FORWARD):
                 last.others, last.rise = max(last.others, account.others), max(last.rise, account.rise)
             else:
                 account.others = last.others
         else:
-            last.rise, last.others = account.rise, account.others
+            last.rise, last.others, last.nodes = account.rise, account.others, nodes
             if watched or last.kind is Kind.FORWARD:  # of a call that is known, or was recorded
                 if self._learns:
                     _learn(last)
@@ -164,7 +174,7 @@ class Course:
         self._may_follow = self._may_follow and self.follows
         self.segments.append(expected if expected is not None else Segment(event))
 
-    def _fork(self, kind: Kind, *, watched: bool) -> None:
+    def _fork(self, kind: Kind, *, watched: bool, nodes: int | None = None) -> None:
         """From here blocks have gone on in several ways, and code outside may have done so before.
 
         It is watched the next times, and during backwards where it must be: watching cannot begin in them.
@@ -172,7 +182,7 @@ class Course:
         account, last = self._account, self.segments[-1]
         if self._place.is_watched(last.kind) and watched:
             self.segments[-1] = own = Segment(last.event)
-            own.rise, own.others = account.rise, account.others
+            own.rise, own.others, own.nodes = account.rise, account.others, nodes
         else:
             self.is_whole = False
             account.others = last.others
@@ -272,12 +282,12 @@ class KnownPlace:
         self.ways = [known, *others][:_MOST_WAYS]
 
 
-def _leads_to(done: Sequence[Segment], segments: Sequence[Segment], event: Event) -> bool:
-    """Whether all that has happened is in a course, and this event comes next there."""
+def _leads_to(done: Sequence[Segment], segments: Sequence[Segment], event: Event, nodes: int | None) -> bool:
+    """Whether all that has happened is in a course, and this event comes next there; `nodes`: of the last segment."""
     position = len(done)
-    if position >= len(segments) or segments[position].event != event:
+    if position >= len(segments) or segments[position].event != event or not segments[position - 1].may_be(nodes):
         return False
-    return common(done, segments) == position
+    return done[-1].event == segments[position - 1].event and common(done[:-1], segments) == position - 1
 
 
 _MOST_WAYS = 8  # courses at one place
@@ -286,5 +296,5 @@ _MOST_WAYS = 8  # courses at one place
 def common(some: Sequence[Segment], others: Sequence[Segment]) -> int:
     """With how many of the same events two courses begin."""
     pairs = enumerate(zip(some, others, strict=False))
-    differ = (at for at, (a, b) in pairs if a is not b and a.event != b.event)
+    differ = (at for at, (a, b) in pairs if a is not b and (a.event != b.event or not a.may_be(b.nodes)))
     return next(differ, min(len(some), len(others)))

@@ -6,8 +6,10 @@ and the story up to there is told as it was told of the block before.
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -48,26 +50,46 @@ def nodes_made() -> int:
 
 
 class Nodes:
-    """How many nodes autograd has made in this thread since the first module was called.
+    """How many nodes autograd has made in this thread since the first module was called, for the program itself.
 
     Attributes:
         counts: whenever a call of a unit began, and ended, and when the block did.
     """
 
     def __init__(self) -> None:
-        self._first = 0
+        self._first = self._again = 0
+        self._thread = threading.get_ident()
         self.counts: list[int] = []
 
     def begin(self) -> None:
         self._first = nodes_made()
 
+    @contextmanager
+    def of_replays(self) -> Iterator[None]:
+        """Inside, calls are made again, whose nodes do not count."""
+        before = nodes_made()
+        try:
+            yield
+        finally:
+            if threading.get_ident() == self._thread:
+                self._again += nodes_made() - before
+
+    def _made(self) -> int:
+        return nodes_made() - self._first - self._again
+
     def note(self) -> None:
-        self.counts.append(nodes_made() - self._first)
+        self.counts.append(self._made())
+
+    def outside(self) -> int | None:
+        """How many code outside has made since a call has ended; None where that is not known here."""
+        if threading.get_ident() != self._thread:
+            return None
+        return self._made() - (self.counts[-1] if self.counts else 0)
 
     def are_as_in(self, precedent: Precedent) -> bool:
         """Whether code outside, which is not watched, has made as many in the block before."""
         events = len(self.counts)
-        return events < len(precedent.nodes) and nodes_made() - self._first == precedent.nodes[events]
+        return events < len(precedent.nodes) and self._made() == precedent.nodes[events]
 
 
 def precedent_of(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from remat.runtime.live.units.pieces import Piece
@@ -44,8 +44,7 @@ class Orders:
     def carry_out(self, decisions: Iterable[Order]) -> None:
         for decision in decisions:
             place = decision.call, decision.making
-            row = self._pool.log.rows[decision.call] if decision.call < len(self._pool.log.rows) else None
-            call = None if row is None else row.call()
+            call = self._call_of(decision)
             if call is None:
                 self._passing.pop(place, None)
             elif decision.evicts:
@@ -58,6 +57,25 @@ class Orders:
         if self._writer is not None:
             self._writer.let_go(self._passing)
             self._writer.evict(self._later)
+
+    def carry_out_late(self, decisions: Sequence[Order]) -> None:
+        """Those of the core, told late of what has happened: what nobody waits for is not made again if it cannot be.
+
+        What it was made of may have changed since, as weights have after an optimiser's step.
+        """
+        kept: list[Order] = []
+        for decision in decisions:
+            call = None if decision.evicts else self._call_of(decision)
+            if call is not None and call.was_outlived and not call.row.made_by(decision.making):
+                self._passing[decision.call, decision.making] = []
+            else:
+                kept.append(decision)
+        self.carry_out(kept)
+
+    def _call_of(self, decision: Order) -> UnitCall | None:
+        """The call that a decision is about, where anybody may still ask for what it has made."""
+        rows = self._pool.log.rows
+        return rows[decision.call].call() if decision.call < len(rows) else None
 
     def _evict(self, decision: Order, place: tuple[int, int], call: UnitCall) -> None:
         self._passing.pop(place, None)

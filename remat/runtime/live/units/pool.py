@@ -6,9 +6,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from remat.errors import ReplayError
 from remat.runtime.calls.passed import Input
@@ -16,13 +18,16 @@ from remat.runtime.calls.saved import Saved
 from remat.runtime.dtr import _kernels as k
 from remat.runtime.live.ledger import Ledger
 from remat.runtime.live.limits import Limits
+from remat.runtime.live.nesting import tell
 from remat.runtime.live.units.account import Account
 from remat.runtime.live.units.call import UnitCall
+from remat.runtime.live.units.dormant import Nodes
 from remat.runtime.live.units.log import Log
 from remat.runtime.live.units.orders import Order, Orders
 from remat.runtime.live.units.pieces import Piece
 from remat.runtime.live.units.remaking import Remaking
 from remat.runtime.live.units.story import Ran
+from remat.runtime.patching import unheard
 from remat.runtime.pytree import storage_of
 
 
@@ -78,7 +83,7 @@ class Pool:
     Attributes:
         backward_of: the call whose backward runs; forward_of: whose forward does.
         replaying: whether a call is made again.
-        readers: who reads what; so_far: what has happened; log: all of that, for the policy core.
+        readers: who reads what; so_far: what has happened; log: all of that, for the policy core; nodes: of autograd.
     """
 
     def __init__(
@@ -91,7 +96,7 @@ class Pool:
         self.forward_of: UnitCall | None = None
         self.replaying = False
         self.limited = True
-        self.so_far = SoFar()
+        self.so_far, self.nodes = SoFar(), Nodes()
         self.on_backward: Callable[[UnitCall], None] = lambda call: None
         self.readers = Readers()
         self.log = Log(self.account, ledger, by_model=by_model)
@@ -182,7 +187,9 @@ class Pool:
         kept = self.so_far.has_asked = True
         while kept:
             self.log.tell()
-            self._obey(list({decision[1:]: decision for decision in self._decided()}.values()))  # the last of each
+            self._obey(
+                list({decision[1:]: decision for decision in self._decided()}.values()), late=True
+            )  # the last of each
             if account.memory > self.ledger.budget:
                 self.ledger.accept()
             inputs = self.log.writer.tensors(piece.place for piece in wanted)
@@ -231,11 +238,14 @@ class Pool:
         places = self.log.writer.places
         return [Order(kind == k.EVICTED, *places[what]) for kind, what in self.ledger.decided() if what in places]
 
-    def _obey(self, decided: Sequence[Order]) -> bool:
+    def _obey(self, decided: Sequence[Order], *, late: bool = False) -> bool:
         """Does what the core has decided; returns whether something could not be evicted."""
         orders = Orders(self, self.log.writer)
         try:
-            orders.carry_out(decided)
+            if late:
+                orders.carry_out_late(decided)
+            else:
+                orders.carry_out(decided)
         except BaseException:
             self.limited = False  # what is in memory is no longer what the core believes
             raise
@@ -255,13 +265,22 @@ class Pool:
         self.so_far.replays += 1
         try:
             before = self.account.pieces + self.account.shift
-            Remaking(call, wanted).run()  # which may make its inputs first
+            with nullcontext() if outer else self.nodes.of_replays():
+                Remaking(call, wanted).run()  # which may make its inputs first
             self.account.shift = before - self.account.pieces
         finally:
             self.replaying = outer
 
     def revive(self, piece: Piece) -> None:
         """Makes a piece again, with all that it needs, without regard to the budget."""
+        if not self.log.closed:
+            self._revive(piece)
+            return
+        with unheard(), _disable_current_modes():  # another block would take what runs now for the program
+            self._revive(piece)
+        tell(self.account.memory)
+
+    def _revive(self, piece: Piece) -> None:
         todo = [piece]
         while todo:
             last = todo[-1]
