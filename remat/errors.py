@@ -90,15 +90,13 @@ class OutOfBudget(RematError, MemoryError):
         self.budget = budget
         self.needed = needed
         self.minimum = minimum
-        least = (
-            ""
-            if minimum is None
-            else f"; the minimum budget to get past it is {format_bytes(minimum)} ({minimum} bytes)"
-        )
+        least = "with its inputs, outputs, scratch memory and tensors that cannot be evicted it needs "
+        least += f"{format_bytes(needed)} ({needed} bytes)"
+        if minimum is not None:  # which is no less
+            least = f"the minimum budget to get past it is {format_bytes(minimum)} ({minimum} bytes)"
         super().__init__(
-            f"{operator} does not fit into {format_bytes(budget)} ({budget} bytes): with its inputs, outputs, scratch "
-            f"memory and tensors that cannot be evicted it needs {format_bytes(needed)} ({needed} bytes){least}. Raise "
-            "the budget, use a smaller batch or shorter inputs, or keep fewer tensors alive"
+            f"{operator} does not fit into {format_bytes(budget)} ({budget} bytes): {least}. Raise the budget, use a "
+            "smaller batch or shorter inputs, or keep fewer tensors alive"
         )
 
     def __reduce__(self) -> tuple[type, tuple[str, int, int, int | None]]:

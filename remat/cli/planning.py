@@ -107,6 +107,8 @@ def plan(
         resolve_budget(budget, store_all_bytes=sys.maxsize)  # its form, before anything is measured
     if _is_estimated(device):
         chain = _estimate(model, batch, device, optimizer, shards, largest, room)
+    elif largest:
+        raise RematError("--largest-batch is for an estimate: name a device to estimate for, as --device h100")
     else:
         chain = chain_in(model, batch, device, offload=room is not None)
     sizes = [resolve_budget(budget, store_all_peak(chain)) for budget in wanted]

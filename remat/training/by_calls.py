@@ -178,6 +178,6 @@ def fits_by_operators(model: nn.Module, sample: Any, budget: int, setup: Setup, 
             if peak <= budget:
                 return (
                     f" Or train in blocks of remat.DTR({budget}, granularity='operator'), which recomputes single "
-                    "operators: a step fits there."
+                    "operators: a step fits there, if gradients are allocated before it (zero_grad(set_to_none=False))."
                 )
     return ""

@@ -60,6 +60,7 @@ class PlansByInput:
     def __init__(self, planned: Planned) -> None:
         self._planned = planned
         self._state: Validity | None = None  # in which the model was measured
+        self._length = 0  # tokens of a sequence in what was measured
         self._plans: dict[Validity, RunningPlan] = {}
         self._latest: _Latest | None = None
         self._lengths = Lengths(planned.model, None)
@@ -80,6 +81,7 @@ class PlansByInput:
         self._compares_numbers = self._planned.setup.group is None and not shards
         self._alike.clear()
         self._state, self._lengths = self._validity(call), Lengths(self._planned.model, call)
+        self._length = length_of(call) or 0
         self._plans.clear()
 
     def drop(self) -> None:
@@ -287,7 +289,8 @@ class PlansByInput:
         except InfeasibleBudget as error:
             if self._planned.setup.when_short == "least":
                 return self._of_least_memory(call, state, error)
-            fits = self._longest_that_fits(call, error.budget) if larger else None
+            is_longer = (length_of(call) or 0) > self._length
+            fits = self._longest_that_fits(call, error.budget) if larger and is_longer else None
             known = "" if fits is None else f" Sequences of {fits} tokens fit."
             error.args = (
                 f"this batch ({', '.join(state.inputs)}) needs at least {format_bytes(error.minimum)} ({error.minimum} "

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,17 +23,20 @@ from remat.devices import Device, device_named
 from remat.errors import InfeasibleBudget, RematError
 from remat.estimation.world import World
 from remat.formatting import format_bytes, format_seconds, table, text_table
-from remat.profiling.profile import estimate_in
+from remat.profiling.profile import estimate_in, profile
+from remat.profiling.remembered import conditions
 from remat.runtime.calls.stages import call_of
 from remat.runtime.checks import Loss, check_count, check_model
+from remat.runtime.fakes import is_fake
 from remat.runtime.planned.lengths import length_of, with_length
-from remat.runtime.pytree import map_tensors, storage_of, tensors
+from remat.runtime.pytree import map_tensors, storage_of, tensors, version_of
 from remat.simulation import peak_and_makespan, store_all_peak
 from remat.solvers import planner
 from remat.solvers.base import Solver
 from remat.training.holdings import state_bytes
 from remat.training.searching import largest_within
 from remat.utils.moved import renamed
+from remat.utils.progress import shown
 
 # Bytes of optimiser state per byte of parameters, and, in addition, per element: mixed precision keeps parameters and
 # both moments in float32. In eight bits each moment has a byte, and a scale in float32 for 256 elements.
@@ -45,6 +50,8 @@ _LONG = 5.0  # seconds of an estimate, from which on showing it makes no others
 _SHARDS = 1024  # devices up to which shards are a remedy
 _USABLE = 0.95  # of a device's memory: its context and the fragmentation of its allocator take the rest
 _TRIES = 8  # batches that are looked at for the largest
+_FEW_TRIES = 4  # where it is one of several remedies
+_KEPT_BYTES = 1 << 24  # of a sample's whole numbers, which are compared
 
 
 @dataclass(frozen=True)
@@ -131,13 +138,13 @@ class Estimate:
             raise RematError("the tensors of the sample have no common first dimension, so no batch size")
         return self._largest("rows", self.batch)
 
-    def _largest(self, what: str, known: int) -> int:
+    def _largest(self, what: str, known: int, tries: int = _TRIES) -> int:
         """The most rows, or the length, with which it fits; 0 if it does with none."""
 
         def takes(size: int) -> int:
             return self._least_with(**{what: size})
 
-        return largest_within(takes, self.left_bytes, {known: self.least_bytes}, tries=_TRIES).fits
+        return largest_within(takes, self.left_bytes, {known: self.least_bytes}, tries=tries).fits
 
     def _least_with(self, **changes: Any) -> int:
         """The minimum budget for activations after a change (`_Asked.chain`)."""
@@ -171,7 +178,7 @@ class Estimate:
                 break
             shards *= 2
         for what, known, name in (("rows", self.batch, "a batch of"), ("length", asked.length, "sequences of")):
-            size = self._largest(what, known) if known > 1 else 0
+            size = self._largest(what, known, _FEW_TRIES) if known > 1 else 0
             if size:
                 found.append((f"{name} {size}", self.static.total + self._least_with(**{what: size})))
         return [(name, size) for name, size in found if size <= usable]
@@ -263,6 +270,9 @@ def estimate(
         RematError: no such device or optimizer.
         UnsupportedModel: as `profile`, or what the model does depends on values that are not computed.
     """
+    unknown = options.keys() - inspect.signature(profile).parameters.keys() - {"chunk_head"}
+    if unknown:
+        raise TypeError(f"estimate() got an unexpected keyword argument {min(unknown)!r}")
     if optimiser is not None:
         optimizer = renamed("estimate(optimiser=)", "optimizer=", optimiser)
     how: dict[str, Any] = {"optimizer": optimizer, "shards": shards, "host_limit": host_limit, **options}
@@ -296,6 +306,22 @@ def estimated_in(
     return Estimate(world.device, chain, static, batch, host_limit, optimizer, shards, asked)
 
 
+class _Last(NamedTuple):
+    """The last costs that were estimated of a model, on what they depend, and how long that took, in seconds."""
+
+    look: Hashable
+    chain: Chain
+    seconds: float
+
+
+_last: weakref.WeakKeyDictionary[nn.Module, _Last] = weakref.WeakKeyDictionary()
+
+
+def _is_read(tensor: torch.Tensor) -> bool:
+    """Whether an estimate may look at its values."""
+    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.layout == torch.strided
+
+
 class _Asked:
     """What was estimated, to estimate it again with something changed."""
 
@@ -321,11 +347,30 @@ class _Asked:
                     sample = map_tensors(lambda tensor: tensor.new_zeros((rows, *tensor.shape[1:])), sample)
                 if length is not None:
                     sample = with_length(call_of(self.model, sample), length)
-        begun = time.monotonic()
-        found = estimate_in(self.world, self.model, sample, self.loss, options)
-        if self._first is None:
-            self._first, self.seconds = found, time.monotonic() - begun
-        return found
+        with shown(options.pop("progress", True)) as tell:
+            if self._first is not None:
+                return estimate_in(self.world, self.model, sample, self.loss, {**options, "progress": tell})
+            look = self._conditions(options)
+            known = _last.get(self.model)
+            if known is None or look is None or known.look != look:
+                begun = time.monotonic()
+                found = estimate_in(self.world, self.model, sample, self.loss, {**options, "progress": tell})
+                known = _last[self.model] = _Last(look, found, time.monotonic() - begun)
+        self._first, self.seconds = known.chain, known.seconds
+        return known.chain
+
+    def _conditions(self, options: dict[str, Any]) -> Hashable:
+        """All that the costs depend on; None where that is too much to keep."""
+        found = tensors(self.sample)
+        if any(is_fake(each) or each.device.type == "meta" for each in found):
+            values: list[bytes] = []
+        elif sum(each.nbytes for each in found if not each.is_floating_point()) > _KEPT_BYTES:
+            return None
+        else:  # which an estimate may read
+            values = [each.cpu().contiguous().numpy().tobytes() for each in found if _is_read(each)]
+        versions = tuple(map(version_of, self.model.buffers()))
+        options = {**options, "loss": self.loss}
+        return self.world.device, tuple(values), versions, conditions(self.model, self.sample, options)
 
     def static(self, optimizer: str | Optimizer, shards: int) -> StaticMemory:
         assert self._first is not None

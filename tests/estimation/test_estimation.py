@@ -25,6 +25,7 @@ from remat.formatting import format_bytes
 from remat.profiling import whole_steps
 from remat.runtime.meter import MemoryMeter
 from remat.simulation import store_all_peak
+from remat.training import estimate as estimate_module
 from remat.training.estimate import static_bytes
 from support.live_models import allocate_gradients
 from support.unit_blocks import left_by
@@ -563,3 +564,26 @@ def test_autocast_is_that_of_the_device() -> None:
     inputs, norm, product = (32 * 64 * each for each in (4, 4, 2))  # the first norm is fused with its product
     assert far.act_bytes == (inputs, product, *(norm, product) * 3, 0)
     assert near.act_bytes == (inputs, *(product,) * 7, 0)
+
+
+def test_another_question_about_the_same_costs_is_answered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another optimizer, say; a batch with other whole numbers, which may be read, is another question."""
+    runs = []
+    own = estimate_module.estimate_in
+    monkeypatch.setattr(estimate_module, "estimate_in", lambda *args: runs.append(1) or own(*args))
+    torch.manual_seed(0)
+    model, sample = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 64), nn.Tanh()), torch.randint(0, 50, (4, 8))
+    first = remat.estimate(model, sample, device="h100")
+    second = remat.estimate(model, sample, device="h100", optimizer="sgd", shards=2)
+    assert len(runs) == 1 and second.chain == first.chain and second.static.total < first.static.total
+    for other in ({"device": "a100"}, {"device": "h100", "options": False}):
+        remat.estimate(model, sample, **other)
+    remat.estimate(model, torch.zeros_like(sample), device="h100")
+    model[1].weight.requires_grad_(False)
+    remat.estimate(model, torch.zeros_like(sample), device="h100")
+    assert len(runs) == 5
+
+
+def test_an_estimate_names_itself_where_an_argument_is_wrong() -> None:
+    with pytest.raises(TypeError, match=r"estimate\(\) got an unexpected keyword argument 'memory'"):
+        remat.estimate(nn.Linear(2, 2), torch.ones(2), device="h100", memory="24GiB")
