@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from remat.errors import NoChain, RematError, UnsupportedModel
+from remat.errors import NoChain, UnsupportedModel
 from remat.measuring.facts import NOTHING_HANDED, Forms, Handed, Receiver
 from remat.measuring.gauges import Gauge
 from remat.measuring.isolating import (
@@ -133,9 +133,7 @@ class ModelPass(Pass):
     def _output_of(self, model: nn.Module, call: Arguments) -> Any:
         try:
             return model(*call.args, **call.kwargs)
-        except (RematError, torch.OutOfMemoryError, MemoryError):
-            raise
-        except Exception as error:  # of code that has run when the chain was found
+        except LookupError as error:  # of code that has run when the chain was found
             raise NoChain(
                 f"{type(model).__name__} fails where its blocks run one by one, and more than once "
                 f"({type(error).__name__}: {error}), as it does where a block fills a list or dictionary that it is "

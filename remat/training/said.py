@@ -95,7 +95,6 @@ def choices(kind: str, chain: Chain, solver: Solver, *, besides: int = 0, plain:
     ]
     rows = [("minimum", *found[0])]
     rows += [(f"{wanted:.0%} slower", *next(each for each in found if each[1] <= 1 + wanted)) for wanted in _OVERHEADS]
-    rows = [row for row in rows if row[1] < most]  # up to what takes as much as the model does without plans
     rows.append((plain, most, 1.0))
     shown = [(f"  {name}", format_bytes(limit + besides), f"{overhead:.2f} x") for name, limit, overhead in rows]
     return "\n".join(text_table(("remat.fit:", "limit", "predicted time"), shown))

@@ -13,7 +13,7 @@ import torch
 from remat.runtime.accelerator import is_accelerator
 from remat.runtime.fakes import in_earnest, is_fake
 
-_NEARLY = 1e-2  # of a tensor's norm: on an accelerator, and of types that are coarse
+NEARLY = 1e-2  # of a tensor's norm: on an accelerator, and of types that are coarse
 _ROUNDING = 32  # least differences between numbers, which is all that is let pass on a CPU
 _SUMMED = 16  # times that for sums: differences that have nothing in common add up to as much as their norm
 _REAL = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
@@ -22,7 +22,7 @@ _REAL = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 def _slack(tensor: torch.Tensor) -> float:
     """The part of its norm by which it may differ when it is made again."""
     least = torch.finfo(tensor.dtype).eps if tensor.is_complex() or tensor.is_floating_point() else 0.0
-    return _NEARLY if is_accelerator(tensor.device) else min(_NEARLY, _ROUNDING * least)
+    return NEARLY if is_accelerator(tensor.device) else min(NEARLY, _ROUNDING * least)
 
 
 def are_near(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -220,7 +220,8 @@ class BlockCalls:
         """The backward of a call is about to begin."""
         pool, unit = self.pool, call.unit
         self.ahead.pop(call.turn, None)
-        nodes = self._nodes_outside()  # before others are made
+        # Before others are made; what the program does once the model has returned may not be watched by anybody.
+        nodes = None if self.stays else self._nodes_outside()
         event = Event(Kind.BACKWARD, unit, self.known.backward_now())
         expected = self.course.expects(event, nodes)
         self._begin(event, expected, nodes)
