@@ -319,7 +319,8 @@ _last: weakref.WeakKeyDictionary[nn.Module, _Last] = weakref.WeakKeyDictionary()
 
 def _is_read(tensor: torch.Tensor) -> bool:
     """Whether an estimate may look at its values."""
-    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.layout == torch.strided
+    is_there = not is_fake(tensor) and tensor.device.type != "meta" and tensor.layout == torch.strided
+    return is_there and not tensor.is_floating_point() and not tensor.is_complex()
 
 
 class _Asked:
@@ -361,13 +362,10 @@ class _Asked:
 
     def _conditions(self, options: dict[str, Any]) -> Hashable:
         """All that the costs depend on; None where that is too much to keep."""
-        found = tensors(self.sample)
-        if any(is_fake(each) or each.device.type == "meta" for each in found):
-            values: list[bytes] = []
-        elif sum(each.nbytes for each in found if not each.is_floating_point()) > _KEPT_BYTES:
+        read = [each for each in tensors(self.sample) if _is_read(each)]
+        if sum(each.nbytes for each in read) > _KEPT_BYTES:
             return None
-        else:  # which an estimate may read
-            values = [each.cpu().contiguous().numpy().tobytes() for each in found if _is_read(each)]
+        values = [each.cpu().contiguous().numpy().tobytes() for each in read]
         versions = tuple(map(version_of, self.model.buffers()))
         options = {**options, "loss": self.loss}
         return self.world.device, tuple(values), versions, conditions(self.model, self.sample, options)

@@ -67,6 +67,11 @@ def test_names_of_strategies_may_have_commas(target: str) -> None:
     assert all(name in output for name in ("persistent+parts", "dtr-operators", "chen"))
 
 
+def test_a_largest_batch_is_estimated(target: str) -> None:
+    with pytest.raises(RematError, match="--device"):
+        CliRunner().invoke(app, ["plan", target, "--largest-batch"], catch_exceptions=False)
+
+
 def test_planning_for_a_device_that_is_not_here(target: str, tmp_path: Path) -> None:
     """What fits there, and plans; the chain can be planned with later."""
     options = ("--budgets", "0.6,1.0", "--no-pictures")

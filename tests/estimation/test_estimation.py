@@ -580,7 +580,8 @@ def test_another_question_about_the_same_costs_is_answered_at_once(monkeypatch: 
         remat.estimate(model, sample, **other)
     remat.estimate(model, torch.zeros_like(sample), device="h100")
     model[1].weight.requires_grad_(False)
-    remat.estimate(model, torch.zeros_like(sample), device="h100")
+    for _ in range(2):
+        remat.estimate(model, torch.zeros_like(sample), device="h100")
     assert len(runs) == 5
 
 

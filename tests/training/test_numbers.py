@@ -97,6 +97,17 @@ def test_more_than_fits_is_an_error_before_the_step_runs(x: Tensor) -> None:
     trained(model, x, 2)
 
 
+def test_more_rows_that_do_not_fit_are_not_told_a_length() -> None:
+    """Sequences are as long as those that were measured."""
+    model = Refining(by_all=False)
+    remat.fit(model, (torch.randn(8, 16, WIDTH), 1), 0.5, quiet=True)
+    with pytest.raises(InfeasibleBudget, match="needs at least") as error:
+        model(torch.randn(256, 16, WIDTH), 1)
+    assert "Sequences" not in str(error.value)
+    with pytest.raises(InfeasibleBudget, match=r"Sequences of \d+ tokens fit"):
+        model(torch.randn(8, 64, WIDTH), 1)
+
+
 def test_numbers_that_say_nothing_of_memory_are_looked_at_a_few_times(
     x: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -187,9 +187,8 @@ class Pool:
         kept = self.so_far.has_asked = True
         while kept:
             self.log.tell()
-            self._obey(
-                list({decision[1:]: decision for decision in self._decided()}.values()), late=True
-            )  # the last of each
+            last_of_each = {decision[1:]: decision for decision in self._decided()}
+            self._obey([*last_of_each.values()], late=True)
             if account.memory > self.ledger.budget:
                 self.ledger.accept()
             inputs = self.log.writer.tensors(piece.place for piece in wanted)
