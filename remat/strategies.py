@@ -16,7 +16,7 @@ from remat.solvers.base import Solver
 from remat.solvers.floating import Floating, is_quick
 
 PARTS = "+parts"  # behind the name of a planner: a stage may keep a part of what it saves, which is not in the papers
-FIT = "fit"  # the plan that `remat.fit` takes: the fastest of all planners
+FIT = "fit"  # the plan that `remat.fit` takes: that of `fastest`
 DTR, OPERATORS = "dtr", "dtr-operators"  # at module granularity, as it chooses itself; at operator granularity
 THRASH_LIMIT = 5.0  # x the program's own time; a DTR run that takes longer is thrashing, and is stopped
 DTR_HEURISTIC = DEFAULT  # of DTR operator by operator, where none is named
@@ -112,7 +112,7 @@ STRATEGIES: dict[str, StrategyFamily] = {
         ),
         StrategyFamily(
             FIT,
-            "the plan that `remat.fit` takes: the fastest of all planners, with parts",
+            "the plan that `remat.fit` takes: that of `fastest`",
             lambda slots: [Static(FIT, make_solver("fastest", slots=slots))],
             compared=True,
             plans=True,

@@ -1,4 +1,4 @@
-"""The fastest of all planners' schedules."""
+"""The fastest of several planners' schedules."""
 
 from __future__ import annotations
 

@@ -77,10 +77,10 @@ class Passes:
 def _bar() -> Iterator[Progress]:
     from rich.console import Console
     from rich.markup import escape
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), TextColumn("left"))
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting")
         yield lambda what, done, total: bar.update(task, description=escape(what), completed=done, total=total)
