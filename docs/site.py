@@ -1,6 +1,6 @@
 """README, CHANGELOG and CONTRIBUTING as pages of the site, whose links begin elsewhere than the repository's.
 
-MkDocs calls `on_page_markdown` for each page (`hooks` in mkdocs.yml).
+MkDocs calls `on_files` once and `on_page_markdown` for each page (`hooks` in mkdocs.yml).
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any
+
+from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 ELSEWHERE = {
@@ -19,6 +21,12 @@ ELSEWHERE = {
 }
 _INCLUDED = re.compile(r'--8<-- "([A-Z]+\.md)"\n?')
 _LINK = re.compile(r"\]\(([^):#]+)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """README's link to how to cite leads to the file itself, which lies outside of the documents."""
+    files.append(File.generated(config, "CITATION.cff", abs_src_path=str(ROOT / "CITATION.cff")))
+    return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
