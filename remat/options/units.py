@@ -209,7 +209,7 @@ class MeasuringVisitor:
         stage = self._stages[index - 1]
         given = detached(given)
         ending = Ending(stage, found_right=self._ends_early[index])
-        ending.allowed = self._ends_early[index] and ending.allowed is None
+        ending.allowed, ending.repeats = self._ends_early[index] and ending.allowed is None, True  # as in later steps
         environment = FirstRun(stage, given[0], BufferWatch(), preserve_random=True)
         first, *others = cut(given)
         tapes = self._tapes[index]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
 
 from remat.chain import Chain
 from remat.errors import OverBudgetWarning
@@ -65,21 +66,23 @@ def conditions(model: nn.Module, sample: Any, options: dict[str, Any]) -> Hashab
     kept = {name: value for name, value in options.items() if name not in ("progress", "loss", "stages")}
     loss, stages = options.get("loss"), options.get("stages")
     call = call_of(model, sample)
+    seen: dict[int, tuple[Any, ...]] = {}  # a configuration, which all modules may have
     return (
         describe_call(call),
         look_of(model, call),
         numbers_in(model, call),
+        tuple(each if type(each) in _PLAIN else type(each) for each in settings_in(sample)),
         *(tensor.requires_grad for tensor in tensors(sample)),
         present(),
         torch.get_num_threads(),
         tuple(sorted((name, repr(value)) for name, value in kept.items())),
         None if loss is None else _Reference(loss),
         None if stages is None else tuple(each if isinstance(each, str) else id(each) for each in stages),
-        *(part for module in model.modules() for part in _of_module(module)),
+        *(part for module in model.modules() for part in _of_module(module, seen)),
     )
 
 
-def _of_module(module: nn.Module) -> tuple[Any, ...]:
+def _of_module(module: nn.Module, seen: dict[int, tuple[Any, ...]]) -> tuple[Any, ...]:
     ours = {"forward", "__getstate__"} if patched_forward_of(module) is not None else {"__getstate__"}
     owned = [*module._parameters.values(), *module._buffers.values()]
     return (
@@ -88,22 +91,35 @@ def _of_module(module: nn.Module) -> tuple[Any, ...]:
         tuple(id(hook) for hooks in hooks_of(module) for hook in hooks.values()),
         tuple(None if t is None or is_lazy(t) else (tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in owned),
         tuple(
-            part for name in sorted(vars(module).keys() - OWN - ours) for part in (name, *_plain_in(vars(module)[name]))
+            part
+            for name in sorted(vars(module).keys() - OWN - ours)
+            for part in (name, *_plain_in(vars(module)[name], seen))
         ),
         module.training,
     )
 
 
-def _plain_in(value: Any) -> tuple[Any, ...]:
+def settings_in(sample: Any) -> list[Any]:
+    """All in it that is no tensor."""
+    return [each for each in pytree.tree_leaves(sample) if not isinstance(each, torch.Tensor)]
+
+
+def _plain_in(value: Any, seen: dict[int, tuple[Any, ...]], *, inner: bool = False) -> tuple[Any, ...]:
     """The comparable parts of an attribute: numbers and strings, also inside an object or a container such as a
-    configuration, and the identity of functions."""
+    configuration, or in what that has in turn, and the identity of functions."""
     if type(value) in _PLAIN:
         return (value,)
     if isinstance(value, (nn.Module, torch.Tensor)):
         return (type(value),)
+    if not inner and id(value) in seen:
+        return seen[id(value)]
     held = vars(value).items() if hasattr(value, "__dict__") else enumerate(items_of(value)) if _is_plain(value) else ()
     which = id(value) if callable(value) else 0
-    return (type(value), which, *((name, each) for name, each in held if type(each) in _PLAIN))
+    if inner:
+        return (type(value), which, *((name, each) for name, each in held if type(each) in _PLAIN))
+    found = (type(value), which, *((name, *_plain_in(each, seen, inner=True)) for name, each in held))
+    seen[id(value)] = found
+    return found
 
 
 def _is_plain(value: Any) -> bool:

@@ -184,14 +184,37 @@ def blocks_as_written() -> AbstractContextManager[Any]:
     return _as_written() if "torch._dynamo" in sys.modules else nullcontext()
 
 
+_lock = threading.Lock()
+_holders: set[object] = set()  # in all threads, for which the compiler has one stance
+_stance: list[Any] = []  # that which the first of them has set
+
+
+def hold_eager(holder: object) -> None:
+    """From now on compiled functions run uncompiled, until the last holder has released that."""
+    with _lock:
+        _holders.add(holder)
+        if not _stance:
+            _stance.append(torch.compiler.set_stance("force_eager"))
+
+
+def release_eager(holder: object) -> None:
+    """Also where holding was interrupted; does nothing a second time."""
+    with _lock:
+        _holders.discard(holder)
+        while _stance and not _holders:
+            _stance[-1].__exit__(None, None, None)
+            _stance.pop()
+
+
 @contextmanager
 def _as_written() -> Iterator[None]:
-    set_callback = torch._C._dynamo.eval_frame.set_eval_frame
+    set_callback, holder = torch._C._dynamo.eval_frame.set_eval_frame, object()
     before = set_callback(None)  # of a compiler that is at work, which lets nobody take its stance
     try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
+        hold_eager(holder)
+        yield
     finally:
+        release_eager(holder)
         set_callback(before)
 
 

@@ -73,7 +73,7 @@ def _leaves(value: Any, kinds: tuple[type, ...]) -> Iterator[Any]:
             yield leaf.rows if isinstance(leaf, Uncomputed) else leaf
         elif _is_record(leaf):
             for field in dataclasses.fields(leaf):
-                yield from _leaves(getattr(leaf, field.name, None), kinds)  # which may not be set yet
+                yield from _leaves(getattr(leaf, field.name, None), kinds)
 
 
 def map_tensors(function: Callable[[Any], Any], value: Any, kinds: tuple[type, ...] = (torch.Tensor,)) -> Any:
@@ -107,7 +107,8 @@ def _map_record(function: Callable[[Any], Any], record: Any, kinds: tuple[type, 
         return record  # a configuration, say, which others may hold too
     changed = copy.copy(record)
     for field in dataclasses.fields(record):
-        object.__setattr__(changed, field.name, map_tensors(function, getattr(record, field.name), kinds))
+        if hasattr(record, field.name):  # which may not be set yet
+            object.__setattr__(changed, field.name, map_tensors(function, getattr(record, field.name), kinds))
     return changed
 
 

@@ -29,6 +29,12 @@ def refuse_first_forward(model: nn.Module) -> None:
         )
 
 
+def processes_train_together() -> bool:
+    """Whether there are others, which may meet this one in any run."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor: what this process has of one that is in shards (a `DTensor`), and what a collective that
     is under way will have written."""

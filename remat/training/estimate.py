@@ -24,7 +24,8 @@ from remat.errors import InfeasibleBudget, RematError
 from remat.estimation.world import World
 from remat.formatting import format_bytes, format_seconds, table, text_table
 from remat.profiling.profile import estimate_in, profile
-from remat.profiling.remembered import conditions
+from remat.profiling.remembered import conditions, settings_in
+from remat.runtime.calls.settled import CONSTANT_TYPES
 from remat.runtime.calls.stages import call_of
 from remat.runtime.checks import Loss, check_count, check_model
 from remat.runtime.fakes import is_fake
@@ -361,9 +362,10 @@ class _Asked:
         return known.chain
 
     def _conditions(self, options: dict[str, Any]) -> Hashable:
-        """All that the costs depend on; None where that is too much to keep."""
+        """All that the costs depend on; None where that is too much to keep, or not to be seen."""
         read = [each for each in tensors(self.sample) if _is_read(each)]
-        if sum(each.nbytes for each in read) > _KEPT_BYTES:
+        is_seen = all(type(each) in CONSTANT_TYPES for each in settings_in(self.sample))
+        if not is_seen or sum(each.nbytes for each in read) > _KEPT_BYTES:
             return None
         values = [each.cpu().contiguous().numpy().tobytes() for each in read]
         versions = tuple(map(version_of, self.model.buffers()))

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -583,6 +584,17 @@ def test_another_question_about_the_same_costs_is_answered_at_once(monkeypatch: 
     for _ in range(2):
         remat.estimate(model, torch.zeros_like(sample), device="h100")
     assert len(runs) == 5
+
+
+def test_a_sample_with_other_numbers_in_a_list_is_another_question() -> None:
+    class Some(nn.Sequential):
+        def forward(self, x: torch.Tensor, rows: Any) -> torch.Tensor:
+            return super().forward(x[: int(rows[0])])
+
+    model, x = Some(*(nn.Linear(16, 16) for _ in range(4))), torch.randn(64, 16)
+    for few, many in (([8], [64]), ((8,), (64,)), (np.array([8]), np.array([64]))):
+        less, more = (remat.estimate(model, {"x": x, "rows": rows}, device="h100") for rows in (few, many))
+        assert less.chain.store_all_bytes < more.chain.store_all_bytes
 
 
 def test_an_estimate_names_itself_where_an_argument_is_wrong() -> None:

@@ -6,6 +6,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.dropout, self.scale = nn.Linear(32, 32), nn.Dropout(0.1), 1.0
-        self.act, self.order = torch.tanh, [0, 1]
+        self.act, self.order, self.config = torch.tanh, [0, 1], SimpleNamespace(sizes=[1])
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.dropout(self.act(self.linear(x))) * self.scale
@@ -79,6 +80,7 @@ CHANGES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "a hook": lambda model, sample: (model[2].register_forward_hook(lambda m, a, y: y * 2), sample)[1],
     "another function": lambda model, sample: (setattr(model[1], "act", torch.sin), sample)[1],
     "another list": lambda model, sample: (model[1].order.append(2), sample)[1],
+    "another list in a configuration": lambda model, sample: (model[1].config.sizes.append(2), sample)[1],
     "another forward": lambda model, sample: (setattr(model[1], "forward", lambda x: x * 2), sample)[1],
     "another layer": lambda model, sample: (model.__setitem__(1, nn.Linear(32, 32)), sample)[1],
     "another type": lambda model, sample: (model.double(), sample.double())[1],

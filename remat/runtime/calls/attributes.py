@@ -112,8 +112,9 @@ class Attributes:
         self._add(position, module, dict(module._modules) if self._changing else None)
         self._before.append(before)
         self._contents += [(each, _copied(each)) for each in self._containers(module) if is_state(each)]
-        trained = [each for each in before.values() if isinstance(each, torch.Tensor) and each.requires_grad]
-        self._versions += [(each, version_of(each)) for each in trained if each.grad_fn is None]
+        found = [each for each in before.values() if isinstance(each, torch.Tensor) and each.grad_fn is None]
+        copied = isinstance(module, nn.Module)  # of which those that are not trained are, where a run writes to them
+        self._versions += [(each, version_of(each)) for each in found if each.requires_grad or not copied]
 
     def _add(self, position: int, module: Any, children: dict[str, Any] | None) -> None:
         self._watched.append(_Watched(position, module, children or None))
@@ -230,8 +231,9 @@ class Attributes:
         """Inside, they are as before the run; afterwards as they are now."""
         modules = self._modules()
         present = [(module, dict(vars(module))) for module in modules]
-        found = [each for module in modules for each in self._containers(module)]
-        contents = [(each, each.copy()) for each in found]
+        now = [each for module in modules for each in self._containers(module)]
+        found = {id(each): each for each in (*now, *(each for each, _ in self._contents))}  # the program may have some
+        contents = [(each, each.copy()) for each in found.values()]
         settled = [(module, how, how.objects(module)) for _, module, how, _ in self._settled]
         for module, name, was in others:
             put(module, name, was)

@@ -18,7 +18,6 @@ from remat.runtime.calls.passed import Input, Passed, given_again
 from remat.runtime.calls.recompute import Collector
 from remat.runtime.calls.saved import never
 from remat.runtime.calls.stages import Stage, attached
-from remat.runtime.calls.tape import Recorder
 from remat.runtime.meter import instruments
 from remat.runtime.sharding import unsharded
 
@@ -93,13 +92,14 @@ class Call(ABC):
         collector: Collector,
         parts: Parts | None = None,
         activation: Any = None,
-        watching: Recorder | Refusing | None = None,
+        inside: AbstractContextManager[Any] | None = None,
     ) -> list[Any] | None:
         """Makes the call again as far as `collector` wants it; what its modules return, None where it ends before.
 
         Args:
             parts: how, where only a part of it runs.
             activation: what the stage works on.
+            inside: what the run is watched by, where all of it runs.
 
         Raises:
             Differs: the run was not what the first one was.
@@ -120,7 +120,7 @@ class Call(ABC):
                 lacking = [tensor for tensor, found in zip(given, there, strict=True) if found is None]
                 replaying = collector.replaying = Replaying(parts, self.kept, lacking)
             instruments().recomputes(0 if parts is None else parts.ends_at)
-            with saved_tensors_hooks(collector, never), replaying or watching or nullcontext():
+            with saved_tensors_hooks(collector, never), replaying or inside or nullcontext():
                 returned = self.passed.again(given, activation)
             collector.finish(returned)
             outputs = returned
@@ -148,7 +148,7 @@ class Call(ABC):
         return why
 
     def as_a_whole(
-        self, collector: Collector, activation: Any = None, recorder: Recorder | None = None
+        self, collector: Collector, activation: Any = None, inside: AbstractContextManager[Any] | None = None
     ) -> list[Any] | None:
         """Makes all of it again.
 
@@ -157,6 +157,6 @@ class Call(ABC):
         """
         held, self._left_over = self._left_over, []
         try:
-            return self.again(collector, None, activation, Refusing(held) if held else recorder)
+            return self.again(collector, None, activation, Refusing(held) if held else inside)
         except Differs as error:
             raise ReplayError(f"recomputing {self.name} {error}. {self.hint}") from None

@@ -112,7 +112,7 @@ class CountingHooks:
 
     def __enter__(self) -> CountingHooks:
         if self._last is None:
-            self._inside.enter_context(_new_memory_filled())
+            self._inside.enter_context(new_memory_filled())
         self._hooks: Any = saved_tensors_hooks(uncompiled(self._pack), _refuse)
         self._hooks.__enter__()
         return self
@@ -152,7 +152,7 @@ def _states(parts: Sequence[nn.Module]) -> dict[Any, Any]:
 
 
 @contextmanager
-def _new_memory_filled() -> Iterator[None]:
+def new_memory_filled() -> Iterator[None]:
     """Inside, PyTorch fills memory that it allocates without a value, as it does for deterministic algorithms."""
     # Not `torch.use_deterministic_algorithms`, which loads the compiler and changes its settings too.
     switch = torch._C._set_deterministic_algorithms

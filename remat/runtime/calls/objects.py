@@ -6,19 +6,21 @@ Their attributes may be what a call works on, and the program may change them be
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Iterator, MutableMapping
 from enum import Enum
 from functools import cache
-from types import FunctionType, MemberDescriptorType, SimpleNamespace
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from remat.runtime.calls.settled import CONSTANT_TYPES, is_container, is_of_the_program
+from remat.runtime.calls.settled import CONSTANT_TYPES, is_container, is_of_python, is_of_the_program, items_of
 from remat.runtime.pytree import is_plain, tensors
 
-_NO_OBJECTS = (torch.Tensor, torch.nn.Module, type, FunctionType, Enum)
+_NO_OBJECTS = (torch.Tensor, torch.nn.Module, type, FunctionType, MethodType, ModuleType, Enum)
+_MANY = 64  # objects: of a configuration that refers to more, those that are farther away are settings
 
 
 def objects_in(value: Any) -> list[Any]:
@@ -28,46 +30,45 @@ def objects_in(value: Any) -> list[Any]:
     """
     if is_plain(value):
         return []
-    passed = _leaves(value)
+    passed = pytree.tree_leaves(value)
     of_the_value, seen = {id(leaf) for leaf in passed}, set[int]()
     found: list[Any] = []
     loose: list[Any] = []
-    left = passed
-    while left:
-        leaf = left.pop()
-        if id(leaf) in seen:
+    left = deque(passed)
+    while left and len(found) < _MANY:
+        each = left.popleft()
+        kind: Any = type(each)
+        if kind in CONSTANT_TYPES or id(each) in seen or isinstance(each, _NO_OBJECTS):
             continue
-        seen.add(id(leaf))
-        if is_container(leaf):
-            loose += [leaf] * (id(leaf) in of_the_value)
+        seen.add(id(each))
+        is_passed = id(each) in of_the_value
+        if isinstance(each, tuple) or is_container(each):
+            if is_passed:
+                loose.append(each)
+            else:
+                left += items_of(each)
             continue
-        attributes = attributes_of(leaf)
-        kind: Any = type(leaf)
-        if attributes is None or not (id(leaf) in of_the_value or is_of_the_program(kind)):
+        attributes = attributes_of(each)
+        if attributes is None or is_of_python(kind) or not (is_passed or is_of_the_program(kind)):
             continue
-        if not (dataclasses.is_dataclass(leaf) and tensors(leaf)):
-            found.append(leaf if type(attributes) is dict else InSlots(attributes))
-        left += _leaves([*attributes.values()])
+        if not (is_passed and dataclasses.is_dataclass(each) and tensors(each)):
+            found.append(each if type(attributes) is dict else InSlots(attributes))
+        left += attributes.values()
     return [*found, SimpleNamespace(loose=loose)] if loose else found
-
-
-def _leaves(value: Any) -> list[Any]:
-    leaves = pytree.tree_leaves(value)
-    return [leaf for leaf in leaves if type(leaf) not in CONSTANT_TYPES and not isinstance(leaf, _NO_OBJECTS)]
 
 
 def attributes_of(value: Any) -> MutableMapping[str, Any] | None:
     """Of an object, as they are in it; None where it has none that can be set."""
-    if hasattr(value, "__dict__"):
-        return vars(value)
     kind: Any = type(value)
+    if kind.__dictoffset__:  # not by asking for it: classes may answer for what they do not have
+        return vars(value)
     slots = _slots_of(kind)
     return Slots(value, slots) if slots else None
 
 
 @cache
 def _slots_of(kind: Any) -> dict[str, MemberDescriptorType]:
-    named = [vars(each) for each in kind.__mro__ if "__slots__" in vars(each)]
+    named = [vars(each) for each in reversed(kind.__mro__) if "__slots__" in vars(each)]
     return {name: slot for each in named for name, slot in each.items() if isinstance(slot, MemberDescriptorType)}
 
 
@@ -92,7 +93,10 @@ class Slots(MutableMapping[str, Any]):
         self._slots[name].__delete__(self._object)
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self._slots if hasattr(self._object, name))
+        return (name for name in self._slots if name in self)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self.get(name, self) is not self
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -51,10 +51,15 @@ class Sums(NamedTuple):
     sums: tuple[float, float]
     slack: float
 
+    @property
+    def is_finite(self) -> bool:
+        """Not so also of the norm of large numbers of few bits."""
+        return math.isfinite(self.norm + sum(self.sums))
+
     def are_near(self, other: Sums) -> bool:
         """Whether both may be of one tensor but for rounding; where not all numbers are finite, of none that are."""
-        if not math.isfinite(self.norm + sum(self.sums)):  # as the norm of large numbers of few bits
-            return not math.isfinite(other.norm + sum(other.sums))
+        if not self.is_finite:
+            return not other.is_finite
         off = self.slack * self.norm
         pairs = zip(self.sums, other.sums, strict=True)
         return abs(self.norm - other.norm) <= off and all(abs(was - now) <= _SUMMED * off for was, now in pairs)

@@ -7,6 +7,7 @@ to look at, before them, after them, and before they are made again.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from enum import Enum
 from functools import cache
 from numbers import Number
 from operator import is_
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,8 @@ OTHERS = frozenset(("training", "forward", "__getstate__"))  # attributes that a
 NOT_MET = OWN | OTHERS
 _HELD = (type, BuiltinFunctionType, torch.dtype, torch.device)  # that refer to nothing that takes memory
 # Whose objects are settings, or are others' to change.
-_LIBRARIES = frozenset(("torch", "numpy", "random", "functools", "transformers", "logging", "threading"))
+_LIBRARIES = frozenset(("torch", "numpy", "transformers"))
+_HOLDERS = frozenset(("types", "argparse", "collections"))  # of Python's own, those that programs keep things in
 ARRAYS = (np.ndarray, bytearray)
 _LARGEST_ARRAY = 1 << 16  # bytes: larger ones are data, of which nobody makes a copy at each call
 
@@ -134,8 +136,15 @@ def may_have_state(value: Any) -> bool:
 @cache
 def is_of_the_program(kind: Any) -> bool:
     """Whether objects of this class are the program's own: it may count in their attributes, if they have any."""
-    own = not issubclass(kind, (nn.Module, torch.Tensor, type, FunctionType, Enum))
-    return own and kind.__module__.partition(".")[0] not in _LIBRARIES
+    own = not issubclass(kind, (nn.Module, torch.Tensor, type, FunctionType, ModuleType, Enum))
+    return own and kind.__module__.partition(".")[0] not in _LIBRARIES and not is_of_python(kind)
+
+
+@cache
+def is_of_python(kind: Any) -> bool:
+    """Whether the class comes with Python: queues, locks, threads, loggers, that others may be at work on."""
+    library = kind.__module__.partition(".")[0]
+    return library in sys.stdlib_module_names and library not in _HOLDERS
 
 
 def is_state(value: Any) -> bool:

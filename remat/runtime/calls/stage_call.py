@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from remat.errors import ReplayError
 from remat.runtime.calls.call import Call
-from remat.runtime.calls.early_stop import Checksums, Ending
+from remat.runtime.calls.early_stop import Checksums, Ending, new_memory_filled
 from remat.runtime.calls.environment import FirstRun
 from remat.runtime.calls.partial import Parts
 from remat.runtime.calls.passed import Passed
@@ -27,7 +27,7 @@ from remat.runtime.calls.tape import Recorder, Value, identity_of, value_of
 from remat.runtime.calls.tapes import Tapes
 from remat.runtime.fakes import alias
 from remat.runtime.offload import Sent
-from remat.runtime.sharding import local_part
+from remat.runtime.sharding import local_part, processes_train_together
 from remat.runtime.surroundings import all_of
 
 _NONE: frozenset[int] = frozenset()
@@ -227,7 +227,7 @@ class StageCall(Call):
         assert self.context is not None
         collector, checksums = self._collector(wanted, ends_early=True)
         why = self.in_part(collector, parts, activation)
-        self._learn_ending(collector, checksums)
+        self._learn_ending(collector, checksums, activation)
         if not why:
             assert collector.replaying is not None
             escaped = collector.replaying.handed_out.held()
@@ -244,7 +244,8 @@ class StageCall(Call):
     def _fill(self, activation: Any, wanted: frozenset[int], *, ends_early: bool) -> Any:
         collector, checksums = self._collector(wanted, ends_early=ends_early)
         outputs = self.as_a_whole(collector, activation)
-        self._learn_ending(collector, checksums)
+        if wanted:
+            self._learn_ending(collector, checksums, activation)
         return None if outputs is None else outputs[-1]
 
     def _collector(self, wanted: frozenset[int], *, ends_early: bool) -> tuple[Collector, Checksums | None]:
@@ -262,8 +263,8 @@ class StageCall(Call):
             self._others.append((number, alias(tensor), now))
         self.saved.fill(number, tensor)
 
-    def _learn_ending(self, collector: Collector, checksums: Checksums | None) -> None:
-        """From a run that is over.
+    def _learn_ending(self, collector: Collector, checksums: Checksums | None, activation: Any) -> None:
+        """From a run that is over, in which something was wanted.
 
         Raises:
             ReplayError: it has saved other numbers than the first one.
@@ -276,11 +277,27 @@ class StageCall(Call):
         if collector.replaying is not None:
             memory = Counter(look.storage for look in self.saved.looks)
             others = [each for each in others if memory[self.saved.looks[each[0]].storage] == 1]
-        if any(sums_of(tensor) == sums for _, tensor, sums in others):
+        others = [each for each in others if repr(sums_of(each[1])) == repr(each[2])]  # NaN equals itself here
+        if others and self._are_so_again({number: sums for number, _, sums in others}, activation):
             raise ReplayError(f"recomputing {self.name} gave other numbers than its first run. {self.hint}")
         self._sums, self._ending.repeats = None, True
         if checksums is not None:
             self._ending.learn(checksums)
+
+    def _are_so_again(self, others: dict[int, Sums], activation: Any) -> bool:
+        """Whether one more run saves any of these again as they are, as it does neither what nobody has written to nor
+        rounding alone."""
+        if processes_train_together():  # of which this may be the only one to ask
+            return True
+        found: list[bool] = []
+
+        def take(number: int, tensor: torch.Tensor) -> None:
+            noted, now = others[number], sums_of(tensor)
+            near = now is not None and noted.is_finite and noted._replace(slack=NEARLY).are_near(now)
+            found.append(near or repr(noted) == repr(now))
+
+        self.as_a_whole(Collector(self.saved.looks, others, take), activation, new_memory_filled())
+        return any(found)
 
     def never_again(self) -> None:
         """The stage will not run once more: frees the inputs. What else it holds is counted for the whole step."""

@@ -25,14 +25,13 @@ from torch._ops import OpOverload
 
 from remat.errors import RematError
 from remat.runtime.operators import EachOperator, tensors_in, traits_of
-from remat.runtime.patching import compiler_is_at_work
+from remat.runtime.patching import compiler_is_at_work, hold_eager, release_eager
 from remat.runtime.raw_memory import Access, RawAccessListener, Replacement, begin_watch, end_watch
 
 _lock = threading.Lock()
 _blocks: list[Guard] = []  # of all threads; compiled code runs as written while there is any
 _counting: list[CountsStates] = []  # of all threads
 _own = threading.local()  # the blocks of this thread
-_restore: list[Callable[[], None]] = []  # that switch
 
 
 def refuse_inside() -> None:
@@ -47,16 +46,13 @@ def refuse_inside() -> None:
 
 def run_as_written() -> None:
     """From now on compiled functions run uncompiled, if there can be any; until `run_compiled`."""
-    if not _restore and "torch._dynamo" in sys.modules:
-        stance = torch.compiler.set_stance("force_eager")
-        _restore.append(functools.partial(stance.__exit__, None, None, None))
+    if "torch._dynamo" in sys.modules:
+        hold_eager(guard)
 
 
 def run_compiled() -> None:
     """Ends what `run_as_written` began."""
-    while _restore:
-        _restore[-1]()
-        _restore.pop()
+    release_eager(guard)
 
 
 def also_from_now_on(compile_function: Callable[..., Any]) -> Callable[..., Any]:

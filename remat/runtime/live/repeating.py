@@ -81,6 +81,8 @@ def revive(store: Store, version: Version) -> None:
     What is made on the way and nobody else holds is let go of as soon as nothing that is left to do reads it.
     """
     order = _to_make(version)
+    if not order:
+        return
     read = Counter(id(source) for each in order for source in _made_of(each))
     passing: dict[int, Version] = {}
     present = most = 0
@@ -92,9 +94,10 @@ def revive(store: Store, version: Version) -> None:
             made = [other for other in (reference() for reference in each.operator.outputs) if other is not None]
             present += sum(other.size for other in made)
             most = max(most, present)
-            passing |= {
-                id(other): other for other in made if other is not version and other.released and other.resident
-            }
+            for other in made:
+                # Not what was cut loose, whose memory is somebody else's now.
+                if other is not version and other.released and other.resident and other.constant is None:
+                    passing[id(other)] = other
             done = [*done, *made]
         read.subtract(map(id, _made_of(each)))
         for other in done:

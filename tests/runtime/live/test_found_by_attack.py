@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import remat
+from remat.runtime.live.units.calls import BlockCalls
 from support.live_models import allocate_gradients
 from support.memory import metered
 from support.unit_blocks import left_by, memory_of
@@ -192,3 +195,93 @@ def test_models_that_take_turns_with_their_optimizers(heuristic: str, turns: tup
         return [each.detach() for net in nets.values() for each in net.parameters()]
 
     assert all(map(torch.equal, run(None), run(600_000)))
+
+
+def test_what_was_cut_loose_keeps_its_memory() -> None:
+    """A pool's output of which a pointer was taken, and whose indices are made again after the block."""
+    x = torch.randn(1, 8, 128, 128, requires_grad=True)
+
+    def step() -> Tensor:
+        pooled = functional.max_pool2d(x, 2)
+        y = pooled.exp()
+        pooled.data_ptr()
+        kept.append(pooled)
+        for _ in range(8):
+            y = y.sin()
+        return y.sum()
+
+    kept: list[Tensor] = []
+    step().backward()
+    expected, x.grad = (x.grad, kept[-1].clone()), None
+    with remat.DTR(9 << 17, "h_lru", granularity="operator") as dtr:
+        found = step()
+    assert dtr.report().evictions
+    found.backward(retain_graph=True)  # which has all that reads it live
+    assert torch.equal(x.grad, expected[0]) and torch.equal(kept[-1], expected[1])
+
+
+def test_blocks_of_two_threads_that_overlap_leave_the_compiler_as_it_was() -> None:
+    net, x = made(2)
+    copies = [copy.deepcopy(net) for _ in range(2)]
+    first_is_in, second_is_in, first_is_out = threading.Event(), threading.Event(), threading.Event()
+
+    def block(number: int, inside: Callable[[], object] = lambda: None) -> None:
+        with remat.DTR("64MiB"):
+            inside()
+            trained(copies[number], x)
+
+    def first() -> None:
+        block(0, lambda: (first_is_in.set(), second_is_in.wait(60)))
+        first_is_out.set()
+
+    def second() -> None:
+        first_is_in.wait(60)
+        block(1, lambda: (second_is_in.set(), first_is_out.wait(60)))
+
+    torch.compile(lambda: None)  # so that there is a compiler
+    for number in (0, 1) * 6:
+        block(number)
+    before = torch._dynamo.eval_frame._stance
+    threads = [threading.Thread(target=each) for each in (first, second)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert torch._dynamo.eval_frame._stance == before
+
+
+@pytest.mark.filterwarnings("ignore::remat.OverBudgetWarning")
+def test_an_end_that_is_interrupted_leaves_nothing_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = made()
+    budget = int(0.6 * memory_of(partial(trained, net, x)))
+
+    def block() -> remat.DTR:
+        with remat.DTR(budget) as dtr:
+            trained(net, x)
+        return dtr
+
+    for _ in range(4):
+        block()
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(BlockCalls, "end", interrupted)
+        block()
+    assert not any("forward" in vars(module) for module in net.modules())
+    assert block().report().outcome == "pass"
+
+
+def interrupted(_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.filterwarnings("ignore::remat.OverBudgetWarning")
+def test_a_backward_that_fits_beside_another_block_is_not_over() -> None:
+    """What the first block has left is there when the second begins, and is no part of what that takes."""
+    net, x = made()
+    step = partial(trained, net, x)
+    budget = int(0.7 * memory_of(step))
+    for _ in range(4):
+        with remat.DTR(budget):
+            output = net(x).square().mean()
+        with remat.DTR(budget) as dtr:
+            peak, _ = metered(output.backward)
+    assert dtr.report().outcome == "pass" and 0.8 * peak < dtr.report().peak_bytes < 1.05 * peak

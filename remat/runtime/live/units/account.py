@@ -38,11 +38,12 @@ class Account:
         peak: the most that was ever in use, scratch memory included.
         shift: bytes evicted less bytes made again since the present segment began.
         top: the most that would have been in use in the present segment without that.
+        at_close: bytes in use as the block ended, which later ones have found.
         known: storages that are counted, by `id`.
     """
 
     def __init__(self, level: Callable[[], int] | None = None) -> None:
-        self.pieces = self.others = self.unseen = self.peak = self.shift = self.top = 0
+        self.pieces = self.others = self.unseen = self.peak = self.shift = self.top = self.at_close = 0
         self._began = 0  # bytes in use as the present segment did
         self._level = level
         self._base = 0 if level is None else level()
@@ -133,7 +134,8 @@ class Account:
             piece.died(counted)
 
     def close(self) -> None:
-        """Nothing counts any more."""
+        """Nothing counts any more but what is made again."""
+        self.at_close = self.memory
         known, self.known = self.known, {}
         for counted in known.values():
             if counted.piece is not None:

@@ -50,6 +50,7 @@ class UnitsBlock:
         self._inside = ExitStack()
         self.outcome = "pass"
         self._peak, self._most = 0, most_from_now_on(known.device)
+        self._beside = 0  # bytes in use at most, what others took included
         self.took = Stopwatch()
 
     @property
@@ -110,9 +111,10 @@ class UnitsBlock:
 
     def _others_take(self, more: int) -> None:
         """So many bytes are in use beside what this block counts."""
-        account = self.calls.pool.account
-        account.peak = max(account.peak, account.memory + more)
-        self.calls.pool.limits.others_took(account.memory + more)
+        pool = self.calls.pool
+        pool.log.wake()
+        self._beside = max(self._beside, pool.account.memory + more)
+        pool.limits.others_took(pool.account.memory + more)
 
     def run(self, root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward of the model that this block begins with, whose calls may be what is evicted."""
@@ -165,8 +167,10 @@ class UnitsBlock:
 
     def exit(self, error: BaseException | None) -> None:
         """Ends: what the program still holds is in memory, or made again when it is asked for."""
-        self.calls.end()
-        self.give_up()
+        try:
+            self.calls.end()
+        finally:
+            self.give_up()
         if error is not None:
             self.outcome = outcome_of(error)
         pool = self.calls.pool
@@ -175,8 +179,11 @@ class UnitsBlock:
         pool.limits.look_back(self._most())
         if (self._peak > budget or (pool.so_far.too_large and pool.ledger.budget == budget)) and self.outcome == "pass":
             self.outcome = "over"
-        if self._history is not None:
+        if self._history is not None:  # which others teach nothing
             self._history.learn(self.calls, self.outcome, failed=error is not None)
+        self._peak = max(self._peak, self._beside)
+        if self._beside > budget and self.outcome == "pass":
+            self.outcome = "over"
         warn_of_more(pool.limits, self.outcome, self.settings.budget)
 
     def advice(self) -> Advice:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,6 @@ from remat.runtime.calls.passed import Held, Input, Passed, given_again
 from remat.runtime.calls.recompute import Collector
 from remat.runtime.calls.saved import Saved, unpack
 from remat.runtime.calls.steady import is_steady
-from remat.runtime.calls.tape import Recorder
 from remat.runtime.generators import RandomState, held_by, of_python
 from remat.runtime.live.units.changes import about_to_change, distrust, was_changed
 from remat.runtime.live.units.dormant import packing
@@ -133,16 +133,16 @@ class UnitCall(Call):
     # Making again ----------------------------------------------------------------------------------------------------
 
     def as_a_whole(
-        self, collector: Collector, activation: Any = None, recorder: Recorder | None = None
+        self, collector: Collector, activation: Any = None, inside: AbstractContextManager[Any] | None = None
     ) -> list[Any] | None:
         """As every call; nobody looks at its operators, and that it draws, what it draws from tells."""
         unit, parts = self.unit, self.stage.parts
         passed = tensors([each.there() for each in self.passed.inputs])
         if unit.does.draws or (is_steady(parts, passed) and not (modes_now() or Hooks(parts).any)):
-            return super().as_a_whole(collector, activation, recorder)
+            return super().as_a_whole(collector, activation, inside)
         devices = accelerators(self.stage, passed)
         random = RandomState(devices, [*held_by(parts), *of_python()])
-        outputs = super().as_a_whole(collector, activation, recorder)
+        outputs = super().as_a_whole(collector, activation, inside)
         if random != random.now():
             random.restore()
             for row in self.owner.log.rows:  # it did not when it was recorded: so may others that were made since

@@ -27,7 +27,7 @@ from remat.runtime.live.units.orders import Order, Orders
 from remat.runtime.live.units.pieces import Piece
 from remat.runtime.live.units.remaking import Remaking
 from remat.runtime.live.units.story import Ran
-from remat.runtime.patching import unheard
+from remat.runtime.patching import blocks_as_written, unheard
 from remat.runtime.pytree import storage_of
 
 
@@ -275,9 +275,11 @@ class Pool:
         if not self.log.closed:
             self._revive(piece)
             return
-        with unheard(), _disable_current_modes():  # another block would take what runs now for the program
+        # Another block would take what runs now for the program; and the first run was as in a block.
+        with unheard(), blocks_as_written(), _disable_current_modes():
+            self.account.peak = self.account.memory
             self._revive(piece)
-        tell(self.account.memory)
+        tell(self.account.peak - self.account.at_close)
 
     def _revive(self, piece: Piece) -> None:
         todo = [piece]
