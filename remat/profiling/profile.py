@@ -41,7 +41,13 @@ from remat.runtime.meter import instruments
 from remat.runtime.patching import is_compiled
 from remat.runtime.planned.patched_forward import unpatched
 from remat.runtime.pytree import Arguments
-from remat.runtime.sharding import gathering_nothing_ahead, is_sharded, refuse_flat_shards, refuse_shards_of_others
+from remat.runtime.sharding import (
+    gathering_nothing_ahead,
+    is_sharded,
+    refuse_alone,
+    refuse_flat_shards,
+    refuse_shards_of_others,
+)
 from remat.runtime.variants import offer_variants
 from remat.utils.progress import Passes, Progress
 from remat.utils.ranks import Ranks
@@ -136,6 +142,8 @@ def profile(
     if device is not None:
         raise RematError("device= is for estimates; a model is measured where it is. Pass estimate=True too")
     refuse_flat_shards(model)
+    if not several:
+        refuse_alone(model)
     _refuse_compiled_hooks(model)
     refuse_torchscript(model)
     check_sample(sample)

@@ -198,6 +198,8 @@ def _answered(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _logits(rows: torch.Tensor, source: LogitsSource, then: Steps = (), across: bool = False) -> Logits:
+    if not torch.is_grad_enabled():  # no gradient goes through what is made here, wherever it is computed
+        rows, source = _without_graph(rows, source)
     lead, classes = rows.shape[:-1], source.weight.shape[0]
     needed = any(each is not None and each.requires_grad for each in (rows, source.weight, source.bias))
     shape = (lead[0], classes, lead[1]) if across else (*lead, classes)
@@ -304,9 +306,17 @@ def _moved(logits: Logits, *dims: Any) -> Any:
 
 def _detached(logits: Logits) -> Logits:
     logits.source.check(logits.rows)
-    bias = None if logits.source.bias is None else logits.source.bias.detach()
-    source = logits.source._replace(weight=logits.source.weight.detach(), bias=bias)
-    return _logits(logits.rows.detach(), source, logits.then, logits.across)
+    return _logits(*_without_graph(logits.rows, logits.source), logits.then, logits.across)
+
+
+def _without_graph(rows: torch.Tensor, source: LogitsSource) -> tuple[torch.Tensor, LogitsSource]:
+    bias = None if source.bias is None else source.bias.detach()
+    return rows.detach(), source._replace(weight=source.weight.detach(), bias=bias)
+
+
+def _cloned(logits: Logits) -> Any:
+    """Where gradients are off it may be a Function's output, as in DDP, whose gradient is not to be lost."""
+    return logits.of_rows(logits.rows.clone()) if torch.is_grad_enabled() else NotImplemented
 
 
 def _watched(logits: Logits, hook: Any) -> Any:
@@ -393,9 +403,9 @@ def _rows_at_once(logits: Logits) -> int:
 _T = torch.Tensor
 _OF_SHAPE = {
     *(_T.size, _T.dim, _T.numel, _T.stride, _T.__len__, _T.element_size, _T.get_device, _T.is_contiguous),
-    *(_T.is_floating_point, _T.is_complex),
+    *(_T.is_floating_point, _T.is_complex, torch.is_floating_point, torch.is_complex, torch.numel, _T._is_view),
     *(getattr(_T, name).__get__ for name in ("shape", "ndim", "dtype", "device", "layout", "is_cuda", "is_cpu")),
-    *(getattr(_T, name).__get__ for name in ("requires_grad", "_version")),
+    *(getattr(_T, name).__get__ for name in ("requires_grad", "_version", "_base", "output_nr")),
     *(
         getattr(_T, name).__get__
         for name in ("is_sparse", "is_meta", "is_nested", "is_quantized", "nbytes", "itemsize")
@@ -414,7 +424,8 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     _T.grad_fn.__get__: lambda logits: logits.rows.grad_fn,  # type: ignore[union-attr]
     **dict.fromkeys((_T.detach, torch.detach), _detached),
     _T.register_hook: _watched,
-    **dict.fromkeys((_T.clone, torch.clone), lambda logits: logits.of_rows(logits.rows.clone())),
+    **dict.fromkeys((_T.clone, torch.clone), _cloned),
+    _T.is_leaf.__get__: lambda logits: not logits.requires_grad,  # type: ignore[attr-defined]
     **{
         func: _by_row(func)
         for func in (

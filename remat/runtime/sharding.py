@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +27,30 @@ def refuse_first_forward(model: nn.Module) -> None:
             "a sharded model (fully_shard) cannot be measured in its first forward; measure it before that, in all "
             "processes: remat.fit(model, sample, memory, group=torch.distributed.group.WORLD)"
         )
+
+
+def is_spread_out(model: nn.Module) -> bool:
+    """Whether a parameter has parts in several processes, which then meet in its forward."""
+    parts: list[Any] = [each for each in model.parameters() if are_spread((type(each),))]
+    return any(each.device_mesh.size() > 1 for each in parts)
+
+
+def refuse_alone(model: nn.Module) -> None:
+    """Raises UnsupportedModel where such a model would be measured by each process for itself."""
+    if is_spread_out(model):
+        raise UnsupportedModel(
+            "parameters of this model have parts in several processes, which would measure different things and wait "
+            "for each other: pass group=torch.distributed.group.WORLD in all of them"
+        )
+
+
+def begin_anew(model: nn.Module) -> None:
+    """A step has failed in the middle: has FSDP forget it, or no later one would reduce gradients."""
+    for module in model.modules():
+        reset: Any = getattr(module, "reset_iter_state", None)
+        if is_sharded(module) and reset is not None:
+            with suppress(RuntimeError):  # it is in another one, which does it for it
+                reset()
 
 
 def processes_train_together() -> bool:

@@ -160,6 +160,14 @@ class PlansByInput:
         if state not in self._plans:
             # Batches of a language model differ in length all the time; what fits the longest fits the others.
             covering = smallest_covering(self._known(), state) if planned.patch is not None else None
+            if covering is None and planned.setup.group is not None and state.padded:
+                covering = smallest_covering(self._known(), state._replace(padded=False))
+                if covering is not None:
+                    warn(
+                        "the sample's mask leaves out no token, and this batch's does: attention may take more than "
+                        "was measured. Measure with a sample that has padding",
+                        OverBudgetWarning,
+                    )
             if covering is None and planned.setup.group is not None:
                 raise PlanMismatch(
                     f"the input is {', '.join(state.inputs)}, larger or of another kind than the measured one, and "

@@ -23,7 +23,8 @@ from remat.training.setup import Setup
 from remat.utils.warn import warn
 
 _SLOWER = 1.25  # times what a block takes as it is written, from which on no limit makes the compiled one worth it
-_made: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()  # the compiled calls that are remat's
+# The compiled calls that are remat's; they refer to their modules.
+_made: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 class CompiledBlocks:
@@ -38,7 +39,8 @@ class CompiledBlocks:
         self._before = {module: module.__dict__.get(COMPILED) for module in model.modules()}
         self._compiled: dict[nn.Module, Any] = {}
         for module, call in self._before.items():
-            if call is not None and _made.get(module) is call:
+            made = _made.get(module)
+            if call is not None and made is not None and made() is call:
                 del module.__dict__[COMPILED]
 
     def choose(self, sample: Any, setup: Setup, limit: Callable[[Planned], Limit], *, progress: bool) -> Planned:
@@ -82,7 +84,7 @@ class CompiledBlocks:
             block.compile(**self._how)
         offer_variants(self._model)
         self._compiled = {block: block.__dict__[COMPILED] for block in blocks}
-        _made.update(self._compiled)
+        _made.update({block: weakref.ref(call) for block, call in self._compiled.items()})
 
     def _leave(self, blocks: Iterable[nn.Module]) -> None:
         """These are as written, unless somebody has compiled them since."""

@@ -313,13 +313,13 @@ def _fit_head(
 ) -> None:
     """The same, with the head in parts or as it is."""
     setup, planned = wish.setup, Planned(model, wish.setup)
-    blocks = None if wish.compile is False else CompiledBlocks(model, {} if wish.compile is True else wish.compile)
+    blocks = CompiledBlocks(model, {} if isinstance(wish.compile, bool) else wish.compile)
     try:
         with planned.together():
             if wish.longest is not None:
                 sample = _longest(model, sample, wish.longest)
             wish = wish.with_holdings(model, sample)
-            if blocks is not None:
+            if wish.compile is not False:
                 with suppress(NoChain):
                     planned = blocks.choose(sample, setup, wish.limit_for, progress=not wish.quiet)
             try:
@@ -333,8 +333,7 @@ def _fit_head(
         if limit is not None:
             _train_by(planned, limit, wish, patch)
     except BaseException:
-        if blocks is not None:
-            blocks.give_up()
+        blocks.give_up()
         raise
     fitted = patch or patched_forward_of(model)
     assert fitted is not None
@@ -342,8 +341,7 @@ def _fit_head(
         of_a_step = fitted.figures
         fitted.covered = fitted.covered._replace(of=setup.of)
         fitted.figures = lambda: wish.whole(of_a_step())
-    if blocks is not None:
-        fitted.when_removed(blocks.removed)
+    fitted.when_removed(blocks.removed)
 
 
 def _train_by(planned: Planned, limit: int, wish: Wish, patch: PatchedForward | None) -> None:

@@ -71,10 +71,10 @@ def _difference(layer: nn.Linear) -> tuple[float, float]:
     device, width, classes = layer.weight.device, layer.in_features, min(layer.out_features, _CLASSES)
     generator = torch.Generator(device).manual_seed(0)
     drawn: Any = {"generator": generator, "device": device}
-    with torch.random.fork_rng([]):
-        own = nn.Linear(width, classes, layer.bias is not None, device, layer.weight.dtype)
-    with torch.no_grad():
-        own.weight.normal_(generator=generator).div_(width**0.5)
+    own = nn.Linear(width, classes, layer.bias is not None, "meta", layer.weight.dtype).to_empty(device=device)
+    with torch.no_grad():  # by no generator of the program's
+        for parameter in own.parameters():
+            parameter.normal_(generator=generator).div_(width**0.5)
     rows = torch.randn(_ROWS, width, dtype=own.weight.dtype, **drawn)
     target = torch.randint(classes, (_ROWS,), **drawn)
 

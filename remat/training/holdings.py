@@ -106,7 +106,7 @@ def holdings_of(model: nn.Module, optimizers: Sequence[Optimizer], sample: Any) 
     parameters = [local_part(parameter) for parameter in everything]
     trained = [parameter for parameter in everything if parameter.requires_grad]
     gradients = [local_part(each.grad) for each in trained if each.grad is not None]
-    missing = _gradients_to_come(trained)
+    missing = _gradients_to_come(trained, optimizers)
     states = [local_part(each) for optimizer in optimizers for each in tensors(list(optimizer.state.values()))]
     asked = [_asked(optimizer, device) for optimizer in optimizers]
     seen: set[int] = set()
@@ -165,9 +165,15 @@ def _unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def _gradients_to_come(trained: Sequence[nn.Parameter]) -> list[int]:
+def _gradients_to_come(trained: Sequence[nn.Parameter], optimizers: Sequence[Optimizer]) -> list[int]:
     """Sizes. Of parameters whose hooks take their gradients as soon as they are there, as an optimiser in the backward
-    does, only the largest is ever there."""
+    does, only the largest is ever there. Other hooks leave them: so there has to be an optimiser for each."""
+    alone = {
+        each["params"][0]
+        for optimizer in (optimizers if len(optimizers) > 1 else ())
+        for each in optimizer.param_groups
+        if len(each["params"]) == len(optimizer.param_groups) == 1
+    }
     sizes: list[int] = []
     taken: list[int] = []
     for parameter in trained:
@@ -175,7 +181,7 @@ def _gradients_to_come(trained: Sequence[nn.Parameter]) -> list[int]:
             own = local_part(parameter)
             dtype = getattr(parameter, "grad_dtype", None) or own.dtype
             hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
-            (taken if hooks else sizes).append(own.numel() * dtype.itemsize)
+            (taken if hooks and parameter in alone else sizes).append(own.numel() * dtype.itemsize)
     return sizes + ([max(taken)] if taken else [])
 
 

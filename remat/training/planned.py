@@ -23,7 +23,7 @@ from remat.runtime.planned.patched_forward import PatchedForward, patched_forwar
 from remat.runtime.planned.rows import NO_SLACK, Slack
 from remat.runtime.planned.validity import training
 from remat.runtime.pytree import Arguments, tensors
-from remat.runtime.sharding import is_sharded, refuse_first_forward
+from remat.runtime.sharding import is_sharded, is_spread_out, refuse_first_forward
 from remat.schedule import F_NONE, Schedule
 from remat.simulation import simulate, store_all_peak
 from remat.solvers import WITH_HOST, planner
@@ -166,7 +166,8 @@ class Planned:
 
     def together(self) -> AbstractContextManager[None]:
         """Inside, an error in one process is one in all of the group; in shards once that process has ended."""
-        return self.setup.ranks.together(tell=not any(map(is_sharded, self.model.modules())))
+        meets = is_spread_out(self.model) or any(map(is_sharded, self.model.modules()))
+        return self.setup.ranks.together(tell=not meets)
 
     @property
     def measured(self) -> Chain:

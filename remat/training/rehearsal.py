@@ -29,6 +29,7 @@ from remat.runtime.accelerator import (
 from remat.runtime.checks import Loss
 from remat.runtime.executor import BySchedule
 from remat.runtime.planned.executor import KnownStage
+from remat.runtime.sharding import begin_anew, is_sharded
 from remat.schedule import Schedule
 
 _STEPS = 3  # of a model in shards on the CPU, where threads of gloo choose when they let go of what they have sent
@@ -89,6 +90,9 @@ def rehearse(
             known = () if way.executor is None else way.executor.known
             return Rehearsal(peak, max(reserved, peak), known)
     except torch.OutOfMemoryError:
+        if any(map(is_sharded, model.modules())):  # others may wait in the model for this process, until it ends
+            begin_anew(model)
+            raise
         return None
 
 
