@@ -19,7 +19,7 @@ from remat.report import Moment, Report, joined
 from remat.runtime.accelerator import give_back, rounded
 from remat.runtime.caches import caches_off, configs_with_caches
 from remat.runtime.calls.environment import accelerators
-from remat.runtime.calls.stages import Stage, call_of, check_device
+from remat.runtime.calls.stages import Stage, call_of, check_device, parts_of
 from remat.runtime.checks import Loss, check_model, check_sample, checked_loss
 from remat.runtime.executor import BySchedule, How, Running, executing
 from remat.runtime.generators import RandomState, held_by, of_python
@@ -76,8 +76,12 @@ class Bench:
             stack.enter_context(own_autocast_cache())
             self._foreign = stack.enter_context(aliased_parameters(self._parts))
             self._random = RandomState(self._devices, [*held_by(self._parts), *of_python()])
-            buffers = [buffer for part in self._parts for buffer in part.buffers()]
-            self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
+            self._buffers = [
+                (module, name, buffer, buffer.clone())
+                for module in parts_of(self._parts)
+                for name, buffer in module._buffers.items()
+                if buffer is not None
+            ]
             self._inside = stack.pop_all()
         return self
 
@@ -159,16 +163,19 @@ class Bench:
         """Gradients and buffers that a step leaves, as copies on the CPU; each starts from the same state."""
         leaves: list[torch.Tensor] = [leaf for part in self._parts for leaf in part.parameters() if leaf.requires_grad]
         leaves += self._foreign.leaves()
-        for leaf in leaves:
-            if leaf.grad is not None:
-                leaf.grad.zero_()
-        for buffer, first in self._buffers:
-            buffer.copy_(first)
+        shared = [(leaf, leaf.grad) for leaf in leaves if leaf.grad is not None]  # one memory for all
+        for leaf, _ in shared:
+            leaf.grad = torch.zeros_like(leaf)
+        for module, name, buffer, first in self._buffers:
+            module._buffers[name] = buffer.copy_(first)
         self._random.restore()
         with step.around():
             step()
-        gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
-        return [tensor.to("cpu", copy=True) for tensor in (*gradients, *(buffer for buffer, _ in self._buffers))]
+        buffers = [module._buffers.get(name) for module, name, *_ in self._buffers]  # a forward may replace them
+        found = [each for each in (*(leaf.grad for leaf, _ in shared), *buffers) if each is not None]
+        for leaf, gradient in shared:
+            leaf.grad = gradient
+        return [tensor.to("cpu", copy=True) for tensor in found]
 
 
 class TrainingStep:

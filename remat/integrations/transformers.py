@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from remat.errors import RematError
 from remat.integrations.training import Training
 from remat.training.watching import Watch
 from remat.utils.packages import require
@@ -50,6 +51,11 @@ class RematCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **more: Any) -> None:
         assert model is not None
+        if getattr(args, "n_gpu", 1) > 1:
+            raise RematError(
+                f"this process trains on {args.n_gpu} GPUs at once (torch.nn.DataParallel), whose copies of the model "
+                "remat does not plan for: launch a process for each (torchrun), or let it see one alone"
+            )
         self._training.begin(model, args, [more.get("optimizer")])
         _first_of_callbacks(self)
         _when_training_is_left(self._training)

@@ -43,7 +43,7 @@ from remat.runtime.calls.passed import Held, Passed
 from remat.runtime.calls.places import Place, Places, Route
 from remat.runtime.calls.stages import detached
 from remat.runtime.checks import Loss
-from remat.runtime.generators import RandomState, held_by
+from remat.runtime.generators import RandomState, held_by, of_python
 from remat.runtime.patching import Forward, intercepted
 from remat.runtime.pytree import Arguments, first_tensor, loss_in, tensors
 
@@ -233,7 +233,7 @@ class ModelPass(Pass):
             if index in self.places.follows:
                 self._alive.follows(index, value)
         devices = accelerators(self.places.stages[index - 1], value)
-        generators = partial(RandomState, devices, self._generators)
+        generators = partial(RandomState, devices, [*self._generators, *of_python()])
         with_graphs = partial(Held, with_graph=True)
         passed = Passed(value, hold=with_graphs, several=not place.last, generators=generators)
         self._passed, self._value = passed, value

@@ -85,9 +85,12 @@ def train_by_calls(
             raise InfeasibleBudget(budget, least, "dtr")
     if patch is None:
         before = patched_forward_of(model)
+        watch = None if before is None else before.watch
         if before is not None:
             before.remove()
         patch = PatchedForward(model, lambda args, kwargs: None, other_path=setup.other_path)
+        if watch is not None:
+            watch.moves_to(patch)
     steps = Steps(model, dtr)
     patch.choose = lambda args, kwargs: steps if trains(model, args, kwargs) else None
     patch.when_removed(steps.end)

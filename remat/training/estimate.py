@@ -30,6 +30,7 @@ from remat.runtime.calls.stages import call_of
 from remat.runtime.checks import Loss, check_count, check_model
 from remat.runtime.fakes import is_fake
 from remat.runtime.planned.lengths import length_of, with_length
+from remat.runtime.planned.validity import training
 from remat.runtime.pytree import map_tensors, storage_of, tensors, version_of
 from remat.simulation import peak_and_makespan, store_all_peak
 from remat.solvers import planner
@@ -349,7 +350,7 @@ class _Asked:
                     sample = map_tensors(lambda tensor: tensor.new_zeros((rows, *tensor.shape[1:])), sample)
                 if length is not None:
                     sample = with_length(call_of(self.model, sample), length)
-        with shown(options.pop("progress", True)) as tell:
+        with training(self.model), shown(options.pop("progress", True)) as tell:
             if self._first is not None:
                 return estimate_in(self.world, self.model, sample, self.loss, {**options, "progress": tell})
             look = self._conditions(options)

@@ -22,6 +22,7 @@ from remat.formatting import format_bytes, table, text_table
 from remat.profiling.profile import estimate_in, profile
 from remat.runtime.accelerator import device_of, is_accelerator, name_of
 from remat.runtime.checks import Loss, check_model
+from remat.runtime.planned.validity import training
 from remat.simulation import store_all_peak
 from remat.solvers import planner
 from remat.training.fit import AUTO, Wish
@@ -179,7 +180,7 @@ def largest(
     wish = wish.with_holdings(model, make_sample(1))
     limit = resolve_budget(wish.limit_for(Planned(model, setup)))
     search = _Search(model, make_sample, loss, limit, setup.of, {**options, "chunk_head": chunk_head})
-    with shown(not quiet) as tell:
+    with training(model), shown(not quiet) as tell:
         return search.run(tell, wish.besides)
 
 

@@ -352,9 +352,12 @@ class Planned:
         """Patches the model to follow the present plan, replacing an earlier patch; `patch`: reuse this one."""
         if patch is None:
             before = patched_forward_of(self.model)
+            watch = None if before is None else before.watch
             if before is not None:
                 before.remove()
             patch = PatchedForward(self.model, self.choose, self.shared.lock, other_path=self.setup.other_path)
+            if watch is not None:
+                watch.moves_to(patch)
         else:
             self.shared.lock = patch.lock
             patch.choose = self.choose

@@ -19,6 +19,7 @@ from remat.runtime.accelerator import allocated_bytes, device_of, free_bytes, is
 from remat.runtime.checks import check_model
 from remat.runtime.planned.patched_forward import PatchedForward, patched_forward_of
 from remat.runtime.pytree import storage_of, tensors
+from remat.runtime.sharding import local_part
 from remat.utils.warn import warn
 
 if TYPE_CHECKING:
@@ -91,14 +92,17 @@ class Watch:
             raise RematError("watch: this model does not train within a limit; call remat.fit(model, ...) first")
         if patch.watch is not None:
             raise RematError("watch: this model is watched already")
-        self._patch = patch
-        patch.watch = self
+        self.moves_to(patch)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.ends()
         if self._patch is not None and self._patch.watch is self:
             self._patch.watch = None
+
+    def moves_to(self, patch: PatchedForward) -> None:
+        """The model follows another plan from now on."""
+        self._patch, patch.watch = patch, self
 
     def begins(self, kind: str, call: Any) -> None:
         """A forward begins; what was measured and planned for its input is there."""
@@ -160,7 +164,7 @@ class Watch:
             )
         if not self._counts:
             return
-        needs = planned - begun.counted - (begun.held if patch.covered.of == "device" else 0)
+        needs = planned - (begun.held if patch.covered.of == "device" else begun.counted)
         free = free_bytes(self.device)
         if needs > free:
             self._warn(
@@ -263,7 +267,7 @@ def _sample_bytes(call: Any, device: torch.device) -> int:
 
 
 def _gradients_to_come(model: nn.Module) -> int:
-    return sum(each.nbytes for each in model.parameters() if each.requires_grad and each.grad is None)
+    return sum(local_part(each).nbytes for each in model.parameters() if each.requires_grad and each.grad is None)
 
 
 def _resident_bytes() -> int:

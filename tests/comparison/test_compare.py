@@ -527,3 +527,46 @@ def test_checkpointing_of_pytorch_itself_stands_beside() -> None:
     lonely = remat.compare(nn.Linear(8, 8), torch.randn(2, 8), [1.0], ["dtr", "block_checkpointing"], progress=False)
     (entry,) = [each for each in lonely.entries if each.strategy == "block_checkpointing"]
     assert entry.outcome == "error" and entry.measured and "no list of blocks" in entry.measured.note
+
+
+def test_errors_of_two_parameters_that_cancel_are_seen() -> None:
+    class Wrong(remat.Execution):
+        name = "wrong"
+
+        def prepared(self, model: nn.Module) -> object:
+            first, second = model[0].bias, model[2].bias
+            return lambda x: model(x) + (first - first.detach()).sum() - (second - second.detach()).sum()
+
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    found = remat.compare(
+        model,
+        torch.randn(8, 16),
+        [1.0],
+        ["persistent", Wrong()],
+        loss=lambda output: (output + 1).square().mean(),
+        repeats=1,
+    )
+    assert [entry.gradients.split()[0] for entry in found.entries[1:]] == ["equal", "differ"]
+
+
+def test_each_strategy_meets_the_buffers_that_a_forward_replaces_as_they_were() -> None:
+    class Average(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("average", torch.zeros(32))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+            return x - self.average
+
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), Average(), nn.Tanh(), nn.Linear(32, 32))
+    found = remat.compare(
+        model,
+        torch.randn(64, 32) + 1,
+        [0.9],
+        ["persistent", "dtr"],
+        loss=lambda output: output.square().mean(),
+        repeats=1,
+    )
+    assert [entry.gradients for entry in found.entries[1:]] == ["equal", "equal"]
+    assert not model[3].average.any()

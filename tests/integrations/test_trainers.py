@@ -6,6 +6,7 @@ import copy
 import gc
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import remat
+from remat.errors import RematError
 from remat.runtime.planned.patched_forward import patched_forward_of
 from support.trainers import Tokens, llama, measured, texts, tokenizer
 
@@ -446,3 +448,8 @@ def test_steps_are_watched(tmp_path: Path) -> None:
     assert kinds == ["training"] * 2 + ["evaluation"] + ["training"] * 2 + ["evaluation"]
     assert all(each.planned_bytes <= each.limit_bytes for each in callback.watched.steps)
     assert "4 steps, at most" in str(callback.watched)
+
+
+def test_several_devices_in_one_process_are_refused() -> None:
+    with pytest.raises(RematError, match="torchrun"):
+        callbacks.RematCallback("1GiB").on_train_begin(SimpleNamespace(n_gpu=2), None, None, model=nn.Linear(2, 2))

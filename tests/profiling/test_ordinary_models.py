@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 import re
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -526,3 +528,68 @@ def test_what_is_shown_without_print_is_short_and_eval_mode_is_said(capsys: pyte
     assert repr(report) == str(report) and "\n" not in repr(report)
     found = remat.find_chain(model, sample)
     assert repr(found) == str(found)
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+class Scaled(nn.Module):
+    """A small layer, which is a stage together with the block before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.dropout = 1.0, nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor, context: Any = None) -> torch.Tensor:
+        scale = self.scale if context is None else context.scale
+        if context is not None and context.draws:
+            scale += random.random()
+        return torch.tanh(self.dropout(x) * scale)
+
+
+class ScaledPairs(nn.Module):
+    """What it changes between the two calls of a stage, another one in each step."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.change, self.step = change, 0
+        self.blocks = nn.ModuleList(Wide() for _ in range(6))
+        self.scales = nn.ModuleList(Scaled() for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        context = SimpleNamespace(scale=1.0, draws=self.change == "draws")
+        for number, (block, scale) in enumerate(zip(self.blocks, self.scales, strict=True)):
+            x = block(x)
+            value = 1.0 - 0.1 * number * (self.step % 2)
+            if self.change == "attribute":
+                scale.scale = value
+            if self.change == "flag":
+                scale.train(bool((self.step + number) % 2))
+            if self.change == "draws":
+                random.random()
+            context.scale = value
+            x = scale(x) if self.change in ("attribute", "flag") else scale(x, context)
+            scale.train()
+        return x
+
+
+@pytest.mark.parametrize("change", ["attribute", "flag", "context", "draws"])
+def test_what_code_between_the_calls_of_one_stage_changes(change: str) -> None:
+    torch.manual_seed(0)
+    plain, x = ScaledPairs(change), torch.randn(128, 64)
+    model = copy.deepcopy(plain)
+    assert "blocks.0..scales.0" in remat.profile(model, x, options=False).names
+    remat.fit(model, x, 0.6, options=False, quiet=True)
+    for step in range(4):
+        found = []
+        for each in (plain, model):
+            each.step = step
+            random.seed(step)
+            found.append(train_step(each, x, seed=step))
+        assert_same(found[0], found[1], f"step {step}")

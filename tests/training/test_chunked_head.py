@@ -534,3 +534,40 @@ def _in_a_group(rank: int) -> None:
 
 def test_a_head_in_parts_in_a_group(tmp_path: Path) -> None:
     spawn(_in_a_group, tmp_path)
+
+
+def test_no_gradient_goes_through_what_is_made_without_gradients() -> None:
+    model, rows, target = _given()
+
+    def use(found: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            teacher, first = found / 2, found[:1]
+        assert not teacher.requires_grad and not first.requires_grad and not found.is_leaf
+        probabilities = functional.softmax(teacher, -1)
+        return functional.kl_div(functional.log_softmax(found, -1), probabilities) + first.square().mean()
+
+    plain = _step(model, rows, target, use)
+    _in_parts(model)
+    _alike(plain, _step(model, rows, target, use))
+
+
+def test_what_fsdp_asks_of_an_output_computes_nothing() -> None:
+    head = HeadInParts.of(nn.Linear(8, 1000))
+    head.stand()
+    found = head.layer(torch.randn(4, 8, requires_grad=True))
+    assert found._base is None and torch.is_floating_point(found) and not found.is_leaf
+    assert head.others == 0
+
+
+def _with_a_sink(rank: int) -> None:
+    """DDP hands outputs through a Function of its own, whose gradient would be lost."""
+    model, sample = _gpt2()
+    remat.fit(model, sample, 0.9, chunk_head=True, quiet=True, loss=lambda output: output.loss)
+    trained = nn.parallel.DistributedDataParallel(model, static_graph=True)
+    logits, labels = trained(**sample).logits, sample["labels"]
+    with pytest.raises(RematError, match="leave out chunk_head"):
+        functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+
+
+def test_a_head_in_parts_behind_a_sink(tmp_path: Path) -> None:
+    spawn(_with_a_sink, tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import nn
 import remat
 from remat.errors import InfeasibleBudget
 from remat.runtime.patching import is_compiled
+from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.training import compiling
 from support.compiled_models import BACKEND, Model, left_by, loss
 
@@ -134,3 +137,24 @@ def test_blocks_without_parts_stay_as_they_are() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
     remat.fit(model, torch.randn(640, 64), 0.7, loss, quiet=True, compile=HOW)
     assert not any(map(is_compiled, model.modules()))
+
+
+def test_a_limit_without_compile_after_one_with_it_is_for_blocks_as_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And nothing keeps what was compiled alive."""
+    _decides(True, monkeypatch)
+    model: Any = Model()
+    remat.fit(model, SAMPLE, 0.6, loss, quiet=True, compile=HOW)
+    left_by(model, SAMPLE)
+    remat.fit(model, SAMPLE, 0.5, loss, quiet=True)
+    patch = patched_forward_of(model)
+    assert patch is not None
+    assert _are_compiled(model) == [False] * 6 and not patch.choose.__self__.plan.schedule.layout.variants
+    left_by(model, SAMPLE)
+    blocks = [weakref.ref(block) for block in model.blocks]
+    remat.remove(model)
+    del model, patch
+    torch._dynamo.reset()
+    gc.collect()
+    assert [block() for block in blocks] == [None] * 6

@@ -187,3 +187,15 @@ def test_wrong_arguments() -> None:
     copied = copy.deepcopy(model)
     remat.fit(copied, _rows(4), 1.0, quiet=True)
     assert remat.largest(copied, _rows, "300KiB", quiet=True).size > 1
+
+
+def test_a_model_that_comes_in_eval_mode_is_looked_at_as_it_trains() -> None:
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.Dropout(), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
+    model = nn.Sequential(*blocks)
+    sizes = [
+        remat.largest(each, lambda size: torch.randn(8 * size, 64), "1MiB", quiet=True).size
+        for each in (model.train(), model.eval())
+    ]
+    chains = [remat.estimate(each, torch.randn(64, 64), device="cpu").chain for each in (model.train(), model.eval())]
+    assert sizes[0] == sizes[1] and chains[0].store_all_bytes == chains[1].store_all_bytes
+    assert not any(module.training for module in model.modules())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import remat
 from remat import rotor
@@ -27,10 +28,11 @@ from remat.runtime.meter import Instruments, MemoryMeter
 from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.simulation import peak_and_makespan, simulate, store_all_peak
 from remat.solvers.persistent import Persistent
+from remat.training import planned
 from remat.utils.ranks import Ranks
 from support.chains import chains
 from support.judges import judge
-from support.library_models import mixture_of_experts
+from support.library_models import gpt2, mixture_of_experts
 from support.memory import peak_of
 from support.offloading import sending_all
 from support.processes import spawn
@@ -421,3 +423,60 @@ def test_wrong_arguments() -> None:
         rotor.Checkpointable(network(), in_flight=0)
     with pytest.raises(RematError, match="other_path"):
         rotor.Checkpointable(network(), other_path="ignore")
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_batch_with_padding_after_a_sample_without_follows_its_plan() -> None:
+    model, sample = gpt2()
+    mask = torch.ones_like(sample["input_ids"])
+    remat.fit(model, {**sample, "attention_mask": mask}, 0.8, group=dist.group.WORLD, quiet=True)
+    mask[0, -3:] = 0
+    with pytest.warns(remat.OverBudgetWarning, match="has padding"):
+        model(**sample, attention_mask=mask).loss.backward()
+
+
+class Exploding(nn.Module):
+    """Whose backward finds no memory."""
+
+    on = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        y.register_hook(self.explode)
+        return y
+
+    def explode(self, gradient: torch.Tensor) -> None:
+        if self.on:
+            raise torch.OutOfMemoryError("as a device would")
+
+
+@pytest.mark.usefixtures("alone")
+def test_shards_reduce_gradients_after_a_trial_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network()
+    model.blocks[2].dropout = exploding = Exploding()
+    mesh = dist.init_device_mesh("cpu", (1,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    trial = planned.rehearse
+
+    def rehearse(*given: Any, **named: Any) -> Any:
+        exploding.on = True
+        return trial(*given, **named)
+
+    monkeypatch.setattr(planned, "rehearse", rehearse)
+    with pytest.raises(torch.OutOfMemoryError):
+        remat.fit(model, data_of_all(), 0.9, group=dist.group.WORLD, stages=["blocks"], quiet=True)
+    exploding.on = False
+    for _ in range(2):
+        model.zero_grad()
+        model(data_of_all()).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())

@@ -103,3 +103,16 @@ def test_what_cannot_be_watched() -> None:
         remat.remove(model)
         model(**_tokens(32)).loss.backward()
     assert not watched.steps
+
+
+def test_a_watch_goes_on_under_another_plan() -> None:
+    model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), torch.randn(64, 64)
+    remat.fit(model, x, 0.9, quiet=True)
+    with remat.watch(model) as watched:
+        for share in (0.95, 0.8):
+            model(x).sum().backward()
+            remat.fit(model, x, share, quiet=True)
+        model(x).sum().backward()
+    assert len(watched.steps) == 3
+    model(x).sum().backward()
+    assert len(watched.steps) == 3

@@ -310,3 +310,11 @@ def test_an_optimizer_of_another_model() -> None:
     with pytest.warns(UserWarning, match="no parameter of this Linear is in optimizer="):
         holdings_of(model, [torch.optim.Adam(other.parameters())], torch.randn(2, 4))
     holdings_of(model, [torch.optim.Adam([*other.parameters(), model.weight])], torch.randn(2, 4))
+
+
+def test_hooks_that_leave_gradients_where_they_are_count_for_nothing() -> None:
+    model = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 30))
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda each: each.grad.clamp_(-1, 1))
+    found = holdings_of(model, [OPTIM.SGD(model.parameters(), 0.1)], torch.randn(3, 30))
+    assert later(found, "gradients") == sum(each.nbytes for each in model.parameters())

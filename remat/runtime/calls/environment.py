@@ -17,7 +17,7 @@ from remat.runtime.accelerator import granule_of, is_accelerator, rounded
 from remat.runtime.calls.attributes import Attributes, plain_tensors
 from remat.runtime.calls.hooks import Hooks
 from remat.runtime.calls.objects import objects_in
-from remat.runtime.calls.stages import Stage, autocast_of
+from remat.runtime.calls.stages import Stage, autocast_of, parts_of
 from remat.runtime.calls.state import BufferWatch, Parameters, StageState, rescaled
 from remat.runtime.calls.steady import is_steady
 from remat.runtime.generators import RandomState, held_by, of_python
@@ -211,6 +211,30 @@ class FirstRun:
                 switches.put_back()
                 if self._parameters.changed():
                     self._parameters = Parameters(self._parameters.all())
+
+
+class Between:
+    """What code between two calls of a stage has left for the second one: attributes, flags, objects that it is passed.
+
+    The stage's `FirstRun` takes that for changes of its own run.
+    """
+
+    def __init__(self, module: nn.Module, passed: Any) -> None:
+        self._parts = parts_of([module])
+        self._flags = [part.training for part in self._parts]
+        objects = objects_in(passed)
+        self._attributes = [Attributes(self._parts, changing=True)]
+        self._attributes += [Attributes(objects, changing=False)] if objects else []
+
+    def ended(self) -> None:
+        """The call is over."""
+        for each in self._attributes:
+            each.ended()
+
+    def again(self) -> AbstractContextManager[Any]:
+        """Inside, they are as the call met them; afterwards as they are now."""
+        attributes = [each.again(each.others()) for each in self._attributes]
+        return all_of([*attributes, flags_again(self._parts, self._flags)])
 
 
 class Switches:

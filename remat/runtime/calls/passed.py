@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from remat.errors import ReplayError
-from remat.runtime.calls.environment import autocast_again, autocast_now
+from remat.runtime.calls.environment import Between, autocast_again, autocast_now
 from remat.runtime.calls.stages import attached, seen_again
 from remat.runtime.fakes import in_earnest
 from remat.runtime.generators import RandomState
@@ -102,6 +103,7 @@ class _Made(NamedTuple):
         passed: positional and keyword arguments, with places; None: the activation, and nothing else.
         autocast: its state, and surroundings: flags of backends, where the stage has several calls.
         random: of generators, where code between this call and the one before has drawn from them.
+        between: what else that code may have changed.
     """
 
     forward: Callable[..., Any]
@@ -109,13 +111,15 @@ class _Made(NamedTuple):
     autocast: list[dict[str, Any]]
     surroundings: Surroundings | None
     random: RandomState | None
+    between: Between | None
 
     def again(self, args: Any, kwargs: Any) -> Any:
         if self.random is not None:
             self.random.restore()
         if self.surroundings is None:
             return self.forward(*args, **kwargs)
-        with all_of([*autocast_again(self.autocast), self.surroundings.again()]):
+        between = [] if self.between is None else [self.between.again()]
+        with all_of([*between, *autocast_again(self.autocast), self.surroundings.again()]):
             return self.forward(*args, **kwargs)
 
 
@@ -219,8 +223,14 @@ class Passed:
         """The inputs, in the order of their numbers; right after they were passed."""
         return [tensor for tensor in (each.passed() for each in self.inputs) if tensor is not None]
 
-    def add(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A call that is about to be made."""
+    def add(
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        module: nn.Module | None = None,
+    ) -> None:
+        """A call that is about to be made; of `module`, where code came before it that may have changed that."""
         drawn = None
         if self._random is not None and self._generators is not None:
             now = self._generators()
@@ -235,7 +245,8 @@ class Passed:
         else:
             passed = map_tensors(self._place, (args, kwargs))
         autocast = autocast_now((args, kwargs)) if self._several else []
-        self._calls.append(_Made(forward, passed, autocast, present() if self._several else None, drawn))
+        between = None if module is None or not self._calls else Between(module, (args, kwargs))
+        self._calls.append(_Made(forward, passed, autocast, present() if self._several else None, drawn, between))
 
     def _place(self, tensor: torch.Tensor) -> _Place:
         hole = self._known.hole(tensor)
@@ -255,11 +266,19 @@ class Passed:
         if not self._several:  # which is passed this, and nothing that was there before
             self._known.clear()
         self._known.computed(output, len(self._calls) - 1)
+        self._ended()
         if self._generators is not None:
             self._random = self._generators()
 
+    def _ended(self) -> None:
+        """The call that was added last is over."""
+        between = self._calls[-1].between if self._calls else None
+        if between is not None:
+            between.ended()
+
     def complete(self) -> None:
         """All calls have been made: releases what they computed."""
+        self._ended()
         self._random, self._hold, self._activation = None, Held, _NONE
         self._known.clear()
 

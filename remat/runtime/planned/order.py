@@ -17,7 +17,7 @@ from torch import nn
 from remat.runtime.calls.environment import accelerators
 from remat.runtime.calls.passed import Passed
 from remat.runtime.calls.places import Place, Places, Route
-from remat.runtime.generators import RandomState, held_by
+from remat.runtime.generators import RandomState, held_by, of_python
 from remat.runtime.patching import Forward
 from remat.runtime.planned.forward_run import Open, Run
 from remat.runtime.planned.program import StageRun
@@ -49,7 +49,7 @@ class ForwardCalls:
                     self._leave(f"{place.name!r} was called without gradients")
             if self._open is not None:
                 # A module may be false: an empty container is, and of a compiled one it cannot always be asked.
-                value = self._call(place, stage if stage.alone is None else stage.alone, (value,), {})
+                value = self._call(place, None, stage if stage.alone is None else stage.alone, (value,), {})
                 continue
             variant = run.bound.variants.get(place.stage)
             for module in stage.modules:  # here, where nobody holds what a module has been passed
@@ -70,9 +70,11 @@ class ForwardCalls:
         place = self._route.place
         if not run.left:
             self._expect(place, name, args, kwargs)
-        return forward(*args, **kwargs) if place is None else self._call(place, forward, args, kwargs)
+        return forward(*args, **kwargs) if place is None else self._call(place, module, forward, args, kwargs)
 
-    def _call(self, place: Place, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(
+        self, place: Place, module: nn.Module | None, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """A call of a stage, which is under way unless the forward has left the program."""
         run = self._run
         forward = running(forward, run.bound.variants.get(place.stage))
@@ -87,7 +89,7 @@ class ForwardCalls:
             return forward(*args, **kwargs)
         self._route.passed()
         if not opened.step.last:
-            passed.add(forward, args, kwargs)
+            passed.add(forward, args, kwargs, module)
         self._under_way = True
         with run.saving(opened):
             output = forward(*args, **kwargs)
@@ -135,7 +137,7 @@ class ForwardCalls:
         generators = None
         if several and run.executor.preserve_random:
             devices = accelerators(run.bound.places.stages[index - 1], value)
-            generators = partial(RandomState, devices, held_by(run.executor.holders))
+            generators = partial(RandomState, devices, [*held_by(run.executor.holders), *of_python()])
         self._passed = Passed(value, several=several, generators=generators)
         self._open = run.begins(step, value, self._passed, given)
 

@@ -34,6 +34,8 @@ class ForwardListener(Protocol):
 
     def begins(self, kind: str, call: Any) -> None: ...
 
+    def moves_to(self, patch: PatchedForward) -> None: ...
+
 
 class Covered(NamedTuple):
     """What the limit of a model covers.
