@@ -534,10 +534,11 @@ def test_errors_of_two_parameters_that_cancel_are_seen() -> None:
         name = "wrong"
 
         def prepared(self, model: nn.Module) -> object:
-            first, second = model[0].bias, model[2].bias
+            first, second = model[0].first, model[0].second
             return lambda x: model(x) + (first - first.detach()).sum() - (second - second.detach()).sum()
 
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    model[0].first, model[0].second = (nn.Parameter(torch.zeros(16, 16)) for _ in range(2))
     found = remat.compare(
         model,
         torch.randn(8, 16),
