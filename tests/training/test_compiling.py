@@ -139,10 +139,8 @@ def test_blocks_without_parts_stay_as_they_are() -> None:
     assert not any(map(is_compiled, model.modules()))
 
 
-def test_a_limit_without_compile_after_one_with_it_is_for_blocks_as_written(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """And nothing keeps what was compiled alive."""
+def test_fit_again_without_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is for the blocks as they are written; and nothing keeps what was compiled alive."""
     _decides(True, monkeypatch)
     model: Any = Model()
     remat.fit(model, SAMPLE, 0.6, loss, quiet=True, compile=HOW)
