@@ -169,13 +169,15 @@ class Bench:
         for module, name, buffer, first in self._buffers:
             module._buffers[name] = buffer.copy_(first)
         self._random.restore()
-        with step.around():
-            step()
-        buffers = [module._buffers.get(name) for module, name, *_ in self._buffers]  # a forward may replace them
-        found = [each for each in (*(leaf.grad for leaf, _ in shared), *buffers) if each is not None]
-        for leaf, gradient in shared:
-            leaf.grad = gradient
-        return [tensor.to("cpu", copy=True) for tensor in found]
+        try:
+            with step.around():
+                step()
+            buffers = [module._buffers.get(name) for module, name, *_ in self._buffers]  # a forward may replace them
+            found = [each for each in (*(leaf.grad for leaf, _ in shared), *buffers) if each is not None]
+            return [tensor.to("cpu", copy=True) for tensor in found]
+        finally:
+            for leaf, gradient in shared:
+                leaf.grad = gradient
 
 
 class TrainingStep:

@@ -21,7 +21,7 @@ from remat.runtime.accelerator import give_back
 from remat.runtime.executor import UnderDTR
 from remat.runtime.live.context import DTR
 from remat.runtime.live.steps import Steps
-from remat.runtime.planned.patched_forward import PatchedForward, patched_forward_of
+from remat.runtime.planned.patched_forward import PatchedForward, patched_anew
 from remat.training.planned import trains
 from remat.training.said import conclude, say
 from remat.training.setup import Setup
@@ -84,13 +84,7 @@ def train_by_calls(
                 )
             raise InfeasibleBudget(budget, least, "dtr")
     if patch is None:
-        before = patched_forward_of(model)
-        watch = None if before is None else before.watch
-        if before is not None:
-            before.remove()
-        patch = PatchedForward(model, lambda args, kwargs: None, other_path=setup.other_path)
-        if watch is not None:
-            watch.moves_to(patch)
+        patch = patched_anew(model, lambda args, kwargs: None, other_path=setup.other_path)
     steps = Steps(model, dtr)
     patch.choose = lambda args, kwargs: steps if trains(model, args, kwargs) else None
     patch.when_removed(steps.end)

@@ -19,7 +19,7 @@ from remat.report import Report
 from remat.runtime.accelerator import device_of, free_bytes, is_accelerator
 from remat.runtime.calls.stages import call_of
 from remat.runtime.planned.executor import Executor, Shared
-from remat.runtime.planned.patched_forward import PatchedForward, patched_forward_of
+from remat.runtime.planned.patched_forward import PatchedForward, patched_anew
 from remat.runtime.planned.rows import NO_SLACK, Slack
 from remat.runtime.planned.validity import training
 from remat.runtime.pytree import Arguments, tensors
@@ -351,13 +351,7 @@ class Planned:
     def take_place(self, patch: PatchedForward | None = None) -> PatchedForward:
         """Patches the model to follow the present plan, replacing an earlier patch; `patch`: reuse this one."""
         if patch is None:
-            before = patched_forward_of(self.model)
-            watch = None if before is None else before.watch
-            if before is not None:
-                before.remove()
-            patch = PatchedForward(self.model, self.choose, self.shared.lock, other_path=self.setup.other_path)
-            if watch is not None:
-                watch.moves_to(patch)
+            patch = patched_anew(self.model, self.choose, self.shared.lock, other_path=self.setup.other_path)
         else:
             self.shared.lock = patch.lock
             patch.choose = self.choose

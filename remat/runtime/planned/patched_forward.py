@@ -237,6 +237,17 @@ def patched_forward_of(model: nn.Module) -> PatchedForward | None:
     return None
 
 
+def patched_anew(model: nn.Module, choose: Choose, lock: Lock | None = None, *, other_path: str) -> PatchedForward:
+    """Patches the model; an earlier patch is removed, and who watches that goes on with the new one."""
+    before = patched_forward_of(model)
+    if before is not None:
+        before.remove()
+    patch = PatchedForward(model, choose, lock, other_path=other_path)
+    if before is not None and before.watch is not None:
+        before.watch.moves_to(patch)
+    return patch
+
+
 def refuse_patched(model: nn.Module) -> None:
     """Raises RematError where the model trains by a plan already."""
     if patched_forward_of(model) is not None:
