@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -373,7 +374,9 @@ def _fingerprint(model: nn.Module, sample: Any, loss: Loss | None, output_held: 
     """A hash of all that makes measurements comparable: modules, flags, tensors, form of the sample, autocast."""
     parts = [model, loss] if isinstance(loss, nn.Module) else [model]
     found: list[object] = [describe_call(sample), loss is None, output_held]
-    found.append(type(loss).__name__)
+    given = inspect.unwrap(loss) if loss is not None else None
+    found.append(getattr(given, "__qualname__", type(given).__name__))
+    found.append(getattr(getattr(given, "__code__", None), "co_names", ()))  # what a lambda calls
     found += ["offload"] * offload
     for part in parts:
         found += [(name, type(module).__name__, module.training) for name, module in part.named_modules()]

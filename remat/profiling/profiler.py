@@ -35,7 +35,7 @@ from remat.runtime.calls.places import Places
 from remat.runtime.calls.stages import group
 from remat.runtime.checks import Loss
 from remat.runtime.executor import BySchedule, Running, executing
-from remat.runtime.meter import MemoryMeter, Meter, Region, instruments
+from remat.runtime.meter import MemoryMeter, Meter, Region, instruments, undisturbed
 from remat.runtime.patching import keep_compiler_out
 from remat.runtime.planned.rows import may_be_joined
 from remat.runtime.pytree import Arguments, loss_in
@@ -152,7 +152,8 @@ class Profiler:
             work = SequencePass(self.stages, gauge, self.foreign, **options)
         else:
             work = ModelPass(self.places, gauge, self.foreign, variables=variables, **options)
-        work.run(self.model, self.call, self.loss)
+        with undisturbed():  # a collection takes as long as many stages
+            work.run(self.model, self.call, self.loss)
         return work
 
     def _looked_at(self, gauge: Gauge, **options: Any) -> Pass:
@@ -258,17 +259,20 @@ class Profiler:
         running = [executing(self.model, how) for how in (None, *ways)]
 
         def seconds(running: Running) -> float:
-            start = instruments().now(self.device)
-            self._step(running)
-            return instruments().now(self.device) - start
+            with undisturbed():
+                start = instruments().now(self.device)
+                self._step(running)
+                return instruments().now(self.device) - start
 
         took: list[list[float]] = []
         try:
-            while len(took) <= 1 or (len(took) <= SWEEPS and sum(map(sum, took)) < _LONG):
+            for each in running:  # in the first step some things are set up, and compared with what is made again
+                self._step(each)
+            while not took or (len(took) < SWEEPS and sum(map(sum, took)) < _LONG):
                 took.append([seconds(each) for each in running])
         except (RematError, RuntimeError):  # the step that will be planned need not fail
             return chain
-        plain, each, *rows = map(min, zip(*took[1:], strict=True))  # in the first one, some things are set up
+        plain, each, *rows = map(min, zip(*took, strict=True))
         return whole_steps.as_steps_take(chain, plain, each, rows[0] if rows else each, saves, joined)
 
     def excess(self, chain: Chain) -> int:

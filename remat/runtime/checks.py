@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterator
@@ -110,6 +111,7 @@ def checked_loss(loss: Loss | None) -> Loss | None:
             f"loss=lambda output: {name}(output, targets)"
         )
 
+    @functools.wraps(loss, updated=())
     def checked(output: Any) -> torch.Tensor:
         end = loss(output)
         if not isinstance(end, torch.Tensor):

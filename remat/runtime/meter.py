@@ -290,7 +290,7 @@ def elapsed(device: torch.device, function: Callable[[], object]) -> float:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Inside, Python's garbage collector frees nothing by chance, so that levels of memory can be compared."""
+    """Inside, Python's garbage collector does not run by chance: what memory and times are compared in."""
     enabled = gc.isenabled()
     gc.disable()
     try:

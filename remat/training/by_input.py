@@ -159,7 +159,7 @@ class PlansByInput:
             return planned.plan
         if state not in self._plans:
             # Batches of a language model differ in length all the time; what fits the longest fits the others.
-            covering = smallest_covering(self._known(), state) if planned.patch is not None else None
+            covering = self._covering(state) if planned.patch is not None else None
             if covering is None and planned.setup.group is not None and state.padded:
                 covering = smallest_covering(self._known(), state._replace(padded=False))
                 if covering is not None:
@@ -178,6 +178,13 @@ class PlansByInput:
                 return self._beside_a_profiler(call)
             self._plans[state] = covering or self._anew(call, state)
         return self._plans[state]
+
+    def _covering(self, state: Validity) -> RunningPlan | None:
+        """The plan for the smallest input that covers this one. One over the limit serves others that do not fit."""
+        known = self._known()
+        if self._planned.setup.group is None and not any(each.over and state.covers(at) for at, each in known.items()):
+            known = {at: each for at, each in known.items() if not each.over}
+        return smallest_covering(known, state)
 
     def _with_known_numbers(self, call: Arguments, state: Validity) -> Validity:
         """The state with numbers of calls that are known in place of those with which this one takes what it does.
@@ -358,7 +365,7 @@ class PlansByInput:
             f"{format_bytes(error.budget)}: this and any other such input trains by the schedule of least memory",
             OverBudgetWarning,
         )
-        return plan
+        return plan._replace(over=True)
 
     def _longest_that_fits(self, call: Arguments, budget: int) -> int | None:
         """About the largest number of tokens that fits the budget, from the minimum budgets of a few lengths."""

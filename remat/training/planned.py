@@ -82,6 +82,7 @@ class RunningPlan(NamedTuple):
         chain: the chain that it was planned for; None for a schedule that the user assigned without measuring.
         rehearsal: what steps by it were seen to take; None where none were tried.
         estimated: whether the chain was estimated instead of measured; the plan is then for one call only.
+        over: whether it exceeds the limit, which no plan for its input keeps.
     """
 
     chain: Chain | None
@@ -89,6 +90,7 @@ class RunningPlan(NamedTuple):
     executor: Executor
     rehearsal: Rehearsal | None = None
     estimated: bool = False
+    over: bool = False
 
 
 class Planned:

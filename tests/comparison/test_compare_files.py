@@ -115,6 +115,10 @@ def test_a_file_of_the_same_model_in_another_form_is_refused(tmp_path: Path) -> 
     for other, loss in ((model(64), None), (frozen, None), (model(32).eval(), None), (model(32), torch.sum)):
         with pytest.raises(remat.RematError, match="another model or sample"):
             remat.compare(other, sample, [1.0], ["dtr"], loss, file=file, progress=False)
+    of_losses = tmp_path / "losses.json"
+    remat.compare(model(32), sample, [1.0], ["dtr"], lambda out: out.sum(), file=of_losses, progress=False)
+    with pytest.raises(remat.RematError, match="or of this one with other parameters, flags or loss"):
+        remat.compare(model(32), sample, [1.0], ["dtr"], lambda out: out.var(), file=of_losses, progress=False)
     with pytest.raises(remat.RematError, match="folder does not exist"):
         remat.compare(model(32), sample, [1.0], file=tmp_path / "nowhere" / "comparison.json", progress=False)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import traceback
 from typing import Any
 
 import pytest
@@ -134,6 +136,35 @@ def test_a_profile_runs_them_and_leaves_the_model_as_it_was(kind: str, monkeypat
     assert all(parameter.grad is None for parameter in model.parameters())
     remat.fit(model, sample, 0.7, quiet=True)
     assert_same(train_step(made(kind), sample), train_step(model, sample))
+
+
+def test_no_collection_falls_into_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among many objects one takes as long as many stages."""
+
+    class Garbage(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(2 * gc.get_threshold()[0]):
+                ring: list[Any] = []
+                ring.append(ring)
+            return super().forward(x)
+
+    at: list[list[str]] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            at.append([frame.name for frame in traceback.extract_stack()])
+
+    monkeypatch.setattr(whole_steps, "is_worth_it", lambda chain, device: True)
+    model = nn.Sequential(*(Garbage(16) for _ in range(3)))
+    gc.callbacks.append(note)
+    try:
+        model(torch.randn(6, 16))
+        in_forward = len(at)
+        remat.profile(model, torch.randn(6, 16))
+    finally:
+        gc.callbacks.remove(note)
+    assert in_forward
+    assert not [names for names in at[in_forward:] if "forward" in names and {"_pass", "seconds"} & set(names)]
 
 
 def test_rows_of_small_layers_are_planned_as_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.runtime.planned.validity import Validity
 from remat.runtime.pytree import Arguments
 from remat.training import planned
+from remat.training.by_input import PlansByInput
+from remat.training.planned import RunningPlan
 from support.memory import peak_of
 from support.trainers import llama
 
@@ -136,6 +138,24 @@ def test_the_longest_is_planned_for_once(monkeypatch: pytest.MonkeyPatch) -> Non
     for length in (16, 64, 40, 63):
         assert_alike(model, plain, **call(length))
     assert len(ran) == 1
+
+
+def test_a_batch_beyond_the_limit_leaves_those_that_fit_their_own_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    took: list[RunningPlan] = []
+    plan_for = PlansByInput.plan_for
+    monkeypatch.setattr(
+        PlansByInput, "plan_for", lambda self, given: [plan := plan_for(self, given), took.append(plan)][0]
+    )
+    model, plain = llama(), llama()
+    limit = remat.minimum_budget(remat.profile(model, call(128), options=False)) * 2 // 3
+    remat.fit(model, call(16), limit, quiet=True, when_short="least", other_path="error")
+    with pytest.warns(remat.OverBudgetWarning, match="schedule of least memory"):
+        for length in (128, 120, 125):  # the last one is longer than one that does not fit
+            assert_alike(model, plain, **call(length))
+    assert len(set(map(id, took))) == 2 and took[0] is took[2]
+    with pytest.warns(UserWarning, match="measured and planned again"):
+        assert_alike(model, plain, **call(32))
+    assert remat.simulate(took[-1].chain, took[-1].schedule).peak_bytes <= limit
 
 
 def test_what_is_longest_of_what_has_no_length() -> None:
