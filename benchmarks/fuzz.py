@@ -239,8 +239,9 @@ class Case:
     def _given_loss(self, side: Side) -> Callable[[Any], torch.Tensor] | None:
         """The loss as it is given to `fit`: a module, or a function that holds the targets of the sample."""
         criterion = side.criterion
-        if criterion is None and self.loop.autocast and self.loop.loss in {"sum", "mean"}:
-            return lambda output: self._loss(side, output)  # in bfloat16 it takes a copy of the output
+        coarse = self.loop.autocast or "bfloat16" in self.program.notes  # of which a sum takes a copy
+        if criterion is None and coarse and self.loop.loss in {"sum", "mean"}:
+            return lambda output: self._loss(side, output)
         if criterion is None or criterion.head is not None or not self.strict:
             return criterion
         return lambda output: criterion(output, strict=True)

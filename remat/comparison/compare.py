@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -374,9 +374,12 @@ def _fingerprint(model: nn.Module, sample: Any, loss: Loss | None, output_held: 
     """A hash of all that makes measurements comparable: modules, flags, tensors, form of the sample, autocast."""
     parts = [model, loss] if isinstance(loss, nn.Module) else [model]
     found: list[object] = [describe_call(sample), loss is None, output_held]
-    given = inspect.unwrap(loss) if loss is not None else None
+    given = getattr(loss, "__wrapped__", loss)  # what the program gave
+    while isinstance(given, partial):
+        given = given.func
+    code = getattr(given, "__code__", None)  # lambdas have no name
     found.append(getattr(given, "__qualname__", type(given).__name__))
-    found.append(getattr(getattr(given, "__code__", None), "co_names", ()))  # what a lambda calls
+    found.append(None if code is None else (code.co_names, code.co_code))
     found += ["offload"] * offload
     for part in parts:
         found += [(name, type(module).__name__, module.training) for name, module in part.named_modules()]

@@ -266,10 +266,10 @@ class Profiler:
 
         took: list[list[float]] = []
         try:
-            for each in running:  # in the first step some things are set up, and compared with what is made again
-                self._step(each)
+            for way in running:  # in the first step some things are set up, and compared with what is made again
+                self._step(way)
             while not took or (len(took) < SWEEPS and sum(map(sum, took)) < _LONG):
-                took.append([seconds(each) for each in running])
+                took.append([seconds(way) for way in running])
         except (RematError, RuntimeError):  # the step that will be planned need not fail
             return chain
         plain, each, *rows = map(min, zip(*took, strict=True))

@@ -21,7 +21,14 @@ from remat.runtime.compacting import Compacting
 from remat.runtime.logits import HeadInParts
 from remat.runtime.meter import is_profiled
 from remat.runtime.planned.lengths import length_of, with_length
-from remat.runtime.planned.patched_forward import Covered, PatchedForward, Runs, Undecided, patched_forward_of
+from remat.runtime.planned.patched_forward import (
+    Covered,
+    PatchedForward,
+    Runs,
+    Undecided,
+    patched_anew,
+    patched_forward_of,
+)
 from remat.runtime.planned.wrapper import Wrapper
 from remat.runtime.pytree import Arguments
 from remat.runtime.sharding import refuse_first_forward
@@ -260,10 +267,7 @@ def fit_at_first_call(model: nn.Module, wish: Wish) -> PatchedForward:
     """
     check_model(model)
     _refuse_wrapped(model)
-    before = patched_forward_of(model)
-    if before is not None:
-        before.remove()
-    patch = PatchedForward(model, lambda args, kwargs: None, other_path=wish.setup.other_path)
+    patch = patched_anew(model, lambda args, kwargs: None, other_path=wish.setup.other_path)
 
     def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runs | None:
         call = Arguments(args, kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,10 @@ def test_a_file_of_the_same_model_in_another_form_is_refused(tmp_path: Path) -> 
     remat.compare(model(32), sample, [1.0], ["dtr"], lambda out: out.sum(), file=of_losses, progress=False)
     with pytest.raises(remat.RematError, match="or of this one with other parameters, flags or loss"):
         remat.compare(model(32), sample, [1.0], ["dtr"], lambda out: out.var(), file=of_losses, progress=False)
+    of_partial = tmp_path / "partial.json"
+    remat.compare(model(32), sample, [1.0], ["dtr"], partial(torch.sum), file=of_partial, progress=False)
+    with pytest.raises(remat.RematError, match="or of this one with other parameters, flags or loss"):
+        remat.compare(model(32), sample, [1.0], ["dtr"], partial(torch.var), file=of_partial, progress=False)
     with pytest.raises(remat.RematError, match="folder does not exist"):
         remat.compare(model(32), sample, [1.0], file=tmp_path / "nowhere" / "comparison.json", progress=False)
 

@@ -15,8 +15,9 @@ import remat
 from remat.chain import Chain
 from remat.errors import RematError
 from remat.layout import Option
-from remat.profiling import whole_steps
+from remat.profiling import profiler, whole_steps
 from remat.profiling.profiler import Profiler
+from remat.runtime.meter import Instruments
 from remat.simulation import simulate, store_all_peak
 from support.steps import assert_same, train_step
 
@@ -165,6 +166,32 @@ def test_no_collection_falls_into_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
         gc.callbacks.remove(note)
     assert in_forward
     assert not [names for names in at[in_forward:] if "forward" in names and {"_pass", "seconds"} & set(names)]
+
+
+def test_neither_the_first_step_nor_one_that_was_disturbed_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    took, told = [0.2, 1.0, 0.2, 0.6, 0.2, 0.3], []  # plain and recomputing, in turns
+    now, steps = [0.0], iter(took)
+
+    class Clock(Instruments):
+        def now(self, device: torch.device) -> float:
+            return now[0]
+
+    def step(self: Profiler, running: Any) -> None:
+        real(self, running)
+        now[0] += next(steps, 0.0)
+
+    def note(chain: Chain, *seconds: Any) -> Chain:
+        told.append(seconds[:2])
+        return chain
+
+    real = Profiler._step
+    monkeypatch.setattr(Profiler, "_step", step)
+    monkeypatch.setattr(profiler, "instruments", Clock)
+    monkeypatch.setattr(profiler, "SWEEPS", 3)
+    monkeypatch.setattr(whole_steps, "is_worth_it", lambda chain, device: True)
+    monkeypatch.setattr(whole_steps, "as_steps_take", note)
+    remat.profile(made("sequence")[:4], torch.randn(6, 16))
+    assert told == [pytest.approx((0.2, 0.3))]
 
 
 def test_rows_of_small_layers_are_planned_as_rows(monkeypatch: pytest.MonkeyPatch) -> None:

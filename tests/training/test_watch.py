@@ -116,3 +116,13 @@ def test_a_watch_goes_on_under_another_plan() -> None:
     assert len(watched.steps) == 3
     model(x).sum().backward()
     assert len(watched.steps) == 3
+
+
+def test_a_watch_goes_on_under_a_plan_of_the_first_call() -> None:
+    model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), torch.randn(64, 64)
+    remat.fit(model, x, 0.9, quiet=True)
+    with remat.watch(model) as watched:
+        remat.fit(model, memory=0.95, quiet=True)
+        for _ in range(2):
+            model(x).sum().backward()
+    assert len(watched.steps) == 2
