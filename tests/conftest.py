@@ -14,9 +14,9 @@ import torch
 import remat
 from remat.chain import Chain
 from remat.errors import OverBudgetWarning
-from remat.profiling import profile, profiler
 from remat.runtime.dtr.core import compile_all
 from remat.runtime.live import sites
+from support.processes import quickly
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "tests" / "data"
@@ -27,7 +27,7 @@ needs_dtr_logs = pytest.mark.skipif(not DTR_LOGS.is_file(), reason="the DTR pape
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported
 # Two threads that wait for each other take many times as long where another process is at work; here and in the
 # processes that tests begin (kernels of notebooks, ranks, commands).
-torch.set_num_threads(1)
+quickly()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or bits of products on a GPU need not repeat
 
@@ -35,13 +35,6 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or bits of produc
 @pytest.fixture(autouse=True)
 def _repeatable() -> None:
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times are measured once, not three times: no test depends on how exact they are."""
-    for module in (profile, profiler):
-        monkeypatch.setattr(module, "SWEEPS", 1)
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import remat
@@ -25,6 +24,7 @@ from remat.schedule import Schedule
 from remat.solvers.persistent import Persistent
 from remat.training import planned
 from support.memory import peak_of
+from support.processes import in_two, quickly
 from support.steps import assert_same, chain_of, train_step
 
 
@@ -347,7 +347,7 @@ def test_positional_keyword_and_token_inputs() -> None:
 def _train_distributed(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     try:
-        torch.set_num_threads(1)
+        quickly()
         results = []
         for wrap in (False, True):
             model = network()
@@ -378,5 +378,5 @@ def _train_distributed(rank: int, folder: str) -> None:
 @pytest.mark.slow
 def test_distributed_data_parallel(tmp_path: Path) -> None:
     """Two processes over gloo; with gradients reduced in many small buckets while the backward recomputes."""
-    mp.spawn(_train_distributed, (str(tmp_path),), nprocs=2)
+    in_two(_train_distributed, str(tmp_path))
     assert (tmp_path / "done0").exists() and (tmp_path / "done1").exists()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import remat
@@ -18,7 +17,7 @@ from remat.errors import InfeasibleBudget, RematError
 from remat.runtime.planned.patched_forward import patched_forward_of
 from remat.utils.ranks import Ranks
 from support.library_models import Blocks
-from support.processes import spawn
+from support.processes import in_two, quickly, spawn
 
 pytestmark = pytest.mark.timeout(180)  # processes that wait for each other do so for half an hour
 
@@ -131,7 +130,7 @@ def test_a_rank_that_fails_by_itself(tmp_path: Path) -> None:
 def _leaves(rank: int, folder: str, sharded: bool, question: int | None, forward: int | None) -> None:
     """The second one ends with an error of its own, at a question or in the model."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    torch.set_num_threads(1)
+    quickly()
     model = _made(sharded=sharded)
     with pytest.MonkeyPatch.context() as patching:
         if rank and question is not None:
@@ -149,7 +148,7 @@ def _leaves(rank: int, folder: str, sharded: bool, question: int | None, forward
     ("sharded", "question", "forward"), [(False, 3, None), (True, 3, None), (True, None, 1), (True, None, 4)]
 )
 def test_a_rank_that_is_gone(sharded: bool, question: int | None, forward: int | None, tmp_path: Path) -> None:
-    mp.spawn(_leaves, (str(tmp_path), sharded, question, forward), nprocs=2)
+    in_two(_leaves, str(tmp_path), sharded, question, forward)
     other, own = ((tmp_path / f"heard{rank}").read_text() for rank in range(2))
     assert "enough" in own or "no more of this" in own  # not what it has heard of the others
     assert "rank 1" in other or "gloo" in other
