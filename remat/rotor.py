@@ -56,7 +56,7 @@ class Checkpointable(Wrapper):
         model: any module.
         input: a sample to measure with: a tensor, a tuple of positional or a dict of keyword arguments.
         mem_limit: int (bytes), string ("2GiB"), or float in (0, 1] of the peak when everything is stored. None takes
-            0.9 of the memory that is free when planning.
+            0.9 of the free memory, less the gradients that are not allocated yet and Adam's state.
         mem_slots: memory units of the dynamic program; more are finer and slower.
         verbosity: above 0, reports on stderr what was measured and planned.
         force_python: accepted for compatibility; there is one implementation.
@@ -182,11 +182,12 @@ class Checkpointable(Wrapper):
         force_python: bool | None = None,
         floating: bool = False,
     ) -> None:
-        """Plans the fastest sequence within `mem_limit`, by default within 90 % of the free memory.
+        """Plans the fastest sequence within `mem_limit`, or the limit that the model was given.
 
         Args:
             floating: over all sequences, instead of over memory-persistent ones. Rarely faster, and its planning takes
-                time and memory that grow with the fourth and the third power of the number of stages.
+                time and memory that grow with the fourth and the third power of the number of stages. Not with
+                `host_limit`.
 
         Raises:
             InfeasibleBudget: nothing fits; the sequence from before stays.

@@ -61,7 +61,7 @@ def plan(
     solver: Annotated[
         str,
         typer.Option(
-            help="Planner whose plans are drawn and written, see `remat strategies`.",
+            help="Planner whose plans are drawn and written: persistent, floating, fastest, chen, revolve, ...",
             metavar="NAME",
         ),
     ] = "persistent",

@@ -32,8 +32,8 @@ class RematCallback(Callback):
 
     Args:
         memory: as for `remat.fit`: int (bytes), string ("20GiB"), float in (0, 1] of what plain PyTorch needs for the
-            first call, or "auto". With of="device" the limit is for all that is on the device, the trainer's optimiser
-            included.
+            first call, or "auto". With of="device", and for "auto", the limit is for all that is on the device,
+            the trainer's optimiser included.
         network: name of the module in the LightningModule that is to train so, "" for the LightningModule itself where
             its training step calls `self(...)`; None: the one that holds nearly all of its parameters.
         fit: what else `remat.fit` takes, such as `longest=` and `when_short="least"`; and `watch=True`, for what each

@@ -31,8 +31,8 @@ class RematCallback(TrainerCallback):
 
     Args:
         memory: as for `remat.fit`: int (bytes), string ("20GiB"), float in (0, 1] of what plain PyTorch needs for the
-            first call, or "auto". With of="device" the limit is for all that is on the device, the trainer's optimiser
-            included.
+            first call, or "auto". With of="device", and for "auto", the limit is for all that is on the device,
+            the trainer's optimiser included.
         fit: what else `remat.fit` takes, such as `longest=` (the most tokens of a sequence) and `when_short="least"`;
             and `watch=True`, for what each step takes in `watched` (`remat.watch`).
 

@@ -37,7 +37,8 @@ def plot_chain(
     Args:
         chain: as `remat.profile` measures it, or made by hand.
         budget: int (bytes), string ("2GiB"), or float in (0, 1] of the store-all peak.
-        solver: a name, as for `remat.compare`, or a `Solver`; None: persistent, with options where the chain has some.
+        solver: a name, as for `remat.compare`, or a `Solver`; None: the plan of `remat.fit` where the chain
+            has options, else persistent.
         strategies: as for `remat.compare`, those that can be predicted; DTR is simulated on the chain.
         slots: memory units of the dynamic programs; few keep a slider quick.
     """

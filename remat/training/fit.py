@@ -79,12 +79,14 @@ def fit(
 
         remat.fit(model, sample, memory="8GiB")
 
-    Call it again on the same model for another limit or sample: the new plan replaces the old one. If a call fails, the
-    model and its plan stay as they were.
+    Call it again on the same model for another limit or sample: the new plan replaces the old one. If a call with a
+    sample fails, the model and its plan stay as they were; without one the old plan goes at once.
 
     If no chain is found in the model, or no plan of its chains fits, each training step runs under DTR at module
     granularity (`remat.DTR`), from the forward to the end of the backward; a message on stderr says so. Before that,
-    some trial steps measure the module calls.
+    some trial steps measure the module calls. With `stages`, `group` or of="reserved" it is an error instead; and,
+    where there is a chain, for an `nn.Sequential`, for a limit far below the least plan's, and for one of all that an
+    accelerator holds.
 
     Args:
         model: any module.
@@ -122,11 +124,12 @@ def fit(
             do so with. Blocks that you have compiled yourself are planned in the same way, by the backend that you
             chose for them. Bits are then those of the compiled blocks, the same at each limit; in bfloat16 but for
             rounding.
-        chunk_head: compute the logits of the model's last linear layer a part of the rows at a time, for a
-            `cross_entropy` of class indices in the model's forward or in `loss`; or the name of that layer. A large
-            vocabulary's logits then take next to no memory, and what reads them later (`output.logits`) has them
-            computed. The loss and gradients differ from PyTorch's in the last digits, which a message states; they are
-            the same at each limit, and a share as `memory` is of such a step.
+        chunk_head: compute the logits (of the layer that the model names as its output embeddings, or else of its
+            widest linear layer) a part of the rows at a time, for a `cross_entropy` of class indices in the model's
+            forward or in `loss`; or the name of another layer. A large vocabulary's logits then take next to no memory,
+            and what reads them later (`output.logits`) has them computed. The loss and gradients differ from PyTorch's
+            in the last digits, which a message states; they are the same at each limit, and a share as `memory` is of
+            such a step.
 
     Returns:
         The model itself, the same object of the same class, trained within the limit until `remat.remove(model)`.
@@ -136,7 +139,7 @@ def fit(
         InvalidBudget: `memory` in another form.
         RematError: `model` is not a module, or is wrapped by remat already.
         UnsupportedModel: neither a plan nor DTR is possible, as for a model that is compiled as a whole or uses its
-            own checkpointing; with `group` or `stages`: no chain was found.
+            own checkpointing; with `group`, `stages` or of="reserved": no chain was found.
     """
     setup = Setup(
         loss=loss,

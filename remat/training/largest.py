@@ -158,7 +158,8 @@ def largest(
 
     Args:
         make_sample: a function of a size, from 1 on, that makes a sample as `fit` takes it, on the model's device.
-        memory, loss, optimizer, of, chunk_head: as for `fit`; memory in bytes, or "auto".
+        memory, loss, optimizer, of, chunk_head: as for `fit`; memory in bytes, or "auto". `of` is "allocated"
+            where it is None and there is no optimizer.
         quiet: show no progress on stderr.
         options: as for `remat.profile`: `stages`, `output_held`, `options`, ...
 

@@ -43,9 +43,10 @@ class DTR:
 
     The budget covers all that operators in the block allocate: activations, gradients of activations, scratch memory,
     and the gradients of parameters where they are not allocated beforehand. What was allocated before the block
-    (parameters, optimiser state, the sample) is outside it. Room is made before an operator runs, so the budget is
-    never exceeded, but for the scratch memory of an operator that is called with such shapes for the first time: that
-    is measured then, and known to all later blocks.
+    (parameters, optimiser state, the sample) is outside it. Room is made before an operator runs, so at granularity
+    "operator" the budget is exceeded only by the scratch memory of an operator that is called with such shapes for the
+    first time: that is measured then, and known to all later blocks. At "module" the first two blocks of a path that is
+    longer than those before may take what plain PyTorch takes. What the program itself holds at the end counts, too.
 
     Inside the block tensors are plain tensors, some of whose memory is gone for a while. After it all that the program
     still holds is in memory. One object may be used for many blocks, one after the other.
@@ -206,8 +207,9 @@ class DTR:
         return card("DTR", [("budget", format_bytes(self.budget)), ("heuristic", self.name)], body)
 
     def report(self) -> Report:
-        """The memory and time of the last block: outcome "pass", "over" (tensors alive at its end exceed the budget),
-        "oom" or "thrash"; peak as counted by the runtime, in bytes; seconds of the whole block."""
+        """The memory and time of the last block: outcome "pass", "over" (the peak, or what is alive at its end,
+        exceeds the budget), "oom", "thrash" or "error" (another exception); peak as counted by the runtime, in bytes;
+        seconds of the whole block."""
         return self._last.report(f"dtr {self.name}")
 
     def advice(self) -> Advice:
