@@ -11,33 +11,42 @@ import torch
 from torch import nn
 
 from remat.measuring.isolating import drops_gradients, nodes_of
+from remat.measuring.referred import referred_to
+from remat.measuring.unseen import Unseen
 from remat.measuring.work import parameters_kept
 from remat.runtime.calls.attributes import MISSING, containers, fill, hooks_of, plain_tensors, put, undone
 from remat.runtime.calls.environment import Switches
-from remat.runtime.calls.settled import items_of
+from remat.runtime.calls.settled import items_of, within
 from remat.runtime.calls.stages import parts_of
 from remat.runtime.calls.state import rescaled
-from remat.runtime.fakes import is_fake
+from remat.runtime.checks import Loss
+from remat.runtime.fakes import in_earnest, is_fake
 from remat.runtime.generators import RandomState, held_by, of_python
 from remat.runtime.pytree import tensors
 from remat.runtime.sharding import is_sharded
 
 
 @contextmanager
-def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> Iterator[Replaced]:
+def preserved(
+    modules: Iterable[nn.Module], devices: Iterable[torch.device], loss: Loss | None = None
+) -> Iterator[Replaced]:
     """Afterwards buffers, weights that forwards rescale, tensors in lists and other containers, and states of random
     number generators are as before.
 
     Tensors in attributes are buffers, too.
 
     It also restores the hooks of modules, their attributes as in `runtime.calls.attributes`, containers in which
-    forwards have stored tensors with graphs, since these would keep the graphs alive, and what forwards switch.
+    forwards have stored tensors with graphs, since these would keep the graphs alive, and what forwards switch. All
+    that is so of what `loss` refers to, too.
     """
-    parts = parts_of(modules)
+    referred = referred_to(loss)
+    parts = parts_of([*modules, *referred.modules])
+    unseen = Unseen(parts)
     switches = Switches(parts)
     random = RandomState(devices, [*held_by(parts), *of_python()])
     attributes = [(part, dict(vars(part))) for part in parts]
     contents = [(each, each.copy()) for part in parts for each in (*containers(part), *hooks_of(part))]
+    contents += [(each, each.copy()) for state in referred.states for each in within(state)]
     buffers = [(part, name, buffer) for part in parts for name, buffer in part._buffers.items()]
     plain = [
         (part, name, tensor) for part in parts for name, tensor in plain_tensors(vars(part)) if not tensor._is_view()
@@ -47,7 +56,8 @@ def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> 
     own = [each for part in parts for each in part._parameters.values() if each is not None]
     written = [weight for part in parts for weight in rescaled(part).values()]
     written += [each for container, _ in contents for each in items_of(container) if _may_be_written(each)]
-    old_values = [(tensor, tensor.detach().clone()) for tensor in written]
+    with in_earnest():  # also where an estimate would compute nothing
+        old_values = [(each, each.detach().clone()) for each in written if not is_fake(each)]
     inside = {(part, name): None if buffer is None else copies[id(buffer)] for part, name, buffer in buffers}
     try:
         for (part, name), buffer in inside.items():
@@ -60,9 +70,10 @@ def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> 
         switches.put_back()
         for part, name, buffer in buffers:
             part._buffers[name] = buffer
-        for tensor, old in old_values:
-            if not is_fake(tensor) and not torch.equal(tensor, old):
-                tensor.data.copy_(old)
+        with in_earnest():
+            for tensor, old in old_values:
+                if not torch.equal(tensor, old):
+                    tensor.data.copy_(old)
         for part, before in attributes:
             with_graphs = [name for name, value in vars(part).items() if any(map(_has_graph, tensors(value)))]
             changed = {name: before.get(name, MISSING) for name in with_graphs}
@@ -73,6 +84,10 @@ def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> 
             vars(part)[name] = tensor
         for container, held in contents:
             fill(container, held)
+        unseen.put_back()
+        for cell, was in referred.cells:
+            if cell.cell_contents is not was:
+                cell.cell_contents = was
         random.restore()
 
 

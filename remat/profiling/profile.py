@@ -28,6 +28,7 @@ from remat.measuring.stage_costs import (
     storage_bytes,
     with_casts,
 )
+from remat.measuring.unseen import unseen_is_steady
 from remat.profiling.carried import with_besides
 from remat.profiling.profiler import RECORDINGS, SWEEPS, Profiler, Wanted
 from remat.profiling.remembered import remembered
@@ -199,9 +200,10 @@ def _profiled(
     with (
         torch.enable_grad(),
         unpatched(model),
-        preserved(modules, accelerators(everything, call)) as replaced,
+        preserved(modules, accelerators(everything, call), loss) as replaced,
         caches_off(configs_with_caches(model.modules())),
         aliased_parameters(modules) as foreign,
+        unseen_is_steady(modules) as all_is_set_up,
         own_autocast_cache(),
     ):
         if in_sequence:
@@ -220,7 +222,12 @@ def _profiled(
         passes = Passes(tell, 3 + sweeps + options * of_options + 2 * (layout.calls is not None))
         profiler = Profiler(model, call, layout, place, end, output_held, foreign, replaced, bool(copies), passes)
         with gathering_nothing_ahead(model):
-            chain = profiler.chain(repeats, Wanted(options, keep, recompute, offload, ranks), enough)
+
+            def goes_on(sizes: Chain) -> None:
+                all_is_set_up()
+                enough(sizes)
+
+            chain = profiler.chain(repeats, Wanted(options, keep, recompute, offload, ranks), goes_on)
         chain = with_casts(chain, recomputed, copies)
         set_up = storage_bytes(replaced.among(everything.parts))
         chain = replace(chain, reserve_bytes=chain.reserve_bytes + casts + set_up)

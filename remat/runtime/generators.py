@@ -108,12 +108,12 @@ def _of_functions(values: Iterable[Any]) -> Iterator[Callable[[], Any]]:
             continue
         seen.add(function.__code__)
         known = function.__globals__
-        for name in _names_in(function.__code__):
+        for name in names_in(function.__code__):
             found = known.get(name)
             if name in known and (found is None or is_generator(found)):
                 yield partial(known.get, name)
             elif deep and isinstance(found, (ModuleType, type)) and not _name_of(found).startswith(_LIBRARIES):
-                todo += [(vars(found).get(each), deep - 1) for each in _names_in(function.__code__)]
+                todo += [(vars(found).get(each), deep - 1) for each in names_in(function.__code__)]
             elif deep:
                 todo.append((found, deep - 1))
         for cell in function.__closure__ or ():
@@ -128,12 +128,12 @@ def _name_of(holder: ModuleType | type) -> str:
     return holder.__module__ if isinstance(holder, type) else holder.__name__
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
+def names_in(code: CodeType) -> Iterator[str]:
     """Names that a function speaks of, or an expression or a function in it."""
     yield from code.co_names
     for each in code.co_consts:
         if isinstance(each, CodeType):
-            yield from _names_in(each)
+            yield from names_in(each)
 
 
 def of_python() -> list[Any]:

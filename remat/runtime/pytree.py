@@ -169,13 +169,14 @@ def loss_in(output: Any) -> torch.Tensor | None:
 
 
 class Key(NamedTuple):
-    """Which data a tensor shows: two tensors with the same key are the same to read."""
+    """Which data a tensor shows, and whether a gradient goes through it: two of the same key are the same to read."""
 
     storage: int
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    requires_grad: bool
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -186,5 +187,6 @@ def address_of(tensor: torch.Tensor) -> int:
 def key_of(tensor: torch.Tensor) -> Key:
     storage = address_of(tensor)
     if storage < 0:
-        return Key(storage, 0, (), (), tensor.dtype)
-    return Key(storage, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        return Key(storage, 0, (), (), tensor.dtype, tensor.requires_grad)
+    offset, shape = int(tensor.storage_offset()), tuple(tensor.shape)
+    return Key(storage, offset, shape, tensor.stride(), tensor.dtype, tensor.requires_grad)

@@ -3,7 +3,7 @@
 A run that is made again finds what the first run met, whoever has changed it since, and leaves all attributes and
 containers as they were before it. That is so for numbers, flags, tensors, tuples, lists, dictionaries and sets of them
 and of each other, small arrays of NumPy, and objects of the program's own that have nothing else in their attributes;
-of other objects, for which ones there were, as long as the program holds them. Where the first run has made an object
+of other objects, for which ones there were, as long as the program holds those. Where the first run has made an object
 or registered a hook, flags that it has changed stay: they may say that this is done.
 
 Tensors come back without the graph that they are part of, which would keep another step alive: a run that is made again
@@ -156,7 +156,7 @@ class Attributes:
         looked_at, self._settled = self._settled, []
         for position, module, how, objects in looked_at:
             if how.objects(module) is not None:
-                self._settled.append((position, module, how, ()))
+                self._settled.append((position, module, how, how.plain(objects) if objects else ()))
             else:
                 self._before.append(how.before(module, objects))
                 self._unsettle(position, module, how)
@@ -194,9 +194,9 @@ class Attributes:
         """What has been changed since the run by others, and what it was."""
         self.ended()
         settled, self._settled = self._settled, []
-        for position, module, how, _ in settled:
+        for position, module, how, objects in settled:
             if how.objects(module) is not None:
-                self._settled.append((position, module, how, ()))
+                self._settled.append((position, module, how, objects))
             else:
                 self._met.append(how.met())
                 self._unsettle(position, module, how)
@@ -274,7 +274,8 @@ def _held(value: Any) -> Any:
         return value if value.grad_fn is None else _Detached(weakref.ref(value), _without_graphs(value))
     if is_state(value):
         return value if _without_graphs(value) is value else _UNKNOWN
-    if isinstance(value, _HARMLESS):
+    state = None if is_container(value) else state_in(value)
+    if isinstance(value, _HARMLESS) or (state is not None and _without_graphs(state) is state):
         return value
     try:
         return weakref.ref(value)

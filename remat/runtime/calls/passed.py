@@ -88,12 +88,13 @@ class _Place:
         hole: None where it is an input.
         number: of the input; else which one of the tensors that show the same as the hole's, and that the call was
             passed: modules ask whether key is query, so that two of them are not to become one.
+        detached: it is the hole's without its graph (`x.detach()`).
     """
 
-    __slots__ = ("hole", "number")
+    __slots__ = ("detached", "hole", "number")
 
-    def __init__(self, hole: Hole | None, number: int) -> None:
-        self.hole, self.number = hole, number
+    def __init__(self, hole: Hole | None, number: int, *, detached: bool = False) -> None:
+        self.hole, self.number, self.detached = hole, number, detached
 
 
 class _Made(NamedTuple):
@@ -133,11 +134,12 @@ class _Identities:
         inputs: numbers of these.
     """
 
-    __slots__ = ("_alike", "_alive", "_computed", "_holes", "_same", "inputs")
+    __slots__ = ("_alike", "_alive", "_computed", "_holes", "_same", "_with_graph", "inputs")
 
     def __init__(self) -> None:
         self.inputs: dict[int, int] = {}
         self._holes: dict[int, Hole] = {}
+        self._with_graph: set[Hole] = set()
         self._computed: list[tuple[torch.Tensor, Hole]] = []
         self._alike: dict[Key, Hole] = {}  # of these: hooks of a module (FSDP's) may pass on another of the same data
         self._same: dict[Hole, dict[int, int]] = {}  # numbers of the tensors of a call that show the same
@@ -149,6 +151,8 @@ class _Identities:
         for position, tensor in enumerate(tensors(value)):
             hole = Hole(call, position)
             self._holes.setdefault(id(tensor), hole)
+            if tensor.requires_grad:
+                self._with_graph.add(hole)
             self._computed.append((tensor, hole))
 
     def next_call(self) -> None:
@@ -165,7 +169,12 @@ class _Identities:
         while self._computed:
             known, hole = self._computed.pop(0)
             self._alike.setdefault(key_of(known), hole)
-        return self._alike.get(key_of(tensor))
+        key = key_of(tensor)
+        return self._alike.get(key) or self._alike.get(key._replace(requires_grad=True))
+
+    def is_detached(self, hole: Hole, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that shows what is computed there has no graph, where that has one."""
+        return hole in self._with_graph and not tensor.requires_grad
 
     def number_at(self, hole: Hole, tensor: torch.Tensor) -> int:
         """Which one it is of the tensors that show what is computed there, and that the call is passed."""
@@ -177,7 +186,7 @@ class _Identities:
         self._alive.append(tensor)
 
     def clear(self) -> None:
-        for each in (self.inputs, self._holes, self._computed, self._alike, self._same, self._alive):
+        for each in (self.inputs, self._holes, self._with_graph, self._computed, self._alike, self._same, self._alive):
             each.clear()
 
 
@@ -253,7 +262,8 @@ class Passed:
         if hole is not None:
             self._used.add(hole)
             self._last_use[hole.call] = len(self._calls)
-            return _Place(hole, self._known.number_at(hole, tensor))
+            detached = self._known.is_detached(hole, tensor)
+            return _Place(hole, self._known.number_at(hole, tensor), detached=detached)
         number = self._known.inputs.get(id(tensor))
         if number is None:
             number = len(self.inputs)
@@ -327,12 +337,12 @@ def _filled(passed: Any, given: Sequence[torch.Tensor], computed: dict[int, list
             return given[place.number]
         call, position = place.hole
         tensor = computed[call][position]
-        if not place.number:
+        if not place.number and not place.detached:
             return tensor
         key = place.hole, place.number
         if key not in others:
             with in_earnest():  # a recomputation in part would take it for an operator of the stage
-                others[key] = seen_again(tensor)
+                others[key] = tensor.detach() if place.detached else seen_again(tensor)
         return others[key]
 
     return map_tensors(fill, passed, (_Place,))

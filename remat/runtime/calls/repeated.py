@@ -17,6 +17,9 @@ NEARLY = 1e-2  # of a tensor's norm: on an accelerator, and of types that are co
 _ROUNDING = 32  # least differences between numbers, which is all that is let pass on a CPU
 _SUMMED = 16  # times that for sums: differences that have nothing in common add up to as much as their norm
 _REAL = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_WHOLE = frozenset((torch.bool, torch.int8, torch.int16, torch.int32, torch.int64))  # uint8: workspaces, with gaps
+_PLACES = 64  # of whole numbers and flags, that are looked at
+_TURNED = 16  # of so many of them one may be another
 
 
 def _slack(tensor: torch.Tensor) -> float:
@@ -43,13 +46,16 @@ class Sums(NamedTuple):
     """What is noted of a tensor that is gone when it is made again.
 
     Attributes:
-        norm: of it; sums: of all of it and of its first third, which tell also another order of the same numbers.
+        norm: of it; of whole numbers and flags the sum.
+        sums: of all of it and of its first third, which tell also another order of the same numbers.
         slack: the part of the norm by which two may differ.
+        some: of whole numbers and flags, those at some places: sums of two masks may be the same.
     """
 
     norm: float
     sums: tuple[float, float]
     slack: float
+    some: tuple[float, ...] = ()
 
     @property
     def is_finite(self) -> bool:
@@ -62,18 +68,36 @@ class Sums(NamedTuple):
             return not other.is_finite
         off = self.slack * self.norm
         pairs = zip(self.sums, other.sums, strict=True)
-        return abs(self.norm - other.norm) <= off and all(abs(was - now) <= _SUMMED * off for was, now in pairs)
+        # What numbers are compared by may turn a few of them by rounding.
+        few = sum(was != now for was, now in zip(self.some, other.some, strict=True)) <= len(self.some) // _TURNED
+        return few and abs(self.norm - other.norm) <= off and all(abs(was - now) <= _SUMMED * off for was, now in pairs)
 
 
 def sums_of(tensor: torch.Tensor) -> Sums | None:
-    """Takes no memory besides; None where it has gaps, or holds no real numbers."""
-    if type(tensor) is not torch.Tensor or tensor.dtype not in _REAL or tensor.layout != torch.strided:
+    """Takes next to no memory besides; None where places in it share memory, or it holds no numbers."""
+    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or is_fake(tensor):
+        return None
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.detach().resolve_conj())
+    if tensor.dtype not in _REAL | _WHOLE or tensor.is_neg():
         return None
     count = tensor.numel()
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if count != extent or is_fake(tensor):
+    if count > extent:
         return None
     with in_earnest(), torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
-        row = tensor.as_strided((count,), (1,))
-        parts = (row, row[: count // 3])
-        return Sums(float(torch.linalg.vector_norm(row)), (float(parts[0].sum()), float(parts[1].sum())), _slack(row))
+        if count == extent:
+            tensor = tensor.as_strided((count,), (1,))
+        parts = (tensor, tensor[: len(tensor) // 3] if tensor.dim() else tensor)
+        sums = float(parts[0].sum()), float(parts[1].sum())
+        if tensor.dtype in _REAL:
+            return Sums(float(torch.linalg.vector_norm(tensor)), sums, _slack(tensor))
+        return Sums(abs(sums[0]), sums, NEARLY, _some(tensor))
+
+
+def _some(tensor: torch.Tensor) -> tuple[float, ...]:
+    """The numbers at up to so many places, spread over all of it."""
+    size = tensor.numel()
+    count = min(_PLACES, size)
+    places = torch.arange(count, device=tensor.device) * size // max(count, 1)
+    return tuple(tensor[torch.unravel_index(places, tensor.shape)].tolist()) if size and tensor.dim() else ()

@@ -48,7 +48,10 @@ class Settled:
         may_draw: it may hold, or refer to, a random number generator.
     """
 
-    __slots__ = ("_constants", "_fixed", "_looks", "_names", "_objects", "_seen", "children", "contents", "may_draw")
+    __slots__ = (
+        *("_constants", "_fixed", "_looks", "_names", "_objects", "_plain", "_seen"),
+        *("children", "contents", "may_draw"),
+    )
 
     def __init__(self, module: nn.Module) -> None:
         """
@@ -61,6 +64,7 @@ class Settled:
         self.children, self.may_draw = dict(module._modules), may_hold(module)
         self.contents: list[tuple[Any, Any]] = []
         self._objects: list[tuple[str, weakref.ref[Any]]] = []
+        self._plain: list[bool] = []  # of these, which have only constants in them
         self._fixed: list[str] = []
         for name in attributes.keys() - NOT_MET:
             value = attributes[name]
@@ -75,6 +79,7 @@ class Settled:
                 self._fixed.append(name)
             else:
                 self._objects.append((name, weakref.ref(value)))
+                self._plain.append(state is not None)
         self._constants = [attributes[name] for name in self._fixed]
         self._looks = [_look_of(copy) for _, copy in self.contents]
 
@@ -93,6 +98,10 @@ class Settled:
         found = [now[name] for name, _ in self._objects]
         same = [reference() is value for (_, reference), value in zip(self._objects, found, strict=True)]
         return found if all(same) else None
+
+    def plain(self, objects: Sequence[Any]) -> list[Any]:
+        """Of the objects among the attributes those that may be held, since they have only constants in them."""
+        return [each for each, is_plain in zip(objects, self._plain, strict=True) if is_plain]
 
     def _contents_are_alike(self) -> bool:
         for (container, _), look in zip(self.contents, self._looks, strict=True):
@@ -116,7 +125,7 @@ class Settled:
 def is_container(value: Any) -> bool:
     """Whether it is one of Python's own, or a small array, which programs count in."""
     kind = type(value)
-    return kind in CONTAINERS or (kind in ARRAYS and _size_of(value) <= _LARGEST_ARRAY)
+    return kind in CONTAINERS or (kind in ARRAYS and size_of(value) <= _LARGEST_ARRAY)
 
 
 def state_in(value: Any) -> Any:
@@ -193,7 +202,7 @@ def bytes_of(array: Any) -> bytes:
     return array.tobytes() if isinstance(array, np.ndarray) else bytes(array)
 
 
-def _size_of(array: Any) -> int:
+def size_of(array: Any) -> int:
     return array.nbytes if isinstance(array, np.ndarray) else len(array)
 
 

@@ -169,7 +169,7 @@ class Executor:
         if self.stages.variants:
             offer_variants(model)
         self._libraries = LibrarySwitches(model)
-        self._warned = False
+        self._warned = self._told_of_hooks = False
 
     @property
     def bound(self) -> Bound:
@@ -216,6 +216,7 @@ class Executor:
         if self.is_plain:
             with self._libraries.caches_off():
                 return forward(*args, **kwargs)
+        self._tell_of_hooks()
         run = Run(self)
         places = run.bound.places
         calls = ForwardCalls(places, run)
@@ -234,6 +235,17 @@ class Executor:
         if run.left:
             left(run.left)
         return output
+
+    def _tell_of_hooks(self) -> None:
+        """Says once that hooks around the model do not see all; PyTorch's own (`save_on_cpu`) change no values."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        own = hooks is None or (getattr(hooks[0], "__module__", None) or "").startswith(("torch.", "remat."))
+        if not (own or self._told_of_hooks):
+            self._told_of_hooks = True
+            warn(
+                "saved_tensors_hooks around the model do not see tensors that are recomputed; if they change values, "
+                "gradients are not those of plain PyTorch"
+            )
 
     def observe(self, operation: Operation) -> None:
         """An operation begins."""

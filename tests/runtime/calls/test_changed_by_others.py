@@ -59,7 +59,7 @@ class Block(nn.Module):
 class Look:
     """An object that modules hold."""
 
-    def __init__(self, factor: float) -> None:
+    def __init__(self, factor: Any) -> None:
         self.factor = factor
 
 
@@ -340,6 +340,12 @@ PROGRAMS: dict[str, Callable[[], tuple[nn.Module, Step]]] = {
         in_a_row(lambda b, h: 2 * h if hasattr(b, "late") else h), lambda b: vars(b).pop("late", None), put(late=True)
     ),
     "an object": lambda: twice(lambda b, h: h * b.look.factor, lambda b, which: put(look=LOOKS[which])(b)),
+    "an object that nobody else holds": lambda: twice(
+        lambda b, h: h * b.look.factor, lambda b, which: put(look=Look(1.0 + which))(b)
+    ),
+    "an object with a tensor": lambda: twice(
+        lambda b, h: h * b.look.factor, lambda b, which: put(look=Look(torch.tensor(1.0 + which)))(b)
+    ),
     "a setting of a layer": of_a_layer,
     "a buffer that is replaced": lambda: then(
         in_a_row(lambda b, h: h + b.shift),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -195,6 +196,53 @@ def test_what_nobody_can_put_back_is_said(kind: Kind) -> None:
     with pytest.raises(UnsupportedModel, match=r"blocks\.\d.* gave other numbers than its first run.*operator"):
         remat.fit(net, x, 0.45, loss=loss, quiet=True)
     assert_same(expected, gradients(net, x), "as it is")
+
+
+MASKS = {
+    "flags": lambda h, seed: h.masked_fill(_drawn(seed, h.shape) < 0.3, 0.0),
+    "whole numbers": lambda h, seed: h.gather(1, (_drawn(seed, h.shape) * h.shape[1]).long()),
+    "with gaps": lambda h, seed: h * _drawn(seed, (*h.shape, 2))[..., 1],
+    "complex": lambda h, seed: (h * torch.complex(_drawn(seed, h.shape), _drawn(seed + 1, h.shape))).imag,
+}
+
+
+def _drawn(seed: float, shape: Any) -> Tensor:
+    """As if at random, without drawing."""
+    return (torch.arange(1, 1 + math.prod(shape)).view(shape) * (12.9898 + seed)).sin().mul(43758.5453).frac().abs()
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_other_masks_in_a_recomputation_are_said(name: str) -> None:
+    """Two forwards, with masks in a global variable; blocks save them, and what blocks return is not made again."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return MASKS[name](self.down(self.up(x).relu()), GLOBAL.layer)
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Masked() for _ in range(BLOCKS))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = x + block(x)
+            return x
+
+    torch.manual_seed(0)
+    net, x = Residual(), torch.randn(8, 32, WIDTH)
+    GLOBAL.layer = 0.0
+    remat.fit(net, x, 0.6, loss=loss, options=False, quiet=True)
+    found = []
+    for which in range(2):
+        GLOBAL.layer = float(2 * which)
+        found.append(net(x))
+    with pytest.raises(ReplayError, match="gave other numbers than its first run"):
+        (found[0].sin() * found[1]).mean().backward()
 
 
 @pytest.mark.parametrize("how", ["plan", "module"])

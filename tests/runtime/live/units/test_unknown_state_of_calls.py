@@ -164,7 +164,24 @@ def test_sums_tell_what_differs() -> None:
     for other in (numbers * 1.001, numbers.roll(1), -numbers, numbers.abs(), numbers * float("nan")):
         now = repeated.sums_of(other)
         assert now is not None and not sums.are_near(now) and not now.are_near(sums)
-    assert repeated.sums_of(torch.arange(10)) is None
+    gaps = torch.randn(1000, 3, generator=torch.Generator().manual_seed(0))
+    flags = torch.arange(1000) % 3 == 0
+    imaginary = torch.complex(numbers, numbers.flip(0))
+    for one, other in (
+        (flags, flags.roll(1)),
+        (torch.arange(1000), torch.arange(1000).flip(0)),
+        (gaps[:, 0], gaps[:, 1]),
+        (imaginary, imaginary.conj()),
+    ):
+        was, same, now = map(repeated.sums_of, (one, one.clone(), other))
+        assert was is not None and same is not None and now is not None
+        assert was.are_near(same) and not was.are_near(now)
+    turned = flags.clone()
+    turned[:3] = True  # as rounding does where numbers are compared
+    was, now = map(repeated.sums_of, (flags, turned))
+    assert was is not None and now is not None and was.are_near(now)
+    for nothing in (torch.ones(1).expand(10), torch.zeros(10, dtype=torch.uint8), torch.ones(3).to_sparse()):
+        assert repeated.sums_of(nothing) is None
 
 
 def test_sums_of_what_is_not_finite() -> None:

@@ -1,0 +1,183 @@
+"""Measuring leaves what a loss keeps as it was; state that recomputations would change once more is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import remat
+from remat.errors import UnsupportedModel
+from support.steps import assert_same
+
+X, Y = torch.ones(64, 16), torch.zeros(64, 16)
+
+
+class Centred(nn.Module):
+    """A criterion with an average, a counter, a norm and a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.norm, self.calls = nn.Linear(16, 16), nn.BatchNorm1d(16), 0
+        self.register_buffer("centre", torch.zeros(16))
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        with torch.no_grad():
+            self.centre.mul_(0.9).add_(out.mean(0), alpha=0.1)
+        return (self.norm(self.head(out)) - self.centre - y).square().mean() * self.calls
+
+
+class Counted:
+    """An object that is no module."""
+
+    def __init__(self) -> None:
+        self.mean, self.seen, self.calls, self.last = torch.zeros(16), [0.0], 0, None
+
+    def __call__(self, out: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(out.detach().mean(0))
+        self.seen.append(1.0)
+        self.calls, self.last = self.calls + 1, out
+        return (out - self.mean).square().mean() * self.calls
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.criterion = Centred()
+
+    def loss(self, out: Tensor) -> Tensor:
+        return self.criterion(out, Y)
+
+
+CRITERION = Centred()
+Made = tuple[Callable[[Tensor], Tensor], Callable[[], Any]]
+
+
+def _of_a_module(loss: Callable[[Tensor], Tensor], criterion: Centred) -> Made:
+    def state() -> Any:
+        gradients = [each.grad for each in criterion.parameters()]
+        return [each.tolist() for each in criterion.buffers()], criterion.calls, gradients
+
+    return loss, state
+
+
+def _in_a_closure() -> Made:
+    criterion = Centred()
+    return _of_a_module(lambda out: criterion(out, Y), criterion)
+
+
+def _in_a_partial() -> Made:
+    criterion = Centred()
+    return _of_a_module(partial(criterion, y=Y), criterion)
+
+
+def _bound() -> Made:
+    trainer = Trainer()
+    return _of_a_module(trainer.loss, trainer.criterion)
+
+
+def _global() -> Made:
+    return _of_a_module(lambda out: CRITERION(out, Y), CRITERION)
+
+
+def _no_module() -> Made:
+    counted = Counted()
+    return counted, lambda: (counted.mean.tolist(), [*counted.seen], counted.calls, counted.last)
+
+
+def _nonlocal() -> Made:
+    calls = 0
+
+    def loss(out: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return out.square().mean() * calls
+
+    return loss, lambda: calls
+
+
+def _network() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4)))
+
+
+@pytest.mark.parametrize("make", [_in_a_closure, _in_a_partial, _bound, _global, _no_module, _nonlocal])
+def test_what_a_loss_keeps(make: Callable[[], Made]) -> None:
+    (loss, state), model = make(), _network()
+    before = state()
+    remat.fit(model, X, 0.7, loss=loss, quiet=True)
+    assert state() == before
+    remat.estimate(model, X, device="cpu", loss=loss)
+    assert state() == before
+    remat.compare(model, X, [0.7], loss=loss, strategies=["fit"], repeats=1, progress=False)
+    assert state() == before
+
+
+def test_losses_with_an_average_give_the_same_bits() -> None:
+    model, criterion = _network(), Centred()
+    plain, reference = copy.deepcopy((model, criterion))
+    remat.fit(model, X, 0.7, loss=lambda out: criterion(out, Y), quiet=True)
+    for _ in range(2):
+        reference(plain(X), Y).backward()
+        criterion(model(X), Y).backward()
+    both = [[each.grad for each in (*net.parameters(), *end.parameters())] for net, end in
+            ((plain, reference), (model, criterion))]  # fmt: skip
+    assert_same(*both)
+    assert torch.equal(reference.centre, criterion.centre)
+
+
+class Tally(dict[str, int]):
+    pass
+
+
+class Block(nn.Module):
+    def __init__(self, keeps: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.keeps = nn.Linear(16, 64), nn.Linear(64, 16), keeps
+        self.norms, self.usage, self.tally = {"one": nn.BatchNorm1d(64)}, np.zeros(1 << 14, np.int64), Tally(calls=0)
+        self.hidden = [nn.Linear(64, 64)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.keeps(self, self.up(x).relu()))
+
+
+def _counts(block: Block, h: Tensor) -> Tensor:
+    np.add.at(block.usage, h.detach().argmax(1).numpy(), 1)
+    return h
+
+
+def _tallies(block: Block, h: Tensor) -> Tensor:
+    block.tally["calls"] += 1
+    return h
+
+
+def _caches(block: Block, h: Tensor) -> Tensor:
+    block.tally.setdefault("scale", 2)
+    return block.hidden[0](h) * block.tally["scale"]
+
+
+KEEPS = {"norms": lambda block, h: block.norms["one"](h), "usage": _counts, "tally": _tallies}
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_state_that_nobody_puts_back_is_refused(name: str) -> None:
+    model = nn.Sequential(*(Block(KEEPS[name]) for _ in range(5)))
+    with pytest.raises(UnsupportedModel, match=f"'{name}' of a Block.*registered.*granularity='operator'"):
+        remat.fit(model, X, 0.7, quiet=True)
+    for block in model:
+        assert not block.norms["one"].num_batches_tracked and not block.usage.any() and block.tally == {"calls": 0}
+
+
+def test_what_is_set_up_once_is_no_such_state() -> None:
+    model = nn.Sequential(*(Block(_caches) for _ in range(5)))
+    plain = copy.deepcopy(model)
+    remat.fit(model, X, 0.7, quiet=True)
+    assert all(block.tally == {"calls": 0} for block in model)
+    for net in (plain, model):
+        net(X).square().mean().backward()
+    assert_same(*[[each.grad for each in net.parameters()] for net in (plain, model)])
