@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DONE := $(VENV)/.installed
-# Each test runs in one thread. Tests of one `xdist_group` stay in one process: blocks of a page build on each other.
-PARALLEL := --numprocesses 2 --dist loadgroup
+# Each test runs in one thread. A file stays in one process: blocks of a document build on each other.
+PARALLEL := --numprocesses 2 --dist loadfile
 
 .PHONY: help demo demo-full test test-slow gpu mutants lint docs measure notebooks dist clean
 
@@ -40,7 +40,7 @@ test: $(DONE)
 
 test-slow: $(DONE)
 	$(BIN)/python -m pytest -q $(PARALLEL) -m "slow and not fake_device"
-	$(BIN)/python -m pytest -q $(PARALLEL) -m slow tests/fake_device
+	$(BIN)/python -m pytest -q $(PARALLEL) --dist load -m slow tests/fake_device
 
 gpu: $(DONE)
 	$(BIN)/python -m pytest -q -m "cuda or fake_device" tests/check/test_cuda.py tests/fake_device

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from remat.measuring.isolating import drops_gradients, nodes_of
+from remat.measuring.loose import LooseState
 from remat.measuring.referred import referred_to
-from remat.measuring.unseen import Unseen
 from remat.measuring.work import parameters_kept
 from remat.runtime.calls.attributes import MISSING, containers, fill, hooks_of, plain_tensors, put, undone
 from remat.runtime.calls.environment import Switches
@@ -24,6 +24,8 @@ from remat.runtime.fakes import in_earnest, is_fake
 from remat.runtime.generators import RandomState, held_by, of_python
 from remat.runtime.pytree import tensors
 from remat.runtime.sharding import is_sharded
+
+_LARGEST = 1 << 20  # bytes of what a loss may keep in an object or a collection: larger ones are data
 
 
 @contextmanager
@@ -41,12 +43,12 @@ def preserved(
     """
     referred = referred_to(loss)
     parts = parts_of([*modules, *referred.modules])
-    unseen = Unseen(parts)
+    loose = LooseState(parts)
     switches = Switches(parts)
     random = RandomState(devices, [*held_by(parts), *of_python()])
     attributes = [(part, dict(vars(part))) for part in parts]
     contents = [(each, each.copy()) for part in parts for each in (*containers(part), *hooks_of(part))]
-    contents += [(each, each.copy()) for state in referred.states for each in within(state)]
+    of_loss = [(each, each.copy()) for state in referred.states for each in within(state)]
     buffers = [(part, name, buffer) for part in parts for name, buffer in part._buffers.items()]
     plain = [
         (part, name, tensor) for part in parts for name, tensor in plain_tensors(vars(part)) if not tensor._is_view()
@@ -56,6 +58,8 @@ def preserved(
     own = [each for part in parts for each in part._parameters.values() if each is not None]
     written = [weight for part in parts for weight in rescaled(part).values()]
     written += [each for container, _ in contents for each in items_of(container) if _may_be_written(each)]
+    there = [each for container, _ in of_loss for each in items_of(container) if _may_be_written(each)]
+    written += [each for each in there if each.nbytes <= _LARGEST]
     with in_earnest():  # also where an estimate would compute nothing
         old_values = [(each, each.detach().clone()) for each in written if not is_fake(each)]
     inside = {(part, name): None if buffer is None else copies[id(buffer)] for part, name, buffer in buffers}
@@ -82,13 +86,13 @@ def preserved(
                 put(part, name, was)
         for part, name, tensor in plain:
             vars(part)[name] = tensor
-        for container, held in contents:
+        for container, held in (*contents, *of_loss):
             fill(container, held)
-        unseen.put_back()
         for cell, was in referred.cells:
             if cell.cell_contents is not was:
                 cell.cell_contents = was
         random.restore()
+        loose.put_back()
 
 
 def _may_be_written(value: Any) -> bool:

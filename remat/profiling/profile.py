@@ -19,6 +19,7 @@ from remat.finding.find import SMALL, locate
 from remat.finding.fusing import in_a_row
 from remat.layout import Layout
 from remat.measuring.isolating import saving_nothing, with_graph_of_its_own
+from remat.measuring.loose import loose_state_is_steady
 from remat.measuring.preserving import aliased_parameters, preserved
 from remat.measuring.stage_costs import (
     cast_bytes,
@@ -28,7 +29,6 @@ from remat.measuring.stage_costs import (
     storage_bytes,
     with_casts,
 )
-from remat.measuring.unseen import unseen_is_steady
 from remat.profiling.carried import with_besides
 from remat.profiling.profiler import RECORDINGS, SWEEPS, Profiler, Wanted
 from remat.profiling.remembered import remembered
@@ -203,7 +203,7 @@ def _profiled(
         preserved(modules, accelerators(everything, call), loss) as replaced,
         caches_off(configs_with_caches(model.modules())),
         aliased_parameters(modules) as foreign,
-        unseen_is_steady(modules) as all_is_set_up,
+        loose_state_is_steady(modules) as all_is_set_up,
         own_autocast_cache(),
     ):
         if in_sequence:

@@ -30,8 +30,6 @@ from remat.solvers.persistent import Persistent
 from support.library_models import blocks
 from support.steps import small_gpt
 
-pytestmark = pytest.mark.xdist_group("compared")  # once
-
 STATIC = ("store_all", "sequential", "chen", "revolve", "persistent", "floating", "fit")
 
 

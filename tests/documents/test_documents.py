@@ -109,7 +109,7 @@ def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize(
     ("page", "example"),
     [
-        pytest.param(document, example, id=f"{page.name}:{example.line}", marks=pytest.mark.xdist_group(page.name))
+        pytest.param(document, example, id=f"{page.name}:{example.line}")
         for page in PAGES
         for document in [parse(page)]
         for example in document

@@ -77,19 +77,16 @@ def sums_of(tensor: torch.Tensor) -> Sums | None:
     """Takes next to no memory besides; None where places in it share memory, or it holds no numbers."""
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or is_fake(tensor):
         return None
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.detach().resolve_conj())
-    if tensor.dtype not in _REAL | _WHOLE or tensor.is_neg():
-        return None
-    count = tensor.numel()
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if count > extent:
-        return None
     with in_earnest(), torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor.resolve_conj())
+        count = tensor.numel()
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if tensor.dtype not in _REAL | _WHOLE or tensor.is_neg() or count > extent:
+            return None
         if count == extent:
             tensor = tensor.as_strided((count,), (1,))
-        parts = (tensor, tensor[: len(tensor) // 3] if tensor.dim() else tensor)
-        sums = float(parts[0].sum()), float(parts[1].sum())
+        sums = float(tensor.sum()), float((tensor[: len(tensor) // 3] if tensor.dim() else tensor).sum())
         if tensor.dtype in _REAL:
             return Sums(float(torch.linalg.vector_norm(tensor)), sums, _slack(tensor))
         return Sums(abs(sums[0]), sums, NEARLY, _some(tensor))

@@ -1,4 +1,4 @@
-"""State that runs made again do not find as it was: in modules in plain collections, and the like.
+"""Loose state, which runs made again do not find as it was: in modules in plain collections, and the like.
 
 A model that changes such state in each forward would change it once more for each block that is recomputed, in silence;
 so measuring looks whether it does.
@@ -38,14 +38,14 @@ _COLLECTIONS = (dict, list, set, deque)
 
 
 @contextmanager
-def unseen_is_steady(modules: Sequence[nn.Module]) -> Iterator[Callable[[], None]]:
+def loose_state_is_steady(modules: Sequence[nn.Module]) -> Iterator[Callable[[], None]]:
     """Gives what is called once all is set up that first forwards set up.
 
     Raises:
         UnsupportedModel: forwards have changed such state since then.
     """
-    since: list[Unseen] = []
-    yield lambda: since.append(Unseen(modules))
+    since: list[LooseState] = []
+    yield lambda: since.append(LooseState(modules))
     where = next((each.changed() for each in since), "")
     if where:
         raise UnsupportedModel(
@@ -55,7 +55,7 @@ def unseen_is_steady(modules: Sequence[nn.Module]) -> Iterator[Callable[[], None
         )
 
 
-class Unseen:
+class LooseState:
     """Such state in attributes of modules, as it is now.
 
     It is: buffers of modules that are in collections, where PyTorch does not see them; large arrays; items of the
