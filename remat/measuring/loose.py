@@ -6,7 +6,6 @@ so measuring looks whether it does.
 
 from __future__ import annotations
 
-import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +17,10 @@ from torch.nn.parameter import is_lazy
 
 from remat.errors import UnsupportedModel
 from remat.runtime.calls.attributes import fill
+from remat.runtime.calls.repeated import are_near
 from remat.runtime.calls.settled import (
     ARRAYS,
+    CONSTANT_TYPES,
     CONTAINERS,
     NOT_MET,
     bytes_of,
@@ -96,19 +97,17 @@ class LooseState:
             seen.add(id(value))
 
     def changed(self) -> str:
-        """Which of it is another by now; empty where none is."""
+        """Which of it is another by now, but for what holds the same values again; empty where none is."""
         return next((where for where, value, held in self._held if not _is_alike(value, held)), "")
 
     def put_back(self) -> None:
         """It is again as it was."""
         for _, value, held in self._held:
-            if _is_alike(value, held):
-                continue
-            if isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.Tensor):
+                fill(value, held)
+            elif not _is_alike(value, held):
                 with in_earnest():
                     value.data.copy_(held)
-            else:
-                fill(value, held)
 
 
 def _can_be_copied(buffer: torch.Tensor) -> bool:
@@ -127,4 +126,10 @@ def _is_alike(value: Any, held: Any) -> bool:
     if isinstance(value, ARRAYS):
         return bytes_of(value) == bytes_of(held)
     now, then = items_of(value), items_of(held)
-    return len(now) == len(then) and all(map(operator.is_, now, then))
+    return len(now) == len(then) and all(map(_is_same, now, then))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one is other or are_near(one, other)
+    return one is other or (type(one) in CONSTANT_TYPES and one == other)

@@ -16,7 +16,7 @@ import remat
 from remat.errors import UnsupportedModel
 from support.steps import assert_same
 
-X, Y = torch.ones(64, 16), torch.zeros(64, 16)
+X, Y = torch.ones(64, 16), torch.zeros(16)
 
 
 class Centred(nn.Module):
@@ -114,7 +114,9 @@ def test_what_a_loss_keeps(make: Callable[[], Made]) -> None:
     assert state() == before
     remat.estimate(model, X, device="cpu", loss=loss)
     assert state() == before
-    remat.compare(model, X, [0.7], loss=loss, strategies=["fit"], repeats=1, progress=False)
+    remat.compare(model, X, [0.7], loss=loss, strategies=["fit", "dtr"], repeats=1, progress=False)
+    assert state() == before
+    remat.largest(model, lambda size: torch.ones(8 * size, 16), "300KiB", loss, quiet=True)
     assert state() == before
 
 
@@ -131,7 +133,7 @@ def test_losses_with_an_average_give_the_same_bits() -> None:
     assert torch.equal(reference.centre, criterion.centre)
 
 
-class Tally(dict[str, int]):
+class Tally(dict[str, Any]):
     pass
 
 
@@ -161,6 +163,12 @@ def _caches(block: Block, h: Tensor) -> Tensor:
     return block.hidden[0](h) * block.tally["scale"]
 
 
+def _tells(block: Block, h: Tensor) -> Tensor:
+    """The same in each forward of one input, for others to read."""
+    block.tally["mean"], block.tally["rows"] = h.detach().mean(0), len(h)
+    return h
+
+
 KEEPS = {"norms": lambda block, h: block.norms["one"](h), "usage": _counts, "tally": _tallies}
 
 
@@ -173,11 +181,14 @@ def test_state_that_nobody_puts_back_is_refused(name: str) -> None:
         assert not block.norms["one"].num_batches_tracked and not block.usage.any() and block.tally == {"calls": 0}
 
 
-def test_what_is_set_up_once_is_no_such_state() -> None:
-    model = nn.Sequential(*(Block(_caches) for _ in range(5)))
+@pytest.mark.parametrize("keeps", [_caches, _tells])
+def test_what_is_set_up_once_or_put_there_again_is_no_such_state(keeps: Callable[[Any, Tensor], Tensor]) -> None:
+    model = nn.Sequential(*(Block(keeps) for _ in range(5)))
     plain = copy.deepcopy(model)
     remat.fit(model, X, 0.7, quiet=True)
     assert all(block.tally == {"calls": 0} for block in model)
     for net in (plain, model):
         net(X).square().mean().backward()
     assert_same(*[[each.grad for each in net.parameters()] for net in (plain, model)])
+    assert_same(*[[each for block in net for each in block.tally.values() if isinstance(each, Tensor)] for net in
+                  (plain, model)])  # fmt: skip

@@ -3,8 +3,8 @@
 A run that is made again finds what the first run met, whoever has changed it since, and leaves all attributes and
 containers as they were before it. That is so for numbers, flags, tensors, tuples, lists, dictionaries and sets of them
 and of each other, small arrays of NumPy, and objects of the program's own that have nothing else in their attributes;
-of other objects, for which ones there were, as long as the program holds those. Where the first run has made an object
-or registered a hook, flags that it has changed stay: they may say that this is done.
+of other objects, for which ones there were; of such as may hold a graph, as long as the program holds those. Where the
+first run has made an object or registered a hook, flags that it has changed stay: they may say that this is done.
 
 Tensors come back without the graph that they are part of, which would keep another step alive: a run that is made again
 only fills the graph of the first one.
@@ -17,7 +17,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from remat.errors import UnsupportedModel
 from remat.runtime.calls.hooks import registered_since
+from remat.runtime.calls.objects import holds_no_graph
 from remat.runtime.calls.settled import (
     ARRAYS,
     CONSTANT_TYPES,
@@ -49,8 +49,6 @@ MISSING = object()
 _UNKNOWN = object()  # what the run has changed itself, or nothing is held of
 # Of each module, those that are containers when its attributes look so.
 _names: weakref.WeakKeyDictionary[nn.Module, tuple[Look, tuple[str, ...]]] = weakref.WeakKeyDictionary()
-# Objects that hold no graph, and may be held themselves.
-_HARMLESS = (type, FunctionType, BuiltinFunctionType, torch.dtype, torch.device)
 
 
 class _Watched(NamedTuple):
@@ -156,7 +154,7 @@ class Attributes:
         looked_at, self._settled = self._settled, []
         for position, module, how, objects in looked_at:
             if how.objects(module) is not None:
-                self._settled.append((position, module, how, how.plain(objects) if objects else ()))
+                self._settled.append((position, module, how, how.to_hold(objects)))
             else:
                 self._before.append(how.before(module, objects))
                 self._unsettle(position, module, how)
@@ -179,7 +177,7 @@ class Attributes:
             self._known.pop(position, None)
         elif self._known.get(position, MISSING) is not None:
             try:
-                self._known[position] = Settled(module)
+                self._known[position] = Settled(module, holds_no_graph)
             except TypeError:
                 self._known[position] = None
 
@@ -274,8 +272,7 @@ def _held(value: Any) -> Any:
         return value if value.grad_fn is None else _Detached(weakref.ref(value), _without_graphs(value))
     if is_state(value):
         return value if _without_graphs(value) is value else _UNKNOWN
-    state = None if is_container(value) else state_in(value)
-    if isinstance(value, _HARMLESS) or (state is not None and _without_graphs(state) is state):
+    if holds_no_graph(value):
         return value
     try:
         return weakref.ref(value)

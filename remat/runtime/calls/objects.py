@@ -10,16 +10,27 @@ from collections import deque
 from collections.abc import Iterator, MutableMapping
 from enum import Enum
 from functools import cache
-from types import FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from remat.runtime.calls.settled import CONSTANT_TYPES, is_container, is_of_python, is_of_the_program, items_of
+from remat.runtime.calls.settled import (
+    ARRAYS,
+    CONSTANT_TYPES,
+    CONSTANTS,
+    CONTAINERS,
+    is_container,
+    is_of_python,
+    is_of_the_program,
+    items_of,
+)
 from remat.runtime.pytree import is_plain, tensors
 
 _NO_OBJECTS = (torch.Tensor, torch.nn.Module, type, FunctionType, MethodType, ModuleType, Enum)
+# That hold no graph, or may be held themselves.
+_HARMLESS = (type, FunctionType, BuiltinFunctionType, torch.dtype, torch.device)
 _MANY = 64  # objects: of a configuration that refers to more, those that are farther away are settings
 
 
@@ -55,6 +66,31 @@ def objects_in(value: Any) -> list[Any]:
             found.append(each if type(attributes) is dict else InSlots(attributes))
         left += attributes.values()
     return [*found, SimpleNamespace(loose=loose)] if loose else found
+
+
+def holds_no_graph(value: Any) -> bool:
+    """Whether a value may be held until a backward, since it keeps no other step alive: in it is no tensor with a
+    graph, no module, and no object of which that is not known."""
+    seen, left = set[int](), [value]
+    while left:
+        each = left.pop()
+        kind: Any = type(each)
+        if kind in CONSTANT_TYPES or id(each) in seen or isinstance(each, (*CONSTANTS, *ARRAYS, *_HARMLESS)):
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.Tensor):
+            if each.grad_fn is not None:
+                return False
+        elif isinstance(each, tuple) or kind in CONTAINERS:
+            left += items_of(each)
+        elif isinstance(each, MethodType):
+            left.append(each.__self__)
+        else:
+            attributes = attributes_of(each) if is_of_the_program(kind) else None
+            if attributes is None or len(seen) > _MANY:
+                return False
+            left += attributes.values()
+    return True
 
 
 def attributes_of(value: Any) -> MutableMapping[str, Any] | None:

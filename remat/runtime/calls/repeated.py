@@ -17,7 +17,8 @@ NEARLY = 1e-2  # of a tensor's norm: on an accelerator, and of types that are co
 _ROUNDING = 32  # least differences between numbers, which is all that is let pass on a CPU
 _SUMMED = 16  # times that for sums: differences that have nothing in common add up to as much as their norm
 _REAL = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
-_WHOLE = frozenset((torch.bool, torch.int8, torch.int16, torch.int32, torch.int64))  # uint8: workspaces, with gaps
+WHOLE = frozenset((torch.int8, torch.int16, torch.int32, torch.int64))  # not uint8, of which workspaces are
+_FEW = 8  # whole numbers: seeds and the like, which kernels leave unwritten where they draw nothing
 _PLACES = 64  # of whole numbers and flags, that are looked at
 _TURNED = 16  # of so many of them one may be another
 
@@ -82,7 +83,7 @@ def sums_of(tensor: torch.Tensor) -> Sums | None:
             tensor = torch.view_as_real(tensor.resolve_conj())
         count = tensor.numel()
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        if tensor.dtype not in _REAL | _WHOLE or tensor.is_neg() or count > extent:
+        if count > extent or tensor.is_neg() or not (tensor.dtype in _REAL or _is_whole(tensor)):
             return None
         if count == extent:
             tensor = tensor.as_strided((count,), (1,))
@@ -90,6 +91,10 @@ def sums_of(tensor: torch.Tensor) -> Sums | None:
         if tensor.dtype in _REAL:
             return Sums(float(torch.linalg.vector_norm(tensor)), sums, _slack(tensor))
         return Sums(abs(sums[0]), sums, NEARLY, _some(tensor))
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return tensor.dtype == torch.bool or (tensor.dtype in WHOLE and tensor.numel() > _FEW)
 
 
 def _some(tensor: torch.Tensor) -> tuple[float, ...]:

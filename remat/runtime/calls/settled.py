@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import cache
 from numbers import Number
@@ -40,7 +40,10 @@ _LARGEST_ARRAY = 1 << 16  # bytes: larger ones are data, of which nobody makes a
 class Settled:
     """A module's attributes, none of them a tensor, as a run has met and left them.
 
-    Objects are referred to weakly, so that nothing lives longer than without it.
+    Objects are referred to weakly, so that nothing lives longer than without it; a run holds some of them.
+
+    Args:
+        may_be_held: whether a run may hold an object until its backward.
 
     Attributes:
         children: the modules below it.
@@ -49,11 +52,11 @@ class Settled:
     """
 
     __slots__ = (
-        *("_constants", "_fixed", "_looks", "_names", "_objects", "_plain", "_seen"),
+        *("_constants", "_fixed", "_held", "_looks", "_names", "_objects", "_seen"),
         *("children", "contents", "may_draw"),
     )
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, may_be_held: Callable[[Any], bool]) -> None:
         """
         Raises:
             TypeError: it has attributes of other kinds.
@@ -64,7 +67,7 @@ class Settled:
         self.children, self.may_draw = dict(module._modules), may_hold(module)
         self.contents: list[tuple[Any, Any]] = []
         self._objects: list[tuple[str, weakref.ref[Any]]] = []
-        self._plain: list[bool] = []  # of these, which have only constants in them
+        self._held: list[bool] = []  # of these, which a run holds
         self._fixed: list[str] = []
         for name in attributes.keys() - NOT_MET:
             value = attributes[name]
@@ -79,7 +82,7 @@ class Settled:
                 self._fixed.append(name)
             else:
                 self._objects.append((name, weakref.ref(value)))
-                self._plain.append(state is not None)
+                self._held.append(may_be_held(value))
         self._constants = [attributes[name] for name in self._fixed]
         self._looks = [_look_of(copy) for _, copy in self.contents]
 
@@ -99,9 +102,9 @@ class Settled:
         same = [reference() is value for (_, reference), value in zip(self._objects, found, strict=True)]
         return found if all(same) else None
 
-    def plain(self, objects: Sequence[Any]) -> list[Any]:
-        """Of the objects among the attributes those that may be held, since they have only constants in them."""
-        return [each for each, is_plain in zip(objects, self._plain, strict=True) if is_plain]
+    def to_hold(self, objects: Sequence[Any]) -> Sequence[Any]:
+        """Of the objects among the attributes those that a run holds."""
+        return [each for each, is_held in zip(objects, self._held, strict=True) if is_held] if objects else ()
 
     def _contents_are_alike(self) -> bool:
         for (container, _), look in zip(self.contents, self._looks, strict=True):

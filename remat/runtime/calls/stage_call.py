@@ -20,7 +20,7 @@ from remat.runtime.calls.environment import FirstRun
 from remat.runtime.calls.partial import Parts
 from remat.runtime.calls.passed import Passed
 from remat.runtime.calls.recompute import Collector
-from remat.runtime.calls.repeated import NEARLY, Sums, sums_of
+from remat.runtime.calls.repeated import NEARLY, WHOLE, Sums, sums_of
 from remat.runtime.calls.saved import Owner, Saved, unpack
 from remat.runtime.calls.stages import Stage
 from remat.runtime.calls.tape import Recorder, Value, identity_of, value_of
@@ -287,8 +287,8 @@ class StageCall(Call):
     def _are_so_again(self, others: dict[int, Sums], activation: Any) -> bool:
         """Whether one more run saves any of these again as they are, as it does neither what nobody has written to nor
         rounding alone."""
-        if processes_train_together():  # of which this may be the only one to ask
-            return True
+        if processes_train_together():  # of which this may be the only one to ask; kernels leave some indices unwritten
+            return any(self.saved.looks[number].dtype not in WHOLE for number in others)
         found: list[bool] = []
 
         def take(number: int, tensor: torch.Tensor) -> None:

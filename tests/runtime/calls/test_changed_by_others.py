@@ -63,6 +63,40 @@ class Look:
         self.factor = factor
 
 
+class Slotted:
+    __slots__ = ("factor",)
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+
+class Nested:
+    def __init__(self, factor: float) -> None:
+        self.look = Look(factor)
+
+    @property
+    def factor(self) -> float:
+        return self.look.factor
+
+
+class Listed:
+    def __init__(self, factor: float) -> None:
+        self.looks = [Look(factor)]
+
+    @property
+    def factor(self) -> float:
+        return self.looks[0].factor
+
+
+class Computed:
+    def __init__(self, factor: float) -> None:
+        self.function = lambda: factor
+
+    @property
+    def factor(self) -> float:
+        return self.function()
+
+
 class Plain(nn.Module):
     """Nothing but PyTorch's own layers, of which one has a setting."""
 
@@ -340,11 +374,17 @@ PROGRAMS: dict[str, Callable[[], tuple[nn.Module, Step]]] = {
         in_a_row(lambda b, h: 2 * h if hasattr(b, "late") else h), lambda b: vars(b).pop("late", None), put(late=True)
     ),
     "an object": lambda: twice(lambda b, h: h * b.look.factor, lambda b, which: put(look=LOOKS[which])(b)),
-    "an object that nobody else holds": lambda: twice(
-        lambda b, h: h * b.look.factor, lambda b, which: put(look=Look(1.0 + which))(b)
-    ),
+    **{
+        f"an object that nobody else holds, {kind.__name__}": lambda kind=kind: twice(
+            lambda b, h: h * b.look.factor, lambda b, which: put(look=kind(1.0 + which))(b)
+        )
+        for kind in (Look, Slotted, Nested, Listed, Computed)
+    },
     "an object with a tensor": lambda: twice(
         lambda b, h: h * b.look.factor, lambda b, which: put(look=Look(torch.tensor(1.0 + which)))(b)
+    ),
+    "objects in a list": lambda: twice(
+        lambda b, h: h * getattr(b, "looks", [b.look])[0].factor, lambda b, which: put(looks=[Look(1.0 + which)])(b)
     ),
     "a setting of a layer": of_a_layer,
     "a buffer that is replaced": lambda: then(

@@ -13,6 +13,7 @@ from torch import nn
 
 import remat
 from remat.runtime.calls.attributes import Attributes
+from remat.runtime.calls.objects import holds_no_graph
 from remat.runtime.calls.settled import Settled
 from remat.runtime.generators import held_by
 
@@ -138,7 +139,7 @@ def test_objects_are_not_asked_what_they_are_equal_to() -> None:
 
     module = nn.Linear(2, 2)
     module.odd = Odd()  # type: ignore[assignment]
-    how = Settled(module)
+    how = Settled(module, holds_no_graph)
     found = how.objects(module)
     assert found is not None and found[0] is module.odd
     module.odd = Odd()  # type: ignore[assignment]
@@ -147,10 +148,10 @@ def test_objects_are_not_asked_what_they_are_equal_to() -> None:
 
 def test_a_generator_that_came_since_it_was_looked_for_is_looked_for() -> None:
     module = Part()
-    assert not held_by([module]) and not Settled(module).may_draw
+    assert not held_by([module]) and not Settled(module, holds_no_graph).may_draw
     module.generator = torch.Generator()
-    assert Settled(module).may_draw and held_by([module]) == [module.generator]
-    assert Settled(module).may_draw
+    assert Settled(module, holds_no_graph).may_draw and held_by([module]) == [module.generator]
+    assert Settled(module, holds_no_graph).may_draw
 
 
 class Block(nn.Module):
