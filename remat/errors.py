@@ -117,7 +117,7 @@ class Thrashing(RematError, RuntimeError):
         super().__init__(
             f"stopped at {operator}: within {format_bytes(budget)}, recomputation has taken more than {times:g} x the "
             f"time of the program itself. Raise the budget{least}; or enter the block again: DTR then knows the "
-            "program and may choose another heuristic (or pass one, 'h_dtr'); or set thrash_limit=None to continue"
+            "program and may choose another heuristic (or pass one: heuristic=); or set thrash_limit=None to continue"
         )
 
     def __reduce__(self) -> tuple[type, tuple[str, int, float, int | None]]:

@@ -152,7 +152,7 @@ def fit(
         keep=keep,
         recompute=recompute,
         host_limit=host_limit,
-        of=of or ("device" if optimizer is not None else "reserved" if memory == AUTO else "allocated"),
+        of=of or unit_of(memory, optimizer),
         when_short=when_short,
     )
     wish = Wish(setup, memory, longest, quiet, compile, chunk_head, checked_optimizers(optimizer)).checked()
@@ -163,6 +163,11 @@ def fit(
         _refuse_wrapped(model)
         _fit(model, sample, wish)
     return model
+
+
+def unit_of(memory: int | float | str, optimizer: Any) -> str:
+    """What a limit is of where nobody says."""
+    return "device" if optimizer is not None else "reserved" if memory == AUTO else "allocated"
 
 
 class Wish(NamedTuple):

@@ -25,7 +25,7 @@ from remat.runtime.checks import Loss, check_model
 from remat.runtime.planned.validity import training
 from remat.simulation import store_all_peak
 from remat.solvers import planner
-from remat.training.fit import AUTO, Wish
+from remat.training.fit import AUTO, Wish, unit_of
 from remat.training.head import as_asked
 from remat.training.holdings import checked_optimizers
 from remat.training.planned import Planned
@@ -158,8 +158,7 @@ def largest(
 
     Args:
         make_sample: a function of a size, from 1 on, that makes a sample as `fit` takes it, on the model's device.
-        memory, loss, optimizer, of, chunk_head: as for `fit`; memory in bytes, or "auto". `of` is "allocated"
-            where it is None and there is no optimizer.
+        memory, loss, optimizer, of, chunk_head: as for `fit`; memory in bytes, or "auto".
         quiet: show no progress on stderr.
         options: as for `remat.profile`: `stages`, `output_held`, `options`, ...
 
@@ -176,7 +175,7 @@ def largest(
         raise RematError("make_sample has to be a function of a size, such as lambda size: batch[:size]")
     if isinstance(memory, float):
         raise RematError(f"memory={memory}: a share is of what one sample takes; give it in bytes, such as '8GiB'")
-    setup = Setup(loss=loss, of=of or ("device" if optimizer is not None else "allocated"))
+    setup = Setup(loss=loss, of=of or unit_of(memory, optimizer))
     wish = Wish(setup, memory, quiet=quiet, optimizers=checked_optimizers(optimizer)).checked()
     wish = wish.with_holdings(model, make_sample(1))
     limit = resolve_budget(wish.limit_for(Planned(model, setup)))

@@ -1,4 +1,4 @@
-"""What a call changes besides tensors and generators of random numbers: attributes, containers.
+"""What a call changes besides tensors and generators of random numbers: attributes, containers, arrays.
 
 A call that does so must not be made again. It is looked at when it is recorded, so that costs nothing later.
 """
@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from remat.runtime.calls.settled import ARRAYS, bytes_of, is_container, size_of
 from remat.runtime.generators import OWN, is_generator
 
 _DEPTH, _MOST = 4, 20_000  # how far into objects other than modules, and how many of them
+_LARGEST = 1 << 26  # bytes of an array that is looked into
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _KEPT = frozenset(("_parameters", "_buffers"))  # of modules: kept by the environment of a call
 
@@ -49,6 +51,9 @@ def _walk(value: Any, depth: int, seen: set[int]) -> Iterator[Hashable]:
         return
     yield id(value)
     if isinstance(value, torch.Tensor) or is_generator(value):
+        return
+    if isinstance(value, ARRAYS) and not is_container(value):
+        yield hash(bytes_of(value)) if size_of(value) <= _LARGEST else None
         return
     if depth > _DEPTH or id(value) in seen or len(seen) > _MOST:
         return

@@ -17,7 +17,7 @@ from support.unit_blocks import Model, blocks, by_calls, left_by, memory_of, mlp
 pytestmark = pytest.mark.usefixtures("nothing_known")
 
 
-@pytest.mark.parametrize("kind", ["counts", "remembers", "draws", "draws with NumPy", "appends"])
+@pytest.mark.parametrize("kind", ["counts", "remembers", "draws", "draws with NumPy", "appends", "averages", "marks"])
 def test_modules_with_state_of_their_own_are_not_run_again(kind: str) -> None:
     """Counters, lists, and random numbers that are not PyTorch's: made again they would be other ones."""
 
@@ -25,6 +25,7 @@ def test_modules_with_state_of_their_own_are_not_run_again(kind: str) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.inner, self.count, self.seen, self.last = mlp(), 0, {"all": [0]}, None
+            self.norm, self.usage = {"one": nn.BatchNorm1d(64, momentum=None)}, np.zeros(1 << 14)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             factor = 1.0
@@ -37,6 +38,12 @@ def test_modules_with_state_of_their_own_are_not_run_again(kind: str) -> None:
                 factor = random.random()
             elif kind == "draws with NumPy":
                 factor = float(np.random.rand())  # noqa: NPY002  # models use it
+            elif kind == "averages":
+                self.norm["one"](x)
+                factor = self.norm["one"].running_var[0]
+            elif kind == "marks":
+                self.usage += 1
+                factor = 1 + 0.1 * self.usage[0]
             else:
                 self.seen["all"].append(1)
                 factor = 1 + 0.1 * len(self.seen["all"])
