@@ -72,7 +72,7 @@ class Bench:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(unpatched(self._model))
             stack.enter_context(caches_off(configs_with_caches(self._model.modules())))
-            stack.enter_context(preserved(self._parts, self._devices, self._loss))
+            stack.enter_context(preserved(self._parts, self._devices, self._call, self._loss))
             stack.enter_context(own_autocast_cache())
             self._foreign = stack.enter_context(aliased_parameters(self._parts))
             self._random = RandomState(self._devices, [*held_by(self._parts), *of_python()])

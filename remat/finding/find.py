@@ -129,7 +129,7 @@ def _takes_by_data(call: ModuleCall, units: Sequence[Candidate]) -> bool:
 @contextmanager
 def _untouched(model: nn.Module, sample: Any) -> Iterator[None]:
     devices = accelerators(Stage([model], "model"), sample)
-    with preserved([model], devices):
+    with preserved([model], devices, sample):
         yield
 
 

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from remat.measuring.isolating import drops_gradients, nodes_of
-from remat.measuring.loose import LooseState
-from remat.measuring.referred import referred_to
 from remat.measuring.work import parameters_kept
 from remat.runtime.calls.attributes import MISSING, containers, fill, hooks_of, plain_tensors, put, undone
 from remat.runtime.calls.environment import Switches
-from remat.runtime.calls.settled import items_of, within
+from remat.runtime.calls.loose import LooseState
+from remat.runtime.calls.settled import items_of
 from remat.runtime.calls.stages import parts_of
 from remat.runtime.calls.state import rescaled
 from remat.runtime.checks import Loss
@@ -25,12 +24,10 @@ from remat.runtime.generators import RandomState, held_by, of_python
 from remat.runtime.pytree import tensors
 from remat.runtime.sharding import is_sharded
 
-_LARGEST = 1 << 20  # bytes of what a loss may keep in an object or a collection: larger ones are data
-
 
 @contextmanager
 def preserved(
-    modules: Iterable[nn.Module], devices: Iterable[torch.device], loss: Loss | None = None
+    modules: Iterable[nn.Module], devices: Iterable[torch.device], passed: Any, loss: Loss | None = None
 ) -> Iterator[Replaced]:
     """Afterwards buffers, weights that forwards rescale, tensors in lists and other containers, and states of random
     number generators are as before.
@@ -38,17 +35,17 @@ def preserved(
     Tensors in attributes are buffers, too.
 
     It also restores the hooks of modules, their attributes as in `runtime.calls.attributes`, containers in which
-    forwards have stored tensors with graphs, since these would keep the graphs alive, and what forwards switch. All
-    that is so of what `loss` refers to, too.
+    forwards have stored tensors with graphs, since these would keep the graphs alive, and what forwards switch. What
+    the call is passed is as before, too, and what its code, that of `loss`, and hooks refer to.
     """
-    referred = referred_to(loss)
-    parts = parts_of([*modules, *referred.modules])
-    loose = LooseState(parts)
+    modules = list(modules)
+    loose = LooseState(modules, passed, loss)
+    parts = parts_of([*modules, *loose.modules])
     switches = Switches(parts)
-    random = RandomState(devices, [*held_by(parts), *of_python()])
+    drawn_from = {id(each): each for each in (*held_by(parts), *of_python(), *loose.generators)}
+    random = RandomState(devices, drawn_from.values())
     attributes = [(part, dict(vars(part))) for part in parts]
     contents = [(each, each.copy()) for part in parts for each in (*containers(part), *hooks_of(part))]
-    of_loss = [(each, each.copy()) for state in referred.states for each in within(state)]
     buffers = [(part, name, buffer) for part in parts for name, buffer in part._buffers.items()]
     plain = [
         (part, name, tensor) for part in parts for name, tensor in plain_tensors(vars(part)) if not tensor._is_view()
@@ -58,8 +55,6 @@ def preserved(
     own = [each for part in parts for each in part._parameters.values() if each is not None]
     written = [weight for part in parts for weight in rescaled(part).values()]
     written += [each for container, _ in contents for each in items_of(container) if _may_be_written(each)]
-    there = [each for container, _ in of_loss for each in items_of(container) if _may_be_written(each)]
-    written += [each for each in there if each.nbytes <= _LARGEST]
     with in_earnest():  # also where an estimate would compute nothing
         old_values = [(each, each.detach().clone()) for each in written if not is_fake(each)]
     inside = {(part, name): None if buffer is None else copies[id(buffer)] for part, name, buffer in buffers}
@@ -68,10 +63,12 @@ def preserved(
             part._buffers[name] = buffer
         for part, name, tensor in plain:
             vars(part)[name] = copies[id(tensor)]
-        with parameters_kept(own):
+        with parameters_kept(own) as written_to:
             yield Replaced(inside)
     finally:
         switches.put_back()
+        # What forwards write when a flag says that they have not done so yet, they will write again.
+        again = {part for part, _, buffer in (*buffers, *plain) if buffer is not None and copies[id(buffer)]._version}
         for part, name, buffer in buffers:
             part._buffers[name] = buffer
         with in_earnest():
@@ -82,15 +79,14 @@ def preserved(
             with_graphs = [name for name, value in vars(part).items() if any(map(_has_graph, tensors(value)))]
             changed = {name: before.get(name, MISSING) for name in with_graphs}
             changed |= dict(undone(part, before, hooked=False))
+            if written_to or part in again:
+                changed |= {name: was for name, was in before.items() if type(was) is bool}
             for name, was in changed.items():
                 put(part, name, was)
         for part, name, tensor in plain:
             vars(part)[name] = tensor
-        for container, held in (*contents, *of_loss):
+        for container, held in contents:
             fill(container, held)
-        for cell, was in referred.cells:
-            if cell.cell_contents is not was:
-                cell.cell_contents = was
         random.restore()
         loose.put_back()
 

@@ -64,14 +64,19 @@ class Watching(EachOperator, ABC):
 
 
 @contextmanager
-def parameters_kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Afterwards, restores parameters that forwards wrote to directly, as recorded by `ParameterWrites`."""
+def parameters_kept(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Afterwards, restores parameters that forwards wrote to directly, as recorded by `ParameterWrites`.
+
+    Gives what those are in by then.
+    """
     own = {identity_of(parameter): parameter for parameter in parameters}
+    restored: list[nn.Parameter] = []
     try:
-        yield
+        yield restored
     finally:
         for memory in own.keys() & _originals.keys():
             own[memory].data.copy_(_originals.pop(memory))
+            restored.append(own[memory])
 
 
 # By memory, what parameters held that forwards were seen to write to, until the measurement of the model ends.

@@ -19,7 +19,6 @@ from remat.finding.find import SMALL, locate
 from remat.finding.fusing import in_a_row
 from remat.layout import Layout
 from remat.measuring.isolating import saving_nothing, with_graph_of_its_own
-from remat.measuring.loose import loose_state_is_steady
 from remat.measuring.preserving import aliased_parameters, preserved
 from remat.measuring.stage_costs import (
     cast_bytes,
@@ -30,6 +29,7 @@ from remat.measuring.stage_costs import (
     with_casts,
 )
 from remat.profiling.carried import with_besides
+from remat.profiling.loose import loose_state_is_steady
 from remat.profiling.profiler import RECORDINGS, SWEEPS, Profiler, Wanted
 from remat.profiling.remembered import remembered
 from remat.runtime.caches import caches_off, configs_with_caches
@@ -200,10 +200,10 @@ def _profiled(
     with (
         torch.enable_grad(),
         unpatched(model),
-        preserved(modules, accelerators(everything, call), loss) as replaced,
+        preserved(modules, accelerators(everything, call), call, loss) as replaced,
         caches_off(configs_with_caches(model.modules())),
         aliased_parameters(modules) as foreign,
-        loose_state_is_steady(modules) as all_is_set_up,
+        loose_state_is_steady(partial(_forward_only, model, call, end), ranks) as all_is_set_up,
         own_autocast_cache(),
     ):
         if in_sequence:
@@ -224,7 +224,7 @@ def _profiled(
         with gathering_nothing_ahead(model):
 
             def goes_on(sizes: Chain) -> None:
-                all_is_set_up()
+                all_is_set_up([module for stage in recomputed.values() for module in stage.modules])
                 enough(sizes)
 
             chain = profiler.chain(repeats, Wanted(options, keep, recompute, offload, ranks), goes_on)

@@ -368,7 +368,7 @@ def _cross_entropy(
 ) -> Any:
     """The loss a part of the rows at a time; classes that are given as probabilities are left to PyTorch."""
     lead = logits.rows.shape[:-1]
-    indices = isinstance(target, torch.Tensor) and target.shape == lead and not target.is_floating_point()
+    indices = isinstance(target, torch.Tensor) and target.shape == lead and target.dtype is torch.int64
     known = logits.across or len(lead) == 1
     if not indices or not known or size_average is not None or reduce is not None:
         return NotImplemented

@@ -192,3 +192,135 @@ def test_what_is_set_up_once_or_put_there_again_is_no_such_state(keeps: Callable
     assert_same(*[[each.grad for each in net.parameters()] for net in (plain, model)])
     assert_same(*[[each for block in net for each in block.tally.values() if isinstance(each, Tensor)] for net in
                   (plain, model)])  # fmt: skip
+
+
+class Once(nn.Module):
+    """A bias from the first batch, as flows have it, and an object that is set up with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.done, self.log = nn.Parameter(torch.zeros(16)), False, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.done:
+            self.bias.data.copy_(-x.detach().mean(0))
+            self.done, self.log = True, Counted()
+        return x + self.bias
+
+
+def test_what_the_first_batch_sets_is_set_by_the_first_batch() -> None:
+    model = nn.Sequential(*(nn.Sequential(Once(), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4)))
+    plain, x = copy.deepcopy(model), torch.arange(1024.0).reshape(64, 16)
+    remat.fit(model, x, 0.7, quiet=True)
+    for net in (plain, model):
+        net(x / 1024).square().mean().backward()
+    assert_same(*[[*net.parameters(), *(each.grad for each in net.parameters())] for net in (plain, model)])
+
+
+class Rate:
+    def __init__(self) -> None:
+        self.calls, self.inner = 0, InSlots()
+
+    def __call__(self) -> float:
+        self.calls += 1
+        self.inner.calls += 1
+        return 1 / self.calls + 1 / self.inner.calls
+
+
+class InSlots:
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class Passed(nn.Module):
+    """Changes what it is passed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.rates = _network(), {"one": Rate()}
+
+    def forward(self, x: Tensor, generator: torch.Generator, rng: Any, seen: np.ndarray, rate: Rate) -> Tensor:
+        seen += 1
+        noise = torch.randn(x.shape, generator=generator) * rng.random()
+        factor = rate() * self.rates["one"]() / float(seen[0])
+        return self.blocks(x.mul_(0.5) + noise * factor)
+
+
+def _passed(rows: int) -> dict[str, Any]:
+    return {
+        "x": torch.ones(rows, 16),
+        "generator": torch.Generator().manual_seed(3),
+        "rng": np.random.default_rng(3),
+        "seen": np.zeros(1 << 14),
+        "rate": Rate(),
+    }
+
+
+def _held(call: dict[str, Any]) -> list[Any]:
+    generator, rng, rate = call["generator"], call["rng"], call["rate"]
+    state = [generator.get_state().tolist(), rng.bit_generator.state, rate.calls, rate.inner.calls]
+    return [call["x"].tolist(), call["seen"].tolist(), *state]
+
+
+@pytest.mark.parametrize("at_first", [False, True])
+def test_what_a_call_is_passed(at_first: bool) -> None:
+    torch.manual_seed(0)
+    model = Passed()
+    plain, sample = copy.deepcopy(model), _passed(64)
+    remat.fit(model, None if at_first else sample, 0.7, quiet=True)
+    assert at_first or _held(sample) == _held(_passed(64))
+    calls, steps = [_passed(64), _passed(64)], []
+    for net, call in zip((plain, model), calls, strict=True):
+        for _ in range(3):
+            net(**call).square().mean().backward()
+        steps.append([each.grad for each in net.parameters()])
+    assert_same(*steps)
+    assert _held(calls[0]) == _held(calls[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*measured and planned again")
+def test_what_a_call_of_another_size_is_passed() -> None:
+    torch.manual_seed(0)
+    model = Passed()
+    plain = copy.deepcopy(model)
+    remat.fit(model, _passed(64), 0.7, quiet=True)
+    calls, steps = [_passed(80), _passed(80)], []
+    for net, call in zip((plain, model), calls, strict=True):
+        net(**call).square().mean().backward()
+        steps.append([each.grad for each in net.parameters()])
+    assert_same(*steps)
+    assert _held(calls[0]) == _held(calls[1])
+
+
+TOTALS = {"calls": 0}
+
+
+def _counts_globally(block: Block, h: Tensor) -> Tensor:
+    TOTALS["calls"] += 1
+    return h
+
+
+def _names_itself(block: Block, h: Tensor) -> Tensor:
+    """Each forward of the model leaves the same."""
+    TOTALS["calls"] = id(block)
+    return h
+
+
+def test_what_code_refers_to() -> None:
+    model = nn.Sequential(*(Block(_counts_globally) for _ in range(5)))
+    with pytest.raises(UnsupportedModel, match=r"changes something in 'keeps' of a Block.*granularity='operator'"):
+        remat.fit(model, X, 0.7, quiet=True)
+    assert TOTALS == {"calls": 0}
+    remat.fit(nn.Sequential(*(Block(_names_itself) for _ in range(5))), X, 0.7, quiet=True)
+    assert TOTALS == {"calls": 0}
+
+
+def test_what_hooks_collect_is_said_to_be_more() -> None:
+    model, seen = _network(), list[int]()
+    for block in model:
+        block.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    with pytest.warns(UserWarning, match="what a forward hook of a Sequential refers to. Hooks run once more"):
+        remat.fit(model, X, 0.7, quiet=True)
+    assert not seen

@@ -125,6 +125,9 @@ OTHERWISE: dict[str, Use] = {
     "classes": lambda found, target: functional.cross_entropy(
         found[..., :20].reshape(-1, 20), target.clamp(0, 19).flatten()
     ),
+    "bytes": lambda found, target: functional.cross_entropy(
+        found.flatten(0, 1), target.clamp(min=0).flatten().to(torch.uint8)
+    ),
     "square": lambda found, target: (found**2).mean() + 0 * target.sum(),
     "operator": lambda found, target: torch.ops.aten.mul(found, found).mean() + 0 * target.sum(),
     "reshaped": lambda found, target: found.view(BATCH, LENGTH, CLASSES // 2, 2).amax(-1).sum() + 0 * target.sum(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 import torch
@@ -85,6 +86,7 @@ class FirstRun:
         self._trained = tuple([each.requires_grad for each in stage.parameters()])
         self._autocast = autocast_now(value)
         self._surroundings, self._modes, self._hooks = present(), modes_now(), Hooks(stage.parts)
+        self._variables = tuple(copy_context().items())
         passed = tensors((value, beside))
         self.inputs = tuple(map(_look, passed))
         steady = not (own or self._modes or self._hooks.any) and is_steady(stage.parts, passed)
@@ -180,6 +182,9 @@ class FirstRun:
         if present() is not self._surroundings:
             contexts.append(self._surroundings.again())
         contexts += autocast_again(self._autocast)
+        others_set = [(variable, value) for variable, value in self._variables if variable.get(None) is not value]
+        if others_set:
+            contexts.append(_set(others_set))
         if not self._hooks.are_present:
             contexts.append(self._hooks.again())
         others = self._attributes.others()
@@ -272,6 +277,17 @@ def flags_again(parts: Sequence[nn.Module], flags: Sequence[bool]) -> Iterator[N
     finally:
         for part, flag in now if other else ():
             part.training = flag
+
+
+@contextmanager
+def _set(variables: Sequence[tuple[ContextVar[Any], Any]]) -> Iterator[None]:
+    """Inside, context variables have these values; a backward on an accelerator runs in a thread that has none."""
+    tokens = [(variable, variable.set(value)) for variable, value in variables]
+    try:
+        yield
+    finally:
+        for variable, token in tokens:
+            variable.reset(token)
 
 
 @contextmanager

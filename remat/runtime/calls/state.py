@@ -225,6 +225,10 @@ def _is_emptied(parameter: nn.Parameter) -> bool:
     return memory is not None and parameter.numel() > 0 and memory.nbytes() == 0
 
 
+def _place_of(buffer: torch.Tensor | None) -> int:
+    return 0 if buffer is None or buffer.layout != torch.strided else storage_of(buffer)._cdata
+
+
 def _memory_of(parameter: nn.Parameter) -> torch.UntypedStorage | None:
     """None for parameters that are parts of tensors of several processes, whose memory comes and goes."""
     return storage_of(parameter) if type(parameter) is nn.Parameter and parameter.layout == torch.strided else None
@@ -256,7 +260,8 @@ class StageState:
         self.random: RandomState | None = random
         self.rewritten: list[torch.Tensor] = []
         self._changed: dict[_Key, _Before] = {}
-        self._unchanged: list[tuple[_Key, torch.Tensor | None, int]] = []  # buffers that the run leaves as they are
+        # Buffers that the run leaves as they are: their versions, and which memory is theirs (`.data = other`).
+        self._unchanged: list[tuple[_Key, torch.Tensor | None, int, int]] = []
         self._before = watch.before(stage, flags, attributes)
 
     def ended(self, changed: Sequence[torch.Tensor]) -> None:
@@ -276,7 +281,9 @@ class StageState:
             self.rewritten = [weight for weight in self.rewritten if id(weight) not in kept_aside]
         self._changed = watch.after(stage, self._flags, self._before)
         self._unchanged = [
-            (key, was.buffer, was.version) for key, was in self._before.items() if key not in self._changed
+            (key, was.buffer, was.version, _place_of(was.buffer))
+            for key, was in self._before.items()
+            if key not in self._changed
         ]
         self._before = {}
         if self.random is not None and not self.random.keep_changed(self.random.now()):
@@ -303,8 +310,8 @@ class StageState:
     @property
     def changed_buffer(self) -> str:
         """Which buffer, or tensor in an attribute, was changed in place and cannot be put back; empty where none."""
-        for (position, name), buffer, version in self._unchanged:
-            if buffer is None or version_of(buffer) == version:
+        for (position, name), buffer, version, place in self._unchanged:
+            if buffer is None or (version_of(buffer) == version and _place_of(buffer) == place):
                 continue
             # DDP writes the same values to buffers in each forward, so that versions tell nothing.
             by_ddp = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -355,7 +362,7 @@ class StageState:
                 if isinstance(holder.get(name), nn.Parameter) and scratch is not None:
                     scratch = nn.Parameter(scratch, holder[name].requires_grad)
                 holder[name] = scratch
-            for (position, name), buffer, _ in self._unchanged:
+            for (position, name), buffer, *_ in self._unchanged:
                 holder = _holder(self._stage.parts[position], name)
                 if holder.get(name) is not buffer and holder is not vars(self._stage.parts[position]):
                     originals.append((holder, name, holder.get(name)))

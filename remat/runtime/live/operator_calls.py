@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from remat.runtime.accelerator import default_generator
-from remat.runtime.generators import RandomState
+from remat.runtime.generators import RandomState, of_python
 from remat.runtime.live.costs import OperatorFacts
 from remat.runtime.live.versions import Given, Source, Version
 from remat.runtime.operators import Traits, drawn_from
@@ -120,6 +120,8 @@ def random_before(call: OperatorCall) -> RandomState:
     if given:
         return RandomState(own=given, of_cpu=False)
     own = default_generator(call.made_on)
-    if call.traits.foreign and own is not torch.default_generator:  # it may draw on either
-        return RandomState(own=[own, torch.default_generator], of_cpu=False)
+    if call.traits.foreign:  # it may draw from any
+        return RandomState(
+            own={id(each): each for each in (own, torch.default_generator, *of_python())}.values(), of_cpu=False
+        )
     return RandomState(own=[own], of_cpu=False)

@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -540,7 +541,24 @@ def _anneals(block: Any, h: Tensor) -> Tensor:
     return h * block.look.factor
 
 
+FACTOR: ContextVar[float] = ContextVar("factor", default=1.0)
+
+
+def in_a_context() -> tuple[nn.Module, Step]:
+    """A context variable that is set around forwards, and only from the third step on."""
+    model = in_a_row(lambda b, h: h * FACTOR.get())
+
+    def step(number: int) -> None:
+        token = FACTOR.set(0.5 if number > 1 else 1.0)
+        loss = model(of_x(number)).square().mean()
+        FACTOR.reset(token)
+        loss.backward()
+
+    return model, step
+
+
 PROGRAMS |= {
+    "a context variable": in_a_context,
     "a number of an object of its own": lambda: then(in_a_row(_anneals), put(), put()),
     "a buffer that is moved later": lambda: averaging("shift"),
     "a tensor that is moved later": lambda: averaging("table"),
@@ -623,6 +641,10 @@ def _norms() -> tuple[nn.Module, Step]:
     return model, step
 
 
+def _swap(tensor: Tensor, value: float) -> None:
+    tensor.data = torch.full_like(tensor, value)
+
+
 def _fill(tensor: Tensor, value: float) -> None:
     tensor.fill_(value)
 
@@ -648,6 +670,9 @@ IN_PLACE: dict[str, Callable[[], tuple[nn.Module, Step]]] = {
     ),
     "a buffer": lambda: then(
         in_a_row(lambda b, h: h + b.shift), lambda b: _fill(b.shift, 0.0), lambda b: _fill(b.shift, 0.1)
+    ),
+    "a buffer's memory": lambda: then(
+        in_a_row(lambda b, h: h + b.shift), lambda b: _swap(b.shift, 0.0), lambda b: _swap(b.shift, 0.1)
     ),
     "a tensor in an attribute": lambda: then(
         in_a_row(lambda b, h: h + b.table), lambda b: _fill(b.table, 1.0), lambda b: _fill(b.table, 0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import threading
 import warnings
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.utils.dlpack
@@ -158,13 +160,24 @@ def noisy(x: Tensor) -> Tensor:
     return x + torch.rand(x.shape)
 
 
-def test_custom_operators_that_draw_random_numbers_without_saying_so() -> None:
-    x = torch.zeros(50)
-    torch.manual_seed(0)
-    expected = noisy(x), torch.rand(3)
-    torch.manual_seed(0)
+@torch.library.custom_op("remat_tests::noisy_by_numpy", mutates_args=())
+def noisy_by_numpy(x: Tensor) -> Tensor:
+    return x + np.random.rand() + random.random()  # noqa: NPY002  # programs use it
+
+
+@pytest.mark.parametrize("operator", [noisy, noisy_by_numpy])
+def test_custom_operators_that_draw_random_numbers_without_saying_so(operator: Callable[[Tensor], Tensor]) -> None:
+    def drawn() -> list[Tensor]:
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        first = operator(torch.zeros(50))
+        after = torch.tensor([random.random(), np.random.rand()])  # noqa: NPY002
+        return [first, torch.rand(3), operator(first), after]
+
+    expected = drawn()
     with evicting(ALWAYS) as dtr:
-        found = noisy(x), torch.rand(3)
+        found = drawn()
     assert all(map(same, found, expected))
     assert dtr.report().recomputations
 

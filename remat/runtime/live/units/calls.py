@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from remat.runtime.calls.environment import accelerators, state_bytes
+from remat.runtime.calls.loose import LooseState
 from remat.runtime.calls.tape import Recorder
 from remat.runtime.live.units.account import Counted
 from remat.runtime.live.units.call import UnitCall
@@ -192,6 +193,7 @@ class BlockCalls:
         working = unit.bytes.working
         account.others += working  # nobody says when it is taken
         start, state = account.others, PythonState([call.stage.modules, args, kwargs])
+        loose = LooseState(call.stage.modules)
         mode.trail = []
         try:
             output = call.run(forward, args, kwargs, first)
@@ -203,9 +205,10 @@ class BlockCalls:
         recorder.tape.operators[:] = with_seconds(recorder.tape.operators, trail)
         assert call.context is not None
         unit.learn(recorder.tape, draws=call.context.draws)
+        where = loose.changed() or loose.changed(by_hooks=True)
         why = state.changed() or ("it changes its own parameters" if call.context.rewrites else "")
-        if why:
-            unit.never_again(why)
+        if where or why:
+            unit.never_again(why or f"it changes something in {where}")
         first.ended()
         survivors = frozenset(id(counted) for seen in trail for counted in seen.made if counted.piece is not None)
         unit.bytes.inner = inner_peak(trail, start, survivors) + unit.bytes.working

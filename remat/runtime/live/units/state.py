@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from remat.runtime.calls.objects import attributes_of
 from remat.runtime.calls.settled import ARRAYS, bytes_of, is_container, size_of
 from remat.runtime.generators import OWN, is_generator
 
@@ -67,8 +68,8 @@ def _walk(value: Any, depth: int, seen: set[int]) -> Iterator[Hashable]:
     elif isinstance(value, (list, tuple, set, frozenset)):
         for item in list(value):
             yield from _walk(item, depth + 1, seen)
-    elif hasattr(value, "__dict__") and not isinstance(value, type):
-        for name, item in list(vars(value).items()):
+    elif not isinstance(value, type):
+        for name, item in list((attributes_of(value) or {}).items()):
             yield name
             yield from _walk(item, depth + 1, seen)
 

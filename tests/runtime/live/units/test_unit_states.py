@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +18,98 @@ from support.memory import metered
 from support.unit_blocks import Model, blocks, by_calls, left_by, memory_of, mlp, step_of
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
+SEEN: dict[str, int] = {"calls": 0}
+
+
+class InSlots:
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class Far:
+    """An object in objects."""
+
+    def __init__(self, far: int) -> None:
+        self.inner = Far(far - 1) if far else InSlots()
+
+    def count(self) -> int:
+        if isinstance(self.inner, Far):
+            return self.inner.count()
+        self.inner.calls += 1
+        return self.inner.calls
+
+
+def _in_a_closure() -> Callable[[Any], int]:
+    calls = 0
+
+    def count(_: Any) -> int:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return count
+
+
+def _globally(_: Any) -> int:
+    SEEN["calls"] += 1
+    return SEEN["calls"]
+
+
+def _in_its_class(module: Any) -> int:
+    Counting.calls += 1
+    return Counting.calls
+
+
+def _in_slots(module: Any) -> int:
+    module.slots.calls += 1
+    return int(module.slots.calls)
+
+
+class Counting(nn.Module):
+    """Most of the time its numbers do not say what it counts."""
+
+    calls = 0
+
+    def __init__(self, count: Callable[[Any], int]) -> None:
+        super().__init__()
+        self.inner, self.count = mlp(), count
+        self.slots, self.far, self.iterator = InSlots(), Far(2), itertools.count()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * (2.0 if self.count(self) % 13 == 12 else 1.0)
+
+
+COUNTS: dict[str, Callable[[], Callable[[Any], int]]] = {
+    "in a closure": _in_a_closure,
+    "globally": lambda: _globally,
+    "in its class": lambda: _in_its_class,
+    "in slots": lambda: _in_slots,
+    "far away": lambda: lambda module: module.far.count(),
+    "in an iterator": lambda: lambda module: next(module.iterator),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+def test_modules_that_count_elsewhere_are_not_run_again(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, found = torch.randn(64, 64), []
+    for budget in (None, int(0.8 * memory_of(step_of(Model(*(mlp() for _ in range(6))), x)))):
+        monkeypatch.setitem(SEEN, "calls", 0)
+        monkeypatch.setattr(Counting, "calls", 0)
+        torch.manual_seed(3)
+        count = COUNTS[kind]()
+        model = Model(*(Counting(count) for _ in range(6)))
+        allocate_gradients(model)
+        step = step_of(model, x)
+        for _ in range(5):
+            if budget is None:
+                step()
+            else:
+                blocks(step, budget, 1)
+            found.append([*left_by(model), count(model.stages[0])])
+    assert all(one[-1] == other[-1] and all(map(torch.equal, one[:-1], other[:-1]))
+               for one, other in zip(found[:5], found[5:], strict=True))  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["counts", "remembers", "draws", "draws with NumPy", "appends", "averages", "marks"])
@@ -70,6 +165,26 @@ def test_modules_with_state_of_their_own_are_not_run_again(kind: str) -> None:
     for expected in plain:
         blocks(step, budget, 1)
         assert all(map(torch.equal, expected, left_by(model)))
+
+
+def test_modules_whose_hooks_have_state_are_not_run_again() -> None:
+    found: list[float] = []
+
+    def step_and_seen(budget: int | None) -> list[float]:
+        torch.manual_seed(3)
+        model = Model(*(mlp() for _ in range(6)))
+        allocate_gradients(model)
+        for stage in model.stages:
+            stage.register_forward_hook(lambda module, args, output: found.append(float(output.mean())))
+        step = step_of(model, torch.ones(64, 64))
+        found.clear()
+        for _ in range(4):
+            step() if budget is None else blocks(step, budget, 1)
+        return [*found]
+
+    plain = Model(*(mlp() for _ in range(6)))
+    budget = int(0.8 * memory_of(step_of(plain, torch.ones(64, 64))))
+    assert step_and_seen(budget) == step_and_seen(None)
 
 
 def test_what_stateful_modules_return_is_held_by_who_needs_it() -> None:
