@@ -48,5 +48,5 @@ def loose_state_is_steady(forward: Callable[[], None], ranks: Ranks) -> Iterator
         raise UnsupportedModel(
             f"each forward changes something in {where}, which would change once more in each recomputation. Let a "
             "module that is registered (nn.ModuleList, nn.ModuleDict), a buffer or a number in an attribute hold it, "
-            "or train under remat.DTR(..., granularity='operator')"
+            "or train under remat.DTR(budget)"
         )

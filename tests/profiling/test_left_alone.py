@@ -175,7 +175,7 @@ KEEPS = {"norms": lambda block, h: block.norms["one"](h), "usage": _counts, "tal
 @pytest.mark.parametrize("name", KEEPS)
 def test_state_that_nobody_puts_back_is_refused(name: str) -> None:
     model = nn.Sequential(*(Block(KEEPS[name]) for _ in range(5)))
-    with pytest.raises(UnsupportedModel, match=f"'{name}' of a Block.*registered.*granularity='operator'"):
+    with pytest.raises(UnsupportedModel, match=f"'{name}' of a Block.*registered.*train under remat.DTR"):
         remat.fit(model, X, 0.7, quiet=True)
     for block in model:
         assert not block.norms["one"].num_batches_tracked and not block.usage.any() and block.tally == {"calls": 0}
@@ -310,7 +310,7 @@ def _names_itself(block: Block, h: Tensor) -> Tensor:
 
 def test_what_code_refers_to() -> None:
     model = nn.Sequential(*(Block(_counts_globally) for _ in range(5)))
-    with pytest.raises(UnsupportedModel, match=r"changes something in 'keeps' of a Block.*granularity='operator'"):
+    with pytest.raises(UnsupportedModel, match=r"changes something in 'keeps' of a Block.*train under remat.DTR"):
         remat.fit(model, X, 0.7, quiet=True)
     assert TOTALS == {"calls": 0}
     remat.fit(nn.Sequential(*(Block(_names_itself) for _ in range(5))), X, 0.7, quiet=True)
