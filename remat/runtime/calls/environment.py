@@ -140,8 +140,8 @@ class FirstRun:
         return True
 
     def release(self) -> None:
-        """It will not be put back any more: lets go of objects that were passed."""
-        self._objects = None
+        """It will not be put back any more: lets go of objects that were passed, and of what variables held."""
+        self._objects, self._variables = None, ()
 
     @property
     def rewrites(self) -> bool:

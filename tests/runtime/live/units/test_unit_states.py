@@ -174,8 +174,8 @@ def test_modules_whose_hooks_have_state_are_not_run_again() -> None:
         torch.manual_seed(3)
         model = Model(*(mlp() for _ in range(6)))
         allocate_gradients(model)
-        for stage in model.stages:
-            stage.register_forward_hook(lambda module, args, output: found.append(float(output.mean())))
+        for layer in (layer for stage in model.stages for layer in stage):  # a replay may end before the last one
+            layer.register_forward_hook(lambda module, args, output: found.append(float(output.mean())))
         step = step_of(model, torch.ones(64, 64))
         found.clear()
         for _ in range(4):
@@ -183,7 +183,7 @@ def test_modules_whose_hooks_have_state_are_not_run_again() -> None:
         return [*found]
 
     plain = Model(*(mlp() for _ in range(6)))
-    budget = int(0.8 * memory_of(step_of(plain, torch.ones(64, 64))))
+    budget = int(0.6 * memory_of(step_of(plain, torch.ones(64, 64))))
     assert step_and_seen(budget) == step_and_seen(None)
 
 
