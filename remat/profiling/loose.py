@@ -14,13 +14,16 @@ from remat.utils.warn import warn
 
 
 @contextmanager
-def loose_state_is_steady(forward: Callable[[], None], ranks: Ranks) -> Iterator[Callable[[Iterable[nn.Module]], None]]:
+def loose_state_is_steady(
+    forward: Callable[[], None], ranks: Ranks, *, own_hooks: bool
+) -> Iterator[Callable[[Iterable[nn.Module]], None]]:
     """Gives what is called with the modules that may run again, once all is set up that first forwards set up.
 
     Warns where only hooks have changed some, which a program may have for looking on.
 
     Args:
         forward: of the whole model.
+        own_hooks: those modules' own hooks run again, too.
 
     Raises:
         UnsupportedModel: forwards have changed such state since then.
@@ -30,13 +33,13 @@ def loose_state_is_steady(forward: Callable[[], None], ranks: Ranks) -> Iterator
 
     def begin(modules: Iterable[nn.Module]) -> None:
         watched[:] = modules
-        since[:] = [LooseState(watched)]
+        since[:] = [LooseState(watched, own_hooks=own_hooks)]
 
     yield begin
     if not any(ranks.all(any(each.changed() or each.changed(by_hooks=True) for each in since))):
         return
     forward()  # what was measured last may have been a part of one
-    now = LooseState(watched)
+    now = LooseState(watched, own_hooks=own_hooks)
     forward()
     by_hooks, where = now.changed(by_hooks=True), now.changed()
     if by_hooks:

@@ -203,7 +203,7 @@ def _profiled(
         preserved(modules, accelerators(everything, call), call, loss) as replaced,
         caches_off(configs_with_caches(model.modules())),
         aliased_parameters(modules) as foreign,
-        loose_state_is_steady(partial(_forward_only, model, call, end), ranks) as all_is_set_up,
+        loose_state_is_steady(partial(_forward_only, model, call, end), ranks, own_hooks=in_sequence) as all_is_set_up,
         own_autocast_cache(),
     ):
         if in_sequence:

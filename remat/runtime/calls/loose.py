@@ -80,13 +80,18 @@ class LooseState:
 
     Args:
         passed, loss: of these, all that runs may change.
+        own_hooks: the modules' own hooks run with them; where only their forwards run again, those inside do.
 
     Attributes:
         modules: others that it leads to.
         generators: of random numbers.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], passed: Any = None, loss: Any = None) -> None:
+    def __init__(
+        self, modules: Iterable[nn.Module], passed: Any = None, loss: Any = None, *, own_hooks: bool = True
+    ) -> None:
+        modules = [*modules]
+        outside = frozenset[nn.Module]() if own_hooks else frozenset(modules)
         self.modules: list[nn.Module] = []
         self.generators: list[Any] = []
         self._notes: list[tuple[_Found, Any, Any]] = []
@@ -98,7 +103,8 @@ class LooseState:
         }
         todo: list[_Found] = []
         for part in parts:
-            todo += _hooks_of(part)
+            if part not in outside:
+                todo += _hooks_of(part)
             todo += self._of_class(type(part))
             todo += [
                 _Found(vars(part)[name], f"{name!r} of a {type(part).__name__}", is_loose=True, is_held=True)

@@ -213,11 +213,11 @@ def test_what_a_recomputation_puts_into_a_global_list_is_no_part_of_a_loss(sampl
 
 
 class Fails(nn.Module):
-    """Hands on what it is given, and fails when it is called for the n-th time."""
+    """Hands on what it is given, and fails when it is called for the n-th time since `left` was set."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = SimpleNamespace(left=10**9, of=object())  # numbers alone would be set back
+        self.calls = SimpleNamespace(left=0, of=object())  # numbers alone would be set back
 
     @property
     def left(self) -> int:
@@ -228,9 +228,10 @@ class Fails(nn.Module):
         self.calls.left = calls
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.left -= 1
-        if not self.left:
-            raise ValueError("on purpose")
+        if self.left:
+            self.left -= 1
+            if not self.left:
+                raise ValueError("on purpose")
         return x.sin()
 
 

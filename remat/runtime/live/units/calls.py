@@ -193,7 +193,7 @@ class BlockCalls:
         working = unit.bytes.working
         account.others += working  # nobody says when it is taken
         start, state = account.others, PythonState([call.stage.modules, args, kwargs])
-        loose = LooseState(call.stage.modules)
+        loose = LooseState(call.stage.modules, own_hooks=False)
         mode.trail = []
         try:
             output = call.run(forward, args, kwargs, first)
