@@ -4,8 +4,8 @@
     python -m benchmarks NAME ...    # makes these
     python -m benchmarks --older     # makes those that are older, one after the other, as `make measure` does
 
-Run nothing beside one that uses all cores (`sequential`, `compare`, `any_model` and others): PyTorch's threads wait for each
-other busily, and a step of theirs takes twenty times as long where another process has one of the cores.
+Run nothing beside one that uses all cores (`sequential`, `compare`, `any_model` and others): PyTorch's threads wait
+for each other busily, and a step takes twenty times as long where another process has one of the cores.
 
 A result is older where commits have changed the code that it measures since it was made (`benchmarks/ages.py`).
 """
