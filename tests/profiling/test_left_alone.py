@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import remat
 from remat.errors import UnsupportedModel
+from remat.runtime.calls.loose import LooseState
 from support.steps import assert_same
 
 X, Y = torch.ones(64, 16), torch.zeros(16)
@@ -324,3 +326,41 @@ def test_what_hooks_collect_is_said_to_be_more() -> None:
     with pytest.warns(UserWarning, match="what a forward hook of a Sequential refers to. Hooks run once more"):
         remat.fit(model, X, 0.7, quiet=True)
     assert not seen
+
+
+class _InARow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(lambda block, h: h) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_what_is_said_of_hooks_of_blocks_is_what_a_recomputation_does(is_compiled: bool) -> None:
+    """They run around a block's forward, which alone runs again, or are inside of what was compiled."""
+    model, seen = _InARow(), list[int]()
+    for block in model.blocks:
+        block.register_forward_hook(torch.compiler.disable(lambda module, args, output: seen.append(len(output))))
+        if is_compiled:
+            block.compile(backend="aot_eager")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        chain = remat.profile(model, X, stages=["blocks"])
+    remat.apply(model, remat.solve(chain, remat.minimum_budget(chain)))
+    assert not seen
+    model(X).sum().backward()
+    assert (len(seen) > len(model.blocks)) is is_compiled
+    assert any("a forward hook of a Block refers to" in str(each.message) for each in said) is is_compiled
+
+
+def test_hooks_of_a_block_that_is_inside_of_another_run_with_it() -> None:
+    inner, seen = nn.Linear(4, 4), list[int]()
+    inner.register_forward_hook(lambda module, args, output: seen.append(1))
+    alone, within = (LooseState(modules, own_hooks=False) for modules in ([inner], [nn.Sequential(inner), inner]))
+    inner(torch.ones(4))
+    assert within.changed(by_hooks=True)
+    assert not alone.changed(by_hooks=True)

@@ -37,6 +37,7 @@ from remat.runtime.calls.settled import (
 from remat.runtime.calls.stages import parts_of
 from remat.runtime.fakes import in_earnest, is_fake
 from remat.runtime.generators import RandomState, held_by, is_generator, names_in
+from remat.runtime.patching import is_compiled
 from remat.runtime.pytree import tensors, version_of
 
 _LIBRARIES = frozenset(("torch", "numpy", "transformers", "remat"))  # whose code is not looked into
@@ -80,7 +81,7 @@ class LooseState:
 
     Args:
         passed, loss: of these, all that runs may change.
-        own_hooks: the modules' own hooks run with them; where only their forwards run again, those inside do.
+        own_hooks: the modules' own hooks run with them, and not only those inside, as where only forwards run again.
 
     Attributes:
         modules: others that it leads to.
@@ -91,11 +92,11 @@ class LooseState:
         self, modules: Iterable[nn.Module], passed: Any = None, loss: Any = None, *, own_hooks: bool = True
     ) -> None:
         modules = [*modules]
-        outside = frozenset[nn.Module]() if own_hooks else frozenset(modules)
         self.modules: list[nn.Module] = []
         self.generators: list[Any] = []
         self._notes: list[tuple[_Found, Any, Any]] = []
         parts = parts_of(modules)
+        hooked = frozenset(parts if own_hooks else _hooked_inside(modules))
         self._held_generators = {id(each) for each in held_by(parts)}
         self._kept = {id(each) for part in parts for each in _kept_with(part)}
         self._seen = {
@@ -103,7 +104,7 @@ class LooseState:
         }
         todo: list[_Found] = []
         for part in parts:
-            if part not in outside:
+            if part in hooked:
                 todo += _hooks_of(part)
             todo += self._of_class(type(part))
             todo += [
@@ -250,6 +251,11 @@ def _kept_with(part: nn.Module) -> Iterable[Any]:
     for name in vars(part).keys() - NOT_MET:
         state = state_in(vars(part)[name])
         yield from () if state is None else [each for each in within(state) if is_state(each)]
+
+
+def _hooked_inside(modules: list[nn.Module]) -> Iterable[nn.Module]:
+    """Whose hooks run with these modules' forwards: those inside, and those that were compiled in place with them."""
+    return [*parts_of(child for module in modules for child in module.children()), *filter(is_compiled, modules)]
 
 
 def _hooks_of(part: nn.Module) -> list[_Found]:
